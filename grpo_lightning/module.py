@@ -9,7 +9,7 @@ The defaults depart from the paper (arXiv:2402.03300) in two ways: the loss is a
 step instead of a mean of per-completion means (`Objective.aggregate`), and the log-ratio and the KL estimator k3 are
 bounded (`functional.losses`). Two things save time without a change of the loss or its gradient. First, the model runs
 on a prompt once for its whole group, not once per completion. Second, it does not run on completions of advantage 0,
-unless the objective has a KL or entropy term or selects tokens.
+unless the objective has a KL or entropy term, selects tokens, or has a load-balancing loss.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from grpo_lightning.policy.reference import (
     fingerprint,
     make_reference,
 )
-from grpo_lightning.policy.scorer import Scorer
+from grpo_lightning.policy.scorer import Scorer, TokenScores
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.trainable import dtype_name, keep_frozen_out_of_checkpoints
 from grpo_lightning.rewards import RewardLike, RewardSet, RewardWorkers, Scores
@@ -92,6 +92,7 @@ from grpo_lightning.training.metrics import (
     add_padding,
     add_resampling,
     add_rollout,
+    add_router_loss,
     add_scores,
     add_sources,
     add_update,
@@ -99,6 +100,7 @@ from grpo_lightning.training.metrics import (
     num_empty_updates,
 )
 from grpo_lightning.training.micro_batches import Cycle, CycleShape, Turn, agree_on_chunks, find_prompts, give_images
+from grpo_lightning.training.router_loss import RouterLoss, make_router_loss, router_coefficient
 from grpo_lightning.training.run_state import RunState
 from grpo_lightning.training.signals import RequeueAtStepEnd
 from grpo_lightning.training.strategies import sharding_of
@@ -211,6 +213,8 @@ class GRPOLightningModule(L.LightningModule):
         """This rank's latest rollout, for callbacks to inspect. Training reads `run.cycle` instead."""
         self.run = RunState(self.teams, num_generations)
         self.is_connected = False
+        self.router_loss: RouterLoss | None = None
+        """Load-balancing loss of a mixture of experts; None until training starts, and for a run without this loss."""
         self.warn_once = WarnOnce()
         self.metrics = StepMetrics()
         self.sources: list[str] = []
@@ -304,10 +308,12 @@ class GRPOLightningModule(L.LightningModule):
     def split_rollout(self, rollout: Rollout) -> Cycle:
         """Cut the rollout into the micro-batches of its optimizer steps."""
         # With a reference, completions of advantage 0 are kept, because `policy/kl` is measured on all completions. If
-        # the KL is in the rewards, this costs next to nothing, because hardly any advantage is 0. With a selection of
-        # tokens they are kept too, because it compares the tokens of all completions.
+        # the KL is in the rewards, this costs next to nothing, because hardly any advantage is 0. They are kept too
+        # with a selection of tokens, which compares the tokens of all completions, and with a load-balancing loss, to
+        # which all completions contribute.
         objective = self.objective
-        skips = not (objective.trains_on_zero_advantages or objective.needs_reference or objective.selection)
+        is_on_all = objective.trains_on_zero_advantages or self.router_loss is not None
+        skips = not (is_on_all or objective.needs_reference or objective.selection)
         micro_batches, counts = self.actor.micro_batches(
             rollout.groups, rollout.advantages, self.cycle_shape, skip_zero_advantages=skips
         )
@@ -321,8 +327,16 @@ class GRPOLightningModule(L.LightningModule):
             tokens = self.actor.token_logprobs(batch, trains_entropy=self.objective.trains_entropy)
         if batch.old_logprobs is None:
             batch.old_logprobs = tokens.logprobs.detach()
-        longest = self.sampling.max_completion_length
-        terms = self.objective(tokens.logprobs, batch, turn.counts, longest, entropy=tokens.entropy)
+        longest, router_loss = self.sampling.max_completion_length, None
+        if self.router_loss is not None:
+            assert tokens.load is not None
+            share = self.router_loss.share(tokens.load)
+            router_loss = self.router_loss.coefficient * share
+            largest = self.router_loss.max_expert_load
+            add_router_loss(self.metrics, share, largest, opens_update=turn.opens_update)
+        terms = self.objective(
+            tokens.logprobs, batch, turn.counts, longest, entropy=tokens.entropy, router_loss=router_loss
+        )
         add_update(self.metrics, batch, terms)
         return terms.loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
 
@@ -343,6 +357,7 @@ class GRPOLightningModule(L.LightningModule):
             teams=self.teams,
             device=self.device,
             phase=self.phase,
+            routers=None if self.router_loss is None else self.router_loss.routers,
         )
 
     @property
@@ -399,19 +414,36 @@ class GRPOLightningModule(L.LightningModule):
     def train_on(self, turn: Turn) -> Tensor:
         """Call `update`, and log the metrics of the optimizer step after its last micro-batch."""
         self.policy.train()
-        if turn.opens_update and self.objective.selection is not None:
-            self.select_tokens(turn)
+        if turn.opens_update:
+            self.prepare_update(turn)
         self.notify("on_phase", "update")
         loss = self.update(turn)
         if turn.closes_update:
             self.log_dict(self.metrics.pop(), batch_size=1)
         return loss
 
-    def select_tokens(self, turn: Turn) -> None:
+    def prepare_update(self, turn: Turn) -> None:
+        """Run the micro-batches of the step once more, for the parts of its loss that depend on all its tokens."""
+        if self.objective.selection is not None:
+            scores = self.select_tokens(turn)[1:]
+        elif self.router_loss is not None and turn.update[1:]:
+            scores = self.score_others(turn)
+        else:
+            scores = []
+        if self.router_loss is not None:
+            self.router_loss.begin([each.load for each in scores if each.load is not None])
+
+    def select_tokens(self, turn: Turn) -> list[TokenScores]:
         """Select tokens of the optimizer step that begins, in one more pass over its micro-batches."""
         step = run_seed(self.seed), self.run.rollout_index, turn.number
         with seeded_dropout(self.policy, *step, "selection dropout", ranks.rank()):
-            select_tokens(self.actor, self.objective, turn.update, seed=derived_seed(*step, "selection"))
+            return select_tokens(self.actor, self.objective, turn.update, seed=derived_seed(*step, "selection"))
+
+    def score_others(self, turn: Turn) -> list[TokenScores]:
+        """Score all micro-batches of the update that begins but the first, for the routing of their tokens."""
+        actor = self.actor
+        with torch.no_grad(), self.phase("routing"):
+            return [actor.token_logprobs(batch) for batch in turn.update[1:]]
 
     def add_ref_logprobs(self, rollout: Rollout) -> None:
         """Add the reference's log-probs to the completions that lack them; do nothing if there is no reference."""
@@ -428,7 +460,11 @@ class GRPOLightningModule(L.LightningModule):
         self.metrics.add("rollout/empty_updates", num_empty, self.updates_per_rollout)
         if num_empty:
             reason = empty_reason(rollout, self.overlong_filter, self.sampling.max_completion_length)
-            others = {"the KL": self.objective.has_kl_loss, "the entropy": self.objective.trains_entropy}
+            others = {
+                "the KL": self.objective.has_kl_loss,
+                "the entropy": self.objective.trains_entropy,
+                "the load of the experts": self.router_loss is not None,
+            }
             apart = " and ".join(name for name, is_trained in others.items() if is_trained)
             self.warn_once(
                 log,
@@ -478,8 +514,8 @@ class GRPOLightningModule(L.LightningModule):
     def notify(self, hook: Literal["on_phase", "on_decode", "on_rollout"], *arguments: Any) -> None:
         """Call a GRPO-specific hook on every callback that defines it.
 
-        `on_phase(trainer, name)`: the phase "rollout", "reward", "old_logprobs", "ref_logprobs", "token_selection" or
-        "update" starts.
+        `on_phase(trainer, name)`: the phase "rollout", "reward", "old_logprobs", "ref_logprobs", "token_selection",
+        "routing" or "update" starts.
         `on_rollout(trainer, module, rollout)`: a cycle starts with this `Rollout`, which has scores and advantages.
         `on_decode(trainer, done, total)`: `done` of at most `total` tokens per completion have been sampled.
         """
@@ -632,6 +668,7 @@ class GRPOLightningModule(L.LightningModule):
         if hasattr(self, "tokenizer"):
             return
         self.sharding = sharding_of(self._trainer.strategy) if self._trainer else Sharding()
+        router_coefficient(self.objective.router_aux_loss_coef, self.loader.load_config())
         longest = max(each.max_completion_length for each in (self.sampling, self.validation_sampling))
         facts = checks.run_facts(self.loader, self._trainer, longest_completion=longest) if self._trainer else {}
         loaded = self.loader.load(self.sharding, **facts)
@@ -689,11 +726,12 @@ class GRPOLightningModule(L.LightningModule):
         return own
 
     def on_fit_start(self) -> None:
-        """Choose the scorer if the weights are sharded: sharded weights cannot run before this hook."""
+        """Choose the scorer if the weights are sharded, and find routers: sharded weights cannot run earlier."""
         if self.scorer is None:
             scorer = self.loader.choose_scorer(self.policy, self.encoder)
             self.check_engine(scorer)
             self.scorer = scorer
+        self.router_loss = make_router_loss(self.policy, self.scorer, self.objective.router_aux_loss_coef)
 
     def check_engine(self, scorer: Scorer) -> None:
         """Check that the log-probs of `LocalEngine` agree with the scorer's; other engines are not checked."""

@@ -117,6 +117,7 @@ class Objective:
 
     loss = aggregate( rollout_weight * surrogate(ratio, advantage) + beta * kl )
            - entropy_coefficient * mean of entropy over tokens
+           + router_aux_loss_coef * load-balancing loss            mixtures of experts only
     """
 
     # Ratio and surrogate
@@ -225,6 +226,14 @@ class Objective:
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus; 0 disables the bonus. The entropy is exact over the vocabulary, and averaged over
     all tokens, whatever `aggregate` is."""
+
+    # Mixtures of experts
+
+    router_aux_loss_coef: float | None = None
+    """Weight of the load-balancing loss of a mixture of experts (arXiv:2101.03961, eq. 4 to 6), over all tokens of the
+    optimizer step. Null uses the `router_aux_loss_coef` of the policy's config; 0 disables the loss; a value above 0
+    for a dense policy is an error. With several micro-batches per step, the loss costs one more forward pass of all but
+    the first (`time/routing`)."""
 
     # SAPO
 
@@ -343,6 +352,7 @@ class Objective:
         max_completion_length: int,
         *,
         entropy: Tensor | None = None,
+        router_loss: Tensor | None = None,
     ) -> ObjectiveTerms:
         """Compute the micro-batch's share of the optimizer step's loss.
 
@@ -353,6 +363,8 @@ class Objective:
                 divisors.
             max_completion_length: Tokens; the divisor of the "constant" aggregation.
             entropy: [B, T] nats, of the current policy; with gradients if `trains_entropy`.
+            router_loss: Scalar, the micro-batch's share of the load-balancing loss, times its weight; None for a loss
+                without it.
 
         Raises:
             ValueError: If the batch lacks old log-probs or the selected tokens, or if `trains_entropy` is True and no
@@ -396,7 +408,7 @@ class Objective:
                 raise ValueError("objective.entropy_coefficient is set, but no entropy was given; pass `entropy`.")
             total = total - self.entropy_coefficient * mean(entropy, by="token")
         return ObjectiveTerms(
-            loss=total,
+            loss=total if router_loss is None else total + router_loss,
             kl=kl.detach(),
             clipped_low=clipped_low,
             clipped_high=clipped_high,
@@ -662,6 +674,11 @@ def _check_ranges(objective: Objective) -> None:
         ("epsilon", 0 <= objective.epsilon < 1, "at least 0 and below 1"),
         ("epsilon_high", high >= 0, "at least 0, or null for epsilon"),
         ("beta", objective.beta >= 0, "at least 0 (0 for no reference)"),
+        (
+            "router_aux_loss_coef",
+            objective.router_aux_loss_coef is None or objective.router_aux_loss_coef >= 0,
+            "at least 0 (0 for no load-balancing loss), or null for the policy's own",
+        ),
         (
             "dual_clip",
             objective.dual_clip is None or objective.dual_clip > 1 + high,

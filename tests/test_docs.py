@@ -24,7 +24,7 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from tests.doc_keys import keys_in, problem
-from tests.module_runs import PROMPTS, make_module, make_source, make_trainer
+from tests.module_runs import PROMPTS, SMALL, make_module, make_source, make_trainer
 from tests.pages import DOCS, TableRow, blocks, prose, read, tables
 from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
 
@@ -120,9 +120,11 @@ def test_methods_named_exist():
 
 
 def test_metrics_named_are_logged():
-    """Those of a run with a reference and validation; an example's own and `time/...` are no metrics of ours."""
+    """Those of a run with a reference, experts and validation; an example's own and `time/...` are none of ours."""
     objective = Objective(rollout_correction="token_truncate", top_entropy_fraction=0.5)
-    module = make_module(objective=objective, num_iterations=2, dynamic_sampling=DynamicSampling())
+    policy = tiny_model("qwen3_moe", **SMALL)
+    options = {"num_iterations": 2, "dynamic_sampling": DynamicSampling(), "length": 20}  # some stop by themselves
+    module = make_module(policy=policy, objective=objective, **options)
     trainer = make_trainer(max_epochs=1)
     trainer.fit(module, make_source(module), PromptSource(PROMPTS[:2], 2))
     pattern = r"`((?:reward|policy|rollout|val)/[\w/]+)`"

@@ -22,17 +22,19 @@ import transformers
 import yaml
 from torch.testing import assert_close
 from transformers.generation.utils import GenerationMixin
+from transformers.models.mixtral import modeling_mixtral as mixtral
 
 from grpo_lightning import optimizers, rewards, schedules
 from grpo_lightning.callbacks import NewestCheckpoints
 from grpo_lightning.cli.main import parse
 from grpo_lightning.core.types import Completion, Group, MicroBatch, Prompt, SamplingParams
 from grpo_lightning.data.entry import DatasetEntry
-from grpo_lightning.functional import group_relative_advantages, normalized_sum
+from grpo_lightning.functional import group_relative_advantages, normalized_sum, router_load
 from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.scorer import TokenScores
 from grpo_lightning.rollout.sampler import TokenSampler
+from grpo_lightning.training.router_loss import RouterLoss
 from grpo_lightning.training.token_selection import select_tokens
 from tests.arguments.registry import CASES
 from tests.doc_keys import SETTINGS, class_named
@@ -398,8 +400,10 @@ def batch() -> tuple[torch.Tensor, MicroBatch, torch.Tensor]:
     return logprobs, micro_batch, 1.0 + noise(0.2).abs()
 
 
-def loss_of_trl(batch: tuple[torch.Tensor, MicroBatch, torch.Tensor], flags: Mapping[str, Any]) -> torch.Tensor:
-    """What `GRPOTrainer` computes with these flags of `GRPOConfig`."""
+def loss_of_trl(
+    batch: tuple[torch.Tensor, MicroBatch, torch.Tensor], flags: Mapping[str, Any], aux_loss: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What `GRPOTrainer` computes with these flags of `GRPOConfig`, for a model that returns this `aux_loss`."""
     trl = pytest.importorskip("trl", minversion="1.16")
     logprobs, micro_batch, entropies = batch
     config = trl.GRPOConfig(output_dir="x", use_cpu=True, bf16=False, report_to=[], **flags)
@@ -407,13 +411,17 @@ def loss_of_trl(batch: tuple[torch.Tensor, MicroBatch, torch.Tensor], flags: Map
         args=config,
         model=SimpleNamespace(training=True),
         accelerator=SimpleNamespace(
-            num_processes=1, sync_gradients=False, gather=lambda x: x, reduce=lambda x, reduction: x
+            num_processes=1,
+            sync_gradients=False,
+            gather=lambda x: x,
+            gather_for_metrics=lambda x: x,
+            reduce=lambda x, reduction: x,
         ),
         epsilon_low=config.epsilon,
         epsilon_high=config.epsilon if config.epsilon_high is None else config.epsilon_high,
         current_gradient_accumulation_steps=1,
         max_completion_length=LONGEST,
-        aux_loss_enabled=False,
+        aux_loss_enabled=aux_loss is not None,
         _entropy_bonus_enabled=config.entropy_coef != 0,
         _metrics={"train": defaultdict(list)},
         get_off_policy_mask=trl.GRPOTrainer.get_off_policy_mask,
@@ -424,10 +432,10 @@ def loss_of_trl(batch: tuple[torch.Tensor, MicroBatch, torch.Tensor], flags: Map
                 accelerator=SimpleNamespace(gather=lambda x: x, pad_across_processes=lambda x, dim, pad_index: x)
             ),
         ),
-        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, entropies, None),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, entropies, aux_loss),
     )
     names = "beta loss_type importance_sampling_level off_policy_mask_threshold top_entropy_quantile entropy_coef"
-    names += " use_adaptive_entropy use_vllm vllm_importance_sampling_correction"
+    names += " use_adaptive_entropy use_vllm vllm_importance_sampling_correction router_aux_loss_coef"
     for name in names.split():
         setattr(trainer, name, getattr(config, name))
     mask = micro_batch.completion_mask.long()
@@ -445,7 +453,11 @@ def loss_of_trl(batch: tuple[torch.Tensor, MicroBatch, torch.Tensor], flags: Map
     return trl.GRPOTrainer._compute_loss(trainer, trainer.model, inputs)
 
 
-def our_loss(batch: tuple[torch.Tensor, MicroBatch, torch.Tensor], settings: Mapping[str, Any]) -> torch.Tensor:
+def our_loss(
+    batch: tuple[torch.Tensor, MicroBatch, torch.Tensor],
+    settings: Mapping[str, Any],
+    router_loss: torch.Tensor | None = None,
+) -> torch.Tensor:
     """What the objective of these settings gives."""
     logprobs, micro_batch, entropies = batch
     mask = micro_batch.completion_mask
@@ -455,7 +467,7 @@ def our_loss(batch: tuple[torch.Tensor, MicroBatch, torch.Tensor], settings: Map
         scores = TokenScores(logprobs, entropies)
         actor: Any = SimpleNamespace(phase=lambda _: contextlib.nullcontext(), token_logprobs=lambda _: scores)
         select_tokens(actor, objective, [micro_batch], seed=0)
-    return objective(logprobs, micro_batch, counts, LONGEST, entropy=entropies).loss
+    return objective(logprobs, micro_batch, counts, LONGEST, entropy=entropies, router_loss=router_loss).loss
 
 
 # TRL's flags on top of its defaults, our settings on top of ours, and the factor between the two losses.
@@ -518,6 +530,17 @@ def test_a_loss_is_the_one_of_trl(batch, case):
     assert_close(our_loss(batch, DEFAULTS_OF_TRL | settings) * factor, theirs, rtol=1e-5, atol=1e-6)
     if case not in ("dapo", "bnpo"):  # a bnpo of one micro-batch is dapo
         assert abs(theirs - loss_of_trl(batch, {})) > 1e-3, "the flags change nothing here"
+
+
+def test_the_load_balancing_loss_is_that_of_trl(batch):
+    """With one micro-batch per step; without the last tokens of completions, which the test's tokens stand for."""
+    logits = [torch.randn(20, 4, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    aux_loss = mixtral.load_balancing_loss_func(tuple(logits), 4, 2)
+    theirs = loss_of_trl(batch, {"router_aux_loss_coef": 0.3}, aux_loss)
+    loss = RouterLoss(MagicMock(), coefficient=0.3)
+    share = loss.share(router_load(logits, torch.ones(20), top_k=2))
+    assert_close(our_loss(batch, DEFAULTS_OF_TRL, loss.coefficient * share), theirs, rtol=1e-5, atol=1e-6)
+    assert abs(theirs - loss_of_trl(batch, {})) > 0.1
 
 
 def test_luspo_is_the_constant_aggregation_times_the_longest_completion(batch):
@@ -852,6 +875,7 @@ COMPUTED = {
     *("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
     *("accuracy_reward", "think_format_reward", "get_cosine_scaled_reward", "get_repetition_penalty_reward"),
     "get_soft_overlong_punishment",
+    "router_aux_loss_coef",
 }
 """Flags of TRL of which a test above computes the same number by TRL's or transformers' code, or by hand."""
 

@@ -304,6 +304,7 @@ def test_every_option_is_in_the_tests():
         "pass_k",
         "scale",
         "multi_objective_aggregation",
+        "router_aux_loss_coef",
     }
     assert tested == {field.name for field in dataclasses.fields(Objective)}
 

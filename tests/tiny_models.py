@@ -79,6 +79,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_moe": ("qwen3_moe", BASE | MOE | {"head_dim": 16, "decoder_sparse_step": 1, "mlp_only_layers": []}),
+    "mixtral": ("mixtral", BASE | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3.5": ("qwen3_5_text", BASE | LINEAR | {"head_dim": 16}),
 }
 MAMBA = (

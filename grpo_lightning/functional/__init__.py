@@ -36,6 +36,7 @@ from grpo_lightning.functional.losses import (
     sapo_surrogate,
     vespo_surrogate,
 )
+from grpo_lightning.functional.routing import load_balancing_loss, max_expert_load, router_load, total_load
 from grpo_lightning.functional.selection import (
     high_covariance_tokens,
     high_entropy_tokens,
@@ -61,15 +62,19 @@ __all__ = [
     "kl_cov_surrogate",
     "kl_divergence",
     "leaves_trust_region",
+    "load_balancing_loss",
     "masked_mean",
+    "max_expert_load",
     "normalized_sum",
     "random_covariance_tokens",
     "reinforce_surrogate",
     "rollout_weights",
+    "router_load",
     "sapo_surrogate",
     "token_covariances",
     "token_entropy",
     "token_logprobs",
+    "total_load",
     "vespo_surrogate",
     "zero_variance_groups",
 ]

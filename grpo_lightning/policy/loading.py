@@ -307,19 +307,16 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def disable_router_loss(model: nn.Module) -> None:
-    """Disable the load-balancing loss of mixture-of-experts models (`output_router_logits`): GRPO does not train on it.
+    """Keep a mixture of experts from computing its own load-balancing loss (`output_router_logits`).
 
     Models compute this loss from the attention mask, which covers all tokens, and the routing, which covers only the
     tokens of one forward call. With a KV cache, these are different numbers of tokens, so the loss cannot be computed.
+    `training.router_loss` computes it instead.
     """
     configs: list[Any] = [model.config, text_config(model)]
     for config in configs:
         if getattr(config, "output_router_logits", False):
             config.output_router_logits = False
-            log.warning(
-                "The policy's config sets output_router_logits: it is switched off, because GRPO's loss does not "
-                "include the load-balancing loss of the experts."
-            )
 
 
 def checkpoint_layers(model: nn.Module) -> None:

@@ -22,6 +22,7 @@ from grpo_lightning.policy.families import unknown_reason
 from grpo_lightning.policy.hf import accepts, attention_kernel, base_model, compute_device, evaluating, text_config
 from grpo_lightning.policy.kv_cache import PrefixCache
 from grpo_lightning.policy.lora import is_adapter_layer, running_module
+from grpo_lightning.policy.routers import Routers
 from grpo_lightning.policy.scorer import Scorer, ScoringPath, logit_scale, refuse_transformers_checkpointing
 from grpo_lightning.policy.sharding import gathered_dtypes, is_partitioned
 
@@ -274,6 +275,13 @@ def check_scorer(scorer: Scorer, model: nn.Module) -> None:
             f"log-probs (a probe of ragged prompts, scored together and alone, {measured}). The model ignores the "
             "attention mask, as RWKV does: use a model that masks padding."
         )
+
+
+@torch.no_grad()
+def check_routers(scorer: Scorer, model: nn.Module, routers: Routers) -> None:
+    """Check that the routing of a model's tokens can be recorded. Raises: UnsupportedRoutersError if not."""
+    with probe_mode(model):
+        scorer(model, probe_batch(model), temperature=1.0, routers=routers)
 
 
 def model_type(model: nn.Module) -> str:

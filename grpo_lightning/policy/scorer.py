@@ -28,6 +28,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -37,9 +38,11 @@ from torch.utils.checkpoint import checkpoint
 
 from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.functional.logprobs import token_entropy, token_logprobs
+from grpo_lightning.functional.routing import RouterLoad, total_load
 from grpo_lightning.policy.hf import base_model, known_arguments, text_config
 from grpo_lightning.policy.kv_cache import PrefixCache, Rows, fan_out
 from grpo_lightning.policy.lora import running_module
+from grpo_lightning.policy.routers import Routers
 from grpo_lightning.policy.vision import place, seeing
 
 ScoringPath = Literal["extended", "dense"]
@@ -53,6 +56,10 @@ class TokenScores(NamedTuple):
 
     entropy: Tensor
     """[B, T] float32 nats; has a gradient only if the entropy is part of the loss."""
+
+    load: RouterLoad | None = None
+    """Routing of the tokens, if it was recorded: every prompt counts once per completion that is trained on, and every
+    token of these completions except the last, which predicts nothing."""
 
 
 @dataclass
@@ -79,7 +86,13 @@ class Scorer:
     never: tuple[int, ...] = ()
 
     def __call__(
-        self, model: nn.Module, batch: MicroBatch, *, temperature: float, trains_entropy: bool = False
+        self,
+        model: nn.Module,
+        batch: MicroBatch,
+        *,
+        temperature: float,
+        trains_entropy: bool = False,
+        routers: Routers | None = None,
     ) -> TokenScores:
         """Compute [B, T] log-probs and entropies of the completions of the micro-batch, in the batch's row order.
 
@@ -88,21 +101,27 @@ class Scorer:
             batch: The completions.
             temperature: Sampling temperature.
             trains_entropy: True if the entropies need a gradient for the loss.
+            routers: The model's routers, to record their routing; None records nothing.
         """
         refuse_transformers_checkpointing(model)
         head = replace(self.head(temperature), trains_entropy=trains_entropy)
-        score = extended_chunks(model, batch, head) if self.path == "extended" else dense_chunks(model, batch, head)
+        prepare = extended_chunks if self.path == "extended" else dense_chunks
+        score, prompt_load = prepare(model, batch, head, routers)
         is_recomputed = self.checkpoint_chunks and torch.is_grad_enabled()
         chunks = self.chunks(batch)
-        scored = [checkpoint(score, rows, use_reentrant=False) if is_recomputed else score(rows) for rows in chunks]
+        outputs = [checkpoint(score, rows, use_reentrant=False) if is_recomputed else score(rows) for rows in chunks]
+        scored = [scores for scores, _ in outputs]
         count, width = batch.completion_ids.shape
+        # Chunks beyond the number of completions repeat a row.
+        loads = [load for load in (prompt_load, *(load for _, load in outputs[:count])) if load is not None]
         scores = torch.cat([nn.functional.pad(chunk, (0, 0, 0, width - chunk.shape[1])) for chunk in scored])
         if chunks[0] is not None:
             # Rows that were repeated to fill up the number of chunks come last; dropping them sets their gradient to 0.
             original_order = torch.cat(chunks)[:count].argsort()  # type: ignore[arg-type]
             scores = scores[original_order]
         scores = torch.where(batch.attention_mask[..., None], scores, scores.new_zeros(()))
-        return TokenScores(scores[..., 0], scores[..., 1] if trains_entropy else scores[..., 1].detach())
+        entropy = scores[..., 1] if trains_entropy else scores[..., 1].detach()
+        return TokenScores(scores[..., 0], entropy, total_load(loads) if loads else None)
 
     def head(self, temperature: float) -> FullHead | SlicedHead:
         """Make the vocabulary head, full or sliced."""
@@ -127,9 +146,11 @@ class Scorer:
         return [rows if len(rows) else by_length[-1:] for rows in by_length.tensor_split(number)]
 
 
-ScoreChunk = Callable[[Tensor | None], Tensor]
-"""Scores a chunk, given its rows of the micro-batch (None: all): [rows, T, 2], the log-prob and entropy of each token.
-T is the length of the chunk's longest completion; padding has arbitrary values."""
+ScoreChunk = Callable[[Tensor | None], tuple[Tensor, RouterLoad | None]]
+"""Computes a chunk, given its rows of the micro-batch (None: all).
+
+Returns [rows, T, 2], the log-prob and entropy of each token, and the routing of the forward pass, if it is recorded. T
+is the length of the chunk's longest completion; padding has arbitrary values."""
 
 
 def rows_of(batch: MicroBatch, rows: Tensor | None) -> tuple[Tensor, Tensor, Rows]:
@@ -148,8 +169,38 @@ def even_groups(batch: MicroBatch) -> Rows:
     return count // prompts if torch.equal(batch.prompt_index, in_order) else batch.prompt_index
 
 
-def extended_chunks(model: nn.Module, batch: MicroBatch, head: Head) -> ScoreChunk:
-    """Run the prompt pass now, and return the function that runs the completion pass for a chunk."""
+def prompt_weights(batch: MicroBatch) -> Tensor:
+    """[N, L] how often the routing of a prompt's token counts: once per completion that is trained on."""
+    numbers = torch.arange(len(batch.prompt_ids), device=batch.prompt_index.device)
+    is_its_own = (batch.prompt_index == numbers[:, None]) & is_trained(batch, None)[:, 0]  # [N, B]
+    return batch.prompt_mask * is_its_own.sum(1, keepdim=True)
+
+
+def completion_weights(batch: MicroBatch, rows: Tensor | None, mask: Tensor) -> Tensor:
+    """[rows, T] 1 at the tokens of trained completions whose routing counts: all but the last, which predicts nothing.
+
+    Args:
+        batch: The micro-batch.
+        rows: Rows of a chunk; None for all.
+        mask: [rows, T] attention mask of the rows.
+    """
+    return (nn.functional.pad(mask[:, 1:], (0, 1)) & is_trained(batch, rows)).long()
+
+
+def is_trained(batch: MicroBatch, rows: Tensor | None) -> Tensor:
+    """[rows, 1] bool, True for completions that are trained on. Args: rows: rows of a chunk; None for all."""
+    return batch.completion_mask[slice(None) if rows is None else rows].any(1, keepdim=True)
+
+
+def recording(routers: Routers | None) -> AbstractContextManager[list[Tensor]]:
+    """Context that records the logits of the routers in a list; records nothing without routers."""
+    return contextlib.nullcontext([]) if routers is None else routers.recording()
+
+
+def extended_chunks(
+    model: nn.Module, batch: MicroBatch, head: Head, routers: Routers | None
+) -> tuple[ScoreChunk, RouterLoad | None]:
+    """Run the prompt pass now; return the function that runs the completion pass for a chunk, and the prompts' load."""
     prefix = PrefixCache(base_model(model).config)
     placed = place(model, batch.prompt_ids, batch.prompt_mask, batch.vision)
     inputs = {
@@ -158,10 +209,11 @@ def extended_chunks(model: nn.Module, batch: MicroBatch, head: Head) -> ScoreChu
         "past_key_values": prefix,
         "use_cache": True,
     } | known_arguments(model, **placed.arguments, logits_to_keep=1)
-    with seeing(model, batch.vision) as images:
+    with seeing(model, batch.vision) as images, recording(routers) as routed:
         first = head.prompt_states(model, inputs | images)  # [N, 1, ...] predicts the first completion token
+    prompt_load = None if routers is None else routers.load(routed, prompt_weights(batch))
 
-    def score(rows: Tensor | None) -> Tensor:
+    def score(rows: Tensor | None) -> tuple[Tensor, RouterLoad | None]:
         ids, mask, fan = rows_of(batch, rows)  # [B, T], [B, T], prompt of each row
         width = ids.shape[1]
         # The last token predicts nothing, so it is no input. There are always at least two input columns, because
@@ -183,16 +235,21 @@ def extended_chunks(model: nn.Module, batch: MicroBatch, head: Head) -> ScoreChu
             "past_key_values": prefix.extend(fan),
             "use_cache": True,
         } | known_arguments(model, position_ids=positions)
-        return head.score(model, arguments, aligned, ids, mask)
+        with recording(routers) as routed:
+            scores = head.score(model, arguments, aligned, ids, mask)
+        weights = nn.functional.pad(completion_weights(batch, rows, mask), (0, max(0, queries - width)))[:, :queries]
+        return scores, None if routers is None else routers.load(routed, weights)
 
-    return score
+    return score, prompt_load
 
 
-def dense_chunks(model: nn.Module, batch: MicroBatch, head: Head) -> ScoreChunk:
+def dense_chunks(
+    model: nn.Module, batch: MicroBatch, head: Head, routers: Routers | None
+) -> tuple[ScoreChunk, RouterLoad | None]:
     """Run [prompt | completion] rows, one forward pass per chunk; an image is encoded for every row of its prompt."""
     placed = place(model, batch.prompt_ids, batch.prompt_mask, batch.vision)
 
-    def score(rows: Tensor | None) -> Tensor:
+    def score(rows: Tensor | None) -> tuple[Tensor, RouterLoad | None]:
         ids, mask, fan = rows_of(batch, rows)
         width = ids.shape[1]
         inputs = torch.cat([fan_out(batch.prompt_ids, fan), ids], 1)
@@ -206,10 +263,14 @@ def dense_chunks(model: nn.Module, batch: MicroBatch, head: Head) -> ScoreChunk:
         arguments = known_arguments(model, **continued, logits_to_keep=width + 1, use_cache=False)
         arguments |= {"input_ids": inputs, "attention_mask": seen.long()}
         prompts = batch.prompt_index if rows is None else batch.prompt_index[rows]
-        with seeing(model, batch.vision and batch.vision.select(prompts.tolist())) as images:
-            return head.score(model, arguments | images, lambda states: states[:, -width - 1 : -1], ids, mask)
+        vision = batch.vision and batch.vision.select(prompts.tolist())
+        with seeing(model, vision) as images, recording(routers) as routed:
+            scores = head.score(model, arguments | images, lambda states: states[:, -width - 1 : -1], ids, mask)
+        of_prompts = fan_out(batch.prompt_mask, fan) & is_trained(batch, rows)
+        weights = torch.cat([of_prompts, completion_weights(batch, rows, mask)], 1)
+        return scores, None if routers is None else routers.load(routed, weights)
 
-    return score
+    return score, None
 
 
 def fan_out_last(prompts: Tensor, fan: Rows) -> Tensor:

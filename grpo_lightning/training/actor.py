@@ -19,6 +19,7 @@ from grpo_lightning.objective import StepCounts
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.lora import is_adapted, trained_adapter
 from grpo_lightning.policy.reference import FrozenCopy, Reference
+from grpo_lightning.policy.routers import Routers
 from grpo_lightning.policy.scorer import Scorer, TokenScores
 from grpo_lightning.policy.sharding import Sharding, fsdp_modules, own_part
 from grpo_lightning.rollout.groups import vision_of
@@ -46,6 +47,9 @@ class Actor:
     device: torch.device
     phase: Callable[[str], AbstractContextManager[None]]
     """Takes the name of a phase. Returns a context manager that times the phase and announces it to the callbacks."""
+
+    routers: Routers | None = None
+    """The policy's routers, if the routing of its tokens is recorded."""
 
     def micro_batches(
         self,
@@ -86,8 +90,10 @@ class Actor:
         return [batch.to(self.device) for batch in micro_batches], counts
 
     def token_logprobs(self, batch: MicroBatch, *, trains_entropy: bool = False) -> TokenScores:
-        """[B, T] log-probs and entropies of a micro-batch under the policy, with their gradients."""
-        return self.scorer(self.policy, batch, temperature=self.temperature, trains_entropy=trains_entropy)
+        """[B, T] log-probs and entropies of a micro-batch under the policy, with their gradients; and the routing."""
+        return self.scorer(
+            self.policy, batch, temperature=self.temperature, trains_entropy=trains_entropy, routers=self.routers
+        )
 
     def add_old_logprobs(self, micro_batches: Sequence[MicroBatch], shape: CycleShape) -> None:
         """Add old-policy log-probs to a rollout's micro-batches, except those of the first update.

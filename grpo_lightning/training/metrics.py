@@ -251,6 +251,13 @@ def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -
     metrics.add_sum("policy/loss", terms.loss.detach())
 
 
+def add_router_loss(metrics: StepMetrics, share: Tensor, largest: Tensor, *, opens_update: bool) -> None:
+    """Add a micro-batch's share of the load-balancing loss, and the largest load of an expert in the step."""
+    metrics.add_sum("policy/router_aux_loss", share.detach())
+    if opens_update:  # the load of the entire step, the same on all ranks
+        metrics.add("policy/max_expert_load", largest)
+
+
 def num_empty_updates(micro_batches: Sequence[MicroBatch], updates_per_rollout: int) -> int:
     """Number of a cycle's updates in which no completion of any rank has an advantage. Collective."""
     has_advantage = [((batch.advantages != 0)[:, None] & batch.completion_mask).any() for batch in micro_batches]

@@ -136,7 +136,8 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         self._init_deepspeed_distributed()
 
     def _setup_model_and_optimizer(self, model: Any, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
-        """As in Lightning, but with a device index that also exists on CPUs."""
+        """As in Lightning, but without leaf modules, and with a device index that also exists on CPUs."""
+        set_no_leaf_modules(self.config)
         if not self.is_on_cpu:
             return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
         return self._engine_on_cpu(
@@ -189,7 +190,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         checkpoint_path: Any,
         weights_only: bool | None = None,  # noqa: FBT001
     ) -> dict[str, Any]:
-        """As in Lightning, but evaluation can also load a stage 3 folder or a single file, training a universal checkpoint.
+        """As in Lightning, but training also loads a universal checkpoint, and evaluation a stage 3 folder or a file.
 
         A stage 3 folder contains the weights only as float32 master weights of the optimizer, and DeepSpeed cannot load
         master weights without an optimizer. Each rank saves its shard of the optimizer states. If another number of
@@ -255,6 +256,24 @@ TRAINER_KEYS = (
     "gradient_clipping",
 )
 """Keys that Lightning and DeepSpeed fill in if they are missing."""
+
+
+def set_no_leaf_modules(config: dict[str, Any]) -> None:
+    """Keep ZeRO-3 from treating blocks of experts as leaf modules, unless the configuration has leaf modules.
+
+    By default, DeepSpeed reduces all gradients of a block of Mixtral or Qwen MoE at the end of the block's backward
+    pass. Here a block runs several times per micro-batch, for the prompts and for every chunk, so that its gradients
+    would be reduced several times, which DeepSpeed refuses. Leaf modules are meant for experts that are modules of
+    their own; in transformers, the experts of a block are one tensor.
+
+    Args:
+        config: DeepSpeed's configuration, changed in place.
+    """
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    zero = config.get("zero_optimization", {})
+    if zero.get("stage") == 3 and "leaf_module" in DeepSpeedZeroConfig.model_fields:  # newer releases of DeepSpeed
+        zero.setdefault("leaf_module", {"classes": []})
 
 
 def fill_auto(config: dict[str, Any], arguments: Mapping[str, Any]) -> None:

@@ -32,7 +32,9 @@ class Selection(NamedTuple):
     """Returns which of the step's M trained tokens are chosen, [M] bool, from the objective and each feature [M]."""
 
 
-def select_tokens(actor: Actor, objective: Objective, micro_batches: Sequence[MicroBatch], *, seed: int) -> None:
+def select_tokens(
+    actor: Actor, objective: Objective, micro_batches: Sequence[MicroBatch], *, seed: int
+) -> list[TokenScores]:
     """Set `selected` of the micro-batches of an optimizer step.
 
     Collective: every rank calls this function, with the same number of micro-batches.
@@ -42,18 +44,23 @@ def select_tokens(actor: Actor, objective: Objective, micro_batches: Sequence[Mi
         objective: An objective whose `selection` is not None.
         micro_batches: All micro-batches of this rank in the step.
         seed: Seed of Clip-Cov's random choice; the same on all ranks.
+
+    Returns:
+        Log-probs, entropies and routing of each micro-batch.
     """
     assert objective.selection is not None
     features, choose = SELECTIONS[objective.selection]
-    own = []
+    own, scores = [], []
     with torch.no_grad(), actor.phase("token_selection"):
         for batch in micro_batches:
-            values = features(objective, batch, actor.token_logprobs(batch), seed)
+            scores.append(actor.token_logprobs(batch))
+            values = features(objective, batch, scores[-1], seed)
             own.append(torch.stack(values, dim=-1)[batch.completion_mask])  # [trained tokens, F]
     everyone = ranks.gather_rows(torch.cat(own))
     chosen = choose(objective, *torch.cat(everyone).unbind(dim=1)).split([len(part) for part in everyone])
     for batch, tokens in zip(micro_batches, chosen[ranks.rank()].split([len(part) for part in own]), strict=True):
         batch.selected = torch.zeros_like(batch.completion_mask).masked_scatter(batch.completion_mask, tokens)
+    return scores
 
 
 def _entropies(_: Objective, batch: MicroBatch, scores: TokenScores, seed: int) -> list[Tensor]:

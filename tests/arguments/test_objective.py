@@ -14,9 +14,11 @@ from torch import Tensor
 
 from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.objective import Objective, StepCounts
-from grpo_lightning.policy.scorer import TokenScores
+from grpo_lightning.policy.scorer import Scorer, TokenScores
+from grpo_lightning.training.router_loss import make_router_loss
 from grpo_lightning.training.token_selection import select_tokens
 from tests.arguments.registry import case
+from tests.tiny_models import tiny_model
 
 NOW = torch.log(torch.tensor([[0.9, 0.2, 0.5], [0.6, 0.3, 0.1]]))
 OLD = torch.log(torch.tensor([[0.3, 0.4, 0.5], [0.2, 0.3, 0.4]]))  # ratios 3, 1/2, 1 and 3, 1, 1/4
@@ -24,7 +26,12 @@ MASK = torch.tensor([[True, True, True], [True, True, False]])
 REWARDS = torch.tensor([[0.0, 1.0, 5.0], [2.0, 2.0, 3.0]])
 
 
-def loss(objective: Objective, advantages: tuple[float, float] = (1.0, -1.0), drawn: Tensor = OLD) -> float:
+def loss(
+    objective: Objective,
+    advantages: tuple[float, float] = (1.0, -1.0),
+    drawn: Tensor = OLD,
+    router_loss: Tensor | None = None,
+) -> float:
     """Of two completions of three and two tokens, drawn with the probabilities `drawn`."""
     ids = torch.zeros(2, 1, dtype=torch.long)
     batch = MicroBatch(
@@ -45,7 +52,8 @@ def loss(objective: Objective, advantages: tuple[float, float] = (1.0, -1.0), dr
         scores = TokenScores(NOW, entropy)
         actor: Any = SimpleNamespace(phase=lambda name: contextlib.nullcontext(), token_logprobs=lambda batch: scores)
         select_tokens(actor, objective, [batch], seed=0)
-    return objective(NOW, batch, StepCounts(5, 2), max_completion_length=10, entropy=entropy).loss.item()
+    terms = objective(NOW, batch, StepCounts(5, 2), max_completion_length=10, entropy=entropy, router_loss=router_loss)
+    return terms.loss.item()
 
 
 @case(Objective, "ratio")
@@ -320,3 +328,16 @@ def test_multi_objective_aggregation():
     assert summed.tolist() == [[90.0, 1.0, 0.5]]
     small, large = -0.5 / 0.5, 60 / math.sqrt((60**2 + 2 * 30**2) / 2)
     assert each[0, 0].item() == pytest.approx(small + large, abs=1e-3)
+
+
+@case(Objective, "router_aux_loss_coef")
+def test_router_aux_loss_coef():
+    model = tiny_model("qwen3_moe", num_hidden_layers=1)
+    values = [
+        make_router_loss(model, Scorer(), Objective(router_aux_loss_coef=c).router_aux_loss_coef)
+        for c in (0.5, None, 0.0)
+    ]
+    assert values[2] is None
+    assert [value and value.coefficient for value in values] == [0.5, model.config.router_aux_loss_coef, None]
+    shares = [loss(Objective(beta=0.0, router_aux_loss_coef=c), router_loss=c * torch.tensor(3.0)) for c in (0.5, 2.0)]
+    assert shares[1] - shares[0] == pytest.approx(1.5 * 3)

@@ -7,6 +7,7 @@ one device to rounding, or something is wrong.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -210,6 +211,31 @@ CASES: dict[str, Case] = {
         prompts=["one", "equal 2", "long three"], ranks_per_group=2, policy={"lora": LORA}, steps=2, lr=0.01
     ),
     "shared groups, reward model": Case(is_scored_by_model=True, ranks_per_group=2, steps=2, accumulate=2),
+    "experts": Case(
+        prompts=["short one", "long two", "three", "4"],
+        folder="qwen3_moe",
+        objective={"beta": 0.0, "router_aux_loss_coef": 1.0},
+        policy={"chunk_size": 3},
+        accumulate=2,
+        updates=2,
+        lr=0.1,
+    ),
+    "experts, a rank without prompts": Case(
+        prompts=["lonely"],
+        folder="qwen3_moe",
+        objective={"beta": 0.0, "router_aux_loss_coef": 1.0},
+        policy={"activation_checkpointing": "layers"},
+        accumulate=2,
+        lr=0.1,
+    ),
+    "experts, shared groups": Case(
+        folder="qwen3_moe",
+        objective={"beta": 0.0, "router_aux_loss_coef": 1.0},
+        policy={"activation_checkpointing": "chunks", "chunk_size": 2},
+        ranks_per_group=2,
+        accumulate=2,
+        lr=0.1,
+    ),
     "lora, fewer prompts": Case(
         prompts=["one", "long two", "3"], policy={"lora": LORA}, steps=2, accumulate=2, lr=0.01
     ),
@@ -322,7 +348,7 @@ def whole_weights(module: Any) -> dict[str, Tensor]:
 
 
 def save_policy(folder: Path) -> None:
-    """The policy that all runs start from."""
+    """The policies that all runs start from."""
     tiny_model("qwen2", **SMALL).save_pretrained(folder / "policy")
     tiny_model("qwen3_moe", **SMALL, head_dim=8).save_pretrained(folder / "qwen3_moe")
     tiny_classifier("llama", **SMALL).save_pretrained(folder / "classifier")
@@ -333,6 +359,9 @@ def save_policy(folder: Path) -> None:
 def main(strategy: str, folder: str, *names: str) -> None:
     """Run the cases, all of them if none is named, and save what came out on each rank."""
     torch.set_num_threads(1)
+    # ZeRO-3 replaces constructors while a model is built, and then puts back those that classes were created with.
+    # Experts that are imported meanwhile lose what transformers' decorator adds, in the process's next run.
+    importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
     for name in names or CASES:
         sys.stderr.write(f"case {name}\n")  # a rank that fails says where
         try:

@@ -25,6 +25,7 @@ MLP = {"gate_proj", "up_proj", "down_proj"}
 ENDS = {
     "gpt2": {"c_attn", "c_proj", "c_fc"},
     "gpt_oss": ATTENTION,  # experts are single tensors, not linear layers
+    "mixtral": ATTENTION,
     "qwen3_moe": ATTENTION,
     "qwen3.5": ATTENTION | MLP | {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"},
     "mamba2": {"in_proj"},  # kernels read out_proj's weight without calling it

@@ -12,7 +12,13 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.sharding import Partitioned, PartitionedGradients, Sharding
-from grpo_lightning.training.strategies import FSDP2Strategy, GRPODeepSpeedStrategy, check_strategy, sharding_of
+from grpo_lightning.training.strategies import (
+    FSDP2Strategy,
+    GRPODeepSpeedStrategy,
+    check_strategy,
+    set_no_leaf_modules,
+    sharding_of,
+)
 from tests.module_runs import PROMPTS, SMALL, are_equal, fit, make_module, make_source, make_trainer, weights_of
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -44,6 +50,14 @@ def test_ones_own_config_stays_as_it_is_and_gets_what_validation_asks_for():
     config = GRPODeepSpeedStrategy(config=own).config
     assert config["zero_optimization"]["stage3_prefetch_bucket_size"] == 5
     assert config["zero_allow_untested_optimizer"]
+
+
+def test_stage_3_has_no_leaf_modules_unless_asked_for():
+    """A block of experts runs for the prompts and for every chunk; ZeRO-3 allows a leaf module one run per step."""
+    for stage, own, expected in ((3, {}, {"classes": []}), (3, {"names": ["mlp"]}, {"names": ["mlp"]}), (2, {}, None)):
+        config = {"zero_optimization": {"stage": stage} | ({"leaf_module": own} if own else {})}
+        set_no_leaf_modules(config)
+        assert config["zero_optimization"].get("leaf_module") == expected
 
 
 SCALING = {"loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1}

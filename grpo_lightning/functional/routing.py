@@ -1,0 +1,79 @@
+"""Load-balancing loss of mixtures of experts, from sums over tokens that add up over micro-batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RouterLoad(NamedTuple):
+    """How M routers distribute tokens over E experts, summed over tokens."""
+
+    routed: Tensor
+    """[M, E] number of tokens that each router sends to each expert; a token counts once for each of its k experts."""
+
+    probs: Tensor
+    """[E] sum of the router probabilities over tokens and routers, with gradients."""
+
+    num_tokens: Tensor
+    """Scalar: number of tokens; the same for every router."""
+
+
+def router_load(logits: Sequence[Tensor], weights: Tensor, *, top_k: int) -> RouterLoad:
+    """Sum up the routing of tokens: to the k experts of highest logit, with the softmax of the logits as probabilities.
+
+    Args:
+        logits: [R, E] per router, of R tokens.
+        weights: [R] how often each token counts; 0 for padding, whose logits are not read.
+        top_k: k, the number of experts that a token is sent to.
+    """
+    places = weights.nonzero()[:, 0]
+    counts = weights[places, None].float()
+    routed, probs = [], []
+    for each in logits:
+        real = each.index_select(0, places).float()
+        is_chosen = torch.zeros_like(real).scatter(1, real.detach().topk(top_k, dim=1).indices, 1.0)
+        # Not a matrix product, which autocast and TF32 would round.
+        routed.append((counts * is_chosen).sum(0))
+        probs.append((counts * real.softmax(1)).sum(0))
+    return RouterLoad(torch.stack(routed), torch.stack(probs).sum(0), counts.sum())
+
+
+def total_load(loads: Sequence[RouterLoad]) -> RouterLoad:
+    """Add up the loads of several sets of tokens."""
+    return RouterLoad(*(torch.stack(parts).sum(0) for parts in zip(*loads, strict=True)))
+
+
+def load_balancing_loss(routed: Tensor, probs: Tensor, num_tokens: Tensor) -> Tensor:
+    """Compute the load-balancing loss of the Switch Transformer (arXiv:2101.03961, eq. 4 to 6), pooled over routers.
+
+        loss = E * sum over e of  f[e] * P[e]
+        f[e] = sum over m of routed[m, e] / (M * num_tokens)             fractions of tokens, which sum to k
+        P[e] = probs[e] / (M * num_tokens)                               mean probability
+
+    As in `load_balancing_loss_func` of transformers, f and P are means over all M routers, and f is summed over a
+    token's k experts: the loss is k if the load is uniform. Only P has a gradient. P is a sum over tokens, so with the
+    `routed` and `num_tokens` of an entire optimizer step, the losses of the `probs` of its parts add up to its loss.
+
+    Args:
+        routed: [M, E] numbers of tokens, of the optimizer step.
+        probs: [E] summed probabilities, of the step or of a part of it.
+        num_tokens: Scalar, of the step; 0 gives a loss of 0.
+    """
+    divisor = len(routed) * num_tokens.clamp(min=1)
+    return routed.shape[1] * (routed.sum(0) / divisor * probs / divisor).sum()
+
+
+def max_expert_load(routed: Tensor) -> Tensor:
+    """Largest load of an expert of a router, relative to a uniform load: E * max over m, e of routed[m, e] / sum.
+
+    Args:
+        routed: [M, E] numbers of tokens.
+
+    Returns:
+        Scalar from 1 (uniform) to E / k (the same k experts for every token); 0 without tokens.
+    """
+    return routed.shape[1] * (routed / routed.sum(1, keepdim=True).clamp(min=1)).max()

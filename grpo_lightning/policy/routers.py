@@ -1,0 +1,103 @@
+"""Routers of mixtures of experts: find them in a model, and record their logits during forward passes.
+
+Models compute their load-balancing loss from the attention mask and the logits of one forward pass. With a KV cache
+these belong to different tokens, so the logits are recorded here instead, by forward hooks on the routers. The hooks
+are there only while the root module runs, so that activation checkpointing does not record a token twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from grpo_lightning.functional.routing import RouterLoad, router_load
+from grpo_lightning.policy.hf import base_model, text_config
+
+
+class UnsupportedRoutersError(ValueError):
+    """The routers of a model cannot be found, or their logits cannot be read."""
+
+
+@dataclass(frozen=True)
+class Routers:
+    """The routers of a model."""
+
+    places: tuple[tuple[nn.Module, int], ...]
+    """M modules, each with the index of the logits in the tuple that its forward returns."""
+
+    top_k: int
+    """Number of experts that a token is sent to."""
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[list[Tensor]]:
+        """Context in which the routers' logits are appended to a list, in the order in which the routers run."""
+        recorded: list[Tensor] = []
+        hooks = [
+            module.register_forward_hook(functools.partial(_record, recorded, index)) for module, index in self.places
+        ]
+        try:
+            yield recorded
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def load(self, logits: Sequence[Tensor], weights: Tensor) -> RouterLoad:
+        """Sum up the routing of a forward pass.
+
+        Args:
+            logits: Recorded from one forward pass.
+            weights: [rows, L] how often each input token counts.
+
+        Raises:
+            UnsupportedRoutersError: If there is not one logit per router, token and expert.
+        """
+        tokens = weights.numel()
+        shapes = {tuple(each.shape) for each in logits}
+        if len(logits) != len(self.places) or len({shape[-1] for shape in shapes}) != 1:
+            raise UnsupportedRoutersError(
+                f"its {len(self.places)} routers returned logits of the shapes {sorted(shapes)} in {len(logits)} calls"
+            )
+        if any(each.numel() != tokens * each.shape[-1] for each in logits):
+            raise UnsupportedRoutersError(f"its routers returned logits of {sorted(shapes)} for {tokens} tokens")
+        return router_load([each.flatten(0, -2) for each in logits], weights.flatten(), top_k=self.top_k)
+
+
+def _record(recorded: list[Tensor], index: int, module: nn.Module, inputs: Any, output: Any) -> None:
+    """Forward hook. It computes nothing: activation checkpointing may run the router again without the hook."""
+    recorded.append(output[index] if isinstance(output, tuple) else output)
+
+
+def find_routers(model: nn.Module) -> Routers:
+    """Find the routers by what the model declares for transformers' `output_router_logits` (`_can_record_outputs`).
+
+    Raises:
+        UnsupportedRoutersError: If the model declares no routers, or not how many experts a token is sent to.
+    """
+    base = base_model(model)
+    places: dict[nn.Module, int] = {}
+    for part in base.modules():
+        declared = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", ())
+        for recorder in declared if isinstance(declared, Sequence) and not isinstance(declared, str) else (declared,):
+            for name, module in part.named_modules():
+                if _is_recorded(recorder, module, name):
+                    places.setdefault(module, 1 if isinstance(recorder, str | type) else recorder.index)
+    if not places:
+        raise UnsupportedRoutersError("it declares no routers to transformers")
+    top_k = getattr(text_config(model), "num_experts_per_tok", None) or getattr(base, "num_experts_per_tok", None)
+    if not isinstance(top_k, int):
+        raise UnsupportedRoutersError(f"its config's num_experts_per_tok is {top_k!r}, not a number")
+    return Routers(tuple(places.items()), top_k)
+
+
+def _is_recorded(recorder: Any, module: nn.Module, name: str) -> bool:
+    """True if transformers' `OutputRecorder` records this module; a class or the end of a name may stand for one."""
+    kind = recorder if isinstance(recorder, type) else getattr(recorder, "target_class", None)
+    ending = recorder if isinstance(recorder, str) else getattr(recorder, "class_name", None)
+    inside = getattr(recorder, "layer_name", None)
+    matches = (kind is not None and isinstance(module, kind)) or (ending is not None and name.endswith(ending))
+    return matches and (inside is None or f".{inside.strip('.')}." in f".{name}.")

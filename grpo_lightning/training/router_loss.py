@@ -1,0 +1,140 @@
+"""Load-balancing (auxiliary) loss of a mixture of experts, exact over the optimizer step.
+
+    loss = E * sum over e of  f[e] * P[e]              gradient: that of P alone
+
+f and P are means over all tokens of the optimizer step, of all its micro-batches, chunks and ranks; a prompt counts
+once per completion. P is a sum over tokens, which accumulates over micro-batches, but the gradient of the first
+micro-batch needs the f of all. So before the first micro-batch, the others run through the policy once more, without
+gradients; the first forward pass that is trained on completes f. With one micro-batch per step, there is no such pass.
+Passes without gradients have no adapter dropout (`policy.lora.dropout`), so with dropout f is exact only up to it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from grpo_lightning.core import ranks
+from grpo_lightning.functional.routing import RouterLoad, load_balancing_loss, max_expert_load, total_load
+from grpo_lightning.policy.hf import base_model
+from grpo_lightning.policy.probe import check_routers
+from grpo_lightning.policy.routers import Routers, UnsupportedRoutersError, find_routers
+from grpo_lightning.policy.scorer import Scorer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+log = logging.getLogger(__name__)
+
+
+class RouterLoss:
+    """Computes the micro-batches' shares of an optimizer step's load-balancing loss.
+
+    Args:
+        routers: The policy's routers.
+        coefficient: Weight of the loss.
+    """
+
+    def __init__(self, routers: Routers, coefficient: float) -> None:
+        self.routers = routers
+        self.coefficient = coefficient
+        self.others: list[RouterLoad] = []
+        """Loads of this rank's micro-batches of the step, without the first."""
+
+        self.step: RouterLoad | None = None
+        """Load of the entire step, over all ranks."""
+
+    def begin(self, others: Sequence[RouterLoad]) -> None:
+        """Begin an optimizer step. Args: others: loads of this rank's micro-batches of the step, without the first."""
+        self.others, self.step = list(others), None
+
+    def share(self, load: RouterLoad) -> Tensor:
+        """Compute a micro-batch's share of the loss: the shares of all micro-batches and ranks add up to the loss.
+
+        Collective at the first micro-batch of a step: all ranks call it.
+
+        Args:
+            load: Of the micro-batch, with gradients.
+        """
+        if self.step is None:
+            own = total_load([*self.others, load])
+            self.step = RouterLoad(*(ranks.sum_over_ranks(part.detach()) for part in own))
+        return load_balancing_loss(self.step.routed, load.probs, self.step.num_tokens)
+
+    @property
+    def max_expert_load(self) -> Tensor:
+        """Largest load of an expert in the step, relative to a uniform load."""
+        assert self.step is not None
+        return max_expert_load(self.step.routed)
+
+
+def router_coefficient(requested: float | None, config: PretrainedConfig) -> float:
+    """Weight of the load-balancing loss: as requested, else the model's own (`router_aux_loss_coef`); 0 for none.
+
+    Args:
+        requested: `objective.router_aux_loss_coef`; None uses the coefficient of the config.
+        config: The policy's config.
+
+    Raises:
+        ValueError: If a coefficient above 0 is requested for a dense model.
+    """
+    text = config.get_text_config(decoder=True)
+    has_routers = hasattr(text, "output_router_logits")
+    if requested and not has_routers:
+        raise ValueError(
+            f"objective.router_aux_loss_coef is {requested}, but a policy of model type {text.model_type} has no "
+            "routers (its config has no output_router_logits): set it to null or 0, or use a mixture of experts."
+        )
+    if requested is not None:
+        return requested
+    return (getattr(text, "router_aux_loss_coef", None) or 0.0) if has_routers else 0.0
+
+
+def make_router_loss(policy: nn.Module, scorer: Scorer, requested: float | None) -> RouterLoss | None:
+    """Make the load-balancing loss of a run, after a small forward pass that records the routing. Collective.
+
+    Args:
+        policy: The policy.
+        scorer: Scores the policy.
+        requested: `objective.router_aux_loss_coef`.
+
+    Returns:
+        None if the coefficient is 0, or if the routers cannot be read and no coefficient was requested (with a
+        warning).
+
+    Raises:
+        ValueError: If a coefficient above 0 is requested, and the model is dense or its routers cannot be read.
+    """
+    coefficient = router_coefficient(requested, base_model(policy).config)
+    if coefficient == 0:
+        return None
+    name = type(base_model(policy)).__name__
+    try:
+        routers = find_routers(policy)
+        check_routers(scorer, policy, routers)
+    except UnsupportedRoutersError as error:
+        if requested:
+            raise ValueError(
+                f"objective.router_aux_loss_coef is {requested}, but the routing of {name} cannot be recorded: "
+                f"{error}. Set it to 0 to train without the load-balancing loss."
+            ) from error
+        log.warning(
+            "The policy's config has router_aux_loss_coef %g, but the loss does not include the load-balancing loss: "
+            "the routing of %s cannot be recorded: %s. objective.router_aux_loss_coef: 0 removes this warning.",
+            coefficient,
+            name,
+            error,
+        )
+        return None
+    log.info(
+        "Load-balancing loss: weight %g (%s), %d routers, %d experts per token; objective.router_aux_loss_coef: 0 "
+        "removes it.",
+        coefficient,
+        "the policy's config" if requested is None else "objective.router_aux_loss_coef",
+        len(routers.places),
+        routers.top_k,
+    )
+    return RouterLoss(routers, coefficient)
