@@ -335,7 +335,6 @@ class GRPOLightningModule(L.LightningModule):
             sharding=self.sharding,
             temperature=self.sampling.temperature,
             pad_id=self.tokenizer.pad_token_id,
-            num_generations=self.num_generations,
             teams=self.teams,
             device=self.device,
             phase=self.phase,
@@ -599,6 +598,7 @@ class GRPOLightningModule(L.LightningModule):
         """Check that data, rewards and policy fit. Raises: ValueError if not; the message names the row or setting."""
         trainer, rewards, metrics = self.trainer, self.reward_set, self.validation.metrics
         rewards.check(self.sampling.max_completion_length)
+        data_checks.check_evaluated_once(trainer)
         data_checks.check_turned_once(rewards, metrics, trainer)
         data_checks.check_columns(rewards, trainer)  # cheap, so before all images are read
         data_checks.check_images(trainer)  # before the checks of the rewards, which use the image sizes

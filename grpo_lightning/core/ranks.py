@@ -82,7 +82,12 @@ def in_order_of_prompts(ranks: Sequence[Sequence[T]]) -> list[T]:
 
     The i-th prompt of rank r has global index `i * world_size + r` (round-robin).
     """
-    turns = itertools.zip_longest(*([[item] for item in items] for items in ranks), fillvalue=[])
+    return interleave(ranks)
+
+
+def interleave(parts: Sequence[Sequence[T]]) -> list[T]:
+    """Take items from the parts in turn (round-robin); a part that has run out of items is skipped."""
+    turns = itertools.zip_longest(*([[item] for item in items] for items in parts), fillvalue=[])
     return [item for turn in turns for items in turn for item in items]
 
 
@@ -102,19 +107,22 @@ def _is_cuda_only() -> bool:
 
 
 def part_of_group(num_generations: int, member: int, ranks_per_group: int) -> range:
-    """The completions of a group that a team's member has; the members' parts differ in size by one at most."""
-    bounds = [i * num_generations // ranks_per_group for i in (member, member + 1)]
-    return range(*bounds)
+    """The completions of a group that a team's member has: every R-th one, beginning with the index of the member.
+
+    The members' parts differ in size by one at most. If a rollout has fewer groups than updates, each update trains on
+    consecutive completions of a group (`split_updates`), and every member has some of them.
+    """
+    return range(member, num_generations, ranks_per_group)
 
 
 @dataclass(frozen=True)
 class Teams:
     """The teams of a run: R ranks share the groups of their prompts.
 
-        W / R teams;   rank r is member r // (W / R) of team r mod (W / R)
+        W / R teams;   rank r is member r mod R of team r // R
 
-    W is the number of ranks. The first members are the ranks 0 to W / R - 1, in the order of the teams. With R = 1
-    every rank is a team of its own.
+    W is the number of ranks. The members of a team are consecutive ranks, so they are on the same node if R divides the
+    number of ranks per node. With R = 1 every rank is a team of its own.
     """
 
     ranks_per_group: int = 1
@@ -128,12 +136,17 @@ class Teams:
     @property
     def team(self) -> int:
         """Index of this rank's team."""
-        return rank() % self.num_teams
+        return rank() // self.ranks_per_group
 
     @property
     def member(self) -> int:
         """Index of this rank in its team."""
-        return rank() // self.num_teams
+        return rank() % self.ranks_per_group
+
+    @property
+    def first_rank(self) -> int:
+        """Rank of the first member of this rank's team."""
+        return self.team * self.ranks_per_group
 
     @property
     def is_first(self) -> bool:
@@ -153,16 +166,20 @@ class Teams:
         """The completions of a group that a member samples and trains on; None stands for this rank."""
         return part_of_group(num_generations, self.member if member is None else member, self.ranks_per_group)
 
+    def sampling_rank(self, number: int) -> int:
+        """Rank that samples a completion of this team's groups, given the completion's index in its group."""
+        return self.first_rank + number % self.ranks_per_group
+
     def gather_from_firsts(self, value: T) -> list[T]:
         """Gather a value from the first member of every team, in the order of the teams. Collective over all ranks."""
-        return gather_objects(value)[: self.num_teams]
+        return gather_objects(value)[:: self.ranks_per_group]
 
     def broadcast(self, value: T) -> T:
         """Return the value of the team's first member, to every member. Collective in a team."""
         if not self.is_shared:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=self.team, group=self._process_group)
+        dist.broadcast_object_list(values, src=self.first_rank, group=self._process_group)
         return values[0]
 
     def gather(self, value: T) -> list[T]:
@@ -170,7 +187,7 @@ class Teams:
         if not self.is_shared:
             return [value]
         values: list[Any] | None = [None] * self.ranks_per_group if self.is_first else None
-        dist.gather_object(value, values, dst=self.team, group=self._process_group)
+        dist.gather_object(value, values, dst=self.first_rank, group=self._process_group)
         return values or []
 
     def scatter(self, values: Sequence[T]) -> T:
@@ -183,13 +200,14 @@ class Teams:
             return values[0]
         received: list[Any] = [None]
         dist.scatter_object_list(
-            received, list(values) if self.is_first else None, src=self.team, group=self._process_group
+            received, list(values) if self.is_first else None, src=self.first_rank, group=self._process_group
         )
         return received[0]  # type: ignore[no-any-return]
 
     @cached_property
     def _process_group(self) -> Any:
         """The process group of this rank's team. Collective over all ranks at its first use."""
-        members = [list(range(team, world_size(), self.num_teams)) for team in range(self.num_teams)]
+        firsts = range(0, world_size(), self.ranks_per_group)
+        members = [list(range(first, first + self.ranks_per_group)) for first in firsts]
         own, _ = dist.new_subgroups_by_enumeration(members, backend="gloo")  # objects are sent from the CPU
         return own

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.core.ranks import Teams
+from grpo_lightning.core.ranks import Teams, interleave
 from grpo_lightning.core.types import Completion, Group, Prompt, SamplingParams, VisionInputs
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.sharding import Sharding
@@ -236,7 +236,7 @@ class SharedGroups:
         if not of_members:
             return []
         return [
-            replace(part, completions=[c for member in of_members for c in member[i]], number=first + i)
+            replace(part, completions=interleave([member[i] for member in of_members]), number=first + i)
             for i, part in enumerate(parts)
         ]
 
@@ -279,7 +279,7 @@ class SharedGroups:
             return
         of_members = self.teams.gather([[c.ref_logprobs for c in part.completions] for part in parts])
         for i, group in enumerate(groups):
-            logprobs = [values for member in of_members for values in member[i]]
+            logprobs = interleave([member[i] for member in of_members])
             for completion, values in zip(group.completions, logprobs, strict=True):
                 completion.ref_logprobs = values
 
@@ -290,10 +290,8 @@ class SharedGroups:
     def _part_of(self, rollout: Rollout, member: int) -> tuple[list[int], list[list[Completion]], Tensor | None]:
         """A member's part of each group: the group's number, completions [N][part], and advantages [N, part]."""
         parts = [self.teams.part(len(group.completions), member) for group in rollout.groups]
-        completions = [
-            group.completions[part.start : part.stop] for group, part in zip(rollout.groups, parts, strict=True)
-        ]
+        completions = [[group.completions[i] for i in part] for group, part in zip(rollout.groups, parts, strict=True)]
         advantages = rollout.advantages
         if advantages is not None and parts:
-            advantages = advantages[:, parts[0].start : parts[0].stop]
+            advantages = advantages[:, list(parts[0])]
         return [group.number for group in rollout.groups], completions, advantages

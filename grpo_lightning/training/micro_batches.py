@@ -233,11 +233,12 @@ class Share:
     num_groups: int
     team: int = 0
     num_teams: int = 1
-    first: int = 0
-    """Index of the first completion of a group that this rank has."""
+    member: int = 0
+    ranks_per_group: int = 1
+    """This rank has every `ranks_per_group`-th completion of a group, beginning with the index `member`."""
 
     num_generations: int | None = None
-    """G, if this rank has only a part of the completions of a group."""
+    """G; None if this rank has all completions of its groups."""
 
 
 def plan_micro_batches(
@@ -292,7 +293,6 @@ def plan_over_ranks(
     advantages: Tensor,
     *,
     num_chunks: Callable[[MicroBatch], int],
-    num_generations: int | None = None,
     teams: Teams | None = None,
     **settings: Any,
 ) -> tuple[list[MicroBatch], list[StepCounts]]:
@@ -305,7 +305,6 @@ def plan_over_ranks(
         groups: N groups of this rank, each with its part of the G completions; may be empty.
         advantages: [N, part] advantages of the completions.
         num_chunks: Returns the number of forward passes that a micro-batch needs.
-        num_generations: G; needed if groups are shared.
         teams: The ranks that share groups; None if no group is shared.
         **settings: Arguments of `plan_micro_batches`.
 
@@ -314,10 +313,17 @@ def plan_over_ranks(
         over all ranks.
     """
     teams = teams or Teams()
-    num_groups = int(ranks.sum_over_ranks(torch.tensor(len(groups)))) // teams.ranks_per_group
-    share = Share(num_groups, teams.team, teams.num_teams)
-    if teams.is_shared and num_generations:
-        share = replace(share, first=teams.part(num_generations).start, num_generations=num_generations)
+    num_completions = sum(len(group.completions) for group in groups)
+    total = ranks.sum_over_ranks(torch.tensor([len(groups), num_completions])).tolist()
+    num_groups = total[0] // teams.ranks_per_group
+    share = Share(
+        num_groups,
+        teams.team,
+        teams.num_teams,
+        teams.member,
+        teams.ranks_per_group,
+        num_generations=total[1] // num_groups if num_groups else None,
+    )
     micro_batches, counts = plan_micro_batches(groups, advantages, share=share, **settings)
     most = ranks.max_over_ranks(torch.tensor([num_chunks(batch) for batch in micro_batches])).tolist()
     for batch, number in zip(micro_batches, most, strict=True):
@@ -368,7 +374,11 @@ def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share)
     units, num_units = list(zip(numbers, groups, strict=True)), share.num_groups
     if share.num_groups < updates:
         size = share.num_generations or (len(groups[0]) if groups else 1)
-        units = [(number * size + i, [row]) for number, group in units for i, row in enumerate(group, share.first)]
+        units = [
+            (number * size + share.member + i * share.ranks_per_group, [row])
+            for number, group in units
+            for i, row in enumerate(group)
+        ]
         num_units *= size
     bounds = [round(i * num_units / updates) for i in range(updates + 1)]
     return [

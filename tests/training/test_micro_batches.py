@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_lightning.core.ranks import part_of_group
 from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.policy.scorer import Scorer
@@ -160,6 +161,26 @@ def test_an_update_trains_on_the_same_completions_however_many_ranks_there_are(n
     for update, expected in enumerate(whole):
         found = sorted((r.group, r.length) for share in shares for r in share[update])
         assert found == sorted((r.group, r.length) for r in expected)
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.integers(4, 7))
+def test_an_update_trains_on_the_same_completions_if_ranks_share_groups(
+    num_groups, updates, num_teams, ranks_per_group, num_generations
+):
+    groups = [[row(group, 1 + number) for number in range(num_generations)] for group in range(num_groups)]
+    whole = split_updates(groups, updates, Share(num_groups))
+    shares = []
+    for team, member in itertools.product(range(num_teams), range(ranks_per_group)):
+        part = part_of_group(num_generations, member, ranks_per_group)
+        own = [[group[i] for i in part] for group in groups[team::num_teams]]
+        share = Share(num_groups, team, num_teams, member, ranks_per_group, num_generations)
+        shares.append(split_updates(own, updates, share))
+    for update, expected in enumerate(whole):
+        found = sorted((r.group, r.length) for share in shares for r in share[update])
+        assert found == sorted((r.group, r.length) for r in expected)
+        if num_groups == 1:  # no member waits while another trains on several
+            sizes = [len(share[update]) for share in shares[:ranks_per_group]]
+            assert max(sizes) - min(sizes) <= 1
 
 
 def test_a_rank_without_groups_gets_idle_micro_batches():
