@@ -32,7 +32,7 @@ UNEQUAL = [
     "one prompt, dynamic, kl",
     "some further prompts, dynamic",
     "nothing but equals, fixed",
-    "one image, dynamic",
+    "images of equals, dynamic",
 ]
 """The cases with the most unequal ranks, for sharded weights: steps of tiny models are slow under ZeRO-3."""
 
@@ -58,6 +58,11 @@ def layout(request: pytest.FixtureRequest, folder: Path) -> Layout:
         world_size=layout.world_size, timeout=500,
     )  # fmt: skip
     return layout
+
+
+def shared(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics that do not depend on ranks and strategy. DeepSpeed knows the gradient's norm only after a step."""
+    return {name: value for name, value in metrics.items() if not is_own(name) and name != "policy/grad_norm"}
 
 
 def lines_of(folder: Path, strategy: str, ranks_per_group: int, case: str) -> list[dict[str, Any]]:
@@ -108,10 +113,7 @@ def check(folder: Path, layout: Layout, case: str) -> None:
 
     for want, *others in zip(expected["steps"], *(of_rank["steps"] for of_rank in found), strict=True):
         for got in others:
-            assert got.keys() == want.keys()
-            assert {name: value for name, value in got.items() if not is_own(name)} == pytest.approx(
-                {name: value for name, value in want.items() if not is_own(name)}, rel=1e-4, abs=1e-6
-            )
+            assert shared(got) == pytest.approx(shared(want), rel=1e-4, abs=1e-6)
 
     ones = lines_of(folder, "one", 1, case)
     lines = lines_of(folder, layout.strategy, layout.ranks_per_group, case)
