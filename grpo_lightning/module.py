@@ -698,6 +698,7 @@ class GRPOLightningModule(L.LightningModule):
 
     def on_train_start(self) -> None:
         """Set the schedule's length and a resumed run's data position, now that the length of an epoch is known."""
+        checks.check_loader_teams(self.trainer.train_dataloader, self.ranks_per_group)  # of an own data module, too
         checkpoints.restore_data_position(self.run, self.trainer)
         if self.run.cycle is not None:
             self.run.cycle.to(self.device)  # a checkpoint is loaded before the module moves to its device

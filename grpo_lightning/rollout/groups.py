@@ -227,17 +227,26 @@ class SharedGroups:
 
         Returns:
             The N complete groups on the first member; none on the other members.
+
+        Raises:
+            ValueError: If the members have different prompts.
         """
         if not self.teams.is_shared:
             return parts
         first = len(self._sampled)
         self._sampled += parts
-        of_members = self.teams.gather([part.completions for part in parts])
-        if not of_members:
-            return []
+        of_members = self.teams.gather([(part.prompt_ids, part.completions) for part in parts])
+        if any([ids for ids, _ in member] != [part.prompt_ids for part in parts] for member in of_members):
+            raise ValueError(
+                f"model.ranks_per_group is {self.teams.ranks_per_group}, but the training loader gives this rank other "
+                "prompts than the ranks that share its groups. Use a grpo_lightning.PromptSource, or give all ranks "
+                "with the same rank // ranks_per_group the same prompts."
+            )
+        # The other members get no groups.
         return [
-            replace(part, completions=interleave([member[i] for member in of_members]), number=first + i)
+            replace(part, completions=interleave([member[i][1] for member in of_members]), number=first + i)
             for i, part in enumerate(parts)
+            if of_members
         ]
 
     def spread(self, rollout: Rollout) -> Rollout:

@@ -1,8 +1,12 @@
 """Teams of ranks that cannot share groups, and loaders that do not fit them, are refused before weights load."""
 
+import lightning as L
 import pytest
 
+from grpo_lightning.core.ranks import Teams
+from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.data.source import PromptSource
+from grpo_lightning.rollout.groups import SharedGroups
 from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.training import checks
 from tests.module_runs import PROMPTS, make_module, make_trainer
@@ -43,6 +47,44 @@ def test_a_loader_for_other_teams(monkeypatch, of_module, of_loader):
     )
     with pytest.raises(ValueError, match=expected):
         make_trainer(max_steps=1).fit(make_module(ranks_per_group=of_module), source)
+
+
+class OwnData(L.LightningDataModule):
+    """A data module whose loader is known only when training starts."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.source = source
+
+    def train_dataloader(self):
+        return self.source
+
+
+@pytest.mark.parametrize(("of_module", "of_loader"), [(2, 1), (1, 2)])
+def test_a_loader_of_an_own_data_module_for_other_teams(monkeypatch, of_module, of_loader):
+    """Without the check, the ranks would join completions of different prompts to groups."""
+    monkeypatch.setattr(checks, "check_teams", lambda *args: None)
+    data = OwnData(PromptSource(PROMPTS, 4, ranks_per_group=of_loader))
+    with pytest.raises(ValueError, match=rf"is {of_module}, but the training loader gives .* to {of_loader} rank\(s\)"):
+        make_trainer(max_steps=1).fit(make_module(ranks_per_group=of_module), datamodule=data)
+
+
+def test_ranks_of_a_team_with_other_prompts():
+    """What a loader of the user's own may yield."""
+
+    class TwoRanks(Teams):
+        def gather(self, value):
+            ((_, completions),) = value
+            return [value, [(other_ids, completions)]]
+
+    shared = SharedGroups(TwoRanks(2))
+    part = Group(Prompt("p"), [5, 6], [Completion([7], [-1.0], "stop")])
+    other_ids = [5, 6]
+    (group,) = shared.collect([part])
+    assert len(group.completions) == 2
+    other_ids = [5, 7]
+    with pytest.raises(ValueError, match=r"ranks_per_group is 2, but .* other prompts"):
+        shared.collect([part])
 
 
 def test_a_part_of_a_group_must_fill_the_micro_batches(monkeypatch):
