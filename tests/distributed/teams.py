@@ -109,6 +109,7 @@ class Watch(L.Callback):
     def __init__(self) -> None:
         self.groups: list[list[Any]] = []
         self.steps: list[dict[str, float]] = []
+        self.validated: dict[str, float] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self.before = whole_weights(pl_module)
@@ -123,6 +124,9 @@ class Watch(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         self.steps.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.validated = {name: float(value) for name, value in trainer.callback_metrics.items() if "val/" in name}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self.after = whole_weights(pl_module)
@@ -152,6 +156,7 @@ def run(case: Case, strategy: str, ranks_per_group: int, folder: Path) -> dict[s
         strategy=STRATEGIES[strategy](),
         max_steps=4,
         max_epochs=2,
+        num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -166,8 +171,8 @@ def run(case: Case, strategy: str, ranks_per_group: int, folder: Path) -> dict[s
         draws_more=case.is_dynamic,
         ranks_per_group=ranks_per_group,
     )
-    trainer.fit(module, source)
-    kept = {name: getattr(watch, name) for name in ("before", "after", "groups", "steps")}
+    trainer.fit(module, source, PromptSource(case.prompts(folder)[:3], 1, shuffle=False))
+    kept = {name: getattr(watch, name) for name in ("before", "after", "groups", "steps", "validated")}
     return kept | {"scored": list(SCORED)}
 
 

@@ -109,11 +109,16 @@ def check(folder: Path, layout: Layout, case: str) -> None:
             for (*_, advantages), (*_, of_one) in zip(first["groups"][number], want, strict=True):
                 assert advantages == pytest.approx(of_one, abs=1e-5)
 
+    # Each completion once, those of the validation too.
     assert sorted(pair for of_rank in found for pair in of_rank["scored"]) == sorted(expected["scored"])
 
     for want, *others in zip(expected["steps"], *(of_rank["steps"] for of_rank in found), strict=True):
         for got in others:
             assert shared(got) == pytest.approx(shared(want), rel=1e-4, abs=1e-6)
+
+    assert expected["validated"] or "one prompt" not in case
+    for of_rank in found:
+        assert of_rank["validated"] == pytest.approx(expected["validated"], rel=1e-4)
 
     ones = lines_of(folder, "one", 1, case)
     lines = lines_of(folder, layout.strategy, layout.ranks_per_group, case)
