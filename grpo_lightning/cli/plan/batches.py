@@ -195,15 +195,17 @@ VLM-R1, they are always in the same micro-step."""
 def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
     """Translate the batch flags of a TRL, ms-swift or VLM-R1 script. Returns: (closest settings, differences).
 
-        P = b W S / G,   batch_size = P / gcd(P, W),   ranks_per_group = W / gcd(P, W)
+        P = b W S / G,   batch_size = P / T,   ranks_per_group = W / T,   T = gcd(P / updates_per_rollout, W)
         updates_per_rollout = S / A,   accumulate_grad_batches = A
 
     b is the number of completions per device and micro-step, A the number of micro-steps per update, S the number of
     micro-steps for which the script samples at once, and G the number of completions per prompt. If S is below A, the
     script samples several times with the same weights; in this package these samples form one rollout, so A replaces S.
-    P is the number of prompts of a rollout, and W the number of ranks. If W does not divide P, ranks share groups. A
-    rank needs at least one completion of a group: if W / gcd(P, W) is above G, no rank shares groups, and `batch_size`
-    is rounded to at least one prompt per rank.
+    P is the number of prompts of a rollout, and W the number of ranks. If W does not divide the prompts of an update,
+    ranks share groups, so that every rank trains in every update: T is the number of teams. A rank needs at least one
+    completion of a group, so W / T must not be above G. Otherwise, and if an update has a fraction of a prompt, T =
+    gcd(P, W). If W / T is above G even then, no rank shares groups, and `batch_size` is rounded to at least one prompt
+    per rank.
 
     Args:
         script: The script's flags, `trainer` and `version`, as `command.parse_script` returns them.
@@ -220,7 +222,9 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
         )
     updates = max(1, round(S / A))
     prompts = b * W * A * updates // G
-    teams = math.gcd(prompts, W)
+    of_update = [prompts // updates] if prompts % updates == 0 else []
+    possible = [math.gcd(number, W) for number in (*of_update, prompts)]
+    teams = next((number for number in possible if W // number <= G), possible[-1])
     batches = BatchPlan(prompts // teams, G, A, updates, script.num_iterations, W, W // teams)
     if batches.ranks_per_group > G:
         batches = BatchPlan(max(1, round(prompts / W)), G, A, updates, script.num_iterations, W)
