@@ -49,8 +49,9 @@ class RolloutEngine(Protocol):
             progress: Called with the decoding progress.
             vision: The images of the prompts, for a multimodal policy. The engine may cache the features of a frozen
                 vision tower in this object, for later forward passes.
-            part: The completions of each prompt to sample, by index: with `model.ranks_per_group`, several ranks sample
-                a prompt, each a part. A completion does not depend on the part that it is sampled with. None for all.
+            part: The completions of each prompt to sample, by index: with `model.ranks_per_group` R, several ranks
+                sample a prompt, each every R-th completion. A completion does not depend on the part that it is sampled
+                with. None for all.
 
         Returns:
             N lists of G completions (or of those of `part`), in the order of the prompts. The `entropies` of a

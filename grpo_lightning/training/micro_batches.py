@@ -227,18 +227,29 @@ class Cycle:
 class Share:
     """This rank's share of a rollout over all ranks.
 
-    The i-th group of this rank's team has the index `i * num_teams + team` among the `num_groups` groups of all teams.
+    The groups of all teams are ordered round-robin: the first group of each team, then the second group of each, and
+    so on. In a round of dynamic sampling, teams have unequal numbers of groups.
     """
 
-    num_groups: int
+    counts: Sequence[int]
+    """Number of groups of each team."""
+
     team: int = 0
-    num_teams: int = 1
     member: int = 0
     ranks_per_group: int = 1
     """This rank has every `ranks_per_group`-th completion of a group, beginning with the index `member`."""
 
     num_generations: int | None = None
     """G; None if this rank has all completions of its groups."""
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups of all teams."""
+        return sum(self.counts)
+
+    def index(self, i: int) -> int:
+        """Index of the i-th group of this rank's team among the groups of all teams."""
+        return sum(min(count, i + (team < self.team)) for team, count in enumerate(self.counts))
 
 
 def plan_micro_batches(
@@ -274,7 +285,7 @@ def plan_micro_batches(
         for index, (group, group_advantages) in enumerate(zip(groups, advantages.tolist(), strict=True))
     ]
     micro_batches, counts = [], []
-    for update in split_updates(rows, updates, share or Share(len(groups))):
+    for update in split_updates(rows, updates, share or Share([len(groups)])):
         trained = [sum(row.mask) for row in update]
         counts.append(StepCounts(sum(trained), sum(tokens > 0 for tokens in trained)))
         kept = [
@@ -313,17 +324,10 @@ def plan_over_ranks(
         over all ranks.
     """
     teams = teams or Teams()
-    num_completions = sum(len(group.completions) for group in groups)
-    total = ranks.sum_over_ranks(torch.tensor([len(groups), num_completions])).tolist()
-    num_groups = total[0] // teams.ranks_per_group
-    share = Share(
-        num_groups,
-        teams.team,
-        teams.num_teams,
-        teams.member,
-        teams.ranks_per_group,
-        num_generations=total[1] // num_groups if num_groups else None,
-    )
+    num_groups = teams.gather_from_firsts(len(groups))
+    num_completions = int(ranks.sum_over_ranks(torch.tensor(sum(len(group.completions) for group in groups))))
+    num_generations = num_completions // sum(num_groups) if any(num_groups) else None
+    share = Share(num_groups, teams.team, teams.member, teams.ranks_per_group, num_generations)
     micro_batches, counts = plan_micro_batches(groups, advantages, share=share, **settings)
     most = ranks.max_over_ranks(torch.tensor([num_chunks(batch) for batch in micro_batches])).tolist()
     for batch, number in zip(micro_batches, most, strict=True):
@@ -370,8 +374,7 @@ def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share)
     split depends on a group's index among the groups of all ranks, so the number of ranks does not change the update
     that a group belongs to.
     """
-    numbers = range(share.team, share.team + len(groups) * share.num_teams, share.num_teams)
-    units, num_units = list(zip(numbers, groups, strict=True)), share.num_groups
+    units, num_units = [(share.index(i), group) for i, group in enumerate(groups)], share.num_groups
     if share.num_groups < updates:
         size = share.num_generations or (len(groups[0]) if groups else 1)
         units = [

@@ -53,16 +53,28 @@ IMAGES: dict[str, list[list[Any]]] = {
 """Numbers stand for pictures."""
 
 
+OBJECTIVES = {
+    "": Objective(beta=0.0),
+    "kl": Objective(beta=0.04),
+    "kl in the reward": Objective(beta=0.5, kl_in="reward"),
+}
+
+
+REPLACED = ["all open", "a team of equals", "one prompt", "some further prompts", "one image"]
+"""Data of which dynamic sampling replaces all equal groups. With the KL in the rewards, those that stay would differ in
+their KL alone, which is rounding until the first update, and their advantages divide it by its own size."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A few steps with some data."""
 
     data: str
     is_dynamic: bool
-    beta: float
+    kl: str
 
     def __str__(self) -> str:
-        return f"{self.data}, {'dynamic' if self.is_dynamic else 'fixed'}{', kl' if self.beta else ''}"
+        return ", ".join(filter(None, [self.data, "dynamic" if self.is_dynamic else "fixed", self.kl]))
 
     @property
     def has_images(self) -> bool:
@@ -77,8 +89,8 @@ class Case:
 
 CASES = {
     str(case): case
-    for data, is_dynamic, beta in itertools.product([*TEXTS, *IMAGES], [False, True], [0.0, 0.04])
-    if (case := Case(data, is_dynamic, beta)) and (data in TEXTS or is_dynamic or beta)
+    for data, is_dynamic, kl in itertools.product([*TEXTS, *IMAGES], [False, True], OBJECTIVES)
+    if (case := Case(data, is_dynamic, kl)) and (kl != "kl in the reward" or (is_dynamic and data in REPLACED))
 }
 
 SCORED: list[tuple[str, str]] = []
@@ -141,9 +153,9 @@ def run(case: Case, strategy: str, ranks_per_group: int, folder: Path) -> dict[s
         PolicyLoader(str(folder / (FAMILY if case.has_images else "policy"))),
         rewards=[varies_if_open, slow, Sleepy()],
         sampling=SamplingParams(max_completion_length=4 if case.has_images else 6),
-        objective=Objective(beta=case.beta),
+        objective=OBJECTIVES[case.kl],
         optimizer=functools.partial(torch.optim.SGD, lr=0.1),
-        dynamic_sampling=DynamicSampling(2) if case.is_dynamic else None,
+        dynamic_sampling=DynamicSampling(2, reward="varies_if_open") if case.is_dynamic else None,
         num_generations=NUM_GENERATIONS,
         ranks_per_group=ranks_per_group,
         updates_per_rollout=2,

@@ -97,9 +97,8 @@ class BatchPlan:
             part = part_of_group(self.num_generations, member, self.ranks_per_group)
             rows = [[CompletionRow(index, prompt, completion, 1.0)] * len(part) for index in range(self.batch_size)]
             for team in range(self.num_teams):
-                share = Share(
-                    self.prompts_per_rollout, team, self.num_teams, member, self.ranks_per_group, self.num_generations
-                )
+                counts = [self.batch_size] * self.num_teams
+                share = Share(counts, team, member, self.ranks_per_group, self.num_generations)
                 plans.append(split_updates(rows, self.updates_per_rollout, share))
         updates = max(plans, key=lambda updates: max(map(len, updates)))
         parts = [part for update in updates for part in split_update(update, self.accumulate_grad_batches) if part]
