@@ -211,7 +211,7 @@ class GRPOLightningModule(L.LightningModule):
 
         self.rollout: Rollout | None = None
         """This rank's latest rollout, for callbacks to inspect. Training reads `run.cycle` instead."""
-        self.run = RunState(self.teams, num_generations)
+        self.run = RunState(self.teams)
         self.is_connected = False
         self.router_loss: RouterLoss | None = None
         """Load-balancing loss of a mixture of experts; None until training starts, and for a run without this loss."""
@@ -353,7 +353,6 @@ class GRPOLightningModule(L.LightningModule):
             sharding=self.sharding,
             temperature=self.sampling.temperature,
             pad_id=self.tokenizer.pad_token_id,
-            num_generations=self.num_generations,
             teams=self.teams,
             device=self.device,
             phase=self.phase,
@@ -639,6 +638,7 @@ class GRPOLightningModule(L.LightningModule):
         """Check that data, rewards and policy fit. Raises: ValueError if not; the message names the row or setting."""
         trainer, rewards, metrics = self.trainer, self.reward_set, self.validation.metrics
         rewards.check(self.sampling.max_completion_length)
+        data_checks.check_evaluated_once(trainer)
         data_checks.check_turned_once(rewards, metrics, trainer)
         data_checks.check_columns(rewards, trainer)  # cheap, so before all images are read
         data_checks.check_images(trainer)  # before the checks of the rewards, which use the image sizes
@@ -740,6 +740,7 @@ class GRPOLightningModule(L.LightningModule):
 
     def on_train_start(self) -> None:
         """Set the schedule's length and a resumed run's data position, now that the length of an epoch is known."""
+        checks.check_loader_teams(self.trainer.train_dataloader, self.ranks_per_group)  # of an own data module, too
         checkpoints.restore_data_position(self.run, self.trainer)
         if self.run.cycle is not None:
             self.run.cycle.to(self.device)  # a checkpoint is loaded before the module moves to its device

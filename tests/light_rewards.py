@@ -8,6 +8,15 @@ def vowel_share(completions: list[str]) -> list[float]:
     return [sum(c in "aeiou" for c in text) / max(1, len(text)) for text in completions]
 
 
+def varies_if_open(completions: list[Any], prompts: list[Any]) -> list[float]:
+    """The share of characters below 'n', and a number from the position in the group; 0.5 for `equal` prompts."""
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    return [
+        0.5 if "equal" in str(prompt) else sum(c < "n" for c in text) / max(1, len(text)) + i % 2
+        for i, (text, prompt) in enumerate(zip(texts, prompts, strict=True))
+    ]
+
+
 def capitals(completions: list[Any]) -> list[float]:
     """The share of a chat completion's characters below 'n', whatever a byte decodes to."""
     texts = [completion[0]["content"] for completion in completions]

@@ -14,7 +14,7 @@ import lightning as L
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 from grpo_lightning.core.files import append_lines, atomic_write, json_line, run_file
-from grpo_lightning.core.ranks import gather_objects, in_order_of_prompts
+from grpo_lightning.core.ranks import Teams, gather_objects, in_order_of_prompts
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rollout.groups import Rollout
@@ -44,7 +44,7 @@ class CompletionLog(L.Callback):
 
     Weights & Biases also gets a table of each rollout. TensorBoard also gets the best completions of each rollout, the
     worst completions and a few others. Both loggers get the images in the prompts of these completions, but only of
-    completions that rank 0 sampled: the images of other ranks are not available.
+    prompts that rank 0 has: the images of other ranks are not available.
 
     Args:
         every_n_rollouts: Write only every n-th rollout.
@@ -87,13 +87,8 @@ class CompletionLog(L.Callback):
         """Write the rollout, unless `every_n_rollouts` skips it. Collective: all ranks call it."""
         number = module.run.rollout_index - 1
         if number % self.every_n_rollouts == 0:
-            when = {
-                "step": trainer.global_step,
-                "epoch": trainer.current_epoch,
-                "rollout": number,
-                "rank": trainer.global_rank,
-            }
-            gathered = gather_objects(groups_of_lines(rollout, when))
+            when = {"step": trainer.global_step, "epoch": trainer.current_epoch, "rollout": number}
+            gathered = gather_objects(groups_of_lines(rollout, when, module.teams))
             if trainer.is_global_zero:
                 self.write(trainer, rollout, gathered)
 
@@ -152,10 +147,16 @@ class CompletionLog(L.Callback):
             log.info("%s", message)
 
 
-def groups_of_lines(rollout: Rollout, when: Mapping[str, int]) -> list[list[str]]:
+def groups_of_lines(rollout: Rollout, when: Mapping[str, int], teams: Teams) -> list[list[str]]:
     """JSON lines of a rollout, by group."""
-    each = (json_line({**when, **line}) for line in lines(rollout))
-    return [list(itertools.islice(each, len(group.completions))) for group in rollout.groups]
+    each = lines(rollout)
+    return [
+        [
+            json_line({**when, "rank": teams.sampling_rank(number), **line})
+            for number, line in enumerate(itertools.islice(each, len(group.completions)))
+        ]
+        for group in rollout.groups
+    ]
 
 
 def lines(rollout: Rollout) -> Iterator[dict[str, Any]]:

@@ -88,7 +88,12 @@ def in_order_of_prompts(ranks: Sequence[Sequence[T]]) -> list[T]:
     Args:
         ranks: The items of each rank, as returned by `gather_objects`.
     """
-    turns = itertools.zip_longest(*([[item] for item in items] for items in ranks), fillvalue=[])
+    return interleave(ranks)
+
+
+def interleave(parts: Sequence[Sequence[T]]) -> list[T]:
+    """Take items from the parts in turn (round-robin); a part that has run out of items is skipped."""
+    turns = itertools.zip_longest(*([[item] for item in items] for items in parts), fillvalue=[])
     return [item for turn in turns for items in turn for item in items]
 
 
@@ -108,20 +113,20 @@ def _is_cuda_only() -> bool:
 
 
 def part_of_group(num_generations: int, member: int, ranks_per_group: int) -> range:
-    """The part of a prompt's G completions that one rank of a team samples and trains on (see `Teams`).
+    """The part of a prompt's G completions that one rank of a team samples and trains on: every R-th one (see `Teams`).
 
-    The parts of a team's members are consecutive, and their sizes differ by at most one.
+    The parts of a team's members differ in size by at most one. If a rollout has fewer groups than updates, each update
+    trains on consecutive completions of a group (`split_updates`), and every member has some of them.
 
     Args:
         num_generations: G.
-        member: Index of the rank in its team, from 0 to `ranks_per_group` - 1.
-        ranks_per_group: Number of ranks in the team.
+        member: Index of the rank in its team, from 0 to R - 1; also the index of its first completion.
+        ranks_per_group: R, the number of ranks in the team.
 
     Returns:
         The indices of the rank's completions among the G completions.
     """
-    bounds = [i * num_generations // ranks_per_group for i in (member, member + 1)]
-    return range(*bounds)
+    return range(member, num_generations, ranks_per_group)
 
 
 @dataclass(frozen=True)
@@ -131,11 +136,11 @@ class Teams:
     The ranks of a team get the same prompts, and each of them samples and trains on a part of every prompt's G
     completions.
 
-        rank r is member r // (W / R) of team r mod (W / R)
+        rank r is member r mod R of team r // R
 
-    The ranks 0 to W / R - 1 are therefore the first members (member 0) of the teams, in the order of the teams. A first
-    member also holds the complete groups, so that rewards and advantages see all G completions. With R = 1, every rank
-    is a team of its own.
+    The members of a team are consecutive ranks, so they are on the same node if R divides the number of ranks per node.
+    The first member (member 0) of a team also holds the complete groups, so that rewards and advantages see all G
+    completions. With R = 1, every rank is a team of its own.
     """
 
     ranks_per_group: int = 1
@@ -149,12 +154,17 @@ class Teams:
     @property
     def team(self) -> int:
         """Index of this rank's team."""
-        return rank() % self.num_teams
+        return rank() // self.ranks_per_group
 
     @property
     def member(self) -> int:
         """Index of this rank in its team."""
-        return rank() // self.num_teams
+        return rank() % self.ranks_per_group
+
+    @property
+    def first_rank(self) -> int:
+        """Rank of the first member of this rank's team."""
+        return self.team * self.ranks_per_group
 
     @property
     def is_first(self) -> bool:
@@ -174,16 +184,20 @@ class Teams:
         """Indices of the completions of a group that a member samples and trains on; None stands for this rank."""
         return part_of_group(num_generations, self.member if member is None else member, self.ranks_per_group)
 
+    def sampling_rank(self, number: int) -> int:
+        """Rank that samples a completion of this team's groups, given the completion's index in its group."""
+        return self.first_rank + number % self.ranks_per_group
+
     def gather_from_firsts(self, value: T) -> list[T]:
         """Return to every rank the values of the first members, in the order of the teams. All ranks must call this."""
-        return gather_objects(value)[: self.num_teams]
+        return gather_objects(value)[:: self.ranks_per_group]
 
     def broadcast(self, value: T) -> T:
         """Return to every member of the team the `value` of the first member. Collective in a team."""
         if not self.is_shared:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=self.team, group=self._process_group)
+        dist.broadcast_object_list(values, src=self.first_rank, group=self._process_group)
         return values[0]
 
     def gather(self, value: T) -> list[T]:
@@ -191,7 +205,7 @@ class Teams:
         if not self.is_shared:
             return [value]
         values: list[Any] | None = [None] * self.ranks_per_group if self.is_first else None
-        dist.gather_object(value, values, dst=self.team, group=self._process_group)
+        dist.gather_object(value, values, dst=self.first_rank, group=self._process_group)
         return values or []
 
     def scatter(self, values: Sequence[T]) -> T:
@@ -207,13 +221,14 @@ class Teams:
             return values[0]
         received: list[Any] = [None]
         dist.scatter_object_list(
-            received, list(values) if self.is_first else None, src=self.team, group=self._process_group
+            received, list(values) if self.is_first else None, src=self.first_rank, group=self._process_group
         )
         return received[0]  # type: ignore[no-any-return]
 
     @cached_property
     def _process_group(self) -> Any:
         """The process group of this rank's team. Its first use creates the groups: all ranks must take part in it."""
-        members = [list(range(team, world_size(), self.num_teams)) for team in range(self.num_teams)]
+        firsts = range(0, world_size(), self.ranks_per_group)
+        members = [list(range(first, first + self.ranks_per_group)) for first in firsts]
         own, _ = dist.new_subgroups_by_enumeration(members, backend="gloo")  # objects are sent from the CPU
         return own

@@ -125,7 +125,7 @@ class PromptSource:
         Computed at every use, because a source may be created before the process group.
         """
         rank = group_rank() if self.given_rank is None else self.given_rank
-        return rank % self.world_size
+        return rank // self.ranks_per_group % self.world_size
 
     @property
     def world_size(self) -> int:

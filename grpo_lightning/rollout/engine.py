@@ -50,8 +50,8 @@ class RolloutEngine(Protocol):
             vision: The images of the prompts, for a multimodal policy. The engine may cache the features of a frozen
                 vision tower in this object, for later forward passes.
             part: Indices, among the G completions of a prompt, of those to sample; None for all. With
-                `model.ranks_per_group`, several ranks each sample a different part of a prompt's completions. A
-                completion may depend on its index in the group, but not on the part.
+                `model.ranks_per_group` R, each of R ranks samples every R-th completion of a prompt. A completion may
+                depend on its index in the group, but not on the part.
 
         Returns:
             N lists of G completions (or of those in `part`), in the order of the prompts. The `entropies` of a

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.core.ranks import Teams
+from grpo_lightning.core.ranks import Teams, interleave
 from grpo_lightning.core.types import Completion, Group, Prompt, SamplingParams, VisionInputs
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.sharding import Sharding
@@ -229,17 +229,26 @@ class SharedGroups:
 
         Returns:
             The N complete groups on the first member; an empty list on the others.
+
+        Raises:
+            ValueError: If the members have different prompts.
         """
         if not self.teams.is_shared:
             return parts
         first = len(self._sampled)
         self._sampled += parts
-        of_members = self.teams.gather([part.completions for part in parts])
-        if not of_members:
-            return []
+        of_members = self.teams.gather([(part.prompt_ids, part.completions) for part in parts])
+        if any([ids for ids, _ in member] != [part.prompt_ids for part in parts] for member in of_members):
+            raise ValueError(
+                f"model.ranks_per_group is {self.teams.ranks_per_group}, but the training loader gives this rank other "
+                "prompts than the ranks that share its groups. Use a grpo_lightning.PromptSource, or give all ranks "
+                "with the same rank // ranks_per_group the same prompts."
+            )
+        # The other members get no groups.
         return [
-            replace(part, completions=[c for member in of_members for c in member[i]], number=first + i)
+            replace(part, completions=interleave([member[i][1] for member in of_members]), number=first + i)
             for i, part in enumerate(parts)
+            if of_members
         ]
 
     def spread(self, rollout: Rollout) -> Rollout:
@@ -282,7 +291,7 @@ class SharedGroups:
             return
         of_members = self.teams.gather([[c.ref_logprobs for c in part.completions] for part in parts])
         for i, group in enumerate(groups):
-            logprobs = [values for member in of_members for values in member[i]]
+            logprobs = interleave([member[i] for member in of_members])
             for completion, values in zip(group.completions, logprobs, strict=True):
                 completion.ref_logprobs = values
 
@@ -293,10 +302,8 @@ class SharedGroups:
     def _part_of(self, rollout: Rollout, member: int) -> tuple[list[int], list[list[Completion]], Tensor | None]:
         """A member's part of N groups: their numbers [N], completions [N][part], and advantages [N, part]."""
         parts = [self.teams.part(len(group.completions), member) for group in rollout.groups]
-        completions = [
-            group.completions[part.start : part.stop] for group, part in zip(rollout.groups, parts, strict=True)
-        ]
+        completions = [[group.completions[i] for i in part] for group, part in zip(rollout.groups, parts, strict=True)]
         advantages = rollout.advantages
         if advantages is not None and parts:
-            advantages = advantages[:, parts[0].start : parts[0].stop]
+            advantages = advantages[:, list(parts[0])]
         return [group.number for group in rollout.groups], completions, advantages

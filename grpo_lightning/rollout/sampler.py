@@ -56,7 +56,7 @@ class Uniforms:
             shape = BLOCK_STEPS, self.num_generations
             streams = [torch.rand(shape, generator=g, dtype=torch.float64, device="cpu") for g in self.generators]
             dtype = torch.float32 if self.device.type == "mps" else torch.float64  # MPS has no float64
-            own = [stream[:, self.part.start : self.part.stop] for stream in streams]
+            own = [stream[:, list(self.part)] for stream in streams]
             self.block = torch.cat(own, 1).to(self.device, dtype)
             self.num_blocks += 1
         return self.block[step % BLOCK_STEPS]

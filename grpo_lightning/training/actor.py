@@ -42,7 +42,6 @@ class Actor:
     """Sampling temperature. Log-probs are computed for the distribution that completions are sampled from."""
 
     pad_id: int
-    num_generations: int
     teams: Teams
     device: torch.device
     phase: Callable[[str], AbstractContextManager[None]]
@@ -80,7 +79,6 @@ class Actor:
             pad_id=self.pad_id,
             skip_zero_advantages=skip_zero_advantages,
             num_chunks=self.scorer.num_chunks,
-            num_generations=self.num_generations,
             teams=self.teams,
         )
         if self.encoder.sees_images:

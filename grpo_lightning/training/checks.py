@@ -409,6 +409,22 @@ def check_teams(ranks_per_group: int, num_generations: int, engine: RolloutEngin
         )
 
 
+def check_loader_teams(loader: Any, ranks_per_group: int) -> None:
+    """Check that the training loader gives the same prompts to the ranks that share groups.
+
+    A loader of another type is not checked; `SharedGroups.collect` then compares the prompts.
+
+    Raises:
+        ValueError: If the loader gives each prompt to another number of ranks.
+    """
+    found = getattr(loader, "ranks_per_group", 1)
+    if isinstance(loader, PromptSource | DataLoader | list) and found != ranks_per_group:
+        raise ValueError(
+            f"model.ranks_per_group is {ranks_per_group}, but the training loader gives the same prompts to {found} "
+            f"rank(s): wrap the data in grpo_lightning.PromptSource(data, ..., ranks_per_group={ranks_per_group})."
+        )
+
+
 def check_loader(
     trainer: L.Trainer, shape: CycleShape, num_generations: int, ranks_per_group: int, *, needs_more: bool
 ) -> None:
@@ -433,12 +449,7 @@ def check_loader(
         raise ValueError(dynamic_sampling.wrong_loader(is_on=needs_more))
     if isinstance(loader, DataLoader | list) and cycle != 1:
         raise ValueError(shape.wrong_loader(1, is_from_source=False))
-    found = getattr(loader, "ranks_per_group", 1)
-    if isinstance(loader, PromptSource | DataLoader | list) and found != ranks_per_group:
-        raise ValueError(
-            f"model.ranks_per_group is {ranks_per_group}, but the training loader gives the same prompts to {found} "
-            f"rank(s): wrap the data in grpo_lightning.PromptSource(data, ..., ranks_per_group={ranks_per_group})."
-        )
+    check_loader_teams(loader, ranks_per_group)
     owner = loader if isinstance(loader, PromptSource) else getattr(trainer, "datamodule", None)
     batch_size = getattr(owner, "batch_size", None)
     micro_batches = shape.accumulate_grad_batches * shape.updates_per_rollout

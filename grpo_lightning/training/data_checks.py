@@ -101,6 +101,17 @@ def prompt_sources(loops: Sequence[Any]) -> list[PromptSource]:
     return [loader for loader in loaders.values() if isinstance(loader, PromptSource)]
 
 
+def check_evaluated_once(trainer: L.Trainer) -> None:
+    """Check that ranks evaluate different prompts. Raises: ValueError if a source gives several ranks the same ones."""
+    for source in prompt_sources(reading_loops(trainer)[1:]):
+        if source.ranks_per_group > 1:
+            raise ValueError(
+                "A run evaluates each prompt on one rank, but the PromptSource for validation, test or prediction "
+                f"gives each prompt to {source.ranks_per_group} ranks (ranks_per_group={source.ranks_per_group}), so "
+                "that it would be counted several times. Create one without ranks_per_group."
+            )
+
+
 def known_sources(trainer: L.Trainer) -> list[str]:
     """Sorted names of the known data sources; the same list on every rank."""
     return sorted({name for data in training_sets(trainer) + evaluation_sets(trainer) for name in source_names(data)})

@@ -244,18 +244,30 @@ class Cycle:
 class Share:
     """Which part of the rollout of all ranks this rank has.
 
-    The i-th group of this rank's team (the ranks that share the same groups) has the index `i * num_teams + team` among
-    the `num_groups` groups of all teams.
+    The groups of all teams (a team is the ranks that share the same groups) are ordered round-robin: the first group of
+    each team, then the second group of each, and so on. In a round of dynamic sampling, teams have unequal numbers of
+    groups.
     """
 
-    num_groups: int
+    counts: Sequence[int]
+    """Number of groups of each team."""
+
     team: int = 0
-    num_teams: int = 1
-    first: int = 0
-    """Index of the first completion of a group that this rank has."""
+    member: int = 0
+    ranks_per_group: int = 1
+    """This rank has every `ranks_per_group`-th completion of a group, beginning with the index `member`."""
 
     num_generations: int | None = None
-    """G, if this rank has only a part of the completions of a group."""
+    """G; None if this rank has all completions of its groups."""
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups of all teams."""
+        return sum(self.counts)
+
+    def index(self, i: int) -> int:
+        """Index of the i-th group of this rank's team among the groups of all teams."""
+        return sum(min(count, i + (team < self.team)) for team, count in enumerate(self.counts))
 
 
 def plan_micro_batches(
@@ -291,7 +303,7 @@ def plan_micro_batches(
         for index, (group, group_advantages) in enumerate(zip(groups, advantages.tolist(), strict=True))
     ]
     micro_batches, counts = [], []
-    for update in split_updates(rows, updates, share or Share(len(groups))):
+    for update in split_updates(rows, updates, share or Share([len(groups)])):
         trained = [sum(row.mask) for row in update]
         counts.append(StepCounts(sum(trained), sum(tokens > 0 for tokens in trained)))
         kept = [
@@ -310,7 +322,6 @@ def plan_over_ranks(
     advantages: Tensor,
     *,
     num_chunks: Callable[[MicroBatch], int],
-    num_generations: int | None = None,
     teams: Teams | None = None,
     **settings: Any,
 ) -> tuple[list[MicroBatch], list[StepCounts]]:
@@ -323,7 +334,6 @@ def plan_over_ranks(
         groups: N groups of this rank, each with K completions: G, or fewer if several ranks share a group. N may be 0.
         advantages: [N, K] advantages of the completions.
         num_chunks: A function that returns the number of forward passes that a micro-batch needs.
-        num_generations: G; needed if groups are shared.
         teams: The ranks that share groups; None if no group is shared.
         **settings: Arguments of `plan_micro_batches`.
 
@@ -332,10 +342,10 @@ def plan_over_ranks(
         over all ranks.
     """
     teams = teams or Teams()
-    num_groups = int(ranks.sum_over_ranks(torch.tensor(len(groups)))) // teams.ranks_per_group
-    share = Share(num_groups, teams.team, teams.num_teams)
-    if teams.is_shared and num_generations:
-        share = replace(share, first=teams.part(num_generations).start, num_generations=num_generations)
+    num_groups = teams.gather_from_firsts(len(groups))
+    num_completions = int(ranks.sum_over_ranks(torch.tensor(sum(len(group.completions) for group in groups))))
+    num_generations = num_completions // sum(num_groups) if any(num_groups) else None
+    share = Share(num_groups, teams.team, teams.member, teams.ranks_per_group, num_generations)
     micro_batches, counts = plan_micro_batches(groups, advantages, share=share, **settings)
     agree_on_chunks(micro_batches, num_chunks)
     return micro_batches, [StepCounts(*of_all) for of_all in ranks.sum_over_ranks(torch.tensor(counts)).tolist()]
@@ -387,11 +397,14 @@ def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share)
     update a group or completion belongs to follows from its index among those of all ranks, not from the number of
     ranks.
     """
-    numbers = range(share.team, share.team + len(groups) * share.num_teams, share.num_teams)
-    units, num_units = list(zip(numbers, groups, strict=True)), share.num_groups
+    units, num_units = [(share.index(i), group) for i, group in enumerate(groups)], share.num_groups
     if share.num_groups < updates:
         size = share.num_generations or (len(groups[0]) if groups else 1)
-        units = [(number * size + i, [row]) for number, group in units for i, row in enumerate(group, share.first)]
+        units = [
+            (number * size + share.member + i * share.ranks_per_group, [row])
+            for number, group in units
+            for i, row in enumerate(group)
+        ]
         num_units *= size
     bounds = [round(i * num_units / updates) for i in range(updates + 1)]
     return [

@@ -2,7 +2,7 @@
 
 The completions of the rollout are assigned to ranks as in a run that began with this number of ranks, see `Teams`:
 
-    group g belongs to team g mod (W / R);   completion c of the group to the member that has c in its part of the G
+    group g belongs to team g mod (W / R);   completion c of the group belongs to member c mod R
 
 W is the number of ranks, and R = `ranks_per_group`. A completion stays in its optimizer step, and keeps its advantage
 and its old and reference log-probs. The loss of a step is divided by the number of tokens or completions of all ranks,
@@ -11,7 +11,6 @@ so loss and gradient of every step are unchanged, apart from the order in which 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,26 +44,27 @@ class SavedRow(CompletionRow):
     """[T] bool"""
 
 
-def saved_share(teams: Teams, num_generations: int) -> dict[str, int]:
+def saved_share(teams: Teams) -> dict[str, int]:
     """Return the entries of a rank's saved cycle that tell which groups and completions of the rollout it has.
 
-    The i-th group of the rank has the index `first_group + i * group_step` over all ranks, and the i-th completion that
-    the rank has of a group is completion `first_completion + i` of the group.
+    The i-th group of the rank has the index `first_group + i * group_step` over all ranks. The i-th completion that the
+    rank has of a group has the index `first_completion + i * completion_step` in the group.
     """
-    first = teams.part(num_generations).start
-    return {"first_group": teams.team, "group_step": teams.num_teams, "first_completion": first}
+    return {
+        "first_group": teams.team,
+        "group_step": teams.num_teams,
+        "first_completion": teams.member,
+        "completion_step": teams.ranks_per_group,
+    }
 
 
-def redistribute(
-    saved: Sequence[Mapping[str, Any]], shape: CycleShape, *, teams: Teams, num_generations: int, pad_id: int
-) -> Cycle:
+def redistribute(saved: Sequence[Mapping[str, Any]], shape: CycleShape, *, teams: Teams, pad_id: int) -> Cycle:
     """Cut a pending cycle again, for this run's number of ranks and micro-batches.
 
     Args:
         saved: The saved cycle of every rank of the checkpoint: `Cycle.state_dict`, with `saved_share`.
         shape: Number of updates and micro-batches of a cycle in this run.
         teams: This run's ranks.
-        num_generations: G.
         pad_id: Token id that fills up sequences; any id, because padding is masked.
 
     Returns:
@@ -74,15 +74,15 @@ def redistribute(
         ValueError: If micro-batches do not tell which completions they contain, which only those of an overridden
             `split_rollout` may not.
     """
-    part, updates = teams.part(num_generations), [list[SavedRow]() for _ in saved[0]["counts"]]
-    stop = math.inf if part.stop == num_generations else part.stop  # more than G if `num_generations` was lowered
+    updates = [list[SavedRow]() for _ in saved[0]["counts"]]
     has_images = False
     for cycle in saved:
         for index, fields in enumerate(cycle["micro_batches"]):
             has_images |= bool(fields["prompt_keys"])
             for row in saved_rows(MicroBatch(**fields), cycle):
-                if row.group % teams.num_teams == teams.team and part.start <= row.number < stop:
-                    row.group, row.number = row.group // teams.num_teams, row.number - part.start
+                row.group, team = divmod(row.group, teams.num_teams)
+                row.number, member = divmod(row.number, teams.ranks_per_group)
+                if (team, member) == (teams.team, teams.member):
                     updates[index // saved_accumulate(cycle)].append(row)
     rows = [row for update in updates for row in update]
     micro_batches = []
@@ -140,7 +140,7 @@ def saved_rows(batch: MicroBatch, share: Mapping[str, int]) -> Iterator[SavedRow
                 ref_logprobs=None if reference is None else reference.tolist(),
             ),
             advantage=float(batch.advantages[row]),
-            number=share["first_completion"] + number,
+            number=share["first_completion"] + number * share["completion_step"],
             prompt_key=keys[prompt],
             old_logprobs=values(batch.old_logprobs),
             selected=values(batch.selected),

@@ -66,11 +66,10 @@ class RunState:
 
     Args:
         teams: The ranks that share groups; None if no group is shared.
-        num_generations: G.
     """
 
-    def __init__(self, teams: Teams | None = None, num_generations: int = 1) -> None:
-        self.teams, self.num_generations = teams or Teams(), num_generations
+    def __init__(self, teams: Teams | None = None) -> None:
+        self.teams = teams or Teams()
 
         self.rollout_index = 0
         """Number of sampled rollouts."""
@@ -126,7 +125,7 @@ class RunState:
             cycle=cycle,
             position=cycle.position if cycle else 0,
             rollout_index=self.rollout_index,
-            share=saved_share(self.teams, self.num_generations),
+            share=saved_share(self.teams),
         )
         return self.step_end
 
@@ -215,7 +214,6 @@ class RunState:
             [read(rank) for rank in range(saved[0])],
             shape,
             teams=self.teams,
-            num_generations=self.num_generations,
             pad_id=pad_id,
         )
 

@@ -58,8 +58,8 @@ def test_source():
 def test_ranks_that_share_groups_get_the_same_prompts():
     sources = [PromptSource(TEXTS, 2, shuffle=False, rank=rank, world_size=4, ranks_per_group=2) for rank in range(4)]
     first, second, third, fourth = ([p.content for p in next(iter(source)).prompts] for source in sources)
-    assert first == third == TEXTS[0:4:2]
-    assert second == fourth == TEXTS[1:4:2]
+    assert first == second == TEXTS[0:4:2]
+    assert third == fourth == TEXTS[1:4:2]
     (alone,) = contents(PromptSource(TEXTS, 2, shuffle=False, rank=0, world_size=4))
     assert alone == TEXTS[0::4]
 

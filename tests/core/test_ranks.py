@@ -1,5 +1,6 @@
 """On one process nothing is told to anybody; on several, tests/distributed has it."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,3 +26,25 @@ def test_ranks_take_turns(num_prompts, world_size):
 
 def test_of_ranks_of_any_number_of_items_none_is_lost():
     assert ranks.in_order_of_prompts([["a"], [], ["b", "c"]]) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(("world_size", "ranks_per_group"), [(1, 1), (4, 1), (4, 2), (6, 3), (3, 3)])
+def test_a_team_is_consecutive_ranks(monkeypatch, world_size, ranks_per_group):
+    """Nodes have consecutive ranks, so a team is on one node."""
+    teams, found = ranks.Teams(ranks_per_group), []
+    monkeypatch.setattr(ranks, "world_size", lambda: world_size)
+    for rank in range(world_size):
+        monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
+        found.append((teams.team, teams.member, teams.first_rank, teams.is_first))
+    assert found == [
+        (team, member, team * ranks_per_group, member == 0)
+        for team in range(world_size // ranks_per_group)
+        for member in range(ranks_per_group)
+    ]
+
+
+@given(st.integers(1, 20), st.integers(1, 5))
+def test_the_parts_of_a_group_are_its_completions(num_generations, ranks_per_group):
+    parts = [ranks.part_of_group(num_generations, member, ranks_per_group) for member in range(ranks_per_group)]
+    assert ranks.interleave(parts) == list(range(num_generations))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1

@@ -8,7 +8,7 @@ import pytest
 from grpo_lightning.cli import resume as resuming
 from grpo_lightning.cli.errors import ConfigurationError
 from tests.distributed.kept import cut
-from tests.distributed.resume import CYCLE, MICRO_STEPS_PER_EPOCH, kill_and_resume
+from tests.distributed.resume import CYCLE, FIXED_BUCKETS, MICRO_STEPS_PER_EPOCH, kill_and_resume
 from tests.marks import SLOW
 
 MICRO_STEP = MICRO_STEPS_PER_EPOCH + 5
@@ -49,11 +49,27 @@ def test_a_killed_run_resumes_exactly(tmp_path: Path, strategy, hook, rank, dama
 
 
 @SLOW
-@pytest.mark.parametrize("subject", ["shared text", "shared further prompts", "shared further images"])
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp2"])
-def test_a_killed_run_with_shared_groups_resumes_exactly(tmp_path: Path, strategy, subject):
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "subject"),
+    [
+        *((strategy, 2, "shared text") for strategy in ("ddp", "zero1", "zero2", "zero3", "fsdp2")),
+        *((strategy, 2, f"shared further {data}") for strategy in ("zero3", "fsdp2") for data in ("prompts", "images")),
+        *(
+            (FIXED_BUCKETS, 4, subject)
+            for subject in ("shared text", "shared further prompts", "shared further images")
+        ),
+        ("zero3", 4, "shared further prompts"),
+    ],
+)
+def test_a_killed_run_with_shared_groups_resumes_exactly(tmp_path: Path, strategy, world_size, subject):
     outcome = kill_and_resume(
-        strategy, tmp_path, micro_step=CYCLE + 5, hook="on_after_backward", rank=None, subject=subject
+        strategy,
+        tmp_path,
+        micro_step=CYCLE + 5,
+        hook="on_after_backward",
+        rank=None,
+        subject=subject,
+        world_size=world_size,
     )
     assert outcome["equal"]
     assert outcome["difference"] == 0.0

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_lightning.core.ranks import part_of_group
 from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.policy.scorer import Scorer
@@ -136,13 +137,13 @@ def test_an_idle_micro_batch_adds_exactly_nothing():
 
 def test_whole_groups_go_to_each_update_in_order():
     groups = [[row(group, 1), row(group, 2)] for group in range(5)]
-    updates = split_updates(groups, 2, Share(5))
+    updates = split_updates(groups, 2, Share([5]))
     assert [[r.group for r in update] for update in updates] == [[0, 0, 1, 1], [2, 2, 3, 3, 4, 4]]
 
 
 def test_fewer_groups_than_updates_share_out_completions():
     groups = [[row(0, 1), row(0, 2), row(0, 3), row(0, 4)]]
-    assert [[r.length for r in update] for update in split_updates(groups, 3, Share(1))] == [[1], [2, 3], [4]]
+    assert [[r.length for r in update] for update in split_updates(groups, 3, Share([1]))] == [[1], [2, 3], [4]]
     batches, counts = plan([group_of([5], [1, 2])], updates=4)  # fewer completions than updates, too
     assert sum(counts[i].num_tokens for i in range(4)) == 3
     assert len(batches) == 4
@@ -152,19 +153,60 @@ def test_fewer_groups_than_updates_share_out_completions():
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 4))
 def test_an_update_trains_on_the_same_completions_however_many_ranks_there_are(num_groups, updates, world_size):
     groups = [[row(group, 1 + number) for number in range(3)] for group in range(num_groups)]
-    whole = split_updates(groups, updates, Share(num_groups))
-    shares = [
-        split_updates(groups[rank::world_size], updates, Share(num_groups, rank, world_size))
-        for rank in range(world_size)
-    ]
+    whole = split_updates(groups, updates, Share([num_groups]))
+    of_ranks = [groups[rank::world_size] for rank in range(world_size)]
+    counts = list(map(len, of_ranks))
+    shares = [split_updates(own, updates, Share(counts, rank)) for rank, own in enumerate(of_ranks)]
     for update, expected in enumerate(whole):
         found = sorted((r.group, r.length) for share in shares for r in share[update])
         assert found == sorted((r.group, r.length) for r in expected)
 
 
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.integers(4, 7))
+def test_an_update_trains_on_the_same_completions_if_ranks_share_groups(
+    num_groups, updates, num_teams, ranks_per_group, num_generations
+):
+    groups = [[row(group, 1 + number) for number in range(num_generations)] for group in range(num_groups)]
+    whole = split_updates(groups, updates, Share([num_groups]))
+    counts = [len(groups[team::num_teams]) for team in range(num_teams)]
+    shares = []
+    for team, member in itertools.product(range(num_teams), range(ranks_per_group)):
+        part = part_of_group(num_generations, member, ranks_per_group)
+        own = [[group[i] for i in part] for group in groups[team::num_teams]]
+        share = Share(counts, team, member, ranks_per_group, num_generations)
+        shares.append(split_updates(own, updates, share))
+    for update, expected in enumerate(whole):
+        found = sorted((r.group, r.length) for share in shares for r in share[update])
+        assert found == sorted((r.group, r.length) for r in expected)
+        if num_groups == 1:  # no member waits while another trains on several
+            sizes = [len(share[update]) for share in shares[:ranks_per_group]]
+            assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.integers(1, 4))
+def test_no_completion_is_lost_where_ranks_have_unequal_numbers_of_groups(counts, updates):
+    """As in a round of dynamic sampling, or if an own `resample` removes groups."""
+    shares = [
+        split_updates(
+            [[row(10 * rank + i, 1), row(10 * rank + i, 2)] for i in range(count)], updates, Share(counts, rank)
+        )
+        for rank, count in enumerate(counts)
+    ]
+    found = sorted((r.group, r.length) for share in shares for update in share for r in update)
+    assert found == [(10 * rank + i, n) for rank, count in enumerate(counts) for i in range(count) for n in (1, 2)]
+    sizes = [sum(len(share[update]) for share in shares) for update in range(updates)]
+    assert max(sizes) - min(sizes) <= 2, "a group"
+
+
 def test_a_rank_without_groups_gets_idle_micro_batches():
     batches, counts = plan_micro_batches(
-        [], torch.zeros(0, 4), updates=2, accumulate=2, pad_id=PAD, skip_zero_advantages=True, share=Share(3, 3, 4)
+        [],
+        torch.zeros(0, 4),
+        updates=2,
+        accumulate=2,
+        pad_id=PAD,
+        skip_zero_advantages=True,
+        share=Share([1, 1, 1, 0], 3),
     )
     assert [tuple(count) for count in counts] == [(0, 0), (0, 0)]
     assert len(batches) == 4

@@ -46,10 +46,11 @@ def cut(groups, advantages, ranks_per_group, shape, *, has_images):
     """This rank's cycle of a rollout over all ranks, with old log-probs that follow from the tokens."""
     teams, size = Teams(ranks_per_group), advantages.shape[1]
     part = teams.part(size)
-    own = [replace(g, completions=g.completions[part.start : part.stop]) for g in groups[teams.team :: teams.num_teams]]
-    share = Share(len(groups), teams.team, teams.num_teams, part.start, size)
+    own = [replace(g, completions=[g.completions[i] for i in part]) for g in groups[teams.team :: teams.num_teams]]
+    of_teams = [len(groups[team :: teams.num_teams]) for team in range(teams.num_teams)]
+    share = Share(of_teams, teams.team, teams.member, ranks_per_group, size)
     micro_batches, _ = plan_micro_batches(
-        own, advantages[teams.team :: teams.num_teams, part.start : part.stop],
+        own, advantages[teams.team :: teams.num_teams, list(part)],
         updates=shape.updates_per_rollout, accumulate=shape.accumulate_grad_batches, pad_id=PAD,
         skip_zero_advantages=True, share=share,
     )  # fmt: skip
@@ -61,11 +62,11 @@ def cut(groups, advantages, ranks_per_group, shape, *, has_images):
     return Cycle(micro_batches, counts, shape.num_iterations)
 
 
-def saved(cycle, ranks_per_group, size, position):
+def saved(cycle, ranks_per_group, position):
     """What this rank writes, as it is read again."""
     cycle.position = position
     file = io.BytesIO()
-    torch.save(cycle.state_dict() | saved_share(Teams(ranks_per_group), size), file)
+    torch.save(cycle.state_dict() | saved_share(Teams(ranks_per_group)), file)
     file.seek(0)
     return torch.load(file, weights_only=True)
 
@@ -92,12 +93,12 @@ def test_other_ranks_get_the_micro_batches_that_they_would_have_made(lengths, be
     for rank in range(before[0]):
         with as_rank(rank, before[0]):
             cycle = cut(groups, advantages, before[1], CycleShape(accumulate, updates, 2), has_images=has_images)
-            files.append(saved(cycle, before[1], 4, step * accumulate))
+            files.append(saved(cycle, before[1], step * accumulate))
     shape = CycleShape(new_accumulate, updates, 2)
     for rank in range(after[0]):
         with as_rank(rank, after[0]):
             want = cut(groups, advantages, after[1], shape, has_images=has_images)
-            got = redistribute(files, shape, teams=Teams(after[1]), num_generations=4, pad_id=PAD)
+            got = redistribute(files, shape, teams=Teams(after[1]), pad_id=PAD)
         assert got.position == step * new_accumulate
         assert (got.counts, got.num_iterations) == (want.counts, 2)
         assert len(got.micro_batches) == len(want.micro_batches) == new_accumulate * updates
@@ -115,13 +116,13 @@ def test_other_ranks_get_the_micro_batches_that_they_would_have_made(lengths, be
 def test_no_completion_is_lost_if_num_generations_was_lowered():
     shape = CycleShape(1, 1, 2)
     with as_rank(0, 1):
-        file = saved(cut([group_of(0, [2, 3, 4, 5])], torch.ones(1, 4), 1, shape, has_images=False), 1, 4, 1)
+        file = saved(cut([group_of(0, [2, 3, 4, 5])], torch.ones(1, 4), 1, shape, has_images=False), 1, 1)
     found = []
     for rank in (0, 1):
         with as_rank(rank, 2):
-            (batch,) = redistribute([file], shape, teams=Teams(2), num_generations=2, pad_id=PAD).micro_batches
+            (batch,) = redistribute([file], shape, teams=Teams(2), pad_id=PAD).micro_batches
             found.append(batch.attention_mask.sum(1).tolist())
-    assert found == [[2], [3, 4, 5]]
+    assert found == [[2, 4], [3, 5]]
 
 
 def test_micro_batches_that_do_not_tell_what_they_contain_are_refused():
@@ -130,6 +131,6 @@ def test_micro_batches_that_do_not_tell_what_they_contain_are_refused():
     with as_rank(0, 1):
         cycle = cut([group_of(0, [2, 3])], torch.ones(1, 2), 1, shape, has_images=False)
         cycle.micro_batches[0].groups = ()
-        file = saved(cycle, 1, 2, 1)
+        file = saved(cycle, 1, 1)
         with pytest.raises(ValueError, match=r"`split_rollout` do not tell which .* original number of ranks"):
-            redistribute([file], shape, teams=Teams(), num_generations=2, pad_id=PAD)
+            redistribute([file], shape, teams=Teams(), pad_id=PAD)

@@ -97,7 +97,8 @@ class BatchPlan:
             part = part_of_group(self.num_generations, member, self.ranks_per_group)
             rows = [[CompletionRow(index, prompt, completion, 1.0)] * len(part) for index in range(self.batch_size)]
             for team in range(self.num_teams):
-                share = Share(self.prompts_per_rollout, team, self.num_teams, part.start, self.num_generations)
+                counts = [self.batch_size] * self.num_teams
+                share = Share(counts, team, member, self.ranks_per_group, self.num_generations)
                 plans.append(split_updates(rows, self.updates_per_rollout, share))
         updates = max(plans, key=lambda updates: max(map(len, updates)))
         parts = [part for update in updates for part in split_update(update, self.accumulate_grad_batches) if part]
@@ -193,7 +194,7 @@ VLM-R1, they are always in the same micro-step."""
 def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
     """Translate the batch flags of a TRL, ms-swift or VLM-R1 script. Returns: (closest settings, differences).
 
-        P = b W S / G,   batch_size = P / gcd(P, W),   ranks_per_group = W / gcd(P, W)
+        P = b W S / G,   batch_size = P / T,   ranks_per_group = W / T,   T = gcd(P / updates_per_rollout, W)
         updates_per_rollout = S / A,   accumulate_grad_batches = A
 
     - b: completions per device and micro-step
@@ -204,9 +205,12 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
       If S is below A, the script samples several times with the same weights; in this package these samples form one
       rollout, so A replaces S.
     - P: prompts of a rollout
+    - T: teams, which are the ranks that share a group
 
-    If W does not divide P, ranks share groups. Each rank then needs at least one completion of a group: if
-    W / gcd(P, W) is above G, ranks do not share groups, and `batch_size` is P / W, rounded to at least 1.
+    If W does not divide the prompts of an update, ranks share groups, so that every rank trains in every update. Each
+    rank then needs at least one completion of a group, so W / T must not be above G. If it is, or if an update has a
+    fraction of a prompt, T = gcd(P, W). If W / T is above G even then, no rank shares groups, and `batch_size` is
+    P / W, rounded to at least 1.
 
     Args:
         script: The script's flags, `trainer` and `version`, as `command.parse_script` returns them.
@@ -223,7 +227,9 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
         )
     updates = max(1, round(S / A))
     prompts = b * W * A * updates // G
-    teams = math.gcd(prompts, W)
+    of_update = [prompts // updates] if prompts % updates == 0 else []
+    possible = [math.gcd(number, W) for number in (*of_update, prompts)]
+    teams = next((number for number in possible if W // number <= G), possible[-1])
     batches = BatchPlan(prompts // teams, G, A, updates, script.num_iterations, W, W // teams)
     if batches.ranks_per_group > G:
         batches = BatchPlan(max(1, round(prompts / W)), G, A, updates, script.num_iterations, W)

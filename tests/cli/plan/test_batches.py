@@ -150,6 +150,10 @@ def test_updates_across_generations_have_no_equal(flags):
         ({"b": 3, "W": 8, "G": 6}, BatchPlan(1, 6, world_size=8, ranks_per_group=2)),
         # More prompts than ranks, but no multiple.
         ({"b": 12, "W": 8, "G": 8}, BatchPlan(3, 8, world_size=8, ranks_per_group=2)),
+        # As many prompts as ranks, but an update has fewer: half of the ranks would wait in each update.
+        ({"b": 4, "W": 8, "G": 8, "S": 2}, BatchPlan(2, 8, updates_per_rollout=2, world_size=8, ranks_per_group=2)),
+        ({"W": 8, "G": 8, "S": 2}, BatchPlan(2, 8, updates_per_rollout=2, world_size=8, ranks_per_group=8)),
+        ({"W": 6, "G": 6, "S": 3}, BatchPlan(3, 6, updates_per_rollout=3, world_size=6, ranks_per_group=6)),
     ],
 )
 def test_ranks_share_groups_where_they_do_not_divide_the_prompts(flags, expected):

@@ -1,0 +1,138 @@
+"""Teams of two, three and four ranks that share groups train, log and score what one device does, and never wait."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.distributed import teams
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_logs import is_own
+from tests.marks import SLOW, selected
+
+TOLERANCE = 1e-6
+
+
+class Layout(NamedTuple):
+    """Ranks under a strategy."""
+
+    strategy: str
+    world_size: int
+    ranks_per_group: int
+
+    def __str__(self) -> str:
+        return f"{self.strategy}, {self.world_size} ranks in teams of {self.ranks_per_group}"
+
+
+LAYOUTS = [Layout("ddp", 4, 2), Layout("ddp", 3, 3)]
+MORE_LAYOUTS = [
+    Layout("ddp", 2, 1),
+    Layout("ddp", 4, 4),
+    Layout("zero3", 4, 2),
+    Layout("zero3", 3, 3),
+    Layout("fsdp2", 4, 2),
+    Layout("fsdp2", 3, 3),
+]
+UNEQUAL = [
+    "one prompt, dynamic, kl",
+    "a team of equals, dynamic, kl in the reward",
+    "some further prompts, dynamic",
+    "nothing but equals, fixed",
+    "images of equals, dynamic, kl",
+]
+"""The cases with the most unequal ranks."""
+
+pytestmark = SLOW
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the policies are, and the results of the cases on one device."""
+    folder = tmp_path_factory.mktemp("teams")
+    teams.save_policies(folder)
+    run_ranks("tests.distributed.teams", "one", 1, folder, *selected(request, "case"), world_size=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def layout(request: pytest.FixtureRequest, folder: Path) -> Layout:
+    """Ranks, once the cases have run on them, in one process group. A hang fails after the timeout."""
+    layout = request.param
+    cases = selected(request, "case", layout=layout)
+    run_ranks(
+        "tests.distributed.teams", layout.strategy, layout.ranks_per_group, folder, *cases,
+        world_size=layout.world_size, timeout=500,
+    )  # fmt: skip
+    return layout
+
+
+def shared(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics that do not depend on ranks and strategy. DeepSpeed knows the gradient's norm only after a step."""
+    return {name: value for name, value in metrics.items() if not is_own(name) and name != "policy/grad_norm"}
+
+
+def lines_of(folder: Path, strategy: str, ranks_per_group: int, case: str) -> list[dict[str, Any]]:
+    path = folder / "logs" / f"{strategy}-{ranks_per_group}-{case}" / "completions.jsonl"
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("case", teams.CASES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str, indirect=True)
+def test_teams_train_what_one_device_does(folder: Path, layout: Layout, case: str):
+    check(folder, layout, case)
+
+
+@pytest.mark.parametrize("case", UNEQUAL)
+@pytest.mark.parametrize("layout", MORE_LAYOUTS, ids=str, indirect=True)
+def test_more_teams_train_what_one_device_does(folder: Path, layout: Layout, case: str):
+    check(folder, layout, case)
+
+
+def check(folder: Path, layout: Layout, case: str) -> None:
+    """Compare everything that the ranks found with what one device found."""
+    expected = torch.load(folder / f"one-1-{case}-0.pt")
+    found = [
+        torch.load(folder / f"{layout.strategy}-{layout.ranks_per_group}-{case}-{rank}.pt")
+        for rank in range(layout.world_size)
+    ]
+
+    has_gradient = any(any(advantages) for rollout in expected["groups"] for *_, advantages in rollout)
+    assert has_gradient == ("nothing" not in case)
+    for name, after in expected["after"].items():
+        for rank, of_rank in enumerate(found):
+            difference = (of_rank["after"][name] - after).norm() / after.norm()
+            assert difference <= TOLERANCE, f"{name} differs by {difference:.1e} on rank {rank}"
+    moved = [name for name, before in expected["before"].items() if not torch.equal(before, expected["after"][name])]
+    assert bool(moved) == has_gradient
+
+    # The first members have the groups, the prompts going round the teams.
+    firsts = found[:: layout.ranks_per_group]
+    assert all(not any(of_rank["groups"]) for rank, of_rank in enumerate(found) if rank % layout.ranks_per_group)
+    for number, rollout in enumerate(expected["groups"]):
+        for team, first in enumerate(firsts):
+            want = rollout[team :: len(firsts)]
+            assert [group[:2] for group in first["groups"][number]] == [group[:2] for group in want]
+            for (*_, advantages), (*_, of_one) in zip(first["groups"][number], want, strict=True):
+                assert advantages == pytest.approx(of_one, abs=1e-5)
+
+    # Each completion once, those of the validation too.
+    assert sorted(pair for of_rank in found for pair in of_rank["scored"]) == sorted(expected["scored"])
+
+    for want, *others in zip(expected["steps"], *(of_rank["steps"] for of_rank in found), strict=True):
+        for got in others:
+            assert shared(got) == pytest.approx(shared(want), rel=1e-4, abs=1e-6)
+
+    assert expected["validated"] or "one prompt" not in case
+    for of_rank in found:
+        assert of_rank["validated"] == pytest.approx(expected["validated"], rel=1e-4)
+
+    ones = lines_of(folder, "one", 1, case)
+    lines = lines_of(folder, layout.strategy, layout.ranks_per_group, case)
+    for row, (want, got) in enumerate(zip(ones, lines, strict=True)):
+        assert want.pop("rank") == 0
+        team = [index for index, *_ in expected["groups"][got["rollout"]]].index(got["prompt_index"]) % len(firsts)
+        assert got.pop("rank") == team * layout.ranks_per_group + row % teams.NUM_GENERATIONS % layout.ranks_per_group
+        assert got.pop("advantage") == pytest.approx(want.pop("advantage"), abs=1e-5)
+        assert got == want

@@ -1,0 +1,106 @@
+"""Teams of ranks that cannot share groups, and loaders that do not fit them, are refused before weights load."""
+
+import lightning as L
+import pytest
+
+from grpo_lightning.core.ranks import Teams
+from grpo_lightning.core.types import Completion, Group, Prompt
+from grpo_lightning.data.source import PromptSource
+from grpo_lightning.rollout.groups import SharedGroups
+from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.training import checks
+from tests.module_runs import PROMPTS, make_module, make_trainer
+
+
+class OldEngine:
+    """An engine that samples complete groups only."""
+
+    def generate(self, prompts, num_generations, sampling, seeds, progress=None, vision=None): ...
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_group", "num_generations", "world_size", "engine", "message"),
+    [
+        (2, 4, 3, LocalEngine(), r"is 2, but the run has 3 rank\(s\).* Set it to 1 or 3, or change the number"),
+        (4, 3, 4, LocalEngine(), r"is 4, but a group has only 3 completions .* lower ranks_per_group to at most 3"),
+        (2, 4, 2, OldEngine(), r"is 2, but `generate` of the engine OldEngine has no argument `part`"),
+    ],
+)
+def test_teams_that_cannot_share_groups(ranks_per_group, num_generations, world_size, engine, message):
+    with pytest.raises(ValueError, match=message):
+        checks.check_teams(ranks_per_group, num_generations, engine, world_size)
+    checks.check_teams(1, num_generations, engine, world_size)
+
+
+def test_uneven_parts_are_allowed():
+    checks.check_teams(3, 4, LocalEngine(), 3)
+    checks.check_teams(3, 3, LocalEngine(), 6)
+
+
+@pytest.mark.parametrize(("of_module", "of_loader"), [(2, 1), (1, 2), (4, 2)])
+def test_a_loader_for_other_teams(monkeypatch, of_module, of_loader):
+    monkeypatch.setattr(checks, "check_teams", lambda *args: None)  # this run has a single rank
+    source = PromptSource(PROMPTS, 4, ranks_per_group=of_loader)
+    expected = (
+        rf"ranks_per_group is {of_module}, but the training loader gives the same prompts to {of_loader} rank\(s\): "
+        rf".*ranks_per_group={of_module}\)"
+    )
+    with pytest.raises(ValueError, match=expected):
+        make_trainer(max_steps=1).fit(make_module(ranks_per_group=of_module), source)
+
+
+class OwnData(L.LightningDataModule):
+    """A data module whose loader is known only when training starts."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.source = source
+
+    def train_dataloader(self):
+        return self.source
+
+
+@pytest.mark.parametrize(("of_module", "of_loader"), [(2, 1), (1, 2)])
+def test_a_loader_of_an_own_data_module_for_other_teams(monkeypatch, of_module, of_loader):
+    """Without the check, the ranks would join completions of different prompts to groups."""
+    monkeypatch.setattr(checks, "check_teams", lambda *args: None)
+    data = OwnData(PromptSource(PROMPTS, 4, ranks_per_group=of_loader))
+    with pytest.raises(ValueError, match=rf"is {of_module}, but the training loader gives .* to {of_loader} rank\(s\)"):
+        make_trainer(max_steps=1).fit(make_module(ranks_per_group=of_module), datamodule=data)
+
+
+def test_ranks_of_a_team_with_other_prompts():
+    """What a loader of the user's own may yield."""
+
+    class TwoRanks(Teams):
+        def gather(self, value):
+            ((_, completions),) = value
+            return [value, [(other_ids, completions)]]
+
+    shared = SharedGroups(TwoRanks(2))
+    part = Group(Prompt("p"), [5, 6], [Completion([7], [-1.0], "stop")])
+    other_ids = [5, 6]
+    (group,) = shared.collect([part])
+    assert len(group.completions) == 2
+    other_ids = [5, 7]
+    with pytest.raises(ValueError, match=r"ranks_per_group is 2, but .* other prompts"):
+        shared.collect([part])
+
+
+def test_a_part_of_a_group_must_fill_the_micro_batches(monkeypatch):
+    """Of three completions, two ranks have two and one: the second rank could not fill two micro-batches."""
+    monkeypatch.setattr(checks, "check_teams", lambda *args: None)
+    module = make_module(ranks_per_group=2, num_generations=3, updates_per_rollout=2)
+    source = PromptSource(PROMPTS, 1, cycle=2, ranks_per_group=2)
+    with pytest.raises(ValueError, match=r"3 completions .*, shared by 2 ranks .* cannot be split into 2 micro-b"):
+        make_trainer(max_steps=1).fit(module, source)
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict", "fit"])
+def test_an_evaluation_in_which_ranks_repeat_prompts(stage):
+    """Each rank evaluates its own prompts: of a source for teams, each prompt would count once per member."""
+    sources = [PromptSource(PROMPTS, 2, ranks_per_group=2)]
+    if stage == "fit":
+        sources.insert(0, PromptSource(PROMPTS, 2))
+    with pytest.raises(ValueError, match=r"evaluates each prompt on one rank, but .*\(ranks_per_group=2\)"):
+        getattr(make_trainer(max_steps=1), stage)(make_module(), *sources)
