@@ -133,7 +133,7 @@ class GRPOLightningModule(L.LightningModule):
             part of the G completions. Meant for rollouts with fewer prompts than ranks.
         num_iterations: Epochs over each rollout (mu in the GRPO paper).
         updates_per_rollout: Optimizer steps per epoch over a rollout.
-        old_logprobs: Source of the old log-probs: "recompute" scores the rollout with the weights that sampled it;
+        old_logprobs: Source of the old log-probs: "recompute" computes them with the weights that sampled the rollout;
             "rollout" uses the engine's log-probs.
         dynamic_sampling: Settings for replacing the prompts of groups without a gradient (zero reward variance, or all
             tokens masked) by new prompts; null keeps all prompts.

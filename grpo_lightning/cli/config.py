@@ -382,10 +382,11 @@ def members(hint: Any) -> list[Any]:
 
 
 def settings_class(hint: Any, default: Any = None) -> Any:
-    """Return the class whose arguments are the keys below a key; None if the user has to name the class.
+    """Return the class that the keys below a given key configure; None if the user has to name it (`class_path`).
 
-    The class is a dataclass, the class of the key's default, or a class of this package without subclasses. If the key
-    holds a list, the class is that of the list's items.
+    For example, `model.policy.lora.rank` sets an argument of `LoRA`, the class of the key `lora`. The class is a
+    dataclass, the class of the key's default, or a class of this package without subclasses. If the key holds a list,
+    the class is that of the list's items.
     """
     kinds = [
         kind for member in members(hint) for kind in (get_args(member) if get_origin(member) is list else [member])

@@ -120,8 +120,8 @@ class Problem(NamedTuple):
 def read_problem(message: str) -> Problem:
     """Extract the innermost problem from the parser's message, in which problems are indented below their keys.
 
-    If the parser tried several types, return the problem of the first type for which it checked the keys inside the
-    value.
+    If the value may have several types, the message has one problem per type. The first that concerns a key inside the
+    value is returned.
     """
     names: list[str] = []
     text: list[str] = []

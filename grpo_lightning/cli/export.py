@@ -43,7 +43,9 @@ def run(args: list[str]) -> None:
 
 
 def checkpoint_of(path: Path) -> Path:
-    """Return the newest complete checkpoint if `path` is the folder of a run or of its versions; else `path` itself.
+    """Return the newest complete checkpoint if `path` is the folder of a run; else `path` itself.
+
+    The folder is `runs/<run name>/version_<N>`, or `runs/<run name>` for the newest checkpoint of all versions.
 
     Raises:
         ConfigurationError: If the run has no complete checkpoint.

@@ -68,10 +68,10 @@ def newest(folders: Iterable[Path], *, to_train: bool = False) -> tuple[Path | N
 
 
 def folders_of_run(path: Path) -> list[Path]:
-    """Checkpoint folders below `path`, which is the folder of one version of a run, or of all its versions.
+    """Checkpoint folders below `path`: `runs/<run name>/version_<N>`, or `runs/<run name>` for all its versions.
 
-    The list is empty if `path` is another folder. The folder of a version is itself included if it contains a
-    checkpoint that Lightning saved for a SLURM requeue.
+    The list is empty if `path` is another folder. A folder `version_<N>` is itself included if it contains a checkpoint
+    that Lightning saved for a SLURM requeue.
     """
 
     def requeued(run: Path) -> list[Path]:

@@ -18,17 +18,17 @@ replaced."""
 
 
 def put_whole(folder: Path, recipe: str, fill: Callable[[Path], object]) -> bool:
-    """Create a folder atomically, replacing an earlier version that was made from another recipe.
+    """Create a folder atomically, replacing an earlier version that was made from other inputs.
 
-    An existing folder with the same recipe is left untouched, because a run may be reading it.
+    An existing folder that was made from the same inputs is left untouched, because a run may be reading it.
 
     Args:
         folder: Folder to create.
-        recipe: Content of the folder's `recipe.json`: a fingerprint of what the folder is made from.
+        recipe: Content of the folder's `recipe.json`: a fingerprint of the inputs from which the folder is made.
         fill: Called with an empty folder to fill; `recipe.json` is written afterwards.
 
     Returns:
-        True if the folder was created, False if it already existed with the same recipe.
+        True if the folder was created, False if it already existed, made from the same inputs.
 
     Raises:
         ValueError: If the folder has files but no `recipe.json`: it was not created by this function.

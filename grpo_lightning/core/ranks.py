@@ -195,10 +195,13 @@ class Teams:
         return values or []
 
     def scatter(self, values: Sequence[T]) -> T:
-        """Return to the i-th member of the team the i-th of the first member's `values`. Collective in a team.
+        """Send one of the first member's `values` to each member of the team, in order. Collective in a team.
 
         Args:
             values: One value per member; used only on the first member, and ignored on the others.
+
+        Returns:
+            The value of this rank.
         """
         if not self.is_shared:
             return values[0]

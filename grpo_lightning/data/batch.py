@@ -44,8 +44,8 @@ class LaterBatch(PromptBatch):
     """A batch of a `PromptSource` that takes its prompts from the dataset at first use.
 
     If a loader has no length, Lightning fetches the next batch before it trains on the current batch. The prompts of
-    the next batch are not known at that time, because the current cycle may still take further prompts
-    (`PromptSource.more`). Besides, a checkpoint saved at that time must not count them as used.
+    the next batch are not known at that time, because dynamic sampling may still take further prompts for the current
+    rollout (`PromptSource.more`). Besides, a checkpoint saved at that time must not count them as used.
     """
 
     def __init__(self, cycle: int, take: Callable[[], tuple[list[Prompt], int]]) -> None:

@@ -151,7 +151,7 @@ def make_item(dataset: Any, task: str, index: int) -> Entry:
 
 @functools.lru_cache(maxsize=256)
 def verifier(task: str, config_text: str) -> Any:
-    """Create the object of a task, whose `score_answer` scores answers; cached by name and settings.
+    """Create the reasoning-gym dataset of a task, whose `score_answer` scores answers; cached by name and settings.
 
     Args:
         task: Name of the task.
@@ -199,7 +199,9 @@ def _nearest(name: str, allowed: list[str]) -> str:
 
 
 class ReasoningGymTasks:
-    """Writes questions of reasoning-gym tasks to training and validation files, as `prepare` of a data module.
+    """Writes questions of reasoning-gym tasks to training and validation files.
+
+    To be passed to `PromptDataModule` as `prepare`.
 
     Each task gets two files, `train/<task>.jsonl` and `heldout/<task>.jsonl`; list them as datasets of the training
     and validation mixtures. A row has the columns `question` and `answer` (null if reasoning-gym has no single answer),

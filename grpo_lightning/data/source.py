@@ -148,10 +148,9 @@ class PromptSource:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass.
+        """Set the epoch of the next pass: `epoch`, or counted from the checkpoint's epoch after a resume.
 
-        The first call after a resume sets the checkpoint's epoch instead of `epoch`. Later calls add the difference
-        between these two epochs to `epoch`.
+        For example, after a resume in epoch 3, calls with `epoch` = 0, 1, 2 set the epochs 3, 4, 5.
         """
         if self.resume_from is not None:
             self.epochs_ahead = self.resume_from["epoch"] - epoch
@@ -254,8 +253,8 @@ class PromptSource:
 
         Returns:
             The number of prompts taken for all ranks together, and this rank's prompts. At the end of an epoch, fewer
-            prompts than requested may be left. The last prompt of the epoch is never taken: Lightning has already
-            fetched the next batch, which gets its prompts only when it is used, and must not be empty.
+            prompts than requested may be left. The last prompt of the epoch is never taken, because Lightning fetches
+            the next batch early: the batch takes its prompts only when it is used, and must not be empty then.
 
         Raises:
             ValueError: If `draws_more` is False.

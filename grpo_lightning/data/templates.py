@@ -169,7 +169,7 @@ def named_text(value: str, *, kind: str, key: str) -> str:
     A line break at the end of a file is removed.
 
     Raises:
-        ValueError: If `value` is empty, looks like a name (`r2`) but is not shipped, or names another library's text.
+        ValueError: If `value` is empty, or looks like a name (`r2`) but no shipped text has this name.
         FileNotFoundError: If `value` looks like the path of a file that does not exist.
     """
     if not isinstance(value, str) or not value.strip():
@@ -208,7 +208,7 @@ def _is_file_name(value: str) -> bool:
 def _is_word(value: str) -> bool:
     """True if the value looks like a name or a path: short ASCII text without spaces.
 
-    A name consists of letters, digits, `_`, `-` and `.`; a path has a slash. Other scripts are excluded, because some
+    A name consists of letters, digits, `_`, `-` and `.`; a path has a slash. Non-ASCII text is excluded, because some
     languages write whole texts without spaces.
     """
     is_short = len(value) <= LONGEST_NAME and value.isascii() and re.search(r"\s", value) is None

@@ -153,7 +153,7 @@ class DemoRecipe(Recipe):
 
 
 class Quickstart(PrepareDemo):
-    """Builds the demo's model and data for the quickstart recipe; to be used as `prepare` of a data module.
+    """Builds the demo's model and data for the quickstart recipe; to be passed to `PromptDataModule` as `prepare`.
 
     Args:
         folder: Output folder of `model/`, `train.jsonl` and `heldout.jsonl`; these files depend on the run's seed.
@@ -207,8 +207,9 @@ def warm_up(
 ) -> None:
     """Train the model in place on worked completions until they are learned, then on mostly short completions.
 
-    The model learns worked completions suddenly, after a number of steps that varies with the seed. So the first phase
-    ends when the loss is low. All completions of one kind have the same length, so no padding is needed.
+    Worked completions write every running sum before the answer. The model learns them suddenly, after a number of
+    training steps that varies with the seed. So the first phase ends when the loss is low. All completions of one kind
+    have the same length, so no padding is needed.
 
     Raises:
         RuntimeError: If worked completions are not learned within `max_worked_steps`.

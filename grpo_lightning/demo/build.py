@@ -119,7 +119,7 @@ def _numbers(value: Any) -> Any:
 
 
 class PrepareDemo:
-    """Builds a demo's model and data, and copies them to a folder; to be used as `prepare` of a data module.
+    """Builds a demo's model and data, and copies them to a folder; to be passed to `PromptDataModule` as `prepare`.
 
     Args:
         folder: Output folder; the files depend on the run's seed.

@@ -202,8 +202,9 @@ def teach_tower(
 ) -> None:
     """Train the vision tower so that each image token encodes the colour, shape and edges of the thing it shows.
 
-    Colour and shape logits are dot products of the token with the embeddings of the words; edges are classified by
-    linear layers. The language model can then find a thing by comparing word embeddings with image tokens.
+    The logit of a colour or shape is the dot product of the image token and the embedding of the word for this colour
+    or shape; edges are classified by linear layers. The language model can then find a thing by comparing word
+    embeddings with image tokens.
     """
     scenes = varied_scenes(task, "tower", settings.num_tower_images)
     patches, labels = torch.cat(list(patches_in_parts(scenes, task, processor))), labels_of(scenes, task)
@@ -437,7 +438,7 @@ class GroundingRecipe(Recipe):
 
 
 class GroundingQuickstart(PrepareDemo):
-    """Builds the demo's model and data for the grounding recipe; to be used as `prepare` of a data module.
+    """Builds the demo's model and data for the grounding recipe; to be passed to `PromptDataModule` as `prepare`.
 
     Args:
         folder: Output folder of `model/`, `images/`, `train.jsonl` and `heldout.jsonl`; these files depend on the run's

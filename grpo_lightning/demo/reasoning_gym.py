@@ -83,10 +83,11 @@ def _sums(question: str) -> str:
 
 
 def _comparisons(question: str) -> str:
-    """Every number of the list, its comparison with the limit, and whether it is kept: `y` or `n`.
+    """The steps for a question of `number_filtering`, such as "Keep all numbers larger than 7 in this list: ...".
 
-    Without this letter, the answer would depend on the comparison and on both words of the rule ("keep" or "remove",
-    "smaller" or "larger") at once, and few warm-ups learn this.
+    The steps are every number of the list, its comparison with the limit (7), and whether it is kept: `y` or `n`.
+    Without `y` or `n`, the answer would depend on the comparison and on both words of the rule ("keep" or "remove",
+    "smaller" or "larger") at once, and the warm-up would succeed only with few seeds.
     """
     rule, numbers = question.partition(" in this list: ")[::2]
     limit = int(rule.rpartition(" ")[2])
@@ -201,7 +202,7 @@ class GymRecipe(Recipe):
 
 
 class ReasoningGymQuickstart(PrepareDemo):
-    """Builds the demo's model and data for its recipe; to be used as `prepare` of a data module.
+    """Builds the demo's model and data for its recipe; to be passed to `PromptDataModule` as `prepare`.
 
     Args:
         folder: Output folder of `model/`, `train/<task>.jsonl` and `heldout/<task>.jsonl`; these files depend on the
@@ -229,7 +230,8 @@ def warm_up(
 ) -> None:
     """Train the model in place on worked completions until they are learned, then on mostly hasty completions.
 
-    The number of steps that worked completions need varies with the seed, so the first phase ends when the loss is low.
+    Worked completions write the steps of the solution before the answer. The number of training steps that they need
+    varies with the seed, so the first phase ends when the loss is low.
 
     Raises:
         RuntimeError: If the worked completions are not learned within `max_worked_steps`.

@@ -215,7 +215,7 @@ class SceneTask:
 
         The model computes each number from the text before it. It finds the left edge by the colour, or by the shape if
         the question does not name the colour. It finds the upper edge by colour and shape together; the hidden state of
-        the comma token combines the two.
+        the comma after the left edge combines the two.
         """
         colour, shape = describe(thing, naming)
         left, top, *_ = box = self.pixels(thing.cells)
@@ -271,7 +271,7 @@ def overlap(one: Cells, other: Cells) -> bool:
 
 
 def vary(scene: Scene, draw: random.Random, share: float = 0.5) -> Scene:
-    """Give a share of the scene's things a nameless colour or a nameless shape.
+    """Give a share of the scene's things a nameless colour or a nameless shape: one for which questions have no word.
 
     A model that is trained only on named colours and shapes learns fixed pairs, such as the red circle. It then does
     not find a red cross, if that pair is held out.

@@ -492,8 +492,8 @@ def rollout_weights(
     A "sequence" weight is a product over tokens, so that long completions have very large or very small weights. The
     size of a "geometric" weight does not depend on the length, but it is not a ratio of completion probabilities. It
     serves to mask completions that the policy would not have sampled, with a narrow range such as 0.99 to 1.01.
-    ms-swift uses it for sequences too; verl's `seq_mean_k1` keeps the same completions, but with weight 1. Exponents
-    are clipped to [-20, 20] (`bounded_exp`).
+    It is the weight of ms-swift's sequence modes; verl's `seq_mean_k1` keeps the same completions, but with weight 1.
+    Exponents are clipped to [-20, 20] (`bounded_exp`).
 
     Args:
         old_logprobs: [B, T] nats, under the policy that sampled the tokens, computed by the training code.

@@ -58,7 +58,7 @@ def random_covariance_tokens(
     low: float = 1.0,
     high: float = 5.0,
 ) -> Tensor:
-    """Choose tokens of high covariance at random (Clip-Cov, arXiv:2505.22617).
+    """Choose tokens of high covariance at random, to remove their gradient (Clip-Cov, arXiv:2505.22617).
 
     Candidates are the tokens with low < covariance < high that are not clipped. The number of chosen candidates is
     floor(fraction M), but at least 1; if there are fewer candidates, all of them are chosen.
@@ -66,7 +66,7 @@ def random_covariance_tokens(
     Args:
         logprobs: [M] nats.
         advantages: [M] advantage of each token's completion.
-        is_clipped: [M], nonzero or True where the surrogate clips the token, which then has no gradient to remove.
+        is_clipped: [M], nonzero or True where the surrogate clips the token, whose gradient is then already 0.
         keys: [M] random numbers; the candidates with the smallest numbers are chosen.
         fraction: Above 0 and at most 1; a fraction of all M tokens, not of the candidates.
         low: Exclusive lower limit of the covariance, in nats times the unit of the advantage.

@@ -343,7 +343,7 @@ def turn_settings(messages: Sequence[Message], settings: Mapping[str, Any]) -> d
         settings: `chat_template_kwargs`.
 
     Raises:
-        ValueError: If `settings` sets one of `OWN_SETTINGS`.
+        ValueError: If `settings` sets an argument that the encoder sets itself (`OWN_SETTINGS`).
     """
     check_template_settings(settings)
     is_prefilled = messages[-1].get("role") == "assistant"
@@ -362,7 +362,8 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = ""
 
     Raises:
         ValueError: If the prompt has no tokens, its messages cannot be rendered (the tokenizer has no chat template, or
-            the template refuses them), or its `chat_template_kwargs` set one of `OWN_SETTINGS`.
+            the template refuses them), or its `chat_template_kwargs` set an argument that the encoder sets itself
+            (`OWN_SETTINGS`).
     """
     if prompt.token_ids is not None:
         return list(prompt.token_ids)

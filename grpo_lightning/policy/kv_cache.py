@@ -1,4 +1,4 @@
-"""Write-once KV cache for scoring: the states of each prompt are stored once and only read afterwards.
+"""Write-once KV cache for computing log-probs: the states of each prompt are stored once and only read afterwards.
 
     prefix = PrefixCache(model.config)                                   # the prompt pass fills it
     model(**prompts, past_key_values=prefix, use_cache=True)
@@ -190,7 +190,7 @@ class PrefixCache(Cache):
     """Cache of the prompt pass: filled by one forward pass over the prompts.
 
     Raises:
-        UnsupportedCacheError: If a layer has no write-once version; such models use the dense path.
+        UnsupportedCacheError: If a layer has no write-once version; such models run each prompt once per completion.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:

@@ -89,7 +89,7 @@ class PolicyLoader(PolicySettings):
         compute_dtype: str | None = None,
         device_type: str | None = None,
     ) -> Policy:
-        """Load the tokenizer first and then the weights, and choose the scoring path.
+        """Load the tokenizer first and then the weights, and choose how log-probs are computed.
 
         Args:
             sharding: How the weights will be sharded over the ranks; None: unsharded.

@@ -229,10 +229,11 @@ def using_adapter(policy: nn.Module, adapter: str | None) -> Iterator[nn.Module]
 
 
 def base_weights(policy: nn.Module) -> Iterator[Tensor]:
-    """Iterate over the frozen weights of the base, except weights that are computed while loading.
+    """Iterate over the frozen weights of the base, for checksums, except weights that are computed while loading.
 
     Two kinds of weights are computed while loading: quantised weights, and weights of layers where PiSSA, OLoRA or
-    LoftQ subtracts the initial adapter. Their last bits depend on the device and the number of threads.
+    LoftQ subtracts the initial adapter. Their last bits, and so their checksums, would depend on the device
+    and the number of threads.
     """
     configs: Any = policy.peft_config
     computed: set[int] = set()

@@ -1,8 +1,9 @@
-"""Choose a model's scoring path and vocabulary head: from its declared properties, then with a small probe.
+"""Choose how log-probs are computed: from the model's declared properties, then with a small probe.
 
-The choice is made once per run and is the same on every rank. A probe runs the model on a few tokens in eval mode. In a
-probe, 32-bit weights compute in full float32 (except with FlashAttention), whatever the precision of the run, because
-TF32 and autocast change log-probs by more than the errors that a probe has to detect.
+The path (extended or dense) and the vocabulary head (full or sliced) are chosen, see `policy/scorer.py`. The choice is
+made once per run and is the same on every rank. A probe runs the model on a few tokens in eval mode. In a probe, 32-bit
+weights compute in full float32 (except with FlashAttention), whatever the precision of the run, because TF32 and
+autocast change log-probs by more than the errors that a probe has to detect.
 """
 
 from __future__ import annotations
@@ -146,15 +147,15 @@ def measure(model: nn.Module, one: Scorer, other: Scorer) -> Measured:
 
 
 def compare(model: nn.Module, difference: Callable[[], Tensor]) -> Measured:
-    """Measure a difference of log-probs; every rank gets the same result, the maximum over ranks.
+    """Measure how much log-probs differ in a probe; every rank gets the same result, the maximum over ranks.
 
     The result of a rank is the maximum over tokens if the model computes in float32, and the mean over tokens if it
     computes in 16 bits.
 
     Args:
         model: The policy.
-        difference: Runs the probe and returns [tokens] nats. Its exceptions are recorded, not raised, except for too
-            little memory and NaN.
+        difference: Runs the probe and returns the absolute difference of each token's log-probs: [tokens] nats. Its
+            exceptions are recorded, not raised, except `OutOfMemoryError` and `FloatingPointError` (logits are NaN).
     """
     failure, device = None, compute_device(model)
     with probe_mode(model):
@@ -228,7 +229,9 @@ def computes_in_float32(model: nn.Module) -> bool:
 
 
 def choose_path(model: nn.Module, requested: Literal["auto", "extended", "dense"] = "auto") -> tuple[ScoringPath, str]:
-    """Choose the scoring path of a run, with the reason: from declared properties, then with a small probe.
+    """Choose the path that computes the log-probs of a run, "extended" or "dense"; also return the reason.
+
+    The declared properties of the model are checked first, then a small probe.
 
     Raises:
         ValueError: If "extended" is requested and the model does not support it.
@@ -255,7 +258,7 @@ def check_scorer(scorer: Scorer, model: nn.Module) -> None:
     """Check that the log-probs of completions do not depend on the left padding of their prompts.
 
     Raises:
-        ValueError: If log-probs depend on the padding, or the model cannot be scored at all.
+        ValueError: If log-probs depend on the padding, or the model's forward pass fails.
     """
     measured = compare(model, lambda: padding_difference(model, scorer))
     if measured.failure is not None:

@@ -2,9 +2,9 @@
 
 transformers recomputes these frequencies in every forward pass, from the largest position in the batch. A row that
 grows beyond the model's original length then changes the log-probs of all rows in its batch, and of its own earlier
-tokens in the KV cache. The log-probs of sampling, of scoring in batches and of scoring row by row would differ by nats.
+tokens in the KV cache. The log-probs of sampling, of a training batch and of a single row would differ by nats.
 Here every forward pass uses the frequencies of the longest possible row of the run, as if the batch contained such a
-row. Sampling, scoring and the reference then agree in any batch.
+row. Sampling, training and the reference then agree in any batch.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ def module_types(module: nn.Module) -> list[str]:
 
 
 def append_last_position(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Forward pre-hook: append the position of the longest row's last token.
+    """Forward pre-hook: append the position of the longest row's last token to the position ids.
+
+    transformers computes the frequencies from the largest position id.
 
     Raises:
         ValueError: If a row is longer than the run allows for, and would change the frequencies.

@@ -59,7 +59,7 @@ class Scorer:
     """Computes log-probs and entropies of micro-batches under a model.
 
     Args:
-        path: The scoring path.
+        path: "extended" or "dense": whether a prompt runs once, or once per completion.
         chunk_size: Completions per chunk. Each chunk is one forward pass: a completion pass, or a pass of the dense
             path. Completions are sorted by length first, to reduce padding. `AutoChunks` chooses chunks by the lengths.
             None runs all rows in one chunk.
@@ -81,7 +81,7 @@ class Scorer:
     def __call__(
         self, model: nn.Module, batch: MicroBatch, *, temperature: float, trains_entropy: bool = False
     ) -> TokenScores:
-        """Score every completion of the micro-batch: [B, T] log-probs and entropies, in the batch's row order.
+        """Compute [B, T] log-probs and entropies of the completions of the micro-batch, in the batch's row order.
 
         Args:
             model: The policy, or the reference.
@@ -262,7 +262,7 @@ class Head(Protocol):
         ...
 
     def score(self, model: nn.Module, inputs: dict[str, Any], aligned: Aligned, ids: Tensor, mask: Tensor) -> Tensor:
-        """Run the model and score tokens: [rows, T, 2] log-prob and entropy, float32.
+        """Run the model and compute the log-prob and entropy of each token: [rows, T, 2], float32.
 
         Args:
             model: The policy.
@@ -270,14 +270,14 @@ class Head(Protocol):
             aligned: Picks the outputs that predict the tokens `ids`. On the extended path, the first of these is the
                 output at the last prompt token, which the prompt pass has computed.
             ids: [rows, T] tokens.
-            mask: [rows, T] True at real tokens; the scores of padding are arbitrary.
+            mask: [rows, T] False at padding, where the results are arbitrary.
         """
         ...
 
 
 @dataclass
 class FullHead:
-    """Vocabulary head that scores the model's full logits at once.
+    """Vocabulary head that computes log-probs and entropies of all tokens at once, from the model's own logits.
 
     Args:
         temperature: Divides the logits.
@@ -301,7 +301,7 @@ class FullHead:
 
 @dataclass
 class SlicedHead:
-    """Vocabulary head that scores a slice of the real tokens at a time.
+    """Vocabulary head that computes log-probs and entropies of one slice of tokens at a time, without padding.
 
     Args:
         temperature: Divides the logits.
@@ -389,8 +389,9 @@ def head_replaced(model: nn.Module, forward: Callable[[Logits, Tensor], Tensor],
         model: The policy; its weights stay unchanged.
         forward: Gets two arguments: `logits`, a function that maps hidden states to the model's final logits, and
             `hidden`, the input of the head.
-        scale: Factor by which the model multiplies its head's output. `logits` already multiplies by this factor,
-            and the model then multiplies the result of `forward` by it: the caller must undo the second multiplication.
+        scale: Factor by which the model multiplies its head's output. The result of `logits` includes this factor.
+            The model also multiplies the result of `forward` by it, so the caller must divide the model's output by
+            `scale`.
     """
     head, config = base_model(model).get_output_embeddings(), text_config(model)
     run, is_own = head.forward, "forward" in vars(head)

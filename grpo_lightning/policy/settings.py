@@ -39,13 +39,13 @@ class PolicySettings:
             conditions hold: it is installed, it supports the model, and the run computes in 16 bits on CUDA
             (`trainer.precision` bf16-mixed, DeepSpeed's bf16, or 16-bit weights).
         from_scratch: Build the architecture of `name` with random weights.
-        scoring: "extended" runs each prompt once for all its completions, "dense" once per completion. "auto" uses
-            "extended" if the model supports it, else "dense".
-        chunk_size: Maximum completions per forward pass when log-probs are computed; a smaller number needs less
-            memory. "auto" sorts the completions of a micro-batch by length, and splits them where less padding saves
-            more time than another pass costs. None runs all completions of a micro-batch at once.
-        head_chunk_size: Tokens per slice of the vocabulary head in scoring: limits the memory of the logits. None
-            computes the logits of all tokens at once.
+        scoring: How log-probs are computed: "extended" runs each prompt once for all its completions, "dense" once per
+            completion. "auto" uses "extended" if the model supports it, else "dense".
+        chunk_size: Maximum completions per forward pass when computing log-probs; a smaller number needs less memory.
+            "auto" sorts the completions of a micro-batch by length, and splits them where less padding saves more time
+            than another pass costs. None runs all completions of a micro-batch at once.
+        head_chunk_size: Tokens per slice of the vocabulary head when computing log-probs: limits the memory of the
+            logits. None computes the logits of all tokens at once.
         activation_checkpointing: "chunks" recomputes the activations of each chunk of completions in the backward pass,
             "layers" those of each decoder layer. "none" stores all activations.
         lora: Train low-rank adapters and freeze all other weights; a mapping gives the fields of `LoRA`.

@@ -138,13 +138,13 @@ class Accuracy(AnswerReward):
         start_comparing()
 
     def compare(self, gold: str, answer: str) -> bool | None:
-        """Compare an answer with the ground truth by the function `compare`.
+        """Compare an answer with the ground truth: the module's function `compare`, with the settings of this reward.
 
         Args:
             gold: The ground truth. If it is longer than `max_answer_characters`, the result is None.
             answer: An answer. If it is longer than `max_answer_characters`, it is wrong.
 
-        Returns and raises the same as the function `compare`.
+        Returns and raises the same as the module's function `compare`.
         """
         limit = self.max_answer_characters
         if len(gold) > limit:

@@ -150,8 +150,8 @@ class Reward(ABC):
         must be fast and must not open files.
 
         Args:
-            columns: The row's data columns, and in a run its prompt as `prompts`. For a column that is missing here,
-                the reward gets None when it is called.
+            columns: The row's data columns; a run also passes the row's prompt as `prompts`. For a column that is
+                missing here, the reward gets None when it is called.
             image_sizes: One per image of the row.
 
         Raises:

@@ -47,11 +47,11 @@ _JUDGE = "llm"
 
 
 class Method(AnswerReward):
-    """Base class: compares the answer of each completion (`given_answer`) with the ground truth.
+    r"""Base class: compares the answer of each completion (`given_answer`) with the ground truth.
 
     Args:
         answer_column: The data column with the ground truth. If the text has a part between answer tags, after `####`
-            or in a box, that part is the ground truth. A row without ground truth is not scorable.
+            or in `\boxed{}`, that part is the ground truth. A row without ground truth is not scorable.
     """
 
     def __init__(self, answer_column: str = "solution") -> None:

@@ -1,4 +1,4 @@
-"""Tests of programs in data rows: standard input and output, function calls, and Python test code.
+"""Read the tests of programs from data rows: standard input and output, function calls, and Python test code.
 
 | data | columns |
 |---|---|

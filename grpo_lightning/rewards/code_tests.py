@@ -69,13 +69,13 @@ class CodeTests(Reward):
     There are three kinds of tests; `code_rows` lists the data formats:
 
     - Standard input and output: passes if the program ends with status 0 and prints the expected words, line by line.
-    - A call: passes if the program's function returns the expected value.
+    - Function call: passes if the program's function returns the expected value.
     - Test code (`assert f(1) == 2`): passes if it raises nothing. It can use the program's functions and classes by
       name; arguments and returned values are copied between the processes of the test and of the program.
 
-    Each test runs in a new process, in a sandbox without network and other processes, in which of all files only the
-    standard library and the system's shared libraries can be read. The sandbox needs Linux 5.13 or later with Landlock,
-    on x86_64 or aarch64, and no privileges. A run on another system is refused.
+    Each test runs in a new process, in a sandbox without network and other processes. The only files that can be read
+    there are the standard library and the system's shared libraries. The sandbox needs Linux 5.13 or later with
+    Landlock, on x86_64 or aarch64, and no privileges. A run on another system is refused.
 
     Logs the fractions of completions without a program (`code_tests/no_program`) and with a test that ran out of time
     (`code_tests/timed_out`). The log of completions gets a column `code_tests`: the number of passed tests, and the
@@ -91,9 +91,9 @@ class CodeTests(Reward):
         max_tests: Run only this many tests of a row, from the first; null runs all.
         timeout_seconds: Time limit of a test, in wall time and (up to one second more) in CPU time. After the first
             test that exceeds it, the remaining tests of the program count as failed.
-        call_seconds: Time for all programs of a call (the G completions of a prompt). Each program gets an equal part
-            of the time that is left; tests that do not run in that time count as failed. Keep `call_seconds` below
-            `model.reward_workers.timeout_seconds`.
+        call_seconds: Time for all programs of a call of the reward (the G completions of a prompt). Each program gets
+            an equal part of the time that is left; tests that do not run in that time count as failed. Keep
+            `call_seconds` below `model.reward_workers.timeout_seconds`.
         memory_mb: Address space in MB that a program may reserve.
         tolerance: Decimal numbers are equal if they differ by at most this, absolutely or relative to the expected
             number. Printed integers must be equal as text. With 0, printed decimal numbers must be, too.

@@ -117,7 +117,7 @@ class RewardSet:
 
         Args:
             device: The policy's device on this rank.
-            sharding: The sharding of the policy; models of rewards are not sharded.
+            sharding: The sharding of the policy, from which models of rewards are kept out.
             num_local_ranks: Ranks on this machine.
         """
         self.pool.start(num_local_ranks)  # the workers start in the background while models load
@@ -304,8 +304,8 @@ def sources_of(prompts: Iterable[Prompt]) -> list[Source]:
 def check_sources(sources: Sequence[Source], rewards: Sequence[WeightedReward], weights: Mapping[str, float]) -> None:
     """Check that rewards and data match.
 
-    If only some of the sources to which a reward applies have a column, the reward gets None for it in the rows of the
-    other sources.
+    If only some of the sources to which a reward applies have a column, the reward gets None as the value of the column
+    in the rows of the other sources.
 
     Args:
         sources: The sources of the prompts.
@@ -314,8 +314,8 @@ def check_sources(sources: Sequence[Source], rewards: Sequence[WeightedReward], 
 
     Raises:
         ValueError: If a column has the name of a reward argument; if prompts name an unknown reward or only rewards of
-            weight 0; if prompts name a method, but none of their rewards reads the column of the method; or if a
-            reward needs a column that none of its sources has.
+            weight 0; if prompts name a method in `accu_reward_method`, but none of their rewards reads this column; or
+            if a reward needs a column that none of its sources has.
     """
     for source in sources:
         _check_names(source, weights)

@@ -30,8 +30,8 @@ class ExactMatch(AnswerReward):
             answer (None or only whitespace) is not scorable.
         extract: Where to read the completion's answer: "answer_tag" reads the last `<answer>...</answer>`, "boxed" the
             last `\boxed{}`, "hashes" the text after the last `####` up to the end of the line, and "text" the whole
-            completion. "auto" tries these places in order, and reads the first that the completion has: answer tags, a
-            box, an announcement ("The answer is 7.") or `#### 7`, bold text (**7**), the end of the last line
+            completion. "auto" tries these places in order, and reads the first that the completion has: answer tags,
+            `\boxed{}`, an announcement ("The answer is 7.") or `#### 7`, bold text (**7**), the end of the last line
             ("3 + 4 = 7") unless the completion is truncated. If there is no answer at that place, the completion is
             wrong.
         is_normalized: False compares the extracted texts without normalization; only whitespace around them is removed.

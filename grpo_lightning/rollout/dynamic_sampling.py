@@ -84,15 +84,15 @@ def resample(
     """Replace groups without a gradient by groups of new prompts, until rounds or prompts run out.
 
     Collective: every rank takes part in every round, even if it has no group to replace, because all ranks gather
-    sharded weights together. The prompt and the seed of a group follow from its global index, its position among all
-    groups that the ranks sample in this cycle, so that completions do not depend on the number of ranks. If a team of
-    ranks shares groups (`ranks_per_group`), its first member holds them and decides which to replace; every member
-    samples its part of the new groups.
+    sharded weights together. The global index of a group is its position among all groups that all ranks sample for
+    this rollout. It determines the prompt and the seed, so that completions do not depend on the number of ranks. If a
+    team of ranks shares groups (`ranks_per_group`), its first member holds them and decides which to replace; every
+    member samples its part of the new groups.
 
     Args:
         rollout: N groups of this rank, with their rewards.
         settings: Criterion and number of rounds.
-        sample_and_score: Samples and scores new prompts, given the prompts and their global indices in the cycle.
+        sample_and_score: Samples and scores new prompts, given the prompts and their global indices.
         source: Provides the new prompts.
         teams: The ranks that share groups; None if no group is shared.
 

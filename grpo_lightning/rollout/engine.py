@@ -18,8 +18,8 @@ Progress = Callable[[int, int], None]
 class RolloutEngine(Protocol):
     """Samples completions from the policy.
 
-    Engines take and return token ids, so that exactly the sampled tokens are scored. Every rank makes the same calls,
-    including ranks without prompts.
+    Engines take and return token ids, so that log-probs are computed for exactly the sampled tokens. Every rank makes
+    the same calls, including ranks without prompts.
     """
 
     def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:

@@ -253,7 +253,8 @@ class SharedGroups:
             N groups on every member, each with that member's part of the completions and advantages.
 
         Raises:
-            ValueError: If a group was not sampled by `GRPOLightningModule.generate`: no other member knows its prompt.
+            ValueError: If a group does not come from `GRPOLightningModule.generate`. The other members do not know the
+                prompt of such a group.
         """
         if not self.teams.is_shared:
             return rollout

@@ -82,13 +82,13 @@ class LocalEngine(RolloutEngine):
             log.warning("Sampling with transformers' `generate`, which prefills each prompt G times: %s.", reason)
 
     def check(self, scorer: Scorer) -> None:
-        """Check on a small rollout, with prompts of unequal length, that engine and scorer agree on the log-probs.
+        """Check that the engine's log-probs equal those of training, on a small rollout with prompts of unequal length.
 
         The engine first samples with a KV cache shared by a prompt's completions. If that fails or the log-probs
         differ, the engine switches to transformers' `generate` and checks again.
 
         Args:
-            scorer: Scores the policy.
+            scorer: Computes the policy's log-probs in training.
 
         Raises:
             ValueError: If transformers' `generate` fails too, or its log-probs differ from the scorer's.

@@ -113,7 +113,7 @@ class TokenSampler:
         Args:
             history: [rows, seen] prompt and completion ids.
             logits: [rows, V] of the next token.
-            rows: [rows] index of each row among all rows of the batch when its decoding began; None if no row has left.
+            rows: [rows] index of each row among the rows with which decoding began; None if none of those has finished.
         """
         distribution = log_distribution(self.processors, history, logits)
         probabilities = distribution.exp()

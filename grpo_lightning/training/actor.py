@@ -58,9 +58,9 @@ class Actor:
         """Cut a rollout into micro-batches on the policy's device, with their images.
 
         Args:
-            groups: N groups of this rank, each with its part of the G completions.
-            advantages: [N, part] advantages of the completions; None if they are not known yet.
-            shape: Number of updates and micro-batches of a cycle.
+            groups: N groups of this rank, each with K completions: G, or fewer if several ranks share a group.
+            advantages: [N, K] advantages of the completions; None if they are not known yet.
+            shape: Number of updates and micro-batches the groups are split into.
             skip_zero_advantages: Leave out completions with advantage 0.
 
         Returns:
@@ -90,7 +90,7 @@ class Actor:
         return self.scorer(self.policy, batch, temperature=self.temperature, trains_entropy=trains_entropy)
 
     def add_old_logprobs(self, micro_batches: Sequence[MicroBatch], shape: CycleShape) -> None:
-        """Add old-policy log-probs to a cycle's micro-batches, except those of the first update.
+        """Add old-policy log-probs to a rollout's micro-batches, except those of the first update.
 
         The first update needs no stored log-probs: its own forward passes still use the weights that sampled the
         rollout.
@@ -146,7 +146,7 @@ def offloaded(
 ) -> Iterator[None]:
     """Keep the reference or the optimizer states on the CPU inside the `with` block, while completions are sampled.
 
-    A run does this only if `model.offload` asks for it, because every cycle then copies the tensors to the CPU and
+    A run does this only if `model.offload` asks for it, because every rollout then copies the tensors to the CPU and
     back. Tensors that the strategy always keeps on the CPU stay there.
 
     Args:

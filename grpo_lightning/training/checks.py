@@ -74,10 +74,10 @@ def checked_step(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_scores(returned: Rollout, given: Rollout) -> Rollout:
-    """Fill in the rewards and scores that an overridden step left out, for logs and callbacks.
+    """Fill in `rewards` and `scores` that a subclass's `resample` or `compute_advantages` left out of its `Rollout`.
 
-    If the step returned the groups that it was given, missing rewards and scores are those of the given rollout.
-    Otherwise, missing scores are made from the returned rewards, which are then required.
+    Logs and callbacks need both. If the method returned the groups that it was given, missing values are those of the
+    given rollout. Otherwise, `rewards` are required, and missing `scores` are made from them.
     """
     if [id(group) for group in returned.groups] == [id(group) for group in given.groups]:
         rewards = given.rewards if returned.rewards is None else returned.rewards
@@ -412,16 +412,16 @@ def check_teams(ranks_per_group: int, num_generations: int, engine: RolloutEngin
 def check_loader(
     trainer: L.Trainer, shape: CycleShape, num_generations: int, ranks_per_group: int, *, needs_more: bool
 ) -> None:
-    """Check that the training loader yields each batch once per micro-step of a cycle, and fills all micro-batches.
+    """Check that the training loader repeats each batch for every micro-step of a cycle, and fills all micro-batches.
 
-    A loader that is not known yet is not checked.
+    A cycle is the training on one rollout. A loader that is not known yet is not checked.
 
     Args:
         trainer: Trainer with the training loader.
         shape: Shape of a cycle.
         num_generations: Completions per prompt.
         ranks_per_group: Number of ranks that share the completions of a prompt.
-        needs_more: True if cycles request further prompts (dynamic sampling).
+        needs_more: True if dynamic sampling is on, which requests further prompts from the loader.
 
     Raises:
         ValueError: If the loader does not match these arguments, or some micro-batches would be empty.

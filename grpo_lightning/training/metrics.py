@@ -220,10 +220,10 @@ def add_padding(metrics: StepMetrics, scorer: Scorer, micro_batches: Sequence[Mi
 def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -> None:
     """Add loss, KL, ratio and clip fractions of a micro-batch, over its trained tokens.
 
-    A run may leave completions with advantage 0 out of its micro-batches; no metric depends on this choice. The means
-    of KL to the reference and of selected tokens are over all completions, because a run with a reference or a token
-    selection leaves none out. The other means describe the policy loss, to which completions with advantage 0 do not
-    contribute, and are over the completions whose advantage is not 0.
+    A run without a reference and without token selection may leave completions with advantage 0 out of its
+    micro-batches. No metric depends on this choice. The KL to the reference and the fraction of selected tokens, which
+    such a run does not have, are means over all completions. The other means describe the policy loss, to which
+    completions with advantage 0 do not contribute, and are over the completions whose advantage is not 0.
 
     `policy/rollout_kl` is KL(engine || policy at the time of sampling) in nats per token: how much the distribution
     that the engine sampled from differs from the one that training computes.

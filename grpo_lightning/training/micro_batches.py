@@ -131,7 +131,7 @@ class CycleShape:
             position: Index of the micro-step in its cycle, as counted by the trainer.
 
         Raises:
-            RuntimeError: If the loader does not yield each batch once per micro-step of a cycle, if the loader is
+            RuntimeError: If the loader does not repeat each batch for every micro-step of a cycle, if the loader is
                 at another micro-step than the trainer, or if the rollout of the cycle is missing.
         """
         cycle = self.num_micro_steps
@@ -300,12 +300,12 @@ def plan_over_ranks(
     """Split the rollout of all ranks into micro-batches. Collective: all ranks call it.
 
     Sharded weights are gathered by all ranks together. The i-th micro-batches of all ranks therefore get the same
-    `num_chunks`: the largest number of forward passes that one of them needs.
+    `MicroBatch.num_chunks`: the largest number of forward passes that one of them needs.
 
     Args:
-        groups: N groups of this rank, each with its part of the G completions; may be empty.
-        advantages: [N, part] advantages of the completions.
-        num_chunks: Returns the number of forward passes that a micro-batch needs.
+        groups: N groups of this rank, each with K completions: G, or fewer if several ranks share a group. N may be 0.
+        advantages: [N, K] advantages of the completions.
+        num_chunks: A function that returns the number of forward passes that a micro-batch needs.
         num_generations: G; needed if groups are shared.
         teams: The ranks that share groups; None if no group is shared.
         **settings: Arguments of `plan_micro_batches`.

@@ -189,10 +189,10 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         checkpoint_path: Any,
         weights_only: bool | None = None,  # noqa: FBT001
     ) -> dict[str, Any]:
-        """As in Lightning, but evaluation can also load a folder of stage 3, or a file.
+        """As in Lightning, but evaluation can also load a checkpoint that is a stage 3 folder or a single file.
 
-        A folder of stage 3 contains the weights only as float32 master weights of the optimizer, and DeepSpeed cannot
-        load master weights without an optimizer.
+        A stage 3 folder contains the weights only as float32 master weights of the optimizer, and DeepSpeed cannot load
+        master weights without an optimizer.
         """
         module: Any = self.lightning_module
         is_training = module.trainer.state.fn == TrainerFn.FITTING

@@ -1,4 +1,4 @@
-"""Choose tokens of an optimizer step by entropy, or by covariance of log-prob and advantage, over all its ranks.
+"""Choose among the tokens of an optimizer step, of all ranks, by entropy or by covariance of log-prob and advantage.
 
 The loss of the first micro-batch already depends on which of the step's tokens are chosen, and the choice depends on
 all of them. So before each step, all its micro-batches run through the policy once more, without gradients.

@@ -138,7 +138,7 @@ def plan_run(
         steps per epoch = rollouts per epoch x updates_per_rollout x num_iterations
 
     Args:
-        batches: Batch arithmetic of a cycle.
+        batches: Batch arithmetic of a cycle (one rollout and the optimizer steps trained on it).
         num_prompts: Number of prompts in the training data; None if unknown.
         max_steps: Maximum number of optimizer steps; -1 for no limit. Rounded up to full cycles, as in the run.
         max_epochs: Maximum number of epochs over the data; None or -1 for no limit.
@@ -200,8 +200,9 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
     - W: ranks
     - G: completions per prompt
     - A: micro-steps per update
-    - S: micro-steps for which the script samples at once. If S is below A, the script samples several times with the
-      same weights; in this package these samples form one rollout, so A replaces S.
+    - S: micro-steps per generation: the script samples the completions of S micro-steps together, then trains on them.
+      If S is below A, the script samples several times with the same weights; in this package these samples form one
+      rollout, so A replaces S.
     - P: prompts of a rollout
 
     If W does not divide P, ranks share groups. Each rank then needs at least one completion of a group: if
@@ -235,7 +236,7 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
 
 
 def micro_steps_per_generation(script: Namespace) -> int:
-    """Return S of `translate`: the number of micro-steps for which the script samples at once.
+    """Return S of `translate`: the number of micro-steps whose completions the script samples together.
 
     Raises:
         ValueError: If the script would not start with its version of the trainer.

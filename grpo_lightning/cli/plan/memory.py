@@ -533,8 +533,8 @@ def layer_bytes(model: ModelSizes, size: Pass, precision: Precision, *, is_eager
 
     The count follows Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), who get `s b h (34 + 5 a s / h)` for a
     layer of GPT-3. Here, a layer has RMS norms, grouped queries, fused kernels, a gated feed-forward block and no
-    dropout. c is the number of bytes per number in matrix products, and r in the residual stream. h is the hidden
-    width, i the feed-forward width, and there are a heads of size d. Per token:
+    dropout. Numbers have c bytes in matrix products and r bytes in the residual stream. h is the hidden width, i the
+    feed-forward width, and there are a heads of size d. Per token:
 
         2 norms       their input in 32 bits and their result        2 h (4 + r)
                       copies read by the matrix products after them  2 c h; under autocast 5 c h, without a gate 4 c h
@@ -561,6 +561,8 @@ def activation_bytes(
     model: ModelSizes, batch: ScoredBatch, precision: Precision, mode: Checkpointing = "none", *, is_eager: bool = False
 ) -> int:
     """Bytes kept for the backward pass of a micro-batch, without the logits.
+
+    A chunk is the completions of one forward pass (`policy.chunk_size`). By `policy.activation_checkpointing`:
 
         none      all layers of all forward passes
         layers    the input of each layer; in addition one layer at a time is recomputed
@@ -589,7 +591,8 @@ def activation_bytes(
 def logits_bytes(model: ModelSizes, batch: ScoredBatch, mode: Checkpointing = "none") -> tuple[int, int]:
     """Bytes of the float32 logits: (kept for the backward pass, temporary while the entropy is computed).
 
-    T is the completion length, V the vocabulary size, and S the `head_chunk_size`.
+    T is the completion length, V the vocabulary size, and S the `head_chunk_size`. A chunk is the completions of one
+    forward pass (`policy.chunk_size`).
 
     unsliced   kept = 4 R T V, with R the number of all completions, or of completions in the largest chunk if chunks
                are recomputed; temporary = 16 C T V, with C the number of completions in the largest chunk

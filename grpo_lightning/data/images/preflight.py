@@ -118,8 +118,8 @@ class Preflight:
 def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:
     """Check that the images of prompts can be read, for prompts that do not come from a mixture.
 
-    The boxes of these prompts are checked by the rewards. The check is skipped only if all images have been read in
-    full before. It is not enough that their sizes are known, because a truncated file may have an intact header.
+    The boxes of these prompts are checked by the rewards. The images are not read again if all of them have been read
+    in full before. Known sizes are not enough, because a truncated file may have an intact header.
 
     Args:
         prompts: The prompts, the same on every rank.
@@ -230,11 +230,12 @@ class ImageCounts:
         Args:
             source: The entry's name.
             image_root: The entry's own `image_root`.
-            run_root: `image_root` of the data module. It also applies to text-only entries, so it is checked only for
-                entries that have image paths in a column which is not read as images.
+            run_root: `image_root` of the data module. It replaces a missing `image_root` only for entries with image
+                paths in a column that is not read as images, because other entries may be meant to be text-only.
 
         Raises:
-            ValueError: If an `image_root` applies, but no row of the entry has an image column or images in messages.
+            ValueError: If the entry has an `image_root` (its own or `run_root`), but no row with an image column or
+                with images in its messages.
         """
         if source in self.unread:
             image_root = image_root or run_root

@@ -150,10 +150,10 @@ class BoxReward(Reward):
 
 
 def frame_of(views: Sequence[ImageView], given: GivenCoordinates, right: GoldCoordinates) -> BoxFrame:
-    """Make the coordinate frame of a prompt's image.
+    """Make the `BoxFrame` of a prompt, which converts answer boxes and ground-truth boxes to the same units.
 
-    If the prompt has no image, `given` and `right` must be the same coordinate system, because conversion needs the
-    image size; "original" boxes are then not clipped.
+    Conversion between coordinate systems needs the image size. If the prompt has no image, boxes must therefore be in
+    the same coordinate system in answers and ground truth; "original" boxes are then not clipped to an image.
 
     Args:
         views: The images of the prompt.

@@ -1,7 +1,8 @@
 """Parse boxes in an answer: `[x1, y1, x2, y2]`, or JSON with boxes and labels, in code fences or bare.
 
-Completions are untrusted text, so all functions take linear time: they use a pattern whose adjacent parts start with
-different characters, `str` methods, and the JSON parser, which is called at most twice.
+Completions are untrusted text, so all functions take linear time. They use `str` methods, the JSON parser at most
+twice, and a regular expression whose adjacent parts start with different characters, so that backtracking fails at
+once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run an untrusted program in the sandbox: the reward's side of the launcher.
+"""Run an untrusted program in the sandbox: start the launcher process (`sandbox/launcher.py`), and send it jobs.
 
 with Sandbox(program, Limits(memory_bytes=2**29), test_codes) as sandbox:
     ended = sandbox.run_main(b"3 4", seconds=5, max_output=1000)
@@ -290,7 +290,7 @@ def check_sandbox(limits: Limits) -> list[str]:
         is set; otherwise [].
 
     Raises:
-        SandboxError: If the sandbox does not start, or does not prevent something else.
+        SandboxError: If the sandbox does not start, or another attempt to break out succeeds.
     """
     with Sandbox(PROBE, limits) as sandbox:
         ended = sandbox.run_main(b"", seconds=START_SECONDS, max_output=1000)

@@ -309,10 +309,10 @@ def _no_pointer(number: int) -> list[Instruction]:
 
 
 def _read_only(number: int, *, has_landlock: bool) -> list[Instruction]:
-    """Allow opening files for reading; with Landlock, which restricts writing by path, also for writing.
+    """Allow opening files for reading only. With Landlock, leave writing to Landlock, which restricts it by path.
 
-    Opening for reading with O_TRUNC is refused, because it truncates the file and Landlock before Linux 6.2 does not
-    check truncation.
+    Even with Landlock, opening for reading with O_TRUNC is refused: it truncates the file, and Landlock before Linux
+    6.2 does not check truncation.
     """
     if has_landlock:
         return [

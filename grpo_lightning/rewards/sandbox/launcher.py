@@ -62,11 +62,11 @@ class Child(BaseException):
 
 
 def main(control: int, tests: int, parent: int) -> None:
-    """Serve jobs until the other end closes.
+    """Serve jobs until the reward worker closes the connection.
 
     Args:
         control: File descriptor of the connection to the reward worker.
-        tests: File descriptor of the test code, which only the tests' children read.
+        tests: File descriptor of the test code; only the child processes that run tests read it.
         parent: Process id of the reward worker.
     """
     try:
@@ -149,12 +149,13 @@ class Launcher:
             body: The standard input ("main"), or the request ("call").
 
         Returns:
-            A dictionary, and the output. `ended` is "exit", "timeout", "output" or "threads"; `status` is the exit
-            status, or minus the number of the signal that ended the child.
+            (How the child ended, its output). The first is a dictionary: `ended` is "exit", "timeout", "output" (too
+            long) or "threads" (too many); `status` is the exit status, or minus the number of the signal that ended the
+            child.
 
         Raises:
             OSError: If a child could not be started.
-            Child: In a child.
+            Child: In the forked child, so that it leaves the launcher's loop.
         """
         seconds = job["seconds"]
         if job["kind"] == "judge":
@@ -201,7 +202,7 @@ class Launcher:
     def _fork(self, role: int, wanted: list[int | None], seconds: float, task: Callable[[], None]) -> int:
         """Fork a child that enters the sandbox, with the `wanted` file descriptors as 0, 1, ...; None is `/dev/null`.
 
-        Returns: in the launcher, the child's process id. Raises: Child in the child.
+        Returns: in the launcher, the child's process id. Raises: in the child, `Child`, to leave the launcher's loop.
         """
         self.entered[role] = 0
         pid = os.fork()

@@ -166,7 +166,8 @@ def serve(namespace: dict[str, Any], problem: BaseException | None, requests: in
 
     Args:
         namespace: The program's global names.
-        problem: The exception that ended the program early, which then answers every request; None if there was none.
+        problem: The exception that ended the program early; every request is then answered with this exception. None
+            if there was none.
         requests: File descriptor to read requests from.
         answers: File descriptor to write answers to.
     """
