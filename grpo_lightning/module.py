@@ -402,7 +402,7 @@ class GRPOLightningModule(L.LightningModule):
         self.run.cycle = self.cycle_shape.check_cycle(self.split_rollout(self.shared_groups.spread(rollout)))
         self.shared_groups.forget()
         micro_batches = self.run.cycle.micro_batches
-        add_padding(self.metrics, micro_batches)
+        add_padding(self.metrics, self.actor.scorer, micro_batches)
         self.report_empty_updates(rollout, micro_batches)
         if self.old_logprobs == "rollout":
             for batch in micro_batches:
@@ -728,7 +728,8 @@ class GRPOLightningModule(L.LightningModule):
     def on_fit_start(self) -> None:
         """Choose the scorer if the weights are sharded, and find routers: sharded weights cannot run earlier."""
         if self.scorer is None:
-            scorer = self.loader.choose_scorer(self.policy, self.encoder)
+            device_type = self.trainer.strategy.root_device.type
+            scorer = self.loader.choose_scorer(self.policy, self.encoder, device_type, is_sharded=True)
             self.check_engine(scorer)
             self.scorer = scorer
         self.router_loss = make_router_loss(self.policy, self.scorer, self.objective.router_aux_loss_coef)

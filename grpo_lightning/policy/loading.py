@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from grpo_lightning.core import ranks
 from grpo_lightning.core.seeding import derived_seed, run_seed
+from grpo_lightning.policy.chunks import AutoChunks, auto_chunks
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.families import family_of, known_family, sees_images, unknown_reason
 from grpo_lightning.policy.hf import attention_kernel, base_model, naming, num_positions, text_config
@@ -117,18 +118,32 @@ class PolicyLoader(PolicySettings):
         if self.head_dtype == "float32":
             use_float32_head(model)
         check_in_step(model, sharding)
-        return Policy(model, encoder, None if sharding.is_sharded else self.choose_scorer(model, encoder))
+        return Policy(model, encoder, None if sharding.is_sharded else self.choose_scorer(model, encoder, device_type))
 
-    def choose_scorer(self, model: nn.Module, encoder: Encoder) -> Scorer:
+    def choose_scorer(
+        self, model: nn.Module, encoder: Encoder, device_type: str, *, is_sharded: bool = False
+    ) -> Scorer:
         """Choose the scoring path and vocabulary head of a model by running the model, and log the reasons."""
         path, reason = choose_path(model, self.scoring)
         write = log.info if unknown_reason(encoder.config) is None else log.warning
         write("Scoring path: %s (%s).", path, reason)
-        scorer = Scorer(path, self.chunk_size, self.activation_checkpointing == "chunks", self.head_chunk_size)
+        scorer = Scorer(
+            path,
+            self.choose_chunks(encoder.config, device_type, is_sharded=is_sharded),
+            self.activation_checkpointing == "chunks",
+            self.head_chunk_size,
+        )
         scorer, reason = choose_head(dataclasses.replace(scorer, never=encoder.never_sampled), model)
         log.info("Vocabulary head: %s.", reason)
         check_scorer(scorer, model)
         return scorer
+
+    def choose_chunks(self, config: PretrainedConfig, device_type: str, *, is_sharded: bool) -> int | AutoChunks | None:
+        """The scorer's `chunk_size`: the setting, or for "auto" what a forward pass of this model costs."""
+        if self.chunk_size != "auto":
+            return self.chunk_size
+        is_checkpointed = self.activation_checkpointing == "chunks"
+        return auto_chunks(config, device_type, is_sharded=is_sharded, is_checkpointed=is_checkpointed)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer, with a pad token; for a multimodal policy, the tokenizer of its processor."""

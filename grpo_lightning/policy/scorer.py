@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -39,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.functional.logprobs import token_entropy, token_logprobs
 from grpo_lightning.functional.routing import RouterLoad, total_load
+from grpo_lightning.policy.chunks import AutoChunks, chunk_sizes
 from grpo_lightning.policy.hf import base_model, known_arguments, text_config
 from grpo_lightning.policy.kv_cache import PrefixCache, Rows, fan_out
 from grpo_lightning.policy.lora import running_module
@@ -69,7 +69,8 @@ class Scorer:
     Args:
         path: "extended" or "dense": whether a prompt runs once, or once per completion.
         chunk_size: Completions per chunk. Each chunk is one forward pass: a completion pass, or a pass of the dense
-            path. Completions are sorted by length first, to reduce padding. None runs all rows in one chunk.
+            path. Completions are sorted by length first, to reduce padding. `AutoChunks` chooses chunks by the lengths.
+            None runs all rows in one chunk.
         checkpoint_chunks: Recompute each chunk's activations in the backward pass instead of storing them.
         head_chunk_size: Tokens per slice of the vocabulary head (`SlicedHead`). None computes the model's own logits of
             all tokens at once (`FullHead`).
@@ -79,7 +80,7 @@ class Scorer:
     """
 
     path: ScoringPath = "extended"
-    chunk_size: int | None = None
+    chunk_size: int | AutoChunks | None = None
     checkpoint_chunks: bool = False
     head_chunk_size: int | None = 512
     logit_scale: float = 1.0
@@ -131,19 +132,39 @@ class Scorer:
 
     def num_chunks(self, batch: MicroBatch) -> int:
         """Number of chunks that this batch needs."""
-        return max(1, math.ceil(len(batch.completion_ids) / (self.chunk_size or math.inf)))
+        return len(chunk_sizes(self._row_lengths(batch), self.chunk_size))
 
     def chunks(self, batch: MicroBatch) -> list[Tensor | None]:
         """Row indices of every chunk, longest completions first; [None] (all rows in order) for a single chunk.
 
         If another rank needs more chunks than this rank has rows, the shortest row is repeated.
         """
-        number = self.num_chunks(batch) if batch.num_chunks is None else batch.num_chunks
-        assert number >= self.num_chunks(batch), f"{number} chunks would hold more than {self.chunk_size} rows"
-        if number == 1:
+        lengths = self._row_lengths(batch)
+        sizes = chunk_sizes(lengths, self.chunk_size, batch.num_chunks or 1)
+        assert len(sizes) == (batch.num_chunks or len(sizes)), (
+            f"{batch.num_chunks} chunks would hold more than {self.chunk_size} rows"
+        )
+        if len(sizes) == 1:
             return [None]
         by_length = batch.attention_mask.sum(1).argsort(descending=True, stable=True)
-        return [rows if len(rows) else by_length[-1:] for rows in by_length.tensor_split(number)]
+        return [rows if len(rows) else by_length[-1:] for rows in by_length.split(sizes)]
+
+    def padding(self, batch: MicroBatch) -> tuple[int, int]:
+        """Padding tokens, and all tokens, in the forward passes of a micro-batch."""
+        lengths, start, computed = self._row_lengths(batch), 0, 0
+        for size in chunk_sizes(lengths, self.chunk_size, batch.num_chunks or 1):
+            computed += max(size, 1) * max(lengths[min(start, len(lengths) - 1)], 1)
+            start += size
+        real = int(batch.attention_mask.sum())
+        prompts = int(batch.prompt_mask.sum(1)[batch.prompt_index].sum())
+        if self.path == "extended":
+            prompts, computed = int(batch.prompt_mask.sum()), computed + batch.prompt_mask.numel()
+        return computed - real - prompts, computed
+
+    def _row_lengths(self, batch: MicroBatch) -> list[int]:
+        """[B] tokens of each row, longest first. On the dense path, rows include their prompt."""
+        lengths = batch.attention_mask.sum(1).sort(descending=True).values
+        return (lengths + (batch.prompt_ids.shape[1] if self.path == "dense" else 0)).tolist()  # type: ignore[no-any-return]
 
 
 ScoreChunk = Callable[[Tensor | None], tuple[Tensor, RouterLoad | None]]

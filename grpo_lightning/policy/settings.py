@@ -45,8 +45,9 @@ class PolicySettings:
         from_scratch: Build the architecture of `name` with random weights.
         scoring: How log-probs are computed: "extended" runs each prompt once for all its completions, "dense" once per
             completion. "auto" uses "extended" if the model supports it, else "dense".
-        chunk_size: Completions per forward pass when computing log-probs; a smaller number needs less memory. None runs
-            all completions of a micro-batch at once.
+        chunk_size: Maximum completions per forward pass when computing log-probs; a smaller number needs less memory.
+            "auto" sorts the completions of a micro-batch by length, and splits them where less padding saves more time
+            than another pass costs. None runs all completions of a micro-batch at once.
         head_chunk_size: Tokens per slice of the vocabulary head when computing log-probs: limits the memory of the
             logits. None computes the logits of all tokens at once.
         activation_checkpointing: "chunks" recomputes the activations of each chunk of completions in the backward pass,
@@ -77,7 +78,7 @@ class PolicySettings:
         attention: Attention = "auto",
         from_scratch: bool = False,
         scoring: Literal["auto", "extended", "dense"] = "auto",
-        chunk_size: int | None = None,
+        chunk_size: int | Literal["auto"] | None = "auto",
         head_chunk_size: int | None = 512,
         activation_checkpointing: ActivationCheckpointing = "none",
         lora: LoRA | None = None,
@@ -139,7 +140,7 @@ class PolicySettings:
         nulls = {"chunk_size": "one chunk", "head_chunk_size": "all tokens at once"}
         nulls |= dict.fromkeys(("max_pixels", "min_pixels", "max_anyres_num"), "the processor's own")
         limits = [
-            (name, (value := getattr(self, name)) is None or value >= 1, f"at least 1, or null for {null}")
+            (name, (value := getattr(self, name)) in (None, "auto") or value >= 1, f"at least 1, or null for {null}")
             for name, null in nulls.items()
         ]
         is_ordered = self.min_pixels is None or self.max_pixels is None or self.min_pixels <= self.max_pixels

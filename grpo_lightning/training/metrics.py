@@ -22,6 +22,7 @@ from grpo_lightning.core.messages import WarnOnce
 from grpo_lightning.core.types import Completion, Group, MicroBatch
 from grpo_lightning.functional import kl_divergence, zero_variance_groups
 from grpo_lightning.objective import ObjectiveTerms
+from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.rewards import Scores
 from grpo_lightning.rollout.dynamic_sampling import Resampling
 from grpo_lightning.rollout.groups import OverlongFilter, Rollout
@@ -210,10 +211,10 @@ def add_sources(metrics: StepMetrics, groups: Sequence[Group], scores: Scores) -
                 metrics.add(f"source/{group.prompt.source}/{name}", row.nansum(), (~row.isnan()).sum())
 
 
-def add_padding(metrics: StepMetrics, micro_batches: Sequence[MicroBatch]) -> None:
-    """Add the fraction of padding tokens in the micro-batches."""
-    masks = [mask for batch in micro_batches for mask in (batch.prompt_mask, batch.attention_mask)]
-    metrics.add("rollout/padding", sum((~mask).sum() for mask in masks), sum(mask.numel() for mask in masks))
+def add_padding(metrics: StepMetrics, scorer: Scorer, micro_batches: Sequence[MicroBatch]) -> None:
+    """Add the fraction of padding tokens in the forward passes of the micro-batches."""
+    for batch in micro_batches:
+        metrics.add("rollout/padding", *scorer.padding(batch))
 
 
 def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -> None:

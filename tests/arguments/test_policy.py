@@ -124,6 +124,7 @@ def test_scoring():
     settings: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"scoring": "dense"}, {"model": [[4, 8]]}),
         ({"chunk_size": 2}, {"model": [[2, 5], [2, 2], [2, 2]]}),
+        ({"chunk_size": None}, {"model": [[2, 5], [4, 2]]}),
         ({"activation_checkpointing": "chunks"}, {"model": [[2, 5], [4, 2], [4, 2]]}),
         ({"activation_checkpointing": "layers"}, {"model": [[2, 5], [4, 2]], "layer": sorted([[2, 5], [4, 2]] * 2)}),
     ]

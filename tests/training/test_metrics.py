@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_lightning.core.types import Completion, Group, MicroBatch, Prompt
 from grpo_lightning.objective import ObjectiveTerms
+from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.rewards import Scores
 from grpo_lightning.training.metrics import (
     StepMetrics,
@@ -177,7 +178,7 @@ def micro_batch(mask, lengths=(3, 1), prompts=((True, True), (False, True)), ref
 def test_padding_by_hand():
     metrics = StepMetrics()
     batch = micro_batch([[True, True, True], [True, False, False]])
-    add_padding(metrics, [batch, batch])
+    add_padding(metrics, Scorer(), [batch, batch])
     # Of 4 prompt slots 1 is padding, of 6 completion slots 2.
     assert metrics.pop() == {"rollout/padding": pytest.approx(3 / 10)}
 
@@ -311,7 +312,7 @@ def test_a_rank_without_prompts_changes_nothing():
         add_rollout(metrics, [])
         add_scores(metrics, scores)
         add_sources(metrics, [], scores)
-        add_padding(metrics, [])
+        add_padding(metrics, Scorer(), [])
 
     def busy(metrics):
         metrics.add_seconds("time/rollout", 2.0)

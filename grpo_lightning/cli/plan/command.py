@@ -124,7 +124,8 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
             prompt_tokens,
             completion_tokens,
             path,
-            chunk_size=loader.chunk_size,
+            # All lengths are at their maximum: only the limit of tokens per chunk matters, not the cost of a pass.
+            chunk_size=loader.choose_chunks(model.config, "cpu", is_sharded=False),
             head_chunk_size=loader.head_chunk_size,
         ),
         precision,

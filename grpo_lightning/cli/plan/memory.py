@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from grpo_lightning.cli.plan.model import ModelSizes, known_config
+from grpo_lightning.policy.chunks import AutoChunks, chunk_sizes
 from grpo_lightning.rewards.base import WeightedReward, innermost
 from grpo_lightning.rewards.reward_model import RewardModel
 
@@ -268,7 +269,7 @@ class ScoredBatch:
     prompt_length: int
     completion_length: int
     path: Literal["extended", "dense"] = "extended"
-    chunk_size: int | None = None
+    chunk_size: int | AutoChunks | None = None
     head_chunk_size: int | None = None
     """Number of tokens whose logits exist at a time; None for all tokens of a chunk."""
 
@@ -280,11 +281,8 @@ class ScoredBatch:
     @property
     def chunk_rows(self) -> list[int]:
         """Completions of each chunk, as `Scorer.chunks` splits them, largest first."""
-        if self.chunk_size is None or self.chunk_size >= self.num_completions:
-            return [self.num_completions]
-        chunks = math.ceil(self.num_completions / self.chunk_size)
-        size, rest = divmod(self.num_completions, chunks)
-        return [size + 1] * rest + [size] * (chunks - rest)
+        length = self.completion_length + (self.prompt_length if self.path == "dense" else 0)
+        return sorted(chunk_sizes([length] * self.num_completions, self.chunk_size), reverse=True)
 
     @property
     def passes(self) -> list[Pass]:

@@ -14,6 +14,7 @@ from rich.text import Text
 from grpo_lightning.cli.plan.batches import BatchPlan, RunPlan
 from grpo_lightning.cli.plan.memory import ALWAYS, GIB, MOMENTS, SAMPLING, TRAINING, UPDATE, MemorySettings, Part, peak
 from grpo_lightning.cli.plan.model import ModelSizes
+from grpo_lightning.policy.chunks import AutoChunks
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -142,7 +143,8 @@ def token_lines(settings: MemorySettings, why_prompt_tokens: str) -> list[str]:
             f"The largest micro-batch: {N} x {L:,} prompt + {B} x {T:,} completion tokens = {shared:,}; with a copy of "
             f"the prompt in every row it would be {dense:,}, {dense / shared:.1f} times as many."
         )
-    chunks, setting = batch.chunk_rows, f"policy.chunk_size {batch.chunk_size}".replace("None", "null")
+    chosen = "auto" if isinstance(batch.chunk_size, AutoChunks) else batch.chunk_size or "null"
+    chunks, setting = batch.chunk_rows, f"policy.chunk_size {chosen}"
     size = f"{count(len(chunks), 'forward')} of at most {count(chunks[0], 'completion')}"
     if len(chunks) == 1:
         size = f"all {B} completions in one forward."
