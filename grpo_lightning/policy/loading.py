@@ -105,6 +105,8 @@ class PolicyLoader(PolicySettings):
         check_loading(self, sharding)
         device_type = device_type or default_device_type()
         encoder = self.load_encoder()
+        with sharding.building():
+            import_model_code(encoder.config)
         attention = self.choose_attention(compute_dtype or dtype_name(self), device_type, encoder.config)
         model = self.load_model(sharding, attention, device_type)
         base = base_model(model)
@@ -224,6 +226,20 @@ def auto_class_of(config: PretrainedConfig) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+
+
+def import_model_code(config: PretrainedConfig) -> None:
+    """Import the module of transformers that defines the models of this config; do nothing for code of a checkpoint.
+
+    ZeRO-3 replaces the constructors of all modules while a model is built, and afterwards puts back those that the
+    classes were created with. If the code is imported meanwhile, transformers' additions to the constructors of experts
+    are lost, and the next model of the process cannot run.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    models: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) in models:
+        models[type(config)]
 
 
 MOST_FLASH_HEAD = 256

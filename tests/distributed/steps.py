@@ -7,7 +7,6 @@ one device to rounding, or something is wrong.
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -359,9 +358,6 @@ def save_policy(folder: Path) -> None:
 def main(strategy: str, folder: str, *names: str) -> None:
     """Run the cases, all of them if none is named, and save what came out on each rank."""
     torch.set_num_threads(1)
-    # ZeRO-3 replaces constructors while a model is built, and then puts back those that classes were created with.
-    # Experts that are imported meanwhile lose what transformers' decorator adds, in the process's next run.
-    importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
     for name in names or CASES:
         sys.stderr.write(f"case {name}\n")  # a rank that fails says where
         try:
