@@ -509,6 +509,25 @@ def test_other_numbers_of_optimizer_steps_are_refused_inside_a_cycle(killed_mid_
         train(killed_mid_cycle, resume=True, module=two_updates(updates_per_rollout=4, num_iterations=1))
 
 
+def test_another_number_of_optimizer_steps_begins_with_the_next_cycle(tmp_path):
+    """In the middle of an epoch: four steps, then two per cycle."""
+    with pytest.raises(KilledError):
+        train(tmp_path, KillAt(CYCLE + 1, "on_train_batch_start"))
+    prompts, steps = [], []
+
+    class Rollouts(L.Callback):
+        def on_rollout(self, trainer, module, rollout):
+            prompts.append(sorted(group.prompt.content for group in rollout.groups))
+
+        def on_train_epoch_end(self, trainer, *args):
+            steps.append(trainer.global_step)
+
+    train(tmp_path, Rollouts(), resume=True, module=two_updates(num_iterations=1))
+    assert steps == [6, 10]
+    assert sorted(prompts[1] + prompts[2]) == sorted(PROMPTS)
+    assert len(prompts[0]) == 2
+
+
 # ------------------------------------------------------------------------------------- what a resumed run goes on with
 
 

@@ -201,9 +201,9 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         is_training = module.trainer.state.fn == TrainerFn.FITTING
         is_folder = Path(checkpoint_path).is_dir()
         if is_training or self.load_full_weights or (is_folder and not self.zero_stage_3):
-            config: Any = self.deepspeed_engine._config
-            has_other_ranks = is_folder and num_deepspeed_ranks(Path(checkpoint_path)) != self.world_size
-            config.load_universal_checkpoint = is_training and has_other_ranks
+            if is_training and (Path(checkpoint_path) / "latest").is_file():
+                config: Any = self.deepspeed_engine._config
+                config.load_universal_checkpoint = num_deepspeed_ranks(Path(checkpoint_path)) != self.world_size
             return super().load_checkpoint(checkpoint_path, weights_only)
         path = Path(self.broadcast(checkpoint_path))
         content: dict[str, Any] = {}

@@ -48,7 +48,12 @@ def save_policy(folder: Path) -> None:
 
 
 def train(
-    strategy: str, folder: Path, settings: dict[str, Any], *callbacks: L.Callback, ckpt_path: Path | None = None
+    strategy: str,
+    folder: Path,
+    settings: dict[str, Any],
+    *callbacks: L.Callback,
+    ckpt_path: Path | None = None,
+    prompts: int = 4,
 ) -> GRPOLightningModule:
     """All steps, or what is left of them after the checkpoint."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -74,7 +79,7 @@ def train(
         enable_model_summary=False,
         callbacks=list(callbacks),
     )
-    trainer.fit(module, PromptSource(PROMPTS, 4 // devices, cycle=module.cycle_length(1)), ckpt_path=ckpt_path)
+    trainer.fit(module, PromptSource(PROMPTS, prompts // devices, cycle=module.cycle_length(1)), ckpt_path=ckpt_path)
     return module
 
 
@@ -94,10 +99,12 @@ def savings(folder: Path) -> list[L.Callback]:
     ]
 
 
-def refusal(strategy: str, folder: Path, checkpoint: Path, settings: dict[str, Any] | None = None) -> str:
+def refusal(
+    strategy: str, folder: Path, checkpoint: Path, settings: dict[str, Any] | None = None, prompts: int = 4
+) -> str:
     """What a run says that is to go on from a checkpoint, and must not."""
     try:
-        train(strategy, folder, settings or {}, ckpt_path=checkpoint)
+        train(strategy, folder, settings or {}, ckpt_path=checkpoint, prompts=prompts)
     except (ValueError, FileNotFoundError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -128,7 +135,7 @@ def refusals(strategy: str, where: Path, inside: Path) -> dict[str, str]:
     """What is said of checkpoints taken inside a cycle that cannot be used; the last one is damaged for good."""
     said = {}
     if strategy == "ddp":
-        said["of one process"] = refusal(strategy, where, where / "one.ckpt")
+        said["of one process"] = refusal(strategy, where, where / "one.ckpt", prompts=8)
     kept, aside = inside.with_name(f"{inside.name}.ranks"), where / f"{strategy}.ranks"
     on_one_rank(lambda: kept.rename(aside))
     said["without ranks' files"] = refusal(strategy, where, inside)

@@ -80,14 +80,21 @@ def test_what_is_missing_or_half_written_is_said_on_every_rank(folder: Path, str
         assert half.startswith(f"ValueError: The checkpoint {inside} cannot be used: ")
 
 
-def test_inside_a_cycle_another_number_of_ranks_is_refused(folder: Path, strategy: str):
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_inside_a_cycle_another_number_of_prompts_per_rollout_is_refused(folder: Path, strategy: str):
+    """What other ranks have to set to continue is said on every rank."""
     if strategy != "ddp":
         pytest.skip("files, which any number of ranks could load, are those of DDP")
     for result in found(folder, strategy):
-        assert "inside a cycle by 1 processes; this run has 2" in result["said"]["of one process"]
+        said = result["said"]["of one process"]
+        assert "inside a cycle of 4 prompts per rollout (batch_size 4 x 1 rank(s) / ranks_per_group 1)" in said
+        assert (
+            "this run has 8 (batch_size 4 x 2 rank(s) / ranks_per_group 1). To resume, set data.batch_size to 2" in said
+        )
     inside = folder / strategy / "frozen layers" / "whole" / INSIDE
-    said = kept.refusal("one", folder, inside, kept.POLICIES["frozen layers"])
-    assert "inside a cycle by 2 processes; this run has 1" in said
+    said = kept.refusal("one", folder, inside, kept.POLICIES["frozen layers"], prompts=2)
+    assert "this run has 2 (batch_size 2 x 1 rank(s) / ranks_per_group 1). To resume, set data.batch_size to 4" in said
+    assert kept.refusal("one", folder, inside, kept.POLICIES["frozen layers"]) == "nothing"
 
 
 @pytest.mark.parametrize("policy", kept.POLICIES)
