@@ -191,7 +191,8 @@ class Objective:
     the completion adds to the best of k - 1 others in the group, averaged over all choices of these others."""
 
     pass_k: int | None = None
-    """k of the baseline `pass_at_k`, from 2 to `num_generations`; null uses all completions of the group."""
+    """k of the baseline `pass_at_k`, from 2 to `num_generations`. Groups with fewer than k scorable completions get
+    advantage 0. Null uses all scorable completions of the group."""
 
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Sum the weighted rewards, then normalize within the group; or normalize each reward within the group, then sum
@@ -203,8 +204,8 @@ class Objective:
     """Divisor of reward minus baseline. `group_std` is the std of the rewards in the group, `batch_std` the std of the
     rewards in the rollout, and `batch_advantage_std` the std of reward minus baseline in the rollout
     (REINFORCE++-baseline). Each std is unbiased, and 1e-4 is added to it. `group_mean` is the group's mean reward
-    (MaxRL); negative rewards raise an error. `nonzero_fraction` is the fraction of groups in the rollout whose rewards
-    are not all equal (GPG). `none` does not divide."""
+    (MaxRL); negative rewards raise an error. `nonzero_fraction` is the fraction of groups in the rollout that have an
+    advantage other than 0 (GPG). `none` does not divide."""
 
     # KL to the reference, and entropy
 
