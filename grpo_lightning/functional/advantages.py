@@ -55,8 +55,8 @@ def group_relative_advantages(
             (REINFORCE++-baseline, arXiv:2501.03262). Every std is unbiased (K - 1 in the denominator). "none" is
             Dr. GRPO (arXiv:2503.20783). "group_mean" is MaxRL (arXiv:2602.02710): with rewards of 1 and 0, the gradient
             is that of the log success probability, so that rarely solved prompts weigh more. "nonzero_fraction" is GPG
-            (arXiv:2504.02546), the fraction of groups that have a gain other than 0: a mean over all groups becomes a
-            mean over those that have a gradient. For "batch_std", "batch_advantage_std" and "nonzero_fraction", pass the
+            (arXiv:2504.02546), the fraction of groups with a gain other than 0: a mean over all groups becomes a mean
+            over those that have a gradient. For "batch_std", "batch_advantage_std" and "nonzero_fraction", pass the
             rewards of all ranks, because a rank's own rewards would give each rank another divisor.
         eps: Added to the std, in units of reward.
         lengths: [N, G] number of trained tokens of each completion, for "length_weighted". If a group has no trained

@@ -34,9 +34,7 @@ def high_entropy_tokens(entropies: Tensor, fraction: float) -> Tensor:
     return entropies >= entropies.sort(descending=True).values[count - 1]
 
 
-def high_covariance_tokens(
-    logprobs: Tensor, advantages: Tensor, fraction: float, keys: Tensor | None = None
-) -> Tensor:
+def high_covariance_tokens(logprobs: Tensor, advantages: Tensor, fraction: float, keys: Tensor | None = None) -> Tensor:
     """Find the tokens of highest covariance, whose updates lower the entropy most (KL-Cov, arXiv:2505.22617).
 
     Chooses the floor(fraction M) tokens with the highest `token_covariances`, but at least one. Many covariances may be
