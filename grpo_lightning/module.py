@@ -633,6 +633,7 @@ class GRPOLightningModule(L.LightningModule):
             self.reward_set.check(self.sampling.max_completion_length)
         checks.check_validation(self.validation, names)
         warn_of_length_weights(self.objective)
+        checks.warn_of_off_policy(self.objective.surrogate, self.old_logprobs, num_updates)
 
     def check_data(self) -> None:
         """Check that data, rewards and policy fit. Raises: ValueError if not; the message names the row or setting."""

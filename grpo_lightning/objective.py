@@ -17,7 +17,7 @@
 | GPG         | token    | reinforce           | token     | nonzero_fraction    | 0    |
 | pass@k      | token    | clip                | token     | group_std           | 0    |
 | REINFORCE++ | token    | clip                | token     | batch_advantage_std | 1e-3 |
-| Clip-Cov    | token    | clip_cov            | token     | group_std           | 0    |
+| Clip-Cov    | token    | clip_cov, low 1     | token     | group_std           | 0    |
 | KL-Cov      | token    | kl_cov              | token     | group_std           | 0    |
 | MaxRL       | token    | clip                | constant  | group_mean          | 0    |
 
@@ -140,8 +140,9 @@ class Objective:
     penalty for changing the log-prob of the tokens that lower the entropy most (`covariance_fraction`)."""
 
     epsilon: float = 0.2
-    """Lower clip limit: the ratio is clipped from below at 1 - epsilon, or at exp(-epsilon) by GMPO. CISPO has a lower
-    limit only with `cispo_lower_bound`. For DPPO, the maximum divergence of tokens that become less likely."""
+    """Lower clip limit: the ratio is clipped from below at 1 - epsilon (1 is no limit), or at exp(-epsilon) by GMPO.
+    CISPO has a lower limit only with `cispo_lower_bound`. For DPPO, the maximum divergence of tokens that become less
+    likely."""
 
     epsilon_high: float | None = None
     """Upper clip limit: the ratio is clipped from above at 1 + epsilon_high, or at exp(epsilon_high) by GMPO. For DPPO,
@@ -160,7 +161,8 @@ class Objective:
 
     top_entropy_fraction: float = 1.0
     """Fraction of the tokens of an optimizer step that get a policy loss: those of highest entropy (arXiv:2506.01939).
-    KL and entropy bonus still use all tokens. A value below 1 costs one more forward pass."""
+    KL and entropy bonus still use all tokens. A value below 1 costs one more forward pass, and needs a loss per token:
+    with the ratio `sequence`, use `sequence_token` instead."""
 
     covariance_fraction: float = 2e-4
     """Fraction of the tokens of an optimizer step that Clip-Cov or KL-Cov selects by the covariance of log-prob and
@@ -192,7 +194,8 @@ class Objective:
     the completion adds to the best of k - 1 others in the group, averaged over all choices of these others."""
 
     pass_k: int | None = None
-    """k of the baseline `pass_at_k`, from 2 to `num_generations`; null uses all completions of the group."""
+    """k of the baseline `pass_at_k`, from 2 to `num_generations`. Groups with fewer than k scorable completions get
+    advantage 0. Null uses all scorable completions of the group."""
 
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Sum the weighted rewards, then normalize within the group; or normalize each reward within the group, then sum
@@ -204,8 +207,8 @@ class Objective:
     """Divisor of reward minus baseline. `group_std` is the std of the rewards in the group, `batch_std` the std of the
     rewards in the rollout, and `batch_advantage_std` the std of reward minus baseline in the rollout
     (REINFORCE++-baseline). Each std is unbiased, and 1e-4 is added to it. `group_mean` is the group's mean reward
-    (MaxRL); negative rewards raise an error. `nonzero_fraction` is the fraction of groups in the rollout whose rewards
-    are not all equal (GPG). `none` does not divide."""
+    (MaxRL); negative rewards raise an error. `nonzero_fraction` is the fraction of groups in the rollout that have an
+    advantage other than 0 (GPG). `none` does not divide."""
 
     # KL to the reference, and entropy
 
@@ -276,7 +279,8 @@ class Objective:
     tokens' weights; `geometric` is their geometric mean. `truncate` clips weights to the range from
     `rollout_correction_low` to `rollout_correction_high`. `mask` masks the tokens or completions whose weights are
     outside of this range. With `geometric`, set a narrow range, such as 0.99 to 1.01. VESPO does not multiply its loss
-    by the token weights, but includes them in the product of the completion's ratios."""
+    by the token weights, but includes them in the product of the completion's ratios. GMPO needs one weight per
+    completion."""
 
     rollout_correction_low: float = 0.0
     """Minimum weight of `rollout_correction`."""
@@ -316,6 +320,13 @@ class Objective:
     def selection(self) -> Literal["high_entropy", "high_covariance", "random_covariance"] | None:
         """How tokens are selected before an optimizer step; None if the objective selects none."""
         return "high_entropy" if self.top_entropy_fraction < 1 else SURROGATES[self.surrogate].selection
+
+    @property
+    def has_loss_per_completion(self) -> bool:
+        """True if all tokens of a completion share one policy loss, whose gradient reaches all of them."""
+        # CISPO multiplies the sequence ratio by the log-prob of each token.
+        is_sequence_loss = self.ratio == "sequence" and self.surrogate != "cispo"
+        return is_sequence_loss or SURROGATES[self.surrogate].is_per_completion
 
     @property
     def trains_entropy(self) -> bool:
@@ -524,6 +535,9 @@ class Surrogate(NamedTuple):
     folds_rollout_weights: bool = False
     """True if the loss itself applies the off-policy weights, which then must be one per token."""
 
+    is_per_completion: bool = False
+    """True if the loss is one per completion, [B, 1]. Off-policy weights then must be one per completion."""
+
 
 def _clip(objective: Objective, tokens: Tokens) -> Tensor:
     return clipped_surrogate(
@@ -632,7 +646,7 @@ SURROGATES = {
     "clip": Surrogate(_clip, _clip_clipped, frozenset({"ratio", "epsilon", "epsilon_high", "dual_clip"})),
     "cispo": Surrogate(_cispo, _cispo_clipped, frozenset({"ratio", "epsilon", "epsilon_high", "cispo_lower_bound"})),
     "sapo": Surrogate(_sapo, _never_clipped, frozenset({"ratio", "sapo_temperature", "sapo_temperature_negative"})),
-    "gmpo": Surrogate(_gmpo, _gmpo_clipped, frozenset({"epsilon", "epsilon_high"})),
+    "gmpo": Surrogate(_gmpo, _gmpo_clipped, frozenset({"epsilon", "epsilon_high"}), is_per_completion=True),
     "vespo": Surrogate(
         _vespo,
         _never_clipped,
@@ -671,7 +685,7 @@ def _check_ranges(objective: Objective) -> None:
     """Check numeric ranges. Raises: ValueError."""
     high, largest = objective.high, objective.rollout_correction_high
     limits = [
-        ("epsilon", 0 <= objective.epsilon < 1, "at least 0 and below 1"),
+        ("epsilon", 0 <= objective.epsilon <= 1, "at least 0 and at most 1"),
         ("epsilon_high", high >= 0, "at least 0, or null for epsilon"),
         ("beta", objective.beta >= 0, "at least 0 (0 for no reference)"),
         (
@@ -723,7 +737,11 @@ def _check_unused(objective: Objective) -> None:
             f"the {objective.surrogate} surrogate selects tokens itself",
             ["top_entropy_fraction"],
         ),
-        (objective.surrogate != "gmpo", "GMPO has one loss per completion", ["top_entropy_fraction"]),
+        (
+            not objective.has_loss_per_completion,
+            "the loss is one per completion, which trains all its tokens",
+            ["top_entropy_fraction"],
+        ),
         (has_low, "the cispo surrogate has a lower bound only with cispo_lower_bound", ["epsilon"]),
         (objective.beta > 0, "beta is 0, which disables the KL", ["kl_in", "kl"]),
         (objective.has_kl_loss, "beta is 0, or kl_in is reward: the loss has no KL", ["importance_corrected_kl"]),
@@ -756,28 +774,34 @@ def _check_scale(objective: Objective) -> None:
 
 
 def _check_correction(objective: Objective) -> None:
-    """Refuse weights per completion if the surrogate needs weights per token. Raises: ValueError."""
-    allowed = ("none", "token_truncate", "token_mask")
-    if SURROGATES[objective.surrogate].folds_rollout_weights and objective.rollout_correction not in allowed:
+    """Refuse off-policy weights of a level that the surrogate cannot use. Raises: ValueError."""
+    own = SURROGATES[objective.surrogate]
+    if own.folds_rollout_weights:
+        levels, reason = ["token"], "which multiplies the weights of the tokens itself"
+    elif own.is_per_completion:
+        levels, reason = ["sequence", "geometric"], "which has one loss per completion"
+    else:
+        return
+    allowed = ["none", *(f"{level}_{outside}" for level in levels for outside in ("truncate", "mask"))]
+    if objective.rollout_correction not in allowed:
         raise ValueError(
             f"objective.rollout_correction must be one of {', '.join(allowed)} with objective.surrogate "
-            f"{objective.surrogate!r}, which multiplies the weights of the tokens itself; got "
-            f"{objective.rollout_correction!r}."
+            f"{objective.surrogate!r}, {reason}; got {objective.rollout_correction!r}."
         )
 
 
 def warn_of_length_weights(objective: Objective) -> None:
-    """Warn if a loss per completion is combined with token aggregation, which is rarely intended."""
-    if objective.aggregate != "token":
-        return
-    if objective.ratio != "token":
+    """Warn if a loss per completion is summed over tokens, which is rarely intended."""
+    if objective.aggregate == "token" and objective.ratio != "token":
         log.warning(
             "objective.ratio %r with objective.aggregate 'token' (the default) weights each completion by its length. "
             "Set objective.aggregate to 'sequence' for GSPO, or to 'constant' for LUSPO.",
             objective.ratio,
         )
-    if objective.surrogate == "gmpo":
+    if objective.surrogate == "gmpo" and objective.aggregate != "sequence":
         log.warning(
-            "objective.surrogate 'gmpo' with objective.aggregate 'token' (the default) weights each completion by its "
-            "length. Set objective.aggregate to 'sequence'."
+            "objective.surrogate 'gmpo' with objective.aggregate %r%s weights each completion by its length. Set "
+            "objective.aggregate to 'sequence'.",
+            objective.aggregate,
+            " (the default)" if objective.aggregate == "token" else "",
         )

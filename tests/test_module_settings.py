@@ -236,6 +236,30 @@ def test_a_sequence_ratio_under_the_default_aggregation_is_said(ratio, aggregate
     assert caplog.text.count("objective.aggregate 'token'") == (ratio != "token" and aggregate == "token")
 
 
+@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
+def test_gmpo_that_is_summed_over_tokens_is_said(aggregate, caplog):
+    """Its loss is one per completion: any sum over tokens multiplies it by the length."""
+    make_module(objective=Objective(beta=0.0, surrogate="gmpo", aggregate=aggregate))
+    assert ("weights each completion by its length" in caplog.text) == (aggregate != "sequence")
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "settings", "said"),
+    [
+        ("dppo_tv", {}, "'dppo_tv' limits the distance from the policy that sampled"),
+        ("dppo_kl", {"updates_per_rollout": 2}, "'dppo_kl' limits the distance from the policy that sampled"),
+        ("dppo_tv", {"old_logprobs": "rollout"}, None),
+        ("reinforce", {"updates_per_rollout": 2, "num_iterations": 2}, "of the 4 updates per rollout, only the first"),
+        ("reinforce", {}, None),
+        ("cispo", {"updates_per_rollout": 2}, None),
+    ],
+)
+def test_off_policy_updates_without_a_remedy_are_said(surrogate, settings, said, caplog):
+    make_module(objective=Objective(beta=0.0, surrogate=surrogate), **settings)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert (said in caplog.text) if said else not warnings
+
+
 class WrongEngine(LocalEngine):
     """Samples from another distribution than the one that is scored."""
 

@@ -30,6 +30,7 @@ from grpo_lightning.functional import (
     kl_divergence,
     leaves_trust_region,
     normalized_sum,
+    random_covariance_tokens,
     reinforce_surrogate,
     rollout_weights,
     sapo_surrogate,
@@ -141,6 +142,18 @@ def within_trust_region(divergence, max_ratio=20.0, **limits):
     return loss
 
 
+def without_covariant_tokens(logprobs, old_logprobs, mask, advantages, *, limit):
+    """Clip-Cov's loss. A single token has a covariance from 1 to 5, so no random number decides."""
+    ratio = importance_ratio(logprobs, old_logprobs, mask)
+    values = logprobs.detach()[mask], advantages.expand_as(mask)[mask]
+    is_clipped = ((ratio > 1 + limit) & (advantages > 0))[mask]
+    selected = torch.zeros_like(mask)
+    for fraction in (2e-4, 1.0):
+        selected[mask] = random_covariance_tokens(*values, is_clipped, torch.zeros(len(is_clipped)), fraction=fraction)
+        assert selected.sum() == 1
+    return clipped_surrogate(ratio, advantages, epsilon=limit) * ~selected
+
+
 ROWS = {
     "default": ({}, {"beta": 0.04}),
     "grpo": ({"aggregate": "sequence"}, {"by": "sequence", "beta": 0.04}),
@@ -174,7 +187,10 @@ ROWS = {
         {"surrogate": "dppo_kl", "epsilon": 0.05, "epsilon_high": 0.1, "dppo_max_ratio": 1.5, "beta": 0.0},
         {"surrogate": within_trust_region("kl", max_ratio=1.5, epsilon=0.05, epsilon_high=0.1)},
     ),
-    "clip_cov": ({"surrogate": "clip_cov", "covariance_fraction": 2e-4, "beta": 0.0}, {}),
+    "clip_cov": (
+        {"surrogate": "clip_cov", "epsilon": 1.0, "epsilon_high": 1.0, "covariance_fraction": 2e-4, "beta": 0.0},
+        {"surrogate": lambda *tokens: without_covariant_tokens(*tokens, limit=1.0)},
+    ),
     "kl_cov": (
         {"surrogate": "kl_cov", "covariance_fraction": 2e-3, "beta": 0.0},
         {"penalize": lambda logprobs, advantages: high_covariance_tokens(logprobs, advantages, 2e-3)},
@@ -459,7 +475,7 @@ def test_unknown_old_logprobs_are_an_error():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"epsilon": 1.0}, r"objective\.epsilon must be .*got 1\.0"),
+        ({"epsilon": 1.1}, r"objective\.epsilon must be .*got 1\.1"),
         ({"epsilon": -0.1}, r"objective\.epsilon must be .*got -0\.1"),
         ({"epsilon_high": -0.1}, r"objective\.epsilon_high must be .*got -0\.1"),
         ({"beta": -1.0}, r"objective\.beta must be .*got -1\.0"),
@@ -503,7 +519,24 @@ def test_unknown_old_logprobs_are_an_error():
         ),
         (
             {"surrogate": "gmpo", "top_entropy_fraction": 0.2},
-            "top_entropy_fraction is 0.2, but GMPO has one loss per completion",
+            "top_entropy_fraction is 0.2, but the loss is one per completion, which trains all its tokens: remove",
+        ),
+        (
+            {"ratio": "sequence", "top_entropy_fraction": 0.2},
+            "top_entropy_fraction is 0.2, but the loss is one per completion",
+        ),
+        (
+            {"ratio": "sequence", "surrogate": "sapo", "top_entropy_fraction": 0.2},
+            "top_entropy_fraction is 0.2, but the loss is one per completion",
+        ),
+        (
+            {"surrogate": "gmpo", "rollout_correction": "token_truncate"},
+            "must be one of none, sequence_truncate, .*, geometric_mask with objective.surrogate 'gmpo', which has one "
+            "loss per completion; got 'token_truncate'",
+        ),
+        (
+            {"surrogate": "gmpo", "rollout_correction": "token_mask"},
+            "with objective.surrogate 'gmpo', which has one loss per completion; got 'token_mask'",
         ),
         ({"top_entropy_fraction": 0.0}, r"top_entropy_fraction must be above 0 and at most 1, got 0\.0"),
         (
@@ -542,6 +575,9 @@ def test_refused_settings_are_named(settings, said):
 
 def test_the_edges_are_allowed():
     Objective(epsilon=0.0, epsilon_high=0.0, beta=0.0)
+    Objective(epsilon=1.0)  # no lower limit
+    Objective(surrogate="cispo", ratio="sequence", top_entropy_fraction=0.2)  # its gradient is that of each token
+    Objective(surrogate="gmpo", rollout_correction="geometric_mask")
     Objective(dual_clip=1.21)
     assert Objective(surrogate="cispo", epsilon=0.3).high == 0.3, "epsilon stands in for epsilon_high"
     Objective(surrogate="cispo", epsilon_high=4.0)
@@ -623,6 +659,17 @@ def test_unselected_tokens_are_an_error():
     for settings, name in (({"top_entropy_fraction": 0.5}, "high_entropy"), ({"surrogate": "kl_cov"}, "high_cov")):
         with pytest.raises(ValueError, match=rf"has no selected tokens, which the objective needs \({name}"):
             Objective(**settings)(logprobs, batch, COUNTS, LONGEST)
+
+
+def test_tokens_of_low_entropy_have_no_gradient():
+    """Whatever the ratio: one loss per completion would train all its tokens, and is refused."""
+    for settings in ({}, {"ratio": "sequence_token"}, {"surrogate": "cispo", "ratio": "sequence"}):
+        objective = Objective(beta=0.0, top_entropy_fraction=0.3, **settings)
+        logprobs, batch = make_batch()
+        with_selection(objective, logprobs, batch)
+        objective(logprobs, batch, COUNTS, LONGEST).loss.backward()
+        assert logprobs.grad.any()
+        assert not logprobs.grad[~batch.selected].any()
 
 
 def test_tokens_of_low_entropy_have_their_kl_and_nothing_else():

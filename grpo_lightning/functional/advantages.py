@@ -47,7 +47,7 @@ def group_relative_advantages(
             mean reward of the group with completions weighted by their lengths: it minimizes the variance of the
             gradient if the squared norm of a completion's gradient is proportional to its length. "pass_at_k" trains
             the best of k (arXiv:2503.19595): a completion's advantage is how much it adds to the best of k - 1 others.
-            With k = G, the best completion gets its lead over the second and all others get 0 (verl's `grpo_passk`).
+            With k = None, the best completion gets its lead over the second and all others get 0 (verl's `grpo_passk`).
             For any k and the scale "none", k times the policy gradient with these advantages, averaged over the group,
             is an unbiased estimate of the gradient of the expected maximum of k rewards.
         scale: What the gain is divided by. "group_std" is GRPO, the std of the group's rewards. "batch_std" is the std
@@ -55,13 +55,14 @@ def group_relative_advantages(
             (REINFORCE++-baseline, arXiv:2501.03262). Every std is unbiased (K - 1 in the denominator). "none" is
             Dr. GRPO (arXiv:2503.20783). "group_mean" is MaxRL (arXiv:2602.02710): with rewards of 1 and 0, the gradient
             is that of the log success probability, so that rarely solved prompts weigh more. "nonzero_fraction" is GPG
-            (arXiv:2504.02546), the fraction of groups that are not zero-variance: a mean over all groups becomes a mean
+            (arXiv:2504.02546), the fraction of groups with a gain other than 0: a mean over all groups becomes a mean
             over those that have a gradient. For "batch_std", "batch_advantage_std" and "nonzero_fraction", pass the
             rewards of all ranks, because a rank's own rewards would give each rank another divisor.
         eps: Added to the std, in units of reward.
         lengths: [N, G] number of trained tokens of each completion, for "length_weighted". If a group has no trained
             tokens, its completions count equally.
-        k: For "pass_at_k", from 2 to G; None is G. Groups with fewer than k scorable rewards get advantage 0.
+        k: For "pass_at_k", from 2 to G; groups with fewer than k scorable rewards get advantage 0. None is the number
+            of scorable rewards of each group.
 
     Returns:
         [N, G] float32, or float64 if the rewards are float64. With the baselines "group_mean" and "leave_one_out", each
@@ -82,7 +83,8 @@ def group_relative_advantages(
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     gains = _gains(rewards, baseline, lengths, k)
     scaled = gains / _divisor(rewards, gains, scale, eps)
-    return torch.where(rewards.isnan() | zero_variance_groups(rewards).unsqueeze(1), 0.0, scaled)
+    is_zero = rewards.isnan() | zero_variance_groups(rewards).unsqueeze(1) | (gains == 0)  # 0 / 0 would be nan
+    return torch.where(is_zero, 0.0, scaled)
 
 
 def _gains(rewards: Tensor, baseline: Baseline, lengths: Tensor | None, k: int | None) -> Tensor:
@@ -130,7 +132,9 @@ def _divisor(rewards: Tensor, gains: Tensor, scale: Scale, eps: float) -> Tensor
             )
         return rewards.nanmean(dim=1, keepdim=True)  # the mean is 0 only if all rewards are 0
     if scale == "nonzero_fraction":
-        return (~zero_variance_groups(rewards)).to(rewards.dtype).mean()
+        # Gains of equal rewards may differ from 0 by rounding. With "pass_at_k", all gains may be 0 if rewards differ.
+        has_gain = (is_scorable & (gains != 0)).any(dim=1) & ~zero_variance_groups(rewards)
+        return has_gain.to(rewards.dtype).mean()
     if scale == "none":
         return rewards.new_ones(())
     raise ValueError(f"scale must be one of {', '.join(get_args(Scale))}, got {scale!r}.")
@@ -142,20 +146,24 @@ def _marginal_gains(rewards: Tensor, k: int | None) -> Tensor:
     If the n - 1 other scorable rewards are in ascending order, the j-th of them is the maximum in C(j - 1, k - 2) of
     the C(n - 1, k - 1) subsets.
     """
-    k = rewards.size(1) if k is None else k
-    if not 2 <= k <= rewards.size(1):
+    if k is not None and not 2 <= k <= rewards.size(1):
         raise ValueError(
             f"k of baseline 'pass_at_k' must be from 2 to num_generations = {rewards.size(1)}, got {k}. For k = 1, the "
             "mean reward, use another baseline."
         )
     ascending, order = rewards.sort(dim=1)  # nan comes last
-    chances = {  # by number of scorable rewards, j counted from 0; Python's binomials are exact
-        n: [math.comb(j, k - 2) / math.comb(n - 1, k - 1) if n >= k else 0.0 for j in range(rewards.size(1))]
-        for n in range(rewards.size(1) + 1)
-    }
-    weights = rewards.new_tensor([chances[n] for n in (~rewards.isnan()).sum(dim=1).tolist()])
+    counts = (~rewards.isnan()).sum(dim=1).tolist()  # n of each group
+    chances = {n: _chances(n, n if k is None else k, rewards.size(1)) for n in set(counts)}
+    weights = rewards.new_tensor([chances[n] for n in counts]).view(rewards.shape)
     lead = (ascending.unsqueeze(2) - ascending.unsqueeze(1)).clamp(min=0).nan_to_num(0.0)  # [N, G, G] over each other
     return torch.zeros_like(rewards).scatter(1, order, (lead * weights.unsqueeze(1)).sum(dim=2))
+
+
+def _chances(n: int, k: int, size: int) -> list[float]:
+    """Chance that the j-th of n - 1 others (j = 0 .. size - 1, ascending) is the best of k - 1; 0 if n < max(k, 2)."""
+    if n < max(k, 2):
+        return [0.0] * size
+    return [math.comb(j, k - 2) / math.comb(n - 1, k - 1) for j in range(size)]  # exact integers
 
 
 def normalized_sum(by_reward: Tensor, weights: Tensor, *, eps: float = 1e-4) -> Tensor:

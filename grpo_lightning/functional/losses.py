@@ -294,7 +294,7 @@ def dppo_surrogate(
 
     A token that goes from probability 0.001 to 0.005 (ratio 5) changes the policy less than one that goes from 0.5 to
     0.6 (ratio 1.2), but a limit of the ratios stops the first one earlier. DPPO is divergence proximal policy
-    optimization (arXiv:2602.04879, eq. 11), with the loss as in verl. Its old policy is the one that the engine sampled
+    optimization (arXiv:2602.04879, eq. 12), with the loss as in verl. Its old policy is the one that the engine sampled
     from, so pass the engine's log-probs as `old_logprobs`.
 
     Args:

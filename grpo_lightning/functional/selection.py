@@ -28,24 +28,31 @@ def high_entropy_tokens(entropies: Tensor, fraction: float) -> Tensor:
     Returns:
         [M] bool, True at the chosen tokens.
     """
-    return _highest(entropies, math.floor(fraction * (len(entropies) - 1)) + 1)
+    if not len(entropies):
+        return torch.zeros_like(entropies, dtype=torch.bool)
+    count = math.floor(fraction * (len(entropies) - 1)) + 1
+    return entropies >= entropies.sort(descending=True).values[count - 1]
 
 
-def high_covariance_tokens(logprobs: Tensor, advantages: Tensor, fraction: float) -> Tensor:
+def high_covariance_tokens(logprobs: Tensor, advantages: Tensor, fraction: float, keys: Tensor | None = None) -> Tensor:
     """Find the tokens of highest covariance, whose updates lower the entropy most (KL-Cov, arXiv:2505.22617).
 
-    Chooses the floor(fraction M) tokens with the highest `token_covariances`: at least one, and more if covariances are
-    equal.
+    Chooses the floor(fraction M) tokens with the highest `token_covariances`, but at least one. Many covariances may be
+    equal, for example if the policy is certain of many tokens (log-prob 0), or if all advantages are 0.
 
     Args:
         logprobs: [M] nats.
         advantages: [M] advantage of each token's completion.
         fraction: Fraction of the tokens to choose, above 0 and at most 1.
+        keys: [M] random numbers; of tokens with equal covariances, those with the smallest numbers are chosen. None
+            chooses the first of them.
 
     Returns:
         [M] bool, True at the chosen tokens.
     """
-    return _highest(token_covariances(logprobs, advantages), max(1, int(fraction * len(logprobs))))
+    covariances = token_covariances(logprobs, advantages)
+    count = max(1, int(fraction * len(logprobs)))
+    return _highest(covariances, count, torch.zeros_like(covariances) if keys is None else keys)
 
 
 def random_covariance_tokens(
@@ -78,7 +85,7 @@ def random_covariance_tokens(
     covariances = token_covariances(logprobs, advantages)
     candidates = (covariances > low) & (covariances < high) & ~is_clipped.bool()
     count = min(max(1, int(fraction * len(logprobs))), int(candidates.sum()))
-    return _highest(torch.where(candidates, -keys, -torch.inf), count) & candidates
+    return _highest(candidates.to(keys), count, keys)
 
 
 def token_covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
@@ -99,8 +106,8 @@ def token_covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
 
-def _highest(values: Tensor, count: int) -> Tensor:
-    """True at the `count` highest of the values [M], and at all values that equal the lowest of these."""
-    if not len(values) or not count:
-        return torch.zeros_like(values, dtype=torch.bool)
-    return values >= values.sort(descending=True).values[count - 1]
+def _highest(values: Tensor, count: int, keys: Tensor) -> Tensor:
+    """True at the `count` highest of the values [M]; of equal values, at those with the smallest keys [M]."""
+    order = keys.argsort(stable=True)
+    order = order[values[order].argsort(descending=True, stable=True)]
+    return torch.zeros_like(values, dtype=torch.bool).scatter(0, order[:count], True)

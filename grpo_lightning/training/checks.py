@@ -137,6 +137,24 @@ def check_kl_cov(surrogate: str, old_logprobs: str, num_updates: int) -> None:
         )
 
 
+def warn_of_off_policy(surrogate: str, old_logprobs: str, num_updates: int) -> None:
+    """Warn if DPPO ignores the engine's log-probs, or if a surrogate without a ratio makes several updates."""
+    if surrogate in ("dppo_tv", "dppo_kl") and old_logprobs == "recompute":
+        log.warning(
+            "model.objective.surrogate %r limits the distance from the policy that sampled the completions. "
+            "model.old_logprobs 'recompute' leaves out the difference between engine and training code: set it to "
+            "'rollout', as the paper recommends.",
+            surrogate,
+        )
+    if surrogate == "reinforce" and num_updates > 1:
+        log.warning(
+            "model.objective.surrogate 'reinforce' has no ratio: of the %d updates per rollout, only the first one is "
+            "on-policy. Set model.updates_per_rollout and model.num_iterations to 1, or use "
+            "'cispo'.",
+            num_updates,
+        )
+
+
 def check_choices(old_logprobs: str, overlong_filter: str, rollout_correction: str) -> None:
     """Check three settings. Raises: ValueError if a value is unknown, or if `rollout_correction` has no effect."""
     for name, value, kind in (

@@ -43,7 +43,7 @@ def select_tokens(
         actor: Computes log-probs and entropies with the current weights.
         objective: An objective whose `selection` is not None.
         micro_batches: All micro-batches of this rank in the step.
-        seed: Seed of Clip-Cov's random choice; the same on all ranks.
+        seed: Seed of the random choice by Clip-Cov, and by KL-Cov among equal covariances; the same on all ranks.
 
     Returns:
         Log-probs, entropies and routing of each micro-batch.
@@ -72,21 +72,21 @@ def _high_entropy(objective: Objective, entropies: Tensor) -> Tensor:
 
 
 def _covariates(_: Objective, batch: MicroBatch, scores: TokenScores, seed: int) -> list[Tensor]:
-    return [scores.logprobs, batch.advantages[:, None].expand_as(scores.logprobs)]
+    advantages = batch.advantages[:, None].expand_as(scores.logprobs)
+    return [scores.logprobs, advantages, random_keys(batch, seed).to(scores.logprobs)]
 
 
-def _high_covariance(objective: Objective, logprobs: Tensor, advantages: Tensor) -> Tensor:
-    return high_covariance_tokens(logprobs, advantages, objective.covariance_fraction)
+def _high_covariance(objective: Objective, logprobs: Tensor, advantages: Tensor, keys: Tensor) -> Tensor:
+    return high_covariance_tokens(logprobs, advantages, objective.covariance_fraction, keys)
 
 
-def _covariates_and_keys(objective: Objective, batch: MicroBatch, scores: TokenScores, seed: int) -> list[Tensor]:
+def _covariates_and_clipped(objective: Objective, batch: MicroBatch, scores: TokenScores, seed: int) -> list[Tensor]:
     low, high = objective.clipped(scores.logprobs, batch)
-    others = [each.to(scores.logprobs) for each in (low | high, random_keys(batch, seed))]
-    return [*_covariates(objective, batch, scores, seed), *others]
+    return [*_covariates(objective, batch, scores, seed), (low | high).to(scores.logprobs)]
 
 
 def _random_covariance(
-    objective: Objective, logprobs: Tensor, advantages: Tensor, is_clipped: Tensor, keys: Tensor
+    objective: Objective, logprobs: Tensor, advantages: Tensor, keys: Tensor, is_clipped: Tensor
 ) -> Tensor:
     limits = {"low": objective.clip_cov_low, "high": objective.clip_cov_high}
     return random_covariance_tokens(
@@ -97,7 +97,7 @@ def _random_covariance(
 SELECTIONS = {
     "high_entropy": Selection(_entropies, _high_entropy),
     "high_covariance": Selection(_covariates, _high_covariance),
-    "random_covariance": Selection(_covariates_and_keys, _random_covariance),
+    "random_covariance": Selection(_covariates_and_clipped, _random_covariance),
 }
 """The ways to select tokens, by their name in `Objective.selection`."""
 

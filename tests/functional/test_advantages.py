@@ -260,8 +260,10 @@ def test_shift_and_positive_scale(baseline: Any, scale: Any, rewards: Tensor, sh
 @given(rewards=reward_groups(min_scorable=1.0))
 def test_a_completion_not_scorable_is_as_if_never_drawn(rewards: Tensor) -> None:
     longer = torch.cat([rewards, torch.full((len(rewards), 1), NAN)], dim=1)
-    for baseline in BASELINES:
+    for baseline in [*BASELINES, "pass_at_k"]:
         for scale in SCALES:
+            if (baseline, scale) == ("pass_at_k", "batch_advantage_std"):
+                continue
             options: dict[str, Any] = {"baseline": baseline, "scale": scale}
             alone = group_relative_advantages(allowed(rewards, scale), **options)
             assert_close(group_relative_advantages(allowed(longer, scale), **options)[:, :-1], alone)
@@ -318,7 +320,8 @@ def test_inputs_are_not_modified(rewards: Tensor) -> None:
         pytest.param("rewards.isnan() | zero", "zero", id="not scorable spreads nan"),
         pytest.param("(weights * deviation).nansum", "deviation.nansum", id="lengths ignored"),
         pytest.param("lengths * is_scorable", "lengths", id="length of what is not scorable"),
-        pytest.param("(~zero_variance_groups(rewards))", "zero_variance_groups(rewards)", id="fraction of the others"),
+        pytest.param("& ~zero_variance_groups(", "& zero_variance_groups(", id="fraction of the others"),
+        pytest.param("& ~zero_variance_groups(rewards)", "| True", id="fraction of all"),
         pytest.param(
             "is_scorable.sum(dim=1, keepdim=True)  # [N, 1]\n    if", "0 * gains[:, :1] + 3\n    if", id="nan counted"
         ),
@@ -466,6 +469,14 @@ def check_pass_at_k(group_relative_advantages: Any) -> None:
     assert found.tolist() == [[0.0, 0.0, 0.0]] * 2
     found = group_relative_advantages(rewards, baseline="pass_at_k", scale="none", k=2)
     assert_close(found, torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]]))
+    # Without k, of the scorable: a single completion that is not scorable leaves the others their advantages.
+    found = group_relative_advantages(rewards, baseline="pass_at_k", scale="none")
+    assert_close(found, torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]))
+    # Of the groups that differ, only the first has a gain: half of them.
+    found = group_relative_advantages(rewards, baseline="pass_at_k", scale="nonzero_fraction")
+    assert_close(found, torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 0.0]]))
+    found = group_relative_advantages(rewards[1:], baseline="pass_at_k", scale="nonzero_fraction")
+    assert found.tolist() == [[0.0, 0.0, 0.0]], "the fraction is 0"
 
 
 def test_pass_at_k_by_hand() -> None:
@@ -477,13 +488,17 @@ def test_pass_at_k_by_hand() -> None:
     [
         pytest.param("math.comb(j, k - 2)", "math.comb(j, k - 1)", id="another subset size"),
         pytest.param("math.comb(n - 1, k - 1)", "math.comb(n, k)", id="all subsets"),
-        pytest.param("if n >= k else", "if n >= 2 else", id="fewer than k"),
-        pytest.param("k = rewards.size(1) if k is None else k", "k = 2", id="k ignored"),
+        pytest.param("n if k is None else k", "rewards.size(1) if k is None else k", id="not of the scorable"),
+        pytest.param("n if k is None else k", "2", id="k ignored"),
     ],
 )
 def test_a_broken_pass_at_k_is_caught(broken: Any, old: str, new: str) -> None:
     with pytest.raises((AssertionError, ValueError, ZeroDivisionError)):
         check_pass_at_k(broken(group_relative_advantages, old, new))
+
+
+def test_pass_at_k_of_no_groups() -> None:
+    assert group_relative_advantages(torch.zeros(0, 3), baseline="pass_at_k").shape == (0, 3)
 
 
 @quick

@@ -57,9 +57,12 @@ def test_the_order_of_tokens_does_not_matter(drawn: tuple[Tensor, Tensor], fract
     coarse = (advantages * 2).round()  # with ties
     order = list(range(len(coarse)))
     random.shuffle(order)
+    coarse_logprobs, keys = logprobs.round().double(), torch.randperm(len(coarse)).double()
     for choose in (
         lambda order: high_entropy_tokens(coarse[order], fraction),
-        lambda order: high_covariance_tokens(logprobs[order].double(), coarse[order].double(), fraction),
+        lambda order: high_covariance_tokens(
+            coarse_logprobs[order], coarse[order].double(), fraction, keys=keys[order]
+        ),
     ):
         assert choose(order).tolist() == choose(list(range(len(coarse))))[order].tolist()
 
@@ -111,8 +114,23 @@ def test_their_mean_is_the_covariance(drawn: tuple[Tensor, Tensor]) -> None:
 
 
 def test_high_covariance_by_hand() -> None:
-    for fraction, chosen in ((0.001, [0]), (0.49, [0]), (0.5, [0, 2]), (0.75, [0, 1, 2, 3])):  # 0 twice: a tie
+    for fraction, chosen in ((0.001, [0]), (0.49, [0]), (0.5, [0, 2]), (0.75, [0, 1, 2]), (1.0, [0, 1, 2, 3])):
         assert high_covariance_tokens(LOGPROBS, ADVANTAGES, fraction).nonzero().flatten().tolist() == chosen
+    keys = torch.tensor([0.0, 0.9, 0.5, 0.1])  # two covariances are 0
+    assert high_covariance_tokens(LOGPROBS, ADVANTAGES, 0.75, keys).nonzero().flatten().tolist() == [0, 2, 3]
+
+
+@quick
+@given(tokens(), fractions)
+def test_equal_covariances_do_not_add_tokens(drawn: tuple[Tensor, Tensor], fraction: float) -> None:
+    """A certain policy has the log-prob 0 at most tokens, and advantages may all be 0: verl's topk takes no more."""
+    logprobs, advantages = drawn
+    keys = torch.rand(len(logprobs), generator=torch.Generator().manual_seed(0))
+    count = max(1, int(len(logprobs) * fraction))
+    for equal_logprobs, equal_advantages in ((0 * logprobs, advantages.sign()), (logprobs, 0 * advantages)):
+        found = high_covariance_tokens(equal_logprobs, equal_advantages, fraction, keys)
+        assert found.sum() == count
+    assert set(keys[found].tolist()) == set(keys.sort().values[:count].tolist())
 
 
 def kl_cov_of_verl(logprobs: list[float], advantages: list[float], fraction: float) -> set[int]:
@@ -149,6 +167,7 @@ def test_random_covariance_by_hand() -> None:
     assert chosen([0.3, 0.0, 0.2, 0.0], clipped=2) == [0]
     assert chosen([0.3, 0.0, 0.2, 0.0], low=4.0) == []
     assert chosen([0.3, 0.2, 0.2, 0.1], low=-1.0, high=1.0) == [3]
+    assert chosen([0.3, 0.2, 0.3, 0.1]) == [0], "one, even if keys are equal"
 
 
 @quick
