@@ -24,9 +24,12 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
+
+from grpo_lightning.rewards.sandbox import values
 
 STDIN_TYPES = ("stdin_stdout", "stdin")
 CALL_TYPES = ("function_call", "functional", "call_based")
@@ -123,7 +126,7 @@ def _from_text(text: str) -> Any:
     if not text.lstrip().startswith(("{", "[")):
         return text
     try:
-        return json.loads(text)
+        return _from_json(text)
     except (ValueError, RecursionError) as error:
         raise _FormatError(f"must hold JSON or Python code, got {text!r:.80} ({error})") from error
 
@@ -139,10 +142,13 @@ def _from_mapping(value: Mapping[str, Any], setup: str, entry_point: str | None)
     for inputs, outputs in (("inputs", "outputs"), ("input", "output")):
         if inputs not in value or outputs not in value:
             continue
-        given, wanted = _listed(value[inputs]), _listed(value[outputs])
+        given, wanted = value[inputs], value[outputs]
         if not isinstance(given, list) or not isinstance(wanted, list) or len(given) != len(wanted):
             raise _FormatError(f"must hold {inputs!r} and {outputs!r} as lists of the same length")
-        others = {name: _listed(other) for name, other in value.items() if name in ("fn_name", "type", "testtype")}
+        others = {name: other for name, other in value.items() if name in ("fn_name", "type", "testtype")}
+        for name, other in others.items():
+            if isinstance(other, list) and len(other) != len(given):
+                raise _FormatError(f"must hold one {name!r} for each of {len(given)} cases, got {other!r:.80}")
         for index, (stdin, output) in enumerate(zip(given, wanted, strict=True)):
             own = {name: other[index] if isinstance(other, list) else other for name, other in others.items()}
             yield _case({"input": stdin, "output": output, **own})
@@ -155,10 +161,10 @@ def _case(case: Mapping[str, Any]) -> Test:
     if "input" not in case or "output" not in case:
         raise _FormatError(f"must hold cases with 'input' and 'output', got one with {list(case)!r}")
     kind = case.get("type") or case.get("testtype")
-    details = case.get("metadata") or {}
-    details = json.loads(details) if isinstance(details, str) else details
-    function = case.get("fn_name") or details.get("func_name")
-    given, wanted = _listed(case["input"]), _listed(case["output"])
+    function = case.get("fn_name") or _function_name(case.get("metadata"))
+    given, wanted = case["input"], case["output"]
+    if not isinstance(function, str | None):
+        raise _FormatError(f"must hold a name in 'fn_name', got {function!r:.80}")
     if kind not in (None, *STDIN_TYPES, *CALL_TYPES):
         raise _FormatError(f"must hold cases of the types {', '.join(STDIN_TYPES + CALL_TYPES)}, got {kind!r}")
     if kind in CALL_TYPES and not function:
@@ -167,14 +173,32 @@ def _case(case: Mapping[str, Any]) -> Test:
         return Stdin(_lines(given), _lines(wanted))
     if isinstance(given, str):  # one argument per line, as JSON
         try:
-            arguments = [json.loads(line) for line in given.split("\n") if line.strip()]
-            return Call(function, arguments, [json.loads(wanted) if isinstance(wanted, str) else wanted])
-        except ValueError as error:
+            arguments = [_from_json(line) for line in given.split("\n") if line.strip()]
+            return Call(function, arguments, [_from_json(wanted) if isinstance(wanted, str) else wanted])
+        except (ValueError, RecursionError) as error:
             raise _FormatError(f"must hold the arguments of {function!r} as JSON lines, got {given!r:.80}") from error
     if not isinstance(given, list):
         raise _FormatError(f"must hold the arguments of {function!r} as a list, got {given!r:.80}")
+    try:
+        values.encode([given, wanted], values.refuse)
+    except (values.PlainError, RecursionError) as error:
+        raise _FormatError(f"must hold JSON values for the calls of {function!r} ({error})") from error
     # APPS and TACO wrap the value in a list in some rows.
     return Call(function, given, [wanted, *(wanted if isinstance(wanted, list) and len(wanted) == 1 else [])])
+
+
+def _function_name(metadata: Any) -> Any:
+    """The function's name in the metadata of a case: an object, its JSON text, or None. Raises: _FormatError."""
+    try:
+        details = json.loads(metadata) if isinstance(metadata, str) and metadata else metadata or {}
+        return details.get("func_name")
+    except (ValueError, AttributeError) as error:
+        raise _FormatError(f"must hold the metadata of a case as a JSON object, got {metadata!r:.80}") from error
+
+
+def _from_json(text: str) -> Any:
+    """Parse JSON with integers of any length. Raises: ValueError, RecursionError."""
+    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 4000 else int(Decimal(digits)))
 
 
 def _lines(value: Any) -> str:
@@ -187,9 +211,11 @@ def _lines(value: Any) -> str:
 
 
 def _listed(value: Any) -> Any:
-    """Convert arrays and tuples to lists."""
+    """Convert arrays and tuples to lists, also within lists and objects."""
     value = value.tolist() if hasattr(value, "tolist") else value
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, Mapping):
+        return {name: _listed(part) for name, part in value.items()}
+    return [_listed(part) for part in value] if isinstance(value, tuple | list) else value
 
 
 # ----------------------------------------------------------------------------------------------------------- test code
@@ -200,7 +226,9 @@ def _code(setup: str, code: str, entry_point: str | None) -> Code:
     try:
         tree = ast.parse(f"{setup}\n{code}")
         defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        own: set[str] = set()
         if entry_point is not None and "check" in defined:
+            own = _free_names(ast.parse(entry_point))
             code = f"{code}\ncheck({entry_point})\n"
             tree = ast.parse(f"{setup}\n{code}")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -210,9 +238,16 @@ def _code(setup: str, code: str, entry_point: str | None) -> Code:
             f"must hold an assert or a call outside of functions, or a function 'check' and entry_point_column, got "
             f"{code!r:.80}"
         )
-    unknown = _free_names(tree) - set(dir(builtins))
+    if missing := _imported(tree) - sys.stdlib_module_names:
+        raise _FormatError(f"must hold test code that imports only the standard library, got {sorted(missing)}")
+    free = _free_names(tree)
+    if own - free:
+        raise _FormatError(
+            f"must not define the entry point {entry_point!r}, which is the program's, nor may the setup"
+        )
+    unknown = free - set(dir(builtins)) - own
     modules = sorted(unknown & sys.stdlib_module_names)
-    names = sorted(unknown - set(modules)) or [*_shadowed_builtin(tree)]
+    names = sorted(unknown - set(modules) | own) or [*_shadowed_builtin(tree)]
     if not names:
         raise _FormatError(f"must hold code that uses the program, got {code!r:.80}")
     return Code(setup, code, names, modules)
@@ -243,6 +278,20 @@ def _free_names(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.ExceptHandler) and node.name:
             defined.add(node.name)
     return loaded - defined
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    """Modules that code imports outside of `try`, without their submodules."""
+    imported: set[str] = set()
+    nodes: list[ast.AST] = [tree]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add((node.module or "").partition(".")[0])
+        elif not isinstance(node, ast.Try):
+            nodes += ast.iter_child_nodes(node)
+    return imported
 
 
 def _shadowed_builtin(tree: ast.Module) -> Iterator[str]:
@@ -323,13 +372,12 @@ def accepts(call: Call, value: Any, tolerance: float) -> bool:
     """Whether a call returned one of the accepted values. Args: tolerance: as in `same_value`."""
     try:
         return any(same_value(value, wanted, tolerance) for wanted in call.accepted)
-    except RecursionError:
+    except (RecursionError, ValueError):  # nested too deeply, or a key too long for a text
         return False
 
 
 def largest_output(test: Stdin | Call) -> int:
-    """The most bytes that a test accepts as output: room for spaces, and for the encoding of values."""
-    texts: Sequence[str] = (
-        [test.expected] if isinstance(test, Stdin) else [json.dumps(value) for value in test.accepted]
-    )
-    return 65536 + 12 * max(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+    """The most bytes that a test accepts as output: room for spaces, and for another encoding of the values."""
+    if isinstance(test, Stdin):
+        return 65536 + 12 * len(test.expected.encode("utf-8", "surrogatepass"))
+    return 65536 + 3 * max(len(values.pack_frame(values.encode(value, values.refuse))) for value in test.accepted)

@@ -239,11 +239,12 @@ class CodeTests(Reward):
                 left = min(self.timeout_seconds, stop - time.monotonic())
                 verdict = self._test(sandbox, test, codes, left) if left > 0 else Verdict("timeout", "not run in time")
                 if verdict.outcome == "unsupported":
-                    return Result(None, f"not scorable: {verdict.why}", problem=verdict.why)
+                    why = _readable(verdict.why)
+                    return Result(None, f"not scorable: {why}", problem=why)
                 is_right = verdict.outcome == "passed"
                 passed += is_right
                 if not is_right and not failure:
-                    failure = f"; test {number + 1}: {verdict.why}"
+                    failure = f"; test {number + 1}: {_readable(verdict.why)}"
                 timed_out = verdict.outcome == "timeout"
                 if timed_out or (not is_right and self.score == "all"):
                     break
@@ -269,6 +270,11 @@ class CodeTests(Reward):
         if is_right:
             return Verdict("passed")
         return Verdict("timeout" if ended.how == "timeout" else "failed", why or "wrong value")
+
+
+def _readable(text: str) -> str:
+    """The first 300 characters of a text that a program may have written; unprintable characters become escapes."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:300])
 
 
 def _is_empty(value: Any) -> bool:

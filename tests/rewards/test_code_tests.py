@@ -218,6 +218,20 @@ def test_logs():
     assert metrics == {"code_tests/no_program": 0.25, "code_tests/timed_out": 0.25}
 
 
+def test_reasons_are_one_short_printable_line():
+    """The log of completions is UTF-8, which cannot hold lone surrogates."""
+    programs = ["raise ValueError(chr(0xD800) + '\\n\\0é')", "raise type('a' * 60000, (Exception,), {})()"]
+    for tests in ({"inputs": [[1]], "outputs": [2], "fn_name": "f"}, ["assert f(1) == 2"]):
+        extras: dict[str, list[str]] = {}
+        CodeTests(["t"])(
+            completions=[block(f"def f(x): {program}") for program in programs],
+            t=[tests, tests],
+            log_extra=extras.__setitem__,
+        )
+        assert extras["code_tests"][0] == "0 of 1 passed; test 1: ValueError: \\ud800\\n\\x00é"
+        assert len(extras["code_tests"][1]) < 400
+
+
 def test_slow_programs_get_an_equal_part_of_the_call():
     start = time.monotonic()
     programs = [f"while True: {n}" for n in range(4)] + ["print(3)"]

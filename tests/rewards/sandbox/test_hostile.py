@@ -15,7 +15,7 @@ import pytest
 
 from grpo_lightning.rewards import CodeTests
 from grpo_lightning.rewards.sandbox.client import Limits, Sandbox
-from tests.marks import NEEDS_LANDLOCK, only
+from tests.marks import NEEDS_LANDLOCK, SLOW, only
 
 pytestmark = NEEDS_LANDLOCK
 
@@ -256,6 +256,9 @@ def test_a_program_without_an_end_is_stopped(outside, name):
 
 # ------------------------------------------------------------------------------------------------------- test code
 
+_WRITTEN = "import os, struct\ntext = b'{\"value\": %s}'\nos.write(4, struct.pack('!i', len(text)) + text)\nos._exit(0)"
+"""Writes an answer past the functions that encode values."""
+
 # Programs for the tests below, which pass none of them: they know neither the tests nor the expected values.
 FORGERIES = {
     "exit": "import sys; sys.exit(0)",
@@ -283,6 +286,16 @@ FORGERIES = {
         "  try: os.write(n, data)\n  except OSError: pass\ndef f(x): return 0"
     ),
     "exception of another name": "def f(x): raise type('not scorable', (Exception,), {})('unsupported')",
+    "end of an iteration": "def f(x): raise StopIteration",
+    "exception with a long name": "def f(x): raise type('a' * 60000, (Exception,), {})()",
+    "exception with surrogates": "def f(x): raise ValueError(chr(0xD800) + chr(0))",
+    "huge key": "def f(x): return {1 << 17000: 1}",
+    "huge key in a key": "def f(x): return {frozenset([1 << 17000]): 1}",
+    "huge number": "def f(x): return 1 << 100000",
+    "written float": _WRITTEN % '["f", "0x1p99999999"]',
+    "written complex number": _WRITTEN % '["c", "0x1p99999999", "0x0p+0"]',
+    "written error": _WRITTEN.replace('"value": %s', '"error": [1], "text": {"a": 1}'),
+    "equal hashes": "def f(x): return {n * (2**61 - 1) for n in range(1, 2000)}",
     "exception that passes": "def f(x): raise type('PlainError', (Exception,), {})()",
     "deep list": "def f(x):\n a = []\n for _ in range(10**5): a = [a]\n return a",
     "list of itself": "def f(x):\n a = []\n a.append(a)\n return a",
@@ -318,6 +331,7 @@ FAST_FORGERIES = (
         "list of itself",
         "NUL",
     ),
+    *("end of an iteration", "huge key", "written float"),
     *("surrogate", "look for the tests", "read the tests"),
 )
 
@@ -331,7 +345,25 @@ def test_an_honest_function_passes(outside):
 @pytest.mark.parametrize("name", only(FAST_FORGERIES, FORGERIES))
 def test_a_forged_value_fails(outside, name):
     assert value(FORGERIES[name], ["assert f(3) == 7", "assert f(20) == 41"]) == 0
-    assert value(FORGERIES[name], {"inputs": [[3], [20]], "outputs": [7, 41], "fn_name": "f"}) == 0
+    assert value(FORGERIES[name], {"inputs": [[3], [20], [5]], "outputs": [7, 41, {"1": [7]}], "fn_name": "f"}) == 0
+
+
+def test_the_end_of_an_iteration_does_not_end_the_loop_of_a_test(outside):
+    test = "assert all(map(lambda case: f(case[0]) == case[1], [(3, 7), (20, 41)]))"
+    assert value("def f(x): return 2 * x + 1", [test]) == 1
+    assert value(FORGERIES["end of an iteration"], [test]) == 0
+
+
+@SLOW
+def test_values_with_equal_hashes_do_not_slow_down_the_reward(outside):
+    """A set of n numbers that all have the hash 0 takes n * n / 2 comparisons, after the program's time is over."""
+    program = (
+        "import os, struct\nnumbers = ','.join('[\"i\",\"%x\"]' % (n * (2**61 - 1)) for n in range(1, 30000))\n"
+        "text = ('{\"value\": [\"s\", [' + numbers + ']]}').encode()\ntext = struct.pack('!i', len(text)) + text\n"
+        "while text: text = text[os.write(4, text):]\nos._exit(0)"
+    )
+    expected = {str(number): number for number in range(50_000)}
+    assert value(program, {"inputs": [[3]], "outputs": [expected], "fn_name": "f"}, seconds=2.0) == 0
 
 
 def test_expected_text_without_computing_passes_only_its_test(outside):
