@@ -5,13 +5,14 @@
 | open-r1/verifiable-coding-problems-python | `verification_info`: `{"language": "python", "test_cases": [case, ...]}` |
 | APPS, TACO | `input_output`: `{"inputs": [...], "outputs": [...], "fn_name": ...}` |
 | code_contests | `public_tests`, `private_tests`, `generated_tests`: `{"input": [...], "output": [...]}` |
-| DeepCoder, LiveCodeBench | a list of cases |
+| DeepCoder | a list of cases |
+| LiveCodeBench | `public_test_cases`, `private_test_cases` (compressed): a list of cases; `metadata` |
 | MBPP | `test_list`: `["assert f(1) == 2", ...]`, and `test_setup_code` or `test_imports` |
 | HumanEval | `test`: `def check(candidate): ...`, and `entry_point` |
 
 A case is `{"type": "stdin_stdout", "input": ..., "output": ...}`, or of the type `"function_call"` with the function's
 name in `fn_name`. A case without a type is a call if it names a function. In LiveCodeBench the key is `testtype`, the
-types are `stdin` and `functional`, and the function's name is in `metadata`.
+types are `stdin` and `functional`, and the function's name is in the `metadata` of the case or of the row.
 
 Instead of an object or a list, a column may hold its JSON text.
 """
@@ -19,11 +20,15 @@ Instead of an object or a list, a column may hold its JSON text.
 from __future__ import annotations
 
 import ast
+import base64
 import builtins
+import io
 import json
 import math
+import pickle
 import re
 import sys
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -33,6 +38,9 @@ from grpo_lightning.rewards.sandbox import values
 
 STDIN_TYPES = ("stdin_stdout", "stdin")
 CALL_TYPES = ("function_call", "functional", "call_based")
+
+_COMPRESSED = "eJ"
+"""The first two bytes of zlib's default format, in base64. No Python code of this module's formats starts so."""
 
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][+-]?[0-9]+)?")
 """A number with a point or an exponent; integers are compared as text."""
@@ -78,7 +86,8 @@ def read_tests(value: Any, column: str, setup: str = "", entry_point: str | None
         value: The value of a column, in one of the formats that this module's docstring lists.
         column: The column's name, for errors.
         setup: Code to run before test code.
-        entry_point: The argument of the test code's `check`, as Python code.
+        entry_point: The argument of the test code's `check`, as Python code; or the function of all cases that name
+            none.
 
     Raises:
         ValueError: If `value` has another format.
@@ -96,6 +105,30 @@ def read_code(value: Any, column: str) -> str:
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
         raise ValueError(f"column {column!r} must hold text or a list of texts, got {value!r:.80}.")
     return "\n".join(lines)
+
+
+def read_entry_point(value: Any, column: str) -> str | None:
+    """Read the entry point of a row: text, None, or an object (or its JSON text) with the name in `func_name`.
+
+    Raises:
+        ValueError: If `value` has another format.
+    """
+    try:
+        if isinstance(value, Mapping) or (isinstance(value, str) and value.startswith("{")):
+            value = _function_name(value)
+        if not isinstance(value, str | None) or (value is not None and not _is_expression(value)):
+            raise _FormatError(f"must hold the name of a function, got {value!r:.80}")
+    except _FormatError as error:
+        raise ValueError(f"column {column!r} {error}.") from error
+    return value
+
+
+def _is_expression(text: str) -> bool:
+    """Whether a text is a Python name, attribute or call: `twoSum`, `Solution().twoSum`."""
+    try:
+        return isinstance(ast.parse(text.strip(), mode="eval").body, ast.Name | ast.Attribute | ast.Call)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
 
 
 class _FormatError(Exception):
@@ -116,19 +149,39 @@ def _read(value: Any, setup: str, entry_point: str | None) -> Iterator[Test]:
             yield _code(setup, code, entry_point)
     elif isinstance(value, list) and all(isinstance(part, Mapping) for part in value):
         for case in value:
-            yield _case(case)
+            yield _case(case, entry_point)
     else:
         raise _FormatError(f"must hold tests in a format of CodeTests, got {value!r:.80}")
 
 
 def _from_text(text: str) -> Any:
-    """Parse a text that starts like JSON ("{" or "["); other texts are test code and are returned unchanged."""
+    """Parse a text that starts like JSON ("{" or "["), also a compressed one; other texts are test code, unchanged."""
+    if text.startswith(_COMPRESSED):
+        text = _decompress(text)
     if not text.lstrip().startswith(("{", "[")):
         return text
     try:
         return _from_json(text)
     except (ValueError, RecursionError) as error:
         raise _FormatError(f"must hold JSON or Python code, got {text!r:.80} ({error})") from error
+
+
+class _TextUnpickler(pickle.Unpickler):
+    """Reads text and plain values only."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
+
+
+def _decompress(text: str) -> str:
+    """Decode a text that LiveCodeBench compressed: base64 of zlib of a pickled text. Raises: _FormatError."""
+    try:
+        found = _TextUnpickler(io.BytesIO(zlib.decompress(base64.b64decode(text, validate=True)))).load()
+    except (ValueError, EOFError, zlib.error, pickle.UnpicklingError) as error:
+        raise _FormatError(f"must hold JSON, Python code or compressed text, got {text!r:.80} ({error})") from error
+    if not isinstance(found, str):
+        raise _FormatError(f"must hold tests as compressed text, got a compressed {type(found).__name__}")
+    return found
 
 
 def _from_mapping(value: Mapping[str, Any], setup: str, entry_point: str | None) -> Iterator[Test]:
@@ -151,20 +204,20 @@ def _from_mapping(value: Mapping[str, Any], setup: str, entry_point: str | None)
                 raise _FormatError(f"must hold one {name!r} for each of {len(given)} cases, got {other!r:.80}")
         for index, (stdin, output) in enumerate(zip(given, wanted, strict=True)):
             own = {name: other[index] if isinstance(other, list) else other for name, other in others.items()}
-            yield _case({"input": stdin, "output": output, **own})
+            yield _case({"input": stdin, "output": output, **own}, entry_point)
         return
     raise _FormatError(f"must hold 'test_cases', 'inputs' and 'outputs', or 'input' and 'output', got {list(value)!r}")
 
 
-def _case(case: Mapping[str, Any]) -> Test:
+def _case(case: Mapping[str, Any], entry_point: str | None) -> Test:
     """Read a case with an input and an output. Raises: _FormatError."""
     if "input" not in case or "output" not in case:
         raise _FormatError(f"must hold cases with 'input' and 'output', got one with {list(case)!r}")
     kind = case.get("type") or case.get("testtype")
-    function = case.get("fn_name") or _function_name(case.get("metadata"))
+    function = case.get("fn_name") or _function_name(case.get("metadata")) or entry_point
     given, wanted = case["input"], case["output"]
-    if not isinstance(function, str | None):
-        raise _FormatError(f"must hold a name in 'fn_name', got {function!r:.80}")
+    if function is not None and not (isinstance(function, str) and function.isidentifier()):
+        raise _FormatError(f"must hold a function's name in 'fn_name', got {function!r:.80}")
     if kind not in (None, *STDIN_TYPES, *CALL_TYPES):
         raise _FormatError(f"must hold cases of the types {', '.join(STDIN_TYPES + CALL_TYPES)}, got {kind!r}")
     if kind in CALL_TYPES and not function:

@@ -29,6 +29,7 @@ from grpo_lightning.rewards.code_rows import (
     accepts,
     largest_output,
     read_code,
+    read_entry_point,
     read_tests,
     same_output,
 )
@@ -83,10 +84,12 @@ class CodeTests(Reward):
 
     Args:
         tests_columns: The data columns with the tests: `[verification_info]` (open-r1), `[input_output]` (APPS, TACO),
-            `[public_tests, private_tests]` (code_contests), `[test_list]` (MBPP), `[test]` (HumanEval). A column
-            without a value is skipped; a row without a value in any of them is not scorable.
+            `[public_tests, private_tests]` (code_contests), `[public_test_cases, private_test_cases]`
+            (LiveCodeBench), `[test_list]` (MBPP), `[test]` (HumanEval). A column without a value is skipped; a row
+            without a value in any of them is not scorable.
         setup_column: The data column with code to run before the test code: `test_setup_code` or `test_imports` (MBPP).
-        entry_point_column: The data column with the function to pass to `check`: `entry_point` (HumanEval).
+        entry_point_column: The data column with the function to pass to `check`: `entry_point` (HumanEval); or to
+            call: `metadata` (LiveCodeBench).
         score: "fraction" of the tests that pass, or "all": 1 if all tests pass, else 0.
         max_tests: Run only this many tests of a row, from the first; null runs all.
         timeout_seconds: Time limit of a test, in wall time and (up to one second more) in CPU time. After the first
@@ -203,9 +206,8 @@ class CodeTests(Reward):
     def _tests(self, row: Mapping[str, Any]) -> list[Test]:
         """Read the tests of a row; none if all its columns are empty. Raises: ValueError if the format is unknown."""
         setup = "" if self.setup_column is None else read_code(row[self.setup_column], self.setup_column)
-        entry_point = None if self.entry_point_column is None else row[self.entry_point_column]
-        if entry_point is not None and not isinstance(entry_point, str):
-            raise ValueError(f"column {self.entry_point_column!r} must hold text, got {entry_point!r:.80}.")
+        column = self.entry_point_column
+        entry_point = None if column is None else read_entry_point(row[column], column)
         given = {column: row[column] for column in self.tests_columns if not _is_empty(row[column])}
         tests = [test for column, value in given.items() for test in read_tests(value, column, setup, entry_point)]
         if given and not tests:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
+import zlib
 from datetime import date
 
 import numpy as np
@@ -17,6 +20,7 @@ from grpo_lightning.rewards.code_rows import (
     accepts,
     largest_output,
     read_code,
+    read_entry_point,
     read_tests,
     same_output,
     same_value,
@@ -98,6 +102,32 @@ def test_test_code():
     assert found.names == ["f", "g"]
 
 
+def compressed(value: object) -> str:
+    """Text as LiveCodeBench stores its private tests."""
+    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+
+def test_live_code_bench():
+    """`code_generation_lite`: the function's name is in the row's column `metadata`."""
+    cases = [{"input": "[3, 1]\n2", "output": "true", "testtype": "functional"}]
+    name = read_entry_point('{"func_name": "isGood"}', "metadata")
+    for text in (json.dumps(cases), compressed(json.dumps(cases))):
+        assert read_tests(text, "c", entry_point=name) == [Call("isGood", [[3, 1], 2], [True])]
+    scripts = json.dumps([{"input": "1\n", "output": "2\n", "testtype": "stdin"}])
+    assert read_tests(compressed(scripts), "c", entry_point=read_entry_point("{}", "metadata")) == [Stdin("1\n", "2\n")]
+    assert read_entry_point({"func_name": "f"}, "c") == read_entry_point("f", "c") == "f"
+    assert read_entry_point(None, "c") is None
+    for value in (3, "{x", {"func_name": 3}, "[1]"):
+        with pytest.raises(ValueError, match="column 'metadata' must hold"):
+            read_entry_point(value, "metadata")
+
+
+def test_compressed_tests_hold_a_text_and_no_code():
+    for value in (print, 3, {"a": 1}):
+        with pytest.raises(ValueError, match=r"column 'c' must hold .* compressed text"):
+            read_tests(compressed(value), "c")
+
+
 def test_the_entry_point_is_the_programs():
     """Also if a module or a builtin has its name."""
     human = "def check(candidate):\n    assert candidate([1, 2], 2) == 1\n"
@@ -144,7 +174,8 @@ def test_setup_code():
         ),
         ([{**CASE, "metadata": "{x"}], "must hold the metadata of a case as a JSON object, got '{x'"),
         ([{**CASE, "metadata": [1]}], "must hold the metadata of a case as a JSON object, got [1]"),
-        ([{**CASE, "fn_name": 3}], "must hold a name in 'fn_name', got 3"),
+        ([{**CASE, "fn_name": 3}], "must hold a function's name in 'fn_name', got 3"),
+        ([{**CASE, "fn_name": "Solution().f"}], "must hold a function's name in 'fn_name', got 'Solution().f'"),
         (
             {"inputs": ["1", "2"], "outputs": ["1", "2"], "fn_name": ["f"]},
             "must hold one 'fn_name' for each of 2 cases",

@@ -172,7 +172,7 @@ def test_rows_that_cannot_be_judged_are_named():
         ({"t": {"inputs": [], "outputs": []}}, "the columns ['t'] have no tests, got {'t': {'inputs': []"),
         ({"t": ["assert"]}, "column 't' must hold Python code"),
         ({"t": ["assert f(1)"], "s": 3}, "column 's' must hold text or a list of texts, got 3"),
-        ({"t": ["assert f(1)"], "e": 3}, "column 'e' must hold text, got 3"),
+        ({"t": ["assert f(1)"], "e": 3}, "column 'e' must hold the name of a function, got 3"),
     ]
     prompts = [Prompt("q", columns, where=f"a.jsonl:{n}") for n, (columns, _) in enumerate(bad)]
     reward = CodeTests(["t"], setup_column="s", entry_point_column="e")
