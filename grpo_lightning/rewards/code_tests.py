@@ -309,18 +309,24 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
     """The closed fenced blocks of a text: language in lower case, and content.
 
     An opening fence stands at the start of a line, or after a tag or colon (`<answer>```python`). A closing fence
-    stands at the start of a line, and a tag may follow it.
+    stands at the start of a line, and a tag may follow it. If the opening fence and all lines of the content are
+    indented, as in a list, the indentation of the fence is removed.
     """
     blocks: list[tuple[str, str]] = []
-    language, start, fence = "", -1, ""
-    place = 0
+    language, fence, indent = "", "", ""
+    content: list[str] | None = None
     for line in text.splitlines(keepends=True):
-        if start < 0 and (opened := _opening(line)) is not None:
-            (fence, language), start = opened, place + len(line)
-        elif start >= 0 and _closes(line, fence):
-            blocks.append((language, text[start:place]))
-            start = -1
-        place += len(line)
+        if content is None:
+            if (opened := _opening(line)) is not None:
+                (fence, language), content = opened, []
+                indent = line.partition("`")[0]
+        elif _closes(line, fence):
+            is_indented = indent.isspace() and all(one.startswith(indent) for one in content if one.strip())
+            start = len(indent) if is_indented else 0
+            blocks.append((language, "".join(one[start:] if one.strip() else one for one in content)))
+            content = None
+        else:
+            content.append(line)
     return blocks
 
 
@@ -329,6 +335,8 @@ def _opening(line: str) -> tuple[str, str] | None:
     before, marks, word = line.rpartition("```")
     language = word.strip().lower()
     start = before.rstrip("`")
+    if not start.strip() and language.partition(" ")[0] in _LANGUAGES:  # ```python title="a.py"
+        language = language.partition(" ")[0]
     if not marks or " " in language or start.strip()[-1:] not in ("", ">", ":"):
         return None
     return before[len(start) :] + marks, language

@@ -63,6 +63,16 @@ ATTACKS = {
     "memory of the parent": "open('/proc/{pid}/mem', 'rb')",
     "environment of the parent": "open('/proc/{pid}/environ', 'rb').read()",
     "own environment in /proc": "open('/proc/self/environ', 'rb').read()",
+    "own memory": "open('/proc/self/mem', 'r+b')",
+    "own memory map": "open('/proc/self/maps').read()",
+    "file of a folder's descriptor": "os.open('canary', 0, dir_fd=os.open({folder!r}, os.O_PATH | os.O_DIRECTORY))",
+    "file of its own descriptor": "open(f'/proc/self/fd/{{os.open({canary!r}, os.O_PATH)}}').read()",
+    "unnamed file": "os.open('/tmp', os.O_TMPFILE | os.O_RDWR)",
+    "extended attribute": "os.setxattr({canary!r}, 'user.a', b'1')",
+    "pseudo terminal": "os.openpty()",
+    "message queue": "if libc.mq_open(b'/{token}', 0o102, 0o600, None) < 0: raise OSError",
+    "key ring": "if libc.syscall(248, b'user', b'a', b'b', 1, -2) < 0: raise OSError",
+    "own session": "os.setsid()",
     "list processes": "os.listdir('/proc')",
     "memory of the launcher": "open(f'/proc/{{os.getppid()}}/mem', 'rb')",
     "ptrace": "if libc.ptrace(16, {pid}, 0, 0): raise OSError",
@@ -74,6 +84,7 @@ ATTACKS = {
     "datagram": "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', 9))",
     "unix socket": "import socket; socket.socket(socket.AF_UNIX)",
     "datagram of a socket pair": "import socket; socket.socketpair(type=2)[0].sendto(b'x', '/dev/log')",
+    "netlink": "import socket; socket.socket(16, 3, 0)",
     "io_uring": "if libc.syscall(425, 1, ctypes.create_string_buffer(120)) < 0: raise OSError",
     "kill all": "os.kill(-1, 9)",
     "kill the group": "os.kill(0, 9)",
@@ -143,6 +154,13 @@ ENDLESS = {
     "exit handler": "import atexit, time; print(answer); atexit.register(time.sleep, 1000)",
     "thread": "import threading, time; print(answer); threading.Thread(target=time.sleep, args=[1000]).start()",
     "regular expression": "import re; re.match('(a*)*b', 'a' * 100)",
+    "output without an end of line": "while True: os.write(1, b'7')",
+    "busy threads": (
+        "import hashlib, threading\ndef work():\n while True: hashlib.sha256(bytes(10**6))\n"
+        "for _ in range(8): threading.Thread(target=work).start()"
+    ),
+    "power": "pow(3, 10**7, 10**10**6)",
+    "digits": "str(1 << 10**8)",
     "waits for input": "while True: sys.stdin.read(1)",
 }
 
