@@ -5,13 +5,14 @@
 | open-r1/verifiable-coding-problems-python | `verification_info`: `{"language": "python", "test_cases": [case, ...]}` |
 | APPS, TACO | `input_output`: `{"inputs": [...], "outputs": [...], "fn_name": ...}` |
 | code_contests | `public_tests`, `private_tests`, `generated_tests`: `{"input": [...], "output": [...]}` |
-| DeepCoder, LiveCodeBench | a list of cases |
+| DeepCoder | a list of cases |
+| LiveCodeBench | `public_test_cases`, `private_test_cases` (compressed): a list of cases; `metadata` |
 | MBPP | `test_list`: `["assert f(1) == 2", ...]`, and `test_setup_code` or `test_imports` |
 | HumanEval | `test`: `def check(candidate): ...`, and `entry_point` |
 
 A case is `{"type": "stdin_stdout", "input": ..., "output": ...}`, or of the type `"function_call"` with the function's
 name in `fn_name`. A case without a type is a call if it names a function. In LiveCodeBench the key is `testtype`, the
-types are `stdin` and `functional`, and the function's name is in `metadata`.
+types are `stdin` and `functional`, and the function's name is in the `metadata` of the case or of the row.
 
 Instead of an object or a list, a column may hold its JSON text.
 """
@@ -19,17 +20,27 @@ Instead of an object or a list, a column may hold its JSON text.
 from __future__ import annotations
 
 import ast
+import base64
 import builtins
+import io
 import json
 import math
+import pickle
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
+
+from grpo_lightning.rewards.sandbox import values
 
 STDIN_TYPES = ("stdin_stdout", "stdin")
 CALL_TYPES = ("function_call", "functional", "call_based")
+
+_COMPRESSED = "eJ"
+"""The first two bytes of zlib's default format, in base64. No Python code of this module's formats starts so."""
 
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][+-]?[0-9]+)?")
 """A number with a point or an exponent; integers are compared as text."""
@@ -75,7 +86,8 @@ def read_tests(value: Any, column: str, setup: str = "", entry_point: str | None
         value: The value of a column, in one of the formats that this module's docstring lists.
         column: The column's name, for errors.
         setup: Code to run before test code.
-        entry_point: The argument of the test code's `check`, as Python code.
+        entry_point: The argument of the test code's `check`, as Python code; or the function of all cases that name
+            none.
 
     Raises:
         ValueError: If `value` has another format.
@@ -93,6 +105,30 @@ def read_code(value: Any, column: str) -> str:
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
         raise ValueError(f"column {column!r} must hold text or a list of texts, got {value!r:.80}.")
     return "\n".join(lines)
+
+
+def read_entry_point(value: Any, column: str) -> str | None:
+    """Read the entry point of a row: text, None, or an object (or its JSON text) with the name in `func_name`.
+
+    Raises:
+        ValueError: If `value` has another format.
+    """
+    try:
+        if isinstance(value, Mapping) or (isinstance(value, str) and value.startswith("{")):
+            value = _function_name(value)
+        if not isinstance(value, str | None) or (value is not None and not _is_expression(value)):
+            raise _FormatError(f"must hold the name of a function, got {value!r:.80}")
+    except _FormatError as error:
+        raise ValueError(f"column {column!r} {error}.") from error
+    return value
+
+
+def _is_expression(text: str) -> bool:
+    """Whether a text is a Python name, attribute or call: `twoSum`, `Solution().twoSum`."""
+    try:
+        return isinstance(ast.parse(text.strip(), mode="eval").body, ast.Name | ast.Attribute | ast.Call)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
 
 
 class _FormatError(Exception):
@@ -113,19 +149,39 @@ def _read(value: Any, setup: str, entry_point: str | None) -> Iterator[Test]:
             yield _code(setup, code, entry_point)
     elif isinstance(value, list) and all(isinstance(part, Mapping) for part in value):
         for case in value:
-            yield _case(case)
+            yield _case(case, entry_point)
     else:
         raise _FormatError(f"must hold tests in a format of CodeTests, got {value!r:.80}")
 
 
 def _from_text(text: str) -> Any:
-    """Parse a text that starts like JSON ("{" or "["); other texts are test code and are returned unchanged."""
+    """Parse a text that starts like JSON ("{" or "["), also a compressed one; other texts are test code, unchanged."""
+    if text.startswith(_COMPRESSED):
+        text = _decompress(text)
     if not text.lstrip().startswith(("{", "[")):
         return text
     try:
-        return json.loads(text)
+        return _from_json(text)
     except (ValueError, RecursionError) as error:
         raise _FormatError(f"must hold JSON or Python code, got {text!r:.80} ({error})") from error
+
+
+class _TextUnpickler(pickle.Unpickler):
+    """Reads text and plain values only."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
+
+
+def _decompress(text: str) -> str:
+    """Decode a text that LiveCodeBench compressed: base64 of zlib of a pickled text. Raises: _FormatError."""
+    try:
+        found = _TextUnpickler(io.BytesIO(zlib.decompress(base64.b64decode(text, validate=True)))).load()
+    except (ValueError, EOFError, zlib.error, pickle.UnpicklingError) as error:
+        raise _FormatError(f"must hold JSON, Python code or compressed text, got {text!r:.80} ({error})") from error
+    if not isinstance(found, str):
+        raise _FormatError(f"must hold tests as compressed text, got a compressed {type(found).__name__}")
+    return found
 
 
 def _from_mapping(value: Mapping[str, Any], setup: str, entry_point: str | None) -> Iterator[Test]:
@@ -139,26 +195,29 @@ def _from_mapping(value: Mapping[str, Any], setup: str, entry_point: str | None)
     for inputs, outputs in (("inputs", "outputs"), ("input", "output")):
         if inputs not in value or outputs not in value:
             continue
-        given, wanted = _listed(value[inputs]), _listed(value[outputs])
+        given, wanted = value[inputs], value[outputs]
         if not isinstance(given, list) or not isinstance(wanted, list) or len(given) != len(wanted):
             raise _FormatError(f"must hold {inputs!r} and {outputs!r} as lists of the same length")
-        others = {name: _listed(other) for name, other in value.items() if name in ("fn_name", "type", "testtype")}
+        others = {name: other for name, other in value.items() if name in ("fn_name", "type", "testtype")}
+        for name, other in others.items():
+            if isinstance(other, list) and len(other) != len(given):
+                raise _FormatError(f"must hold one {name!r} for each of {len(given)} cases, got {other!r:.80}")
         for index, (stdin, output) in enumerate(zip(given, wanted, strict=True)):
             own = {name: other[index] if isinstance(other, list) else other for name, other in others.items()}
-            yield _case({"input": stdin, "output": output, **own})
+            yield _case({"input": stdin, "output": output, **own}, entry_point)
         return
     raise _FormatError(f"must hold 'test_cases', 'inputs' and 'outputs', or 'input' and 'output', got {list(value)!r}")
 
 
-def _case(case: Mapping[str, Any]) -> Test:
+def _case(case: Mapping[str, Any], entry_point: str | None) -> Test:
     """Read a case with an input and an output. Raises: _FormatError."""
     if "input" not in case or "output" not in case:
         raise _FormatError(f"must hold cases with 'input' and 'output', got one with {list(case)!r}")
     kind = case.get("type") or case.get("testtype")
-    details = case.get("metadata") or {}
-    details = json.loads(details) if isinstance(details, str) else details
-    function = case.get("fn_name") or details.get("func_name")
-    given, wanted = _listed(case["input"]), _listed(case["output"])
+    function = case.get("fn_name") or _function_name(case.get("metadata")) or entry_point
+    given, wanted = case["input"], case["output"]
+    if function is not None and not (isinstance(function, str) and function.isidentifier()):
+        raise _FormatError(f"must hold a function's name in 'fn_name', got {function!r:.80}")
     if kind not in (None, *STDIN_TYPES, *CALL_TYPES):
         raise _FormatError(f"must hold cases of the types {', '.join(STDIN_TYPES + CALL_TYPES)}, got {kind!r}")
     if kind in CALL_TYPES and not function:
@@ -167,14 +226,32 @@ def _case(case: Mapping[str, Any]) -> Test:
         return Stdin(_lines(given), _lines(wanted))
     if isinstance(given, str):  # one argument per line, as JSON
         try:
-            arguments = [json.loads(line) for line in given.split("\n") if line.strip()]
-            return Call(function, arguments, [json.loads(wanted) if isinstance(wanted, str) else wanted])
-        except ValueError as error:
+            arguments = [_from_json(line) for line in given.split("\n") if line.strip()]
+            return Call(function, arguments, [_from_json(wanted) if isinstance(wanted, str) else wanted])
+        except (ValueError, RecursionError) as error:
             raise _FormatError(f"must hold the arguments of {function!r} as JSON lines, got {given!r:.80}") from error
     if not isinstance(given, list):
         raise _FormatError(f"must hold the arguments of {function!r} as a list, got {given!r:.80}")
+    try:
+        values.encode([given, wanted], values.refuse)
+    except (values.PlainError, RecursionError) as error:
+        raise _FormatError(f"must hold JSON values for the calls of {function!r} ({error})") from error
     # APPS and TACO wrap the value in a list in some rows.
     return Call(function, given, [wanted, *(wanted if isinstance(wanted, list) and len(wanted) == 1 else [])])
+
+
+def _function_name(metadata: Any) -> Any:
+    """The function's name in the metadata of a case: an object, its JSON text, or None. Raises: _FormatError."""
+    try:
+        details = json.loads(metadata) if isinstance(metadata, str) and metadata else metadata or {}
+        return details.get("func_name")
+    except (ValueError, AttributeError) as error:
+        raise _FormatError(f"must hold the metadata of a case as a JSON object, got {metadata!r:.80}") from error
+
+
+def _from_json(text: str) -> Any:
+    """Parse JSON with integers of any length. Raises: ValueError, RecursionError."""
+    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 4000 else int(Decimal(digits)))
 
 
 def _lines(value: Any) -> str:
@@ -187,9 +264,11 @@ def _lines(value: Any) -> str:
 
 
 def _listed(value: Any) -> Any:
-    """Convert arrays and tuples to lists."""
+    """Convert arrays and tuples to lists, also within lists and objects."""
     value = value.tolist() if hasattr(value, "tolist") else value
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, Mapping):
+        return {name: _listed(part) for name, part in value.items()}
+    return [_listed(part) for part in value] if isinstance(value, tuple | list) else value
 
 
 # ----------------------------------------------------------------------------------------------------------- test code
@@ -200,7 +279,9 @@ def _code(setup: str, code: str, entry_point: str | None) -> Code:
     try:
         tree = ast.parse(f"{setup}\n{code}")
         defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        own: set[str] = set()
         if entry_point is not None and "check" in defined:
+            own = _free_names(ast.parse(entry_point))
             code = f"{code}\ncheck({entry_point})\n"
             tree = ast.parse(f"{setup}\n{code}")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -210,9 +291,16 @@ def _code(setup: str, code: str, entry_point: str | None) -> Code:
             f"must hold an assert or a call outside of functions, or a function 'check' and entry_point_column, got "
             f"{code!r:.80}"
         )
-    unknown = _free_names(tree) - set(dir(builtins))
+    if missing := _imported(tree) - sys.stdlib_module_names:
+        raise _FormatError(f"must hold test code that imports only the standard library, got {sorted(missing)}")
+    free = _free_names(tree)
+    if own - free:
+        raise _FormatError(
+            f"must not define the entry point {entry_point!r}, which is the program's, nor may the setup"
+        )
+    unknown = free - set(dir(builtins)) - own
     modules = sorted(unknown & sys.stdlib_module_names)
-    names = sorted(unknown - set(modules)) or [*_shadowed_builtin(tree)]
+    names = sorted(unknown - set(modules) | own) or [*_shadowed_builtin(tree)]
     if not names:
         raise _FormatError(f"must hold code that uses the program, got {code!r:.80}")
     return Code(setup, code, names, modules)
@@ -243,6 +331,20 @@ def _free_names(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.ExceptHandler) and node.name:
             defined.add(node.name)
     return loaded - defined
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    """Modules that code imports outside of `try`, without their submodules."""
+    imported: set[str] = set()
+    nodes: list[ast.AST] = [tree]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add((node.module or "").partition(".")[0])
+        elif not isinstance(node, ast.Try):
+            nodes += ast.iter_child_nodes(node)
+    return imported
 
 
 def _shadowed_builtin(tree: ast.Module) -> Iterator[str]:
@@ -323,13 +425,12 @@ def accepts(call: Call, value: Any, tolerance: float) -> bool:
     """Whether a call returned one of the accepted values. Args: tolerance: as in `same_value`."""
     try:
         return any(same_value(value, wanted, tolerance) for wanted in call.accepted)
-    except RecursionError:
+    except (RecursionError, ValueError):  # nested too deeply, or a key too long for a text
         return False
 
 
 def largest_output(test: Stdin | Call) -> int:
-    """The most bytes that a test accepts as output: room for spaces, and for the encoding of values."""
-    texts: Sequence[str] = (
-        [test.expected] if isinstance(test, Stdin) else [json.dumps(value) for value in test.accepted]
-    )
-    return 65536 + 12 * max(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+    """The most bytes that a test accepts as output: room for spaces, and for another encoding of the values."""
+    if isinstance(test, Stdin):
+        return 65536 + 12 * len(test.expected.encode("utf-8", "surrogatepass"))
+    return 65536 + 3 * max(len(values.pack_frame(values.encode(value, values.refuse))) for value in test.accepted)

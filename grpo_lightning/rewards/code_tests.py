@@ -29,6 +29,7 @@ from grpo_lightning.rewards.code_rows import (
     accepts,
     largest_output,
     read_code,
+    read_entry_point,
     read_tests,
     same_output,
 )
@@ -83,10 +84,12 @@ class CodeTests(Reward):
 
     Args:
         tests_columns: The data columns with the tests: `[verification_info]` (open-r1), `[input_output]` (APPS, TACO),
-            `[public_tests, private_tests]` (code_contests), `[test_list]` (MBPP), `[test]` (HumanEval). A column
-            without a value is skipped; a row without a value in any of them is not scorable.
+            `[public_tests, private_tests]` (code_contests), `[public_test_cases, private_test_cases]`
+            (LiveCodeBench), `[test_list]` (MBPP), `[test]` (HumanEval). A column without a value is skipped; a row
+            without a value in any of them is not scorable.
         setup_column: The data column with code to run before the test code: `test_setup_code` or `test_imports` (MBPP).
-        entry_point_column: The data column with the function to pass to `check`: `entry_point` (HumanEval).
+        entry_point_column: The data column with the function to pass to `check`: `entry_point` (HumanEval); or to
+            call: `metadata` (LiveCodeBench).
         score: "fraction" of the tests that pass, or "all": 1 if all tests pass, else 0.
         max_tests: Run only this many tests of a row, from the first; null runs all.
         timeout_seconds: Time limit of a test, in wall time and (up to one second more) in CPU time. After the first
@@ -203,9 +206,8 @@ class CodeTests(Reward):
     def _tests(self, row: Mapping[str, Any]) -> list[Test]:
         """Read the tests of a row; none if all its columns are empty. Raises: ValueError if the format is unknown."""
         setup = "" if self.setup_column is None else read_code(row[self.setup_column], self.setup_column)
-        entry_point = None if self.entry_point_column is None else row[self.entry_point_column]
-        if entry_point is not None and not isinstance(entry_point, str):
-            raise ValueError(f"column {self.entry_point_column!r} must hold text, got {entry_point!r:.80}.")
+        column = self.entry_point_column
+        entry_point = None if column is None else read_entry_point(row[column], column)
         given = {column: row[column] for column in self.tests_columns if not _is_empty(row[column])}
         tests = [test for column, value in given.items() for test in read_tests(value, column, setup, entry_point)]
         if given and not tests:
@@ -239,11 +241,12 @@ class CodeTests(Reward):
                 left = min(self.timeout_seconds, stop - time.monotonic())
                 verdict = self._test(sandbox, test, codes, left) if left > 0 else Verdict("timeout", "not run in time")
                 if verdict.outcome == "unsupported":
-                    return Result(None, f"not scorable: {verdict.why}", problem=verdict.why)
+                    why = _readable(verdict.why)
+                    return Result(None, f"not scorable: {why}", problem=why)
                 is_right = verdict.outcome == "passed"
                 passed += is_right
                 if not is_right and not failure:
-                    failure = f"; test {number + 1}: {verdict.why}"
+                    failure = f"; test {number + 1}: {_readable(verdict.why)}"
                 timed_out = verdict.outcome == "timeout"
                 if timed_out or (not is_right and self.score == "all"):
                     break
@@ -269,6 +272,11 @@ class CodeTests(Reward):
         if is_right:
             return Verdict("passed")
         return Verdict("timeout" if ended.how == "timeout" else "failed", why or "wrong value")
+
+
+def _readable(text: str) -> str:
+    """The first 300 characters of a text that a program may have written; unprintable characters become escapes."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:300])
 
 
 def _is_empty(value: Any) -> bool:
@@ -301,18 +309,24 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
     """The closed fenced blocks of a text: language in lower case, and content.
 
     An opening fence stands at the start of a line, or after a tag or colon (`<answer>```python`). A closing fence
-    stands at the start of a line, and a tag may follow it.
+    stands at the start of a line, and a tag may follow it. If the opening fence and all lines of the content are
+    indented, as in a list, the indentation of the fence is removed.
     """
     blocks: list[tuple[str, str]] = []
-    language, start, fence = "", -1, ""
-    place = 0
+    language, fence, indent = "", "", ""
+    content: list[str] | None = None
     for line in text.splitlines(keepends=True):
-        if start < 0 and (opened := _opening(line)) is not None:
-            (fence, language), start = opened, place + len(line)
-        elif start >= 0 and _closes(line, fence):
-            blocks.append((language, text[start:place]))
-            start = -1
-        place += len(line)
+        if content is None:
+            if (opened := _opening(line)) is not None:
+                (fence, language), content = opened, []
+                indent = line.partition("`")[0]
+        elif _closes(line, fence):
+            is_indented = indent.isspace() and all(one.startswith(indent) for one in content if one.strip())
+            start = len(indent) if is_indented else 0
+            blocks.append((language, "".join(one[start:] if one.strip() else one for one in content)))
+            content = None
+        else:
+            content.append(line)
     return blocks
 
 
@@ -321,6 +335,8 @@ def _opening(line: str) -> tuple[str, str] | None:
     before, marks, word = line.rpartition("```")
     language = word.strip().lower()
     start = before.rstrip("`")
+    if not start.strip() and language.partition(" ")[0] in _LANGUAGES:  # ```python title="a.py"
+        language = language.partition(" ")[0]
     if not marks or " " in language or start.strip()[-1:] not in ("", ">", ":"):
         return None
     return before[len(start) :] + marks, language

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
+import zlib
+from datetime import date
 
 import numpy as np
 import pytest
@@ -14,7 +18,9 @@ from grpo_lightning.rewards.code_rows import (
     Code,
     Stdin,
     accepts,
+    largest_output,
     read_code,
+    read_entry_point,
     read_tests,
     same_output,
     same_value,
@@ -59,7 +65,23 @@ def test_formats(value, tests, as_text):
     assert read_tests(json.dumps(value) if as_text else value, "c") == tests
 
 
+def test_integers_of_any_length():
+    """JSON does not limit them, but Python's `int` and `json.dumps` take only 4300 digits."""
+    text = '{"inputs": [[%s]], "outputs": [%s], "fn_name": "f"}' % ("1" * 5000, "2" * 5000)  # noqa: UP031
+    (call,) = read_tests(text, "c")
+    assert isinstance(call, Call)
+    assert call.arguments[0] * 2 == call.accepted[0]
+    assert (call.arguments[0] * 9 + 1) == 10**5000
+    assert largest_output(call) > 5000
+    (case,) = read_tests([{"type": "functional", "fn_name": "f", "input": "1" * 5000, "output": "2" * 5000}], "c")
+    assert case == call
+
+
 def test_arrays_are_lists():
+    nested = np.array([np.array([1, 2]), np.array([3])], dtype=object)
+    wanted = [np.array([[1, 2]]), np.float64(0.5)]
+    calls = read_tests({"inputs": [[nested], (np.int64(3),)], "outputs": wanted, "fn_name": "f"}, "c")
+    assert calls == [Call("f", [[[1, 2], [3]]], [[[1, 2]], [1, 2]]), Call("f", [3], [0.5])]
     assert read_tests({"inputs": np.array(["1"]), "outputs": np.array(["2"])}, "c") == [Stdin("1", "2")]
     assert read_tests(np.array(["assert f(1)"], dtype=object), "c") == [Code("", "assert f(1)", ["f"], [])]
 
@@ -78,6 +100,50 @@ def test_test_code():
     assert found.names == ["sum"]
     (found,) = read_tests(["assert sum(f(x) for x in range(3)) == max([y for y in g()])"], "c")
     assert found.names == ["f", "g"]
+
+
+def compressed(value: object) -> str:
+    """Text as LiveCodeBench stores its private tests."""
+    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+
+def test_live_code_bench():
+    """`code_generation_lite`: the function's name is in the row's column `metadata`."""
+    cases = [{"input": "[3, 1]\n2", "output": "true", "testtype": "functional"}]
+    name = read_entry_point('{"func_name": "isGood"}', "metadata")
+    for text in (json.dumps(cases), compressed(json.dumps(cases))):
+        assert read_tests(text, "c", entry_point=name) == [Call("isGood", [[3, 1], 2], [True])]
+    scripts = json.dumps([{"input": "1\n", "output": "2\n", "testtype": "stdin"}])
+    assert read_tests(compressed(scripts), "c", entry_point=read_entry_point("{}", "metadata")) == [Stdin("1\n", "2\n")]
+    assert read_entry_point({"func_name": "f"}, "c") == read_entry_point("f", "c") == "f"
+    assert read_entry_point(None, "c") is None
+    for value in (3, "{x", {"func_name": 3}, "[1]"):
+        with pytest.raises(ValueError, match="column 'metadata' must hold"):
+            read_entry_point(value, "metadata")
+
+
+def test_compressed_tests_hold_a_text_and_no_code():
+    for value in (print, 3, {"a": 1}):
+        with pytest.raises(ValueError, match=r"column 'c' must hold .* compressed text"):
+            read_tests(compressed(value), "c")
+
+
+def test_the_entry_point_is_the_programs():
+    """Also if a module or a builtin has its name."""
+    human = "def check(candidate):\n    assert candidate([1, 2], 2) == 1\n"
+    for name in ("bisect", "sum"):
+        (found,) = read_tests(human, "test", entry_point=name)
+        assert isinstance(found, Code)
+        assert (found.names, found.modules) == ([name], [])
+    with pytest.raises(ValueError, match="column 'test' must not define the entry point 'f', which is the program's"):
+        read_tests(human, "test", setup="def f(x, y):\n    pass\n", entry_point="f")
+
+
+def test_modules_that_test_code_can_do_without():
+    test = "try:\n    import numpy\nexcept ImportError:\n    numpy = None\nassert f(1) == 2"
+    (found,) = read_tests([test], "c")
+    assert isinstance(found, Code)
+    assert found.names == ["f"]
 
 
 def test_setup_code():
@@ -105,6 +171,22 @@ def test_setup_code():
         (
             {"inputs": ["x y"], "outputs": ["1"], "fn_name": "f"},
             "must hold the arguments of 'f' as JSON lines, got 'x y'",
+        ),
+        ([{**CASE, "metadata": "{x"}], "must hold the metadata of a case as a JSON object, got '{x'"),
+        ([{**CASE, "metadata": [1]}], "must hold the metadata of a case as a JSON object, got [1]"),
+        ([{**CASE, "fn_name": 3}], "must hold a function's name in 'fn_name', got 3"),
+        ([{**CASE, "fn_name": "Solution().f"}], "must hold a function's name in 'fn_name', got 'Solution().f'"),
+        (
+            {"inputs": ["1", "2"], "outputs": ["1", "2"], "fn_name": ["f"]},
+            "must hold one 'fn_name' for each of 2 cases",
+        ),
+        (
+            [{"fn_name": "f", "input": [1], "output": date(2020, 1, 1)}],
+            "must hold JSON values for the calls of 'f' (date objects",
+        ),
+        (
+            ["import numpy as np\nassert np.all(f(1))"],
+            "must hold test code that imports only the standard library, got",
         ),
         ({"inputs": [{"x": 1}], "outputs": ["1"], "fn_name": "f"}, "must hold the arguments of 'f' as a list"),
         (["assert f(1 == 2"], "must hold Python code, got 'assert f(1 == 2'"),

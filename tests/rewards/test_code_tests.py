@@ -41,7 +41,11 @@ pytestmark = NEEDS_LANDLOCK
         ("<answer>\n```python\nx = 1\n```\n</answer>", "x = 1\n"),
         ("<answer> </answer>", None),
         ("The program:```python\nx = 1\n```", "x = 1\n"),
-        ("  ```python\n  x = 1\n  ```", "  x = 1\n"),
+        ("1. A loop:\n  ```python\n  for n in x:\n      n\n\n  y\n  ```", "for n in x:\n    n\n\ny\n"),
+        ("```python\n  x = 1\n```", "  x = 1\n"),
+        ("   ```python\ndef f():\n  return 1\n   ```", "def f():\n  return 1\n"),
+        ("  <answer>```python\n  x = 1\n```", "  x = 1\n"),
+        ('```python title="a.py"\nx = 1\n```\nb', "x = 1\n"),
         ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"),
         ("```python\nx = 1", None),
         ("```python\nx = 1\n```\n```python\nx = 2", "x = 1\n"),
@@ -172,7 +176,7 @@ def test_rows_that_cannot_be_judged_are_named():
         ({"t": {"inputs": [], "outputs": []}}, "the columns ['t'] have no tests, got {'t': {'inputs': []"),
         ({"t": ["assert"]}, "column 't' must hold Python code"),
         ({"t": ["assert f(1)"], "s": 3}, "column 's' must hold text or a list of texts, got 3"),
-        ({"t": ["assert f(1)"], "e": 3}, "column 'e' must hold text, got 3"),
+        ({"t": ["assert f(1)"], "e": 3}, "column 'e' must hold the name of a function, got 3"),
     ]
     prompts = [Prompt("q", columns, where=f"a.jsonl:{n}") for n, (columns, _) in enumerate(bad)]
     reward = CodeTests(["t"], setup_column="s", entry_point_column="e")
@@ -216,6 +220,20 @@ def test_logs():
         "1 of 3 passed; test 2: wrong output",
     ]
     assert metrics == {"code_tests/no_program": 0.25, "code_tests/timed_out": 0.25}
+
+
+def test_reasons_are_one_short_printable_line():
+    """The log of completions is UTF-8, which cannot hold lone surrogates."""
+    programs = ["raise ValueError(chr(0xD800) + '\\n\\0é')", "raise type('a' * 60000, (Exception,), {})()"]
+    for tests in ({"inputs": [[1]], "outputs": [2], "fn_name": "f"}, ["assert f(1) == 2"]):
+        extras: dict[str, list[str]] = {}
+        CodeTests(["t"])(
+            completions=[block(f"def f(x): {program}") for program in programs],
+            t=[tests, tests],
+            log_extra=extras.__setitem__,
+        )
+        assert extras["code_tests"][0] == "0 of 1 passed; test 1: ValueError: \\ud800\\n\\x00é"
+        assert len(extras["code_tests"][1]) < 400
 
 
 def test_slow_programs_get_an_equal_part_of_the_call():

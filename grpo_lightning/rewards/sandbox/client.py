@@ -123,7 +123,8 @@ class Sandbox:
                 os.write(tests, self._tests)
             self._process = subprocess.Popen(  # noqa: S603 (our own code and this interpreter)
                 [
-                    *(sys.executable, "-S", "-s", "-B", "-X", "utf8", "-c", START_LAUNCHER),
+                    *(sys.executable, "-S", "-s", "-B", "-X", "utf8", "-X", "int_max_str_digits=0"),
+                    *("-c", START_LAUNCHER),
                     *(str(Path(__file__).parent), str(theirs.fileno()), str(tests), str(os.getpid())),
                 ],
                 pass_fds=[theirs.fileno(), tests],
@@ -199,7 +200,7 @@ class Sandbox:
             return ended, values.decode(answer["value"], values.refuse), ""
         except values.PlainError:
             return ended, None, "the value is not plain data"
-        except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+        except values.MALFORMED:
             return ended, None, "its answer is malformed"
 
     def judge(self, index: int, *, seconds: float) -> tuple[Ended, str, str]:

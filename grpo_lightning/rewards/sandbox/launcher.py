@@ -20,6 +20,8 @@ This module imports only the standard library and its siblings.
 
 from __future__ import annotations
 
+import _sitebuiltins
+import builtins
 import fcntl
 import gc
 import importlib
@@ -86,6 +88,8 @@ def _serve_jobs(control: int, tests: int, parent: int) -> Callable[[], None]:
         isolation.end_with(parent)
         for name in PRELOADED:
             importlib.import_module(name)
+        for name in ("exit", "quit"):  # `site` defines them in other interpreters
+            setattr(builtins, name, _sitebuiltins.Quitter(name, ""))
     except Exception as error:  # noqa: BLE001 (reported to the reward, which raises it)
         kind = "" if isinstance(error, IsolationError) else f"{type(error).__name__}: "
         _send(control, {"problem": f"{kind}{error}"})

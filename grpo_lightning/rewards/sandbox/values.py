@@ -25,6 +25,7 @@ import itertools
 import json
 import os
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,6 +34,12 @@ MAX_ITEMS = 1_000_000
 
 MAX_FRAME = 16 * 2**20
 """Most bytes of one message between the tests and the program."""
+
+MAX_EQUAL_HASHES = 100
+"""Most keys of a dictionary, or items of a set, with the same hash. With more, making it takes quadratic time."""
+
+MALFORMED = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError)
+"""What `decode` raises for data that is not an encoding of a value."""
 
 _SEQUENCES: dict[str, Any] = {"l": list, "t": tuple, "s": set, "z": frozenset}
 
@@ -90,7 +97,7 @@ def decode(data: Any, find: Callable[[Any, str], Any]) -> Any:
         find: Called with place and type of every `["o", place, type]`; returns the object, or raises.
 
     Raises:
-        ValueError, TypeError, KeyError, IndexError, RecursionError: If `data` is not an encoding of a value.
+        MALFORMED: If `data` is not an encoding of a value.
     """
     if data is None or isinstance(data, bool | str):
         return data
@@ -104,12 +111,23 @@ def decode(data: Any, find: Callable[[Any, str], Any]) -> Any:
     if tag == "b":
         return bytes.fromhex(first)
     if tag == "d":
-        return {decode(key, find): decode(item, find) for key, item in first}
+        pairs = [(decode(key, find), decode(item, find)) for key, item in first]
+        _check_hashes([key for key, _ in pairs])
+        return dict(pairs)
     if tag == "r":
         return range(*(decode(number, find) for number in first))
     if tag == "o":
         return find(first, str(data[2]))
-    return _SEQUENCES[tag]([decode(item, find) for item in first])
+    items = [decode(item, find) for item in first]
+    if tag in ("s", "z"):
+        _check_hashes(items)
+    return _SEQUENCES[tag](items)
+
+
+def _check_hashes(keys: list[Any]) -> None:
+    """Raises: ValueError if more than `MAX_EQUAL_HASHES` of the keys have the same hash."""
+    if len(keys) > MAX_EQUAL_HASHES and max(Counter(map(hash, keys)).values()) > MAX_EQUAL_HASHES:
+        raise ValueError(f"more than {MAX_EQUAL_HASHES} keys have the same hash")
 
 
 def refuse(value: Any, *_: Any) -> Any:
@@ -286,7 +304,7 @@ def _receive(data: Any, ask: Callable[[dict[str, Any]], Any]) -> Any:
     """Decode a value of the program. Raises: ProgramError if it is malformed."""
     try:
         return decode(data, lambda place, kind: Remote(ask, place, kind))
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError, ProgramError) as error:
+    except (*MALFORMED, ProgramError) as error:
         raise ProgramError("the program's answer is malformed") from error
 
 
@@ -323,11 +341,18 @@ def ask_through(requests: int, answers: int) -> Callable[[dict[str, Any]], Any]:
     return ask
 
 
+_OF_THE_TESTS = (AssertionError, StopIteration, StopAsyncIteration)
+
+
 def raised_error(answer: dict[str, Any]) -> Exception:
-    """The exception that an answer reports, of the same builtin type if it has one, otherwise a `ProgramError`."""
+    """The exception that an answer reports, of the same builtin type if it has one, otherwise a `ProgramError`.
+
+    An AssertionError is the tests' own, and a StopIteration would end a `map` of the tests early; both become a
+    `ProgramError`.
+    """
     name, text = str(answer["error"]), f"{answer.get('text')!s:.200}"
     kind = getattr(builtins, name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception) and kind is not AssertionError:
+    if isinstance(kind, type) and issubclass(kind, Exception) and kind not in _OF_THE_TESTS:
         try:
             return kind(text)
         except TypeError:  # UnicodeDecodeError takes other arguments

@@ -54,6 +54,8 @@ def test_how_programs_end():
         "class A:\n def __init__(self): self.f = open(1, 'w'); self.f.write('3')\na = A()\na.me = a",
         "import os, sys\ndata = os.read(0, os.fstat(0).st_size or 9)\nos.write(1, data)",
         "import atexit, io, sys\nout = io.BytesIO()\natexit.register(lambda: sys.stdout.buffer.write(b'3'))",
+        "print(3, end='')\nexit()\nprint(4)",
+        "def main():\n print(3, end='')\n quit(0)\nmain()\nprint(4)",
     ],
 )
 def test_everything_that_is_printed_arrives(program):
@@ -73,6 +75,21 @@ def test_the_limit_of_memory():
     for size, found in ((10**7, b"10000000\n"), (2 * 10**8, b"200000000\n"), (3 * 10**8, b"none\n")):
         assert run(program.format(size)).output == found
     assert run(program.format(2 * 10**8), memory_bytes=10**8).output == b"none\n"
+
+
+def test_integers_of_any_length():
+    assert run("n = int(input())\nprint(n * n)", b"1" * 3000).output == b"%s\n" % square(3000)
+    assert run("print(len(str(2 ** 20000)), int('7' * 6000) % 7)").output == b"6021 0\n"
+
+
+def square(digits: int) -> bytes:
+    """The square of 11...1 in decimal digits, by long multiplication."""
+    found, carry = bytearray(), 0
+    for place in range(2 * digits - 1):
+        carry += digits - abs(digits - 1 - place)
+        found.append(48 + carry % 10)
+        carry //= 10
+    return bytes(reversed(found)) if not carry else str(carry).encode() + bytes(reversed(found))
 
 
 def test_the_limit_of_threads():

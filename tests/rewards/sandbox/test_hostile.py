@@ -15,7 +15,7 @@ import pytest
 
 from grpo_lightning.rewards import CodeTests
 from grpo_lightning.rewards.sandbox.client import Limits, Sandbox
-from tests.marks import NEEDS_LANDLOCK, only
+from tests.marks import NEEDS_LANDLOCK, SLOW, only
 
 pytestmark = NEEDS_LANDLOCK
 
@@ -63,6 +63,16 @@ ATTACKS = {
     "memory of the parent": "open('/proc/{pid}/mem', 'rb')",
     "environment of the parent": "open('/proc/{pid}/environ', 'rb').read()",
     "own environment in /proc": "open('/proc/self/environ', 'rb').read()",
+    "own memory": "open('/proc/self/mem', 'r+b')",
+    "own memory map": "open('/proc/self/maps').read()",
+    "file of a folder's descriptor": "os.open('canary', 0, dir_fd=os.open({folder!r}, os.O_PATH | os.O_DIRECTORY))",
+    "file of its own descriptor": "open(f'/proc/self/fd/{{os.open({canary!r}, os.O_PATH)}}').read()",
+    "unnamed file": "os.open('/tmp', os.O_TMPFILE | os.O_RDWR)",
+    "extended attribute": "os.setxattr({canary!r}, 'user.a', b'1')",
+    "pseudo terminal": "os.openpty()",
+    "message queue": "if libc.mq_open(b'/{token}', 0o102, 0o600, None) < 0: raise OSError",
+    "key ring": "if libc.syscall(248, b'user', b'a', b'b', 1, -2) < 0: raise OSError",
+    "own session": "os.setsid()",
     "list processes": "os.listdir('/proc')",
     "memory of the launcher": "open(f'/proc/{{os.getppid()}}/mem', 'rb')",
     "ptrace": "if libc.ptrace(16, {pid}, 0, 0): raise OSError",
@@ -74,6 +84,7 @@ ATTACKS = {
     "datagram": "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', 9))",
     "unix socket": "import socket; socket.socket(socket.AF_UNIX)",
     "datagram of a socket pair": "import socket; socket.socketpair(type=2)[0].sendto(b'x', '/dev/log')",
+    "netlink": "import socket; socket.socket(16, 3, 0)",
     "io_uring": "if libc.syscall(425, 1, ctypes.create_string_buffer(120)) < 0: raise OSError",
     "kill all": "os.kill(-1, 9)",
     "kill the group": "os.kill(0, 9)",
@@ -143,6 +154,13 @@ ENDLESS = {
     "exit handler": "import atexit, time; print(answer); atexit.register(time.sleep, 1000)",
     "thread": "import threading, time; print(answer); threading.Thread(target=time.sleep, args=[1000]).start()",
     "regular expression": "import re; re.match('(a*)*b', 'a' * 100)",
+    "output without an end of line": "while True: os.write(1, b'7')",
+    "busy threads": (
+        "import hashlib, threading\ndef work():\n while True: hashlib.sha256(bytes(10**6))\n"
+        "for _ in range(8): threading.Thread(target=work).start()"
+    ),
+    "power": "pow(3, 10**7, 10**10**6)",
+    "digits": "str(1 << 10**8)",
     "waits for input": "while True: sys.stdin.read(1)",
 }
 
@@ -256,6 +274,9 @@ def test_a_program_without_an_end_is_stopped(outside, name):
 
 # ------------------------------------------------------------------------------------------------------- test code
 
+_WRITTEN = "import os, struct\ntext = b'{\"value\": %s}'\nos.write(4, struct.pack('!i', len(text)) + text)\nos._exit(0)"
+"""Writes an answer past the functions that encode values."""
+
 # Programs for the tests below, which pass none of them: they know neither the tests nor the expected values.
 FORGERIES = {
     "exit": "import sys; sys.exit(0)",
@@ -283,6 +304,16 @@ FORGERIES = {
         "  try: os.write(n, data)\n  except OSError: pass\ndef f(x): return 0"
     ),
     "exception of another name": "def f(x): raise type('not scorable', (Exception,), {})('unsupported')",
+    "end of an iteration": "def f(x): raise StopIteration",
+    "exception with a long name": "def f(x): raise type('a' * 60000, (Exception,), {})()",
+    "exception with surrogates": "def f(x): raise ValueError(chr(0xD800) + chr(0))",
+    "huge key": "def f(x): return {1 << 17000: 1}",
+    "huge key in a key": "def f(x): return {frozenset([1 << 17000]): 1}",
+    "huge number": "def f(x): return 1 << 100000",
+    "written float": _WRITTEN % '["f", "0x1p99999999"]',
+    "written complex number": _WRITTEN % '["c", "0x1p99999999", "0x0p+0"]',
+    "written error": _WRITTEN.replace('"value": %s', '"error": [1], "text": {"a": 1}'),
+    "equal hashes": "def f(x): return {n * (2**61 - 1) for n in range(1, 2000)}",
     "exception that passes": "def f(x): raise type('PlainError', (Exception,), {})()",
     "deep list": "def f(x):\n a = []\n for _ in range(10**5): a = [a]\n return a",
     "list of itself": "def f(x):\n a = []\n a.append(a)\n return a",
@@ -318,6 +349,7 @@ FAST_FORGERIES = (
         "list of itself",
         "NUL",
     ),
+    *("end of an iteration", "huge key", "written float"),
     *("surrogate", "look for the tests", "read the tests"),
 )
 
@@ -331,7 +363,25 @@ def test_an_honest_function_passes(outside):
 @pytest.mark.parametrize("name", only(FAST_FORGERIES, FORGERIES))
 def test_a_forged_value_fails(outside, name):
     assert value(FORGERIES[name], ["assert f(3) == 7", "assert f(20) == 41"]) == 0
-    assert value(FORGERIES[name], {"inputs": [[3], [20]], "outputs": [7, 41], "fn_name": "f"}) == 0
+    assert value(FORGERIES[name], {"inputs": [[3], [20], [5]], "outputs": [7, 41, {"1": [7]}], "fn_name": "f"}) == 0
+
+
+def test_the_end_of_an_iteration_does_not_end_the_loop_of_a_test(outside):
+    test = "assert all(map(lambda case: f(case[0]) == case[1], [(3, 7), (20, 41)]))"
+    assert value("def f(x): return 2 * x + 1", [test]) == 1
+    assert value(FORGERIES["end of an iteration"], [test]) == 0
+
+
+@SLOW
+def test_values_with_equal_hashes_do_not_slow_down_the_reward(outside):
+    """A set of n numbers that all have the hash 0 takes n * n / 2 comparisons, after the program's time is over."""
+    program = (
+        "import os, struct\nnumbers = ','.join('[\"i\",\"%x\"]' % (n * (2**61 - 1)) for n in range(1, 30000))\n"
+        "text = ('{\"value\": [\"s\", [' + numbers + ']]}').encode()\ntext = struct.pack('!i', len(text)) + text\n"
+        "while text: text = text[os.write(4, text):]\nos._exit(0)"
+    )
+    expected = {str(number): number for number in range(50_000)}
+    assert value(program, {"inputs": [[3]], "outputs": [expected], "fn_name": "f"}, seconds=2.0) == 0
 
 
 def test_expected_text_without_computing_passes_only_its_test(outside):

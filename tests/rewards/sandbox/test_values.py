@@ -75,7 +75,10 @@ def test_others_are_refused():
 
 @pytest.mark.parametrize(
     "data",
-    [5, [], ["l"], ["l", 3], ["i", 3], ["i", "x"], ["s", [["l", []]]], ["d", [[1]]], ["?", []], {"a": 1}, ["f", "x"]],
+    [
+        *(5, [], ["l"], ["l", 3], ["i", 3], ["i", "x"], ["s", [["l", []]]], ["d", [[1]]], ["?", []], {"a": 1}),
+        *(["f", "x"], ["f", "0x1p99999"], ["s", [["i", hex(n * (2**61 - 1))] for n in range(200)]]),
+    ],
 )
 def test_malformed_answers_are_errors_of_the_program(data):
     with pytest.raises(ProgramError, match="the program's answer is malformed"):
