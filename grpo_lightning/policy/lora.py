@@ -427,15 +427,12 @@ def add_starting_adapter(policy: Any) -> None:
     config = copy.deepcopy(policy.peft_config[name])
     # PiSSA, OLoRA and LoftQ subtract the initial adapter from the base. Making the trained adapter already did this.
     config.init_lora_weights, config.inference_mode = False, True
-    trained = [weight for weight in policy.parameters() if weight.requires_grad]
     with torch.random.fork_rng():
         policy.add_adapter(STARTING, config)
     with torch.no_grad():
         for module in switched_modules(policy):
             for new, given in zip(layer_weights(module, STARTING), layer_weights(module, name), strict=True):
                 new.copy_(given).requires_grad_(False)
-    for weight in trained:  # peft freezes trained copies of layers when another adapter is added
-        weight.requires_grad_(True)
     set_dropout(policy, 0.0, STARTING)
 
 
