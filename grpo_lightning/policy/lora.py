@@ -225,6 +225,11 @@ def add_adapters(model: Any, lora: LoRA) -> Any:
             saved = saved_modules(model, lora.modules_to_save)
             layers = targets(model, lora.target_modules, saved)
             experts = expert_targets(model, lora.target_parameters, saved)
+            if not layers and not experts:
+                raise ValueError(
+                    f"policy.lora.modules_to_save ({lora.modules_to_save}) leaves no layer for an adapter: remove it "
+                    "and policy.lora to train all weights, or name fewer modules."
+                )
             if not experts and (reason := missing_adapter_reason(model, language_layers(model))):
                 log.info("LoRA: %s.", reason)
             config = LoraConfig(
