@@ -215,6 +215,7 @@ def add_adapters(model: Any, lora: LoRA) -> Any:
     # and a resumed run must start with this A again.
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft reads it
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)  # peft sets it by layer
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)  # see `untie`
         torch.manual_seed(derived_seed(run_seed(None), "adapters"))
         if lora.adapter is not None:
@@ -305,7 +306,7 @@ def widen_copies(adapted: Any) -> None:
     for module in adapted.modules():
         if is_copied(module) and name in module.modules_to_save:
             dtypes = {weight.dtype for weight in module.original_module.parameters()}
-            if dtypes and dtypes <= {torch.bfloat16, torch.float16}:
+            if dtypes & {torch.bfloat16, torch.float16}:
                 compute_like(module.modules_to_save[name].to(torch.float32), module.original_module)
 
 
