@@ -176,6 +176,18 @@ def test_a_checkpoint_loads_by_itself(folder, tmp_path):
     assert are_equal(weights_of(loaded), weights_of(module))
 
 
+@pytest.mark.slow
+def test_a_checkpoint_of_adapters_in_memory_loads_with_their_model(folder, tmp_path):
+    """The model is passed again, as it was before training."""
+    module = make_module(policy=given(folder), lr=1e-2)
+    fit(module, max_steps=1).save_checkpoint(tmp_path / "a.ckpt")
+    options = {"rewards": [vowel_share], "tokenizer": tiny_tokenizer()}
+    with pytest.raises(TypeError, match=r"pass policy=\.\.\. again"):
+        GRPOLightningModule.load_from_checkpoint(tmp_path / "a.ckpt", **options)
+    loaded = GRPOLightningModule.load_from_checkpoint(tmp_path / "a.ckpt", policy=given(folder), **options)
+    assert are_equal(weights_of(loaded), weights_of(module))
+
+
 def test_a_checkpoint_of_other_adapters_is_refused(folder, tmp_path):
     fit(module_of(folder), max_steps=1).save_checkpoint(tmp_path / "a.ckpt")
     other = make_module(policy=PolicyLoader(str(folder / "base"), lora=LoRA(rank=2, target_modules=["q_proj"])))

@@ -22,7 +22,7 @@ from grpo_lightning.policy.chunks import AutoChunks, auto_chunks
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.families import family_of, known_family, sees_images, unknown_reason
 from grpo_lightning.policy.hf import attention_kernel, base_model, naming, num_positions, text_config
-from grpo_lightning.policy.lora import adapter_config, trained_adapter
+from grpo_lightning.policy.lora import adapter_config, is_adapted, trained_adapter
 from grpo_lightning.policy.precision import use_float32_head
 from grpo_lightning.policy.probe import check_scorer, choose_head, choose_path
 from grpo_lightning.policy.rope import fix_frequencies
@@ -452,8 +452,14 @@ def check_in_step(model: Any, sharding: Sharding) -> None:
         ValueError: If the model family is not known and its vision tower would have to run on every rank.
     """
     reason = unknown_reason(base_model(model).config)
-    is_trained = any(parameter.requires_grad for parameter in model.parameters()) and not hasattr(model, "peft_config")
-    if reason is not None and ranks.world_size() > 1 and (sharding.is_sharded or is_trained):
+    if reason is None:
+        return
+    base = base_model(model)
+    # Adapters and copies of layers may be in the language model alone, which runs on every rank.
+    language = (base.get_decoder(), base.get_output_embeddings()) if is_adapted(model) else ()
+    own = {id(parameter) for module in filter(None, language) for parameter in module.parameters()}
+    is_trained = any(parameter.requires_grad and id(parameter) not in own for parameter in model.parameters())
+    if ranks.world_size() > 1 and (sharding.is_sharded or is_trained):
         raise ValueError(
             f"On several ranks, a rank without images could not keep in step: {reason}. Train on one device, use "
             "policy.lora with ddp or zero2, or add a record to policy/families.py."

@@ -215,6 +215,7 @@ def add_adapters(model: Any, lora: LoRA) -> Any:
     # and a resumed run must start with this A again.
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft reads it
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)  # peft sets it by layer
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)  # see `untie`
         torch.manual_seed(derived_seed(run_seed(None), "adapters"))
         if lora.adapter is not None:
@@ -225,6 +226,11 @@ def add_adapters(model: Any, lora: LoRA) -> Any:
             saved = saved_modules(model, lora.modules_to_save)
             layers = targets(model, lora.target_modules, saved)
             experts = expert_targets(model, lora.target_parameters, saved)
+            if not layers and not experts:
+                raise ValueError(
+                    f"policy.lora.modules_to_save ({lora.modules_to_save}) leaves no layer for an adapter: remove it "
+                    "and policy.lora to train all weights, or name fewer modules."
+                )
             if not experts and (reason := missing_adapter_reason(model, language_layers(model))):
                 log.info("LoRA: %s.", reason)
             config = LoraConfig(
@@ -300,7 +306,7 @@ def widen_copies(adapted: Any) -> None:
     for module in adapted.modules():
         if is_copied(module) and name in module.modules_to_save:
             dtypes = {weight.dtype for weight in module.original_module.parameters()}
-            if dtypes and dtypes <= {torch.bfloat16, torch.float16}:
+            if dtypes & {torch.bfloat16, torch.float16}:
                 compute_like(module.modules_to_save[name].to(torch.float32), module.original_module)
 
 
@@ -427,15 +433,12 @@ def add_starting_adapter(policy: Any) -> None:
     config = copy.deepcopy(policy.peft_config[name])
     # PiSSA, OLoRA and LoftQ subtract the initial adapter from the base. Making the trained adapter already did this.
     config.init_lora_weights, config.inference_mode = False, True
-    trained = [weight for weight in policy.parameters() if weight.requires_grad]
     with torch.random.fork_rng():
         policy.add_adapter(STARTING, config)
     with torch.no_grad():
         for module in switched_modules(policy):
             for new, given in zip(layer_weights(module, STARTING), layer_weights(module, name), strict=True):
                 new.copy_(given).requires_grad_(False)
-    for weight in trained:  # peft freezes trained copies of layers when another adapter is added
-        weight.requires_grad_(True)
     set_dropout(policy, 0.0, STARTING)
 
 

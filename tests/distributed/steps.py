@@ -15,7 +15,9 @@ from typing import Any
 
 import lightning as L
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from grpo_lightning import PolicyLoader
 from grpo_lightning.core import ranks
@@ -96,6 +98,8 @@ class Case:
     policy: dict[str, Any] = field(default_factory=dict)
     folder: str = "policy"
     """Where the policy is."""
+    is_given: bool = False
+    """Whether the policy is a `PeftModel` in memory, whose adapter has been trained before."""
     sync: dict[str, Any] | None = None
     is_scored_by_model: bool = False
     """Whether a reward model says what is better."""
@@ -172,6 +176,7 @@ CASES: dict[str, Case] = {
         steps=2,
         lr=0.01,
     ),
+    "given adapter, kl": Case(is_given=True, objective={"beta": 0.04}, steps=2, updates=2, accumulate=2, lr=0.01),
     "experts, kl": Case(
         policy={"lora": LORA | {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}},
         folder="qwen3_moe",
@@ -241,6 +246,19 @@ CASES: dict[str, Case] = {
 }
 
 
+def given_adapter(folder: Path) -> PolicyLoader:
+    """The policy with an adapter that is not at its start, in memory; the same on every rank."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "policy")
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        adapted = get_peft_model(model, config)
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(weight, std=0.1)
+    return PolicyLoader(model=adapted, tokenizer=str(folder / "policy"))
+
+
 REFUSED = {("zero3", "dora, kl"), ("zero3", "experts, kl")}
 """Strategies and cases that do not go together."""
 
@@ -250,7 +268,7 @@ def run(case: Case, strategy: str, folder: Path) -> dict[str, Any]:
     world_size = 1 if strategy == "one" else 2
     ranks_per_group = min(world_size, case.ranks_per_group)
     module = GRPOLightningModule(
-        PolicyLoader(str(folder / case.folder), **case.policy),
+        given_adapter(folder) if case.is_given else PolicyLoader(str(folder / case.folder), **case.policy),
         rewards=[RewardModel(folder / "classifier", batch_size=3) if case.is_scored_by_model else small_letters],
         engine=ByPrompt(),
         sampling=SamplingParams(max_completion_length=LONGEST),

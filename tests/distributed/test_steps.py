@@ -54,7 +54,8 @@ def test_two_ranks_train_what_one_does(folder: Path, strategy: str, case: str):
             continue
         assert found["before"].keys() == expected["before"].keys()
         assert found["trained"] == expected["trained"]
-        assert all(not weight.any() for name, weight in found["before"].items() if "lora_B" in name)
+        if not steps.CASES[case].is_given:
+            assert all(not weight.any() for name, weight in found["before"].items() if "lora_B" in name)
         for name, after in expected["after"].items():
             difference = (found["after"][name] - after).norm() / after.norm()
             assert difference <= TOLERANCE, f"{name} differs by {difference:.1e} on rank {rank}"

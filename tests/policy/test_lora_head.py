@@ -62,6 +62,17 @@ def test_slices_are_exact_against_the_full_head_on_both_paths(is_tied, settings)
         assert torch.equal(logits(model), logits(tiny_model("qwen2", tie_word_embeddings=is_tied)))
 
 
+def test_a_model_whose_other_layers_are_transposed():
+    """GPT-2 has Conv1D layers, and a head that is a linear layer."""
+    model = tiny_model("gpt2", tie_word_embeddings=False)
+    began = logits(model)
+    policy = loader_of(model=model, lora=LoRA(rank=2, target_modules=["c_attn", "lm_head"])).load().model
+    assert torch.equal(logits(policy), began)
+    train(policy, lr=0.05)
+    trained = logits(policy)
+    assert (trained - logits(policy.merge_and_unload())).abs().max() < 1e-4
+
+
 def test_dora_of_rows_of_zeros_is_refused():
     """As that of the padding, in tied embeddings: their norm is 0."""
     model = tiny_model("qwen2", tie_word_embeddings=True)

@@ -192,6 +192,11 @@ def test_modules_that_cannot_be_trained(names, said):
         saved_modules(tiny_model("qwen3"), names)
 
 
+def test_a_copy_of_everything_leaves_nothing_to_adapt():
+    with pytest.raises(ValueError, match=r"modules_to_save \(\['model'\]\) leaves no layer for an adapter"):
+        loader_of(lora=LoRA(modules_to_save=["model"])).load()
+
+
 @pytest.mark.parametrize("end", ENDS)
 def test_tied_weights_are_refused(end):
     model = tiny_model("qwen2", tie_word_embeddings=True)

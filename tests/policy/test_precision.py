@@ -1,6 +1,7 @@
 """Layers that compute in another dtype than that of their weights: copies of layers, and the output head."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -97,20 +98,21 @@ def test_the_logits_are_float32_products_of_the_hidden_states(dtype, is_tied):
 
 
 def test_log_probs_under_autocast_are_closer_to_those_of_float32():
-    """The head is wide, as that of a real model: most of the error is its own."""
+    """All logits share a large part, which the softmax takes out again, but not its rounding in 16 bits."""
     batch = ragged_batch()
     errors = {}
     for kind in ("auto", "float32"):
         model = tiny_model("qwen2")
         with torch.no_grad():
-            model.lm_head.weight.mul_(4)
+            model.lm_head.weight.add_(3)
         policy = loader(model, kind).load()
-        exact = policy.scorer(policy.model, batch, temperature=1.0).logprobs
+        scorer = dataclasses.replace(policy.scorer, never=())  # the batch has tokens that are never sampled
+        exact = scorer(policy.model, batch, temperature=1.0).logprobs
         with in_bf16():
-            found = policy.scorer(policy.model, batch, temperature=1.0).logprobs
-        errors[kind] = (found - exact).abs().sum().item()
+            found = scorer(policy.model, batch, temperature=1.0).logprobs
+        errors[kind] = (found - exact)[batch.attention_mask].abs().mean().item()
         assert found.dtype == torch.float32
-    assert errors["float32"] < 0.9 * errors["auto"], errors
+    assert errors["float32"] < 0.5 * errors["auto"] < 0.1, errors
 
 
 @pytest.mark.slow

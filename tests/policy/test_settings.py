@@ -58,11 +58,13 @@ def test_quantised_weights_are_not_sharded():
 
 
 def test_settings_are_plain_and_make_the_same_loader():
-    lora = LoRA(rank=3, alpha=6.0, target_modules=["q_proj"])
-    loader = PolicyLoader("a", lora=lora)
+    lora = LoRA(rank=3, alpha=6.0, target_modules=["q_proj"], use_dora=True, modules_to_save=["lm_head"])
+    loader = PolicyLoader("a", lora=lora, head_dtype="float32")
     assert loader.settings is not None
-    plain = {"rank": 3, "alpha": 6.0, "dropout": 0.0, "target_modules": ["q_proj"], "adapter": None}
-    assert loader.settings["lora"] == plain
+    plain = {"rank": 3, "alpha": 6.0, "dropout": 0.0, "target_modules": ["q_proj"], "target_parameters": None}
+    more = {"use_rslora": False, "use_dora": True, "modules_to_save": ["lm_head"], "adapter": None}
+    assert loader.settings["lora"] == plain | more
+    assert PolicyLoader.of(loader.settings).head_dtype == "float32"
     assert PolicyLoader.of(loader.settings).lora == lora
     assert PolicyLoader("a").settings["lora"] is None  # type: ignore[index]
 

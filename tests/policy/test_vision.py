@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from grpo_lightning.core.types import ImageFeatures, PromptVision, VisionInputs
-from grpo_lightning.policy.families import FAMILIES, freeze_vision, inner_model
+from grpo_lightning.policy.families import FAMILIES, freeze_vision, inner_model, is_tower_trained
 from grpo_lightning.policy.loading import check_in_step, checkpoint_layers
-from grpo_lightning.policy.lora import LoRA, add_adapters
+from grpo_lightning.policy.lora import LoRA, add_adapters, using_adapter
 from grpo_lightning.policy.probe import choose_path
 from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
@@ -243,6 +243,9 @@ def test_ranks_of_an_unknown_family_keep_step_or_are_refused(monkeypatch):
     ):
         check_in_step(vlm.model, Sharding())
     check_in_step(add_adapters(vlm.model, LoRA(rank=2)), Sharding())
+    in_tower = add_adapters(tiny_vlms.build("qwen2_5_vl").model, LoRA(rank=2, modules_to_save=["visual.merger"]))
+    with pytest.raises(ValueError, match="a rank without images could not keep in step"):
+        check_in_step(in_tower, Sharding())
 
 
 @pytest.mark.parametrize("family", families(EXTENDED))
@@ -258,6 +261,30 @@ def test_adapters_leave_the_tower_alone_and_are_scored_the_same(family):
     _, got = loss_and_gradients(adapted, batch, Scorer(chunk_size=4), row_weights(batch))
     assert not [name for name in want if "visual" in name or "vision" in name or "projector" in name]
     assert whole_difference(got, want) < FLOOR.get(family, 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "name"), [("qwen2_5_vl", "visual.merger"), ("internvl", "multi_modal_projector")])
+def test_copies_of_projector_and_embeddings_are_scored_the_same(family, name):
+    """Also with the tower's weights under `modules_to_save`, of which the reference uses the originals."""
+    vlm = tiny_vlms.build(family)
+    batch = vision_batch(encoder_of(vlm), SCENARIOS["mixed"])
+    with torch.no_grad():
+        began = DENSE(vlm.model, batch, temperature=0.7).logprobs
+    adapted = add_adapters(vlm.model, LoRA(rank=2, modules_to_save=[name, "embed_tokens"]))
+    assert is_tower_trained(adapted)
+    with torch.no_grad():
+        assert torch.equal(DENSE(adapted, batch, temperature=0.7).logprobs, began)
+        for key, parameter in adapted.named_parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(key))))
+    _, want = loss_and_gradients(adapted, batch, DENSE, row_weights(batch))
+    _, got = loss_and_gradients(adapted, batch, Scorer(chunk_size=4), row_weights(batch))
+    assert [key for key in want if f"{name}.modules_to_save" in key]
+    assert whole_difference(got, want) < 1e-5
+    with torch.no_grad(), using_adapter(adapted, None):
+        for scorer in (DENSE, Scorer()):
+            torch.testing.assert_close(scorer(adapted, batch, temperature=0.7).logprobs, began, rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize("family", families(EXTENDED))
