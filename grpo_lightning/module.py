@@ -39,8 +39,9 @@ from grpo_lightning.data.source import PromptSource
 from grpo_lightning.objective import Objective, warn_of_length_weights
 from grpo_lightning.optimizers import AdamW, OptimizerFactory
 from grpo_lightning.policy.encoder import Encoder
+from grpo_lightning.policy.hf import is_adapted
 from grpo_lightning.policy.loading import PolicyLike, PolicyLoader
-from grpo_lightning.policy.lora import describe_adapter, is_adapted
+from grpo_lightning.policy.lora import describe_adapter
 from grpo_lightning.policy.reference import (
     FrozenCopy,
     Reference,

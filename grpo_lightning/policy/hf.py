@@ -138,3 +138,22 @@ def rope_entries(config: Any) -> list[dict[str, Any]]:
 def rope_type(entry: dict[str, Any]) -> str:
     """The rope type of an entry; "default" if it has none."""
     return str(entry.get("rope_type", entry.get("type", "default")))
+
+
+def is_adapted(model: Any) -> bool:
+    """True for a model with adapters."""
+    return hasattr(model, "peft_config")
+
+
+def is_copied(module: nn.Module) -> bool:
+    """True for peft's wrapper of a layer and its trained copies (`modules_to_save`)."""
+    return hasattr(module, "modules_to_save") and hasattr(module, "original_module")
+
+
+def running_module(module: Any) -> Any:
+    """The layer that runs when `module` is called: of a copied layer, the original or the copy; else the module."""
+    if not is_copied(module):
+        return module
+    active = module.active_adapters[:1]
+    is_off = module._disable_adapters or not active or active[0] not in module.modules_to_save
+    return module.original_module if is_off else module.modules_to_save[active[0]]

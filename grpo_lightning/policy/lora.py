@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.core.types import check_ranges
+from grpo_lightning.policy.hf import is_copied
 from grpo_lightning.policy.lora_targets import (
     check_saved,
     expert_targets,
@@ -465,11 +466,6 @@ def rebuild_adapter(model: Any, description: Mapping[str, Any]) -> Any:
     return finish_adapters(adapted, 0.0)
 
 
-def is_adapted(model: Any) -> bool:
-    """True for a model with adapters."""
-    return hasattr(model, "peft_config")
-
-
 def trained_adapter(policy: Any) -> str:
     """The name by which peft knows the adapter that is trained."""
     names: Iterator[str] = iter(policy.peft_config)
@@ -554,20 +550,6 @@ def adapter_layers(model: nn.Module) -> Iterator[Any]:
 def switched_modules(model: nn.Module) -> Iterator[Any]:
     """Iterate over the modules that run differently with an adapter: layers with adapters, and copied layers."""
     return (module for module in model.modules() if is_adapter_layer(module) or is_copied(module))
-
-
-def running_module(module: Any) -> Any:
-    """The layer that runs when `module` is called: of a copied layer, the original or the copy; else the module."""
-    if not is_copied(module):
-        return module
-    active = module.active_adapters[:1]
-    is_off = module._disable_adapters or not active or active[0] not in module.modules_to_save
-    return module.original_module if is_off else module.modules_to_save[active[0]]
-
-
-def is_copied(module: nn.Module) -> bool:
-    """True for peft's wrapper of a layer and its trained copies (`modules_to_save`)."""
-    return hasattr(module, "modules_to_save") and hasattr(module, "original_module")
 
 
 def is_expert_adapter(layer: Any) -> bool:

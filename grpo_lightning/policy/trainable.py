@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from grpo_lightning.policy.families import freeze_unused, freeze_vision
-from grpo_lightning.policy.hf import text_config
-from grpo_lightning.policy.lora import add_adapters, finish_adapters, is_adapted, trained_adapter
+from grpo_lightning.policy.hf import is_adapted, text_config
+from grpo_lightning.policy.lora import add_adapters, finish_adapters, trained_adapter
 from grpo_lightning.policy.sharding import Sharding
 
 if TYPE_CHECKING:
