@@ -36,7 +36,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -216,20 +215,20 @@ class AutoChunks:
         Args:
             lengths: [B] tokens of each completion, longest first.
         """
-        tokens = np.asarray(lengths, dtype=np.float64)
-        least = np.zeros(len(tokens) + 1)  # [j]: cost of the first j completions
-        last = np.zeros(len(tokens) + 1, dtype=np.int64)  # [j]: where their last chunk starts
+        tokens = torch.tensor(lengths, dtype=torch.float64)
+        least = torch.zeros(len(tokens) + 1, dtype=torch.float64)  # [j]: cost of the first j completions
+        last = [0] * (len(tokens) + 1)  # [j]: where their last chunk starts
         for end in range(1, len(tokens) + 1):
-            computed = (end - np.arange(end)) * tokens[:end]
+            computed = torch.arange(end, 0, -1) * tokens[:end]
             if self.max_tokens is not None:
-                computed[:-1][computed[:-1] > self.max_tokens] = math.inf
+                computed[:-1].masked_fill_(computed[:-1] > self.max_tokens, math.inf)
             cost = least[:end] + computed + self.pass_tokens
-            last[end] = cost.argmin()
+            last[end] = int(cost.argmin())
             least[end] = cost[last[end]]
         sizes, end = [], len(tokens)
         while end:
-            sizes.append(int(end - last[end]))
-            end = int(last[end])
+            sizes.append(end - last[end])
+            end = last[end]
         return sizes[::-1]
 
 
