@@ -207,6 +207,7 @@ class FirstGroupLast(GRPOLightningModule):
         return rollout.select(range(len(rollout.groups) - 1, 0, -1))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_a_cycle_of_selected_groups_resumes_with_their_images(tmp_path, image_files):
     vlm = tiny_vlms.build("qwen2_5_vl")
@@ -227,6 +228,7 @@ def test_a_cycle_of_selected_groups_resumes_with_their_images(tmp_path, image_fi
         find_prompts([batch], vision_prompts(image_files))
 
 
+@pytest.mark.slow
 def test_no_token_of_an_image_is_drawn(image_files):
     """Even by a policy that would say nothing else."""
     vlm = tiny_vlms.build("qwen2_5_vl")

@@ -33,7 +33,7 @@ def test_the_families_are_those_of_the_package():
 
 def test_every_recipe_is_named():
     named = set(
-        re.findall(r"`(\w[\w.]+)`", PAGE.partition("are in `recipes/vlm/`:")[2].partition(". [migrating.md]")[0])
+        re.findall(r"`(\w[\w.]+)`", PAGE.partition("are in `recipes/vlm/`:")[2].partition("\n[migrating.md]")[0])
     )
     assert named == {path.stem for path in RECIPES.glob("*.yaml")}
 
@@ -45,7 +45,7 @@ def test_the_metrics_are_named_as_they_log():
 
 def test_the_weights_of_the_tower_are_what_plan_counts():
     sizes = sizes_of(meta_model(published("Qwen/Qwen2.5-VL-3B-Instruct")), PolicyLoader("policy"))
-    assert "669 of 3,755 million weights" in " ".join(PAGE.split())
+    assert "669 of the model's 3,755 million weights" in " ".join(PAGE.split())
     assert (round(sizes.num_vision_weights / 1e6), round(sizes.num_weights / 1e6)) == (669, 3755)
     features = float(re.search(r"([\d.]+) MiB", rows("Memory")[2].cells[1])[1])
     assert features == pytest.approx(391 * sizes.hidden_size * 2 / 2**20, rel=0.03)

@@ -692,7 +692,9 @@ def test_settings_below_a_policy_given_by_name_and_of_the_engine(recipe):
 
 
 def test_wandb_without_a_login_says_what_to_do(recipe, capsys, monkeypatch, tmp_path, request):
-    request.addfinalizer(pytest.importorskip("wandb").teardown)  # its settings too: the next test wants it offline
+    wandb = pytest.importorskip("wandb")
+    wandb.teardown()  # its settings too: an earlier test ran it offline, and the next test wants it offline
+    request.addfinalizer(wandb.teardown)
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     for name in ("HOME", "WANDB_CONFIG_DIR"):

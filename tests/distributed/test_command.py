@@ -102,6 +102,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_first_rank_that_fails_leaves_no_process_behind(folder):
     """Here it has launched the other one itself, which waits for it in a collective."""
     (folder / "launched.py").write_text(LAUNCHED)

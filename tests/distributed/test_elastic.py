@@ -56,7 +56,7 @@ def compare_runs(got, want, *, tolerance=1e-6, metrics=METRICS):
 @pytest.mark.parametrize(
     "legs",
     [
-        pytest.param([Leg(1, 3), Leg(2, 9), Leg(1)], id="inside cycles"),
+        pytest.param([Leg(1, 3), Leg(2, 9), Leg(1)], id="inside cycles", marks=SLOW),
         pytest.param([Leg(1, 4), Leg(2, 12), Leg(1)], id="between cycles, in the middle of an epoch", marks=SLOW),
         pytest.param([Leg(2, 3), Leg(2, 9, ranks_per_group=2), Leg(1)], id="shared groups", marks=SLOW),
         pytest.param(

@@ -10,7 +10,7 @@ from tests.distributed import vision
 from tests.distributed.harness import run_ranks
 from tests.marks import only, selected
 
-STRATEGIES = only(["zero3"], ["ddp", "zero2", "zero3", "fsdp2"])
+STRATEGIES = only([], ["ddp", "zero2", "zero3", "fsdp2"])
 CASES = only(["a rank without images, kl"], vision.CASES)
 TOLERANCE = 1e-6
 

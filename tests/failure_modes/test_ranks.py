@@ -69,6 +69,7 @@ class TwoRanks:
         monkeypatch.setattr(ranks, "world_size", lambda: 2)
         monkeypatch.setattr(ranks, "sum_over_ranks", lambda values: self.everyones(values).sum(0))
         monkeypatch.setattr(ranks, "max_over_ranks", lambda values: self.everyones(values).amax(0))
+        monkeypatch.setattr(ranks, "gather_objects", lambda number: self.everyones(torch.tensor(number)).tolist())
 
     def everyones(self, values: Tensor) -> Tensor:
         """[2, ...] what both say."""
