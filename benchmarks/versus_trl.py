@@ -323,12 +323,12 @@ class Bench:
     def __init__(self, workload: Workload, path: Path, folder: Path, threads: int) -> None:
         self.workload, self.path, self.folder, self.threads = workload, path, folder, threads
 
-    def measure(self, side: str, at_once: int, steps: int, seed: int) -> dict[str, float]:
-        """Run a child. Returns: its outcome."""
+    def measure(self, side: str, at_once: int | None, steps: int, seed: int) -> dict[str, float]:
+        """Run a child. Returns: its outcome. Args: at_once: None for the default of our side."""
         settings = {"child": side, "workload": self.path, "folder": self.folder, "beta": self.workload.beta}
         settings |= {"at-once": at_once, "steps": steps, "seed": seed, "threads": self.threads}
         command = [sys.executable, str(Path(__file__).resolve())]
-        command += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+        command += [word for name, value in settings.items() if value is not None for word in (f"--{name}", str(value))]
         one_core = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self.threads))
         offline = {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "1", "CI": "1", "TOKENIZERS_PARALLELISM": "false"}
         environment = os.environ | one_core | offline | {"CUDA_VISIBLE_DEVICES": ""}
@@ -338,12 +338,10 @@ class Bench:
         outcome: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
         return outcome
 
-    def sweep(self, side: str) -> dict[int, float]:
-        """Milliseconds per token, by the number of completions that run at once."""
-        return {
-            count: self.measure(side, count, self.workload.sweep_steps, seed=0)["ms_per_token"]
-            for count in self.workload.at_once
-        }
+    def sweep(self, side: str) -> dict[int | None, float]:
+        """Milliseconds per token, by the number of completions that run at once; only the default of our side."""
+        counts = self.workload.at_once if side == "trl" else [None]
+        return {count: self.measure(side, count, self.workload.sweep_steps, seed=0)["ms_per_token"] for count in counts}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -369,7 +367,7 @@ def summarize(pairs: Sequence[dict[str, dict[str, float]]]) -> dict[str, Any]:
     return summary
 
 
-def report(summary: dict[str, Any], best: dict[str, int]) -> Table:
+def report(summary: dict[str, Any], best: dict[str, int | None]) -> Table:
     """Format the table."""
     table = Table("", "ms per token", "(min - max)", "s per step", "tokens", "mean length", "at once")
     for side in SIDES:
@@ -382,7 +380,7 @@ def report(summary: dict[str, Any], best: dict[str, int]) -> Table:
             f"{row['seconds_per_step']['median']:.2f}",
             str(row["tokens"]),
             f"{row['mean_length']:.1f}",
-            str(best[side]),
+            str(best[side] or "auto"),
         )
     ratio = summary["ratio"]
     table.add_section()

@@ -403,6 +403,7 @@ class GRPOLightningModule(L.LightningModule):
         self.run.cycle = self.cycle_shape.check_cycle(self.split_rollout(self.shared_groups.spread(rollout)))
         self.shared_groups.forget()
         micro_batches = self.run.cycle.micro_batches
+        agree_on_chunks(micro_batches, self.scorer.num_chunks)  # those of an own `split_rollout`, too
         add_padding(self.metrics, self.actor.scorer, micro_batches)
         self.report_empty_updates(rollout, micro_batches)
         if self.old_logprobs == "rollout":
@@ -418,6 +419,12 @@ class GRPOLightningModule(L.LightningModule):
             self.prepare_update(turn)
         self.notify("on_phase", "update")
         loss = self.update(turn)
+        if self.router_loss is not None and not self.router_loss.is_used:
+            raise ValueError(
+                f"The load-balancing loss of the experts has the weight {self.router_loss.coefficient:g}, but your "
+                "`update` leaves it out. Make objective.router_aux_loss_coef 0, or add the loss as "
+                "GRPOLightningModule.update does (`self.router_loss`)."
+            )
         if turn.closes_update:
             self.log_dict(self.metrics.pop(), batch_size=1)
         return loss
@@ -747,8 +754,8 @@ class GRPOLightningModule(L.LightningModule):
         checkpoints.restore_data_position(self.run, self.trainer)
         if self.run.cycle is not None:
             self.run.cycle.to(self.device)  # a checkpoint is loaded before the module moves to its device
-            if self.run.is_redistributed:
-                agree_on_chunks(self.run.cycle.micro_batches, self.scorer.num_chunks)
+            # The cycle may have been cut again for other ranks, and this run may have another `policy.chunk_size`.
+            agree_on_chunks(self.run.cycle.micro_batches, self.scorer.num_chunks)
         self.run.record(self.trainer)
         loader = self.trainer.train_dataloader
         if self.trainer.overfit_batches and isinstance(loader, PromptSource):  # type: ignore[attr-defined]

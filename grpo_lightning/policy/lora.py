@@ -460,7 +460,9 @@ def rebuild_adapter(model: Any, description: Mapping[str, Any]) -> Any:
     """
     from peft import PeftConfig, get_peft_model
 
-    config: Any = PeftConfig.from_peft_type(**description["config"])  # type: ignore[no-untyped-call]
+    # A config that came from a saved adapter says `inference_mode`, with which peft would freeze the adapter.
+    settings = description["config"] | {"inference_mode": False}
+    config: Any = PeftConfig.from_peft_type(**settings)  # type: ignore[no-untyped-call]
     with torch.random.fork_rng():
         adapted: Any = get_peft_model(model, config, adapter_name=description["name"])
     return finish_adapters(adapted, 0.0)

@@ -59,10 +59,10 @@ def use_float32_head(model: nn.Module) -> None:
             part.forward = functools.partial(forward_in_float32, part)
 
 
-def forward_in_float32(module: nn.Module, hidden: Tensor) -> Tensor:
-    """Run a layer's forward in float32: [..., H] to [..., V]."""
+def forward_in_float32(module: nn.Module, hidden: Tensor, **kwargs: Any) -> Tensor:
+    """Run a layer's forward in float32: [..., H] to [..., V]. Args: kwargs: those of DoRA's layers."""
     with torch.autocast(hidden.device.type, enabled=False):
-        logits: Tensor = forward_in(torch.float32, module, hidden.to(torch.float32))
+        logits: Tensor = forward_in(torch.float32, module, hidden.to(torch.float32), **kwargs)
     return logits
 
 

@@ -96,6 +96,8 @@ def make_reference(policy: nn.Module, loader: PolicyLoader, sharding: Sharding |
             return OtherAdapter(None)
         with sharding.building():
             add_starting_adapter(policy)
+            if loader.head_dtype == "float32":
+                use_float32_head(policy)  # the layers of the new adapter, too
         return OtherAdapter(STARTING)
     if any(map(is_partitioned, policy.parameters())):
         # The policy was partitioned while it was loaded: there are no full weights to copy.

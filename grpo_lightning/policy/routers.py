@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from grpo_lightning.functional.routing import RouterLoad, router_load
-from grpo_lightning.policy.hf import base_model, text_config
+from grpo_lightning.policy.hf import base_model, is_copied, running_module, text_config
 
 
 class UnsupportedRoutersError(ValueError):
@@ -79,12 +79,13 @@ def find_routers(model: nn.Module) -> Routers:
         UnsupportedRoutersError: If the model declares no routers, or not how many experts a token is sent to.
     """
     base = base_model(model)
+    idle = {module for wrapper in base.modules() if is_copied(wrapper) for module in _idle_modules(wrapper)}
     places: dict[nn.Module, int] = {}
     for part in base.modules():
         declared = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", ())
         for recorder in declared if isinstance(declared, Sequence) and not isinstance(declared, str) else (declared,):
             for name, module in part.named_modules():
-                if _is_recorded(recorder, module, name):
+                if module not in idle and _is_recorded(recorder, module, name):
                     places.setdefault(module, 1 if isinstance(recorder, str | type) else recorder.index)
     if not places:
         raise UnsupportedRoutersError("it declares no routers to transformers")
@@ -92,6 +93,12 @@ def find_routers(model: nn.Module) -> Routers:
     if not isinstance(top_k, int):
         raise UnsupportedRoutersError(f"its config's num_experts_per_tok is {top_k!r}, not a number")
     return Routers(tuple(places.items()), top_k)
+
+
+def _idle_modules(wrapper: Any) -> set[nn.Module]:
+    """The modules inside peft's wrapper of a copied layer (`modules_to_save`) that do not run in training."""
+    layers = [wrapper.original_module, *wrapper.modules_to_save.values()]
+    return {module for layer in layers if layer is not running_module(wrapper) for module in layer.modules()}
 
 
 def _is_recorded(recorder: Any, module: nn.Module, name: str) -> bool:

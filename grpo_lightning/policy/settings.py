@@ -222,6 +222,11 @@ def check_trained_settings(settings: PolicySettings) -> None:
             f"policy.lora ({settings.lora}) adds adapters, and the policy given is a PeftModel, which has its own: "
             "remove policy.lora, or give the base of the PeftModel (unload())."
         )
+    if settings.freeze_vision_modules and settings.has_adapters_in_memory:
+        raise ValueError(
+            "policy.freeze_vision_modules is true, and the policy given is a PeftModel, which trains what its own "
+            "adapters say. Leave the vision tower out of their target_modules, and remove freeze_vision_modules."
+        )
     if settings.freeze_layers and settings.trains_adapters:
         given = "policy.lora" if settings.lora is not None else "a PeftModel"
         raise ValueError(

@@ -29,6 +29,12 @@ from grpo_lightning.training.micro_batches import (
     split_update,
 )
 
+UNKNOWN_COMPLETIONS = (
+    "The checkpoint was saved inside a cycle by another number of ranks or of micro-batches, and the micro-batches of "
+    "`split_rollout` do not tell which completions they contain (`MicroBatch.groups` and `numbers`), so they cannot be "
+    "redistributed. Set both in `split_rollout`, or resume with the original numbers."
+)
+
 
 @dataclass
 class SavedRow(CompletionRow):
@@ -85,6 +91,12 @@ def redistribute(saved: Sequence[Mapping[str, Any]], shape: CycleShape, *, teams
                 if (team, member) == (teams.team, teams.member):
                     updates[index // saved_accumulate(cycle)].append(row)
     rows = [row for update in updates for row in update]
+    prompts: dict[int, list[int]] = {}
+    for update in updates:
+        if len({(row.group, row.number) for row in update}) < len(update) or any(
+            prompts.setdefault(row.group, row.prompt_ids) != row.prompt_ids for row in update
+        ):
+            raise ValueError(UNKNOWN_COMPLETIONS)
     micro_batches = []
     for update in updates:
         update.sort(key=lambda row: (row.group, row.number))
@@ -113,16 +125,14 @@ def saved_accumulate(cycle: Mapping[str, Any]) -> int:
 def saved_rows(batch: MicroBatch, share: Mapping[str, int]) -> Iterator[SavedRow]:
     """Yield the completions of a saved micro-batch, except placeholders, with their indices over all ranks."""
     if len(batch.groups) != len(batch.prompt_ids) or len(batch.numbers) != len(batch.completion_ids):
-        raise ValueError(
-            "The checkpoint was saved inside a cycle by another number of ranks, and the micro-batches of "
-            "`split_rollout` do not tell which completions they contain (`MicroBatch.groups` and `numbers`), so they "
-            "cannot be redistributed. Set both in `split_rollout`, or resume with the original number of ranks."
-        )
+        raise ValueError(UNKNOWN_COMPLETIONS)
     prompts = [ids[mask].tolist() for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
     keys = batch.prompt_keys or [""] * len(prompts)
     for row, (prompt, number) in enumerate(zip(batch.prompt_index.tolist(), batch.numbers, strict=True)):
-        if number < 0:
+        if number < 0 and not batch.completion_mask[row].any():
             continue
+        if number < 0:
+            raise ValueError(UNKNOWN_COMPLETIONS)
         length = int(batch.attention_mask[row].sum())
 
         def values(of_all: Tensor | None, row: int = row, length: int = length) -> Tensor | None:

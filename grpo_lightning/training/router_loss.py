@@ -65,6 +65,11 @@ class RouterLoss:
         return load_balancing_loss(self.step.routed, load.probs, self.step.num_tokens)
 
     @property
+    def is_used(self) -> bool:
+        """True once `share` was called in this optimizer step."""
+        return self.step is not None
+
+    @property
     def max_expert_load(self) -> Tensor:
         """Largest load of an expert in the step, relative to a uniform load."""
         assert self.step is not None

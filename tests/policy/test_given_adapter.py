@@ -208,6 +208,8 @@ def test_settings_that_belong_to_a_plain_model():
         loader(given(), lora=LoRA(rank=4))
     with pytest.raises(ValueError, match=r"policy.freeze_layers \(1\) and a PeftModel are both set"):
         loader(given(), freeze_layers=1)
+    with pytest.raises(ValueError, match=r"policy.freeze_vision_modules is true, and the policy given is a PeftModel"):
+        loader(given(), freeze_vision_modules=True)
 
 
 def test_adapters_of_16_bits_need_masters():

@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from grpo_lightning.policy.loading import PolicyLoader
@@ -178,3 +179,28 @@ def test_models_without_such_a_head_are_refused(monkeypatch):
     model.lm_head.weight = nn.Parameter(torch.zeros(120, 64, dtype=torch.int8), requires_grad=False)
     with pytest.raises(ValueError, match="the head's weights are quantised"):
         use_float32_head(model)
+
+
+def test_the_initial_adapter_of_a_head_is_computed_as_the_trained_one():
+    """The reference's copy of the adapter is made after the head was set to float32."""
+    torch.manual_seed(0)
+    model = tiny_model("qwen2", tie_word_embeddings=False)
+    given = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["lm_head", "q_proj"]))
+    with torch.no_grad():
+        for weight in given.parameters():
+            if weight.requires_grad:
+                weight.normal_(std=0.3)
+    settings = loader(given)
+    policy = settings.load().model
+    reference = make_reference(policy, settings)
+    with torch.no_grad(), in_bf16():
+        own = logits(policy)
+        with reference.scoring(policy) as other:
+            assert torch.equal(own, logits(other))
+
+
+def test_a_head_with_dora_is_computed_in_float32():
+    adapted = LoRA(rank=2, use_dora=True, target_modules=["lm_head", "q_proj"])
+    policy = loader(tiny_model("qwen2", tie_word_embeddings=False), lora=adapted).load()
+    with torch.no_grad(), in_bf16():
+        assert logits(policy.model).dtype == torch.float32

@@ -190,3 +190,14 @@ def test_the_check_of_a_model_refuses_logits_that_are_not_those_of_its_tokens():
     model.model.layers[0].mlp.gate.register_forward_hook(lambda module, args, out: (out[0][:3], *out[1:]))
     with pytest.raises(UnsupportedRoutersError, match=r"logits of \[\(3, 4\), .* for"):
         check_routers(Scorer(), model, routers)
+
+
+def test_routers_that_are_trained_as_copies_are_recorded():
+    """`modules_to_save: [gate]`: of the original and the copy, only the copy runs."""
+    peft = pytest.importorskip("peft")
+    model, batch = tiny_model("qwen3_moe"), ragged_batch(seed=1)
+    want, want_loss, _ = routed(model, batch, DENSE)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["gate"])
+    load, loss, _ = routed(peft.get_peft_model(model, config), batch, DENSE)
+    assert torch.equal(load.routed, want.routed)
+    assert loss == pytest.approx(want_loss, rel=1e-6)

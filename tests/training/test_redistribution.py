@@ -132,5 +132,22 @@ def test_micro_batches_that_do_not_tell_what_they_contain_are_refused():
         cycle = cut([group_of(0, [2, 3])], torch.ones(1, 2), 1, shape, has_images=False)
         cycle.micro_batches[0].groups = ()
         file = saved(cycle, 1, 1)
-        with pytest.raises(ValueError, match=r"`split_rollout` do not tell which .* original number of ranks"):
+        with pytest.raises(ValueError, match=r"`split_rollout` do not tell which .* original numbers"):
+            redistribute([file], shape, teams=Teams(), pad_id=PAD)
+
+
+@pytest.mark.parametrize("change", ["numbers", "groups"])
+def test_rows_are_neither_lost_nor_given_another_prompt(change):
+    """An own `split_rollout` that leaves out the numbers, or counts the groups of every micro-batch from 0."""
+    shape = CycleShape(2, 1, 2)
+    groups = [group_of(0, [2, 3]), group_of(1, [4, 5])]
+    with as_rank(0, 1):
+        cycle = cut(groups, torch.ones(2, 2), 1, shape, has_images=False)
+        for batch in cycle.micro_batches:
+            if change == "numbers":
+                batch.numbers = [-1] * len(batch.numbers)
+            else:
+                batch.groups = [0] * len(batch.groups)
+        file = saved(cycle, 1, 2)
+        with pytest.raises(ValueError, match="do not tell which completions they contain"):
             redistribute([file], shape, teams=Teams(), pad_id=PAD)

@@ -17,6 +17,7 @@ from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.training.router_loss import RouterLoss, make_router_loss, router_coefficient
 from tests.module_runs import SMALL, History, are_equal, fit, make_module, weights_of
 from tests.test_module_updates import gradients_of_the_first_step, relative_difference
+from tests.test_own_verbs import OwnUpdate
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 LOSS, LOAD = "policy/router_aux_loss", "policy/max_expert_load"
@@ -220,3 +221,10 @@ def test_a_pass_that_selects_tokens_counts_their_routing_too():
     assert "time/token_selection" in history.steps[0]
     assert "time/routing" not in history.steps[0]
     assert history.of(LOSS) == pytest.approx(logged(make_experts(objective=objective), max_steps=1).of(LOSS), rel=1e-5)
+
+
+def test_an_own_update_that_leaves_the_loss_out_is_refused():
+    module = make_experts(0.5, module_class=OwnUpdate)
+    with pytest.raises(ValueError, match=r"has the weight 0\.5, but your `update` leaves it out"):
+        logged(module)
+    logged(make_experts(0.0, module_class=OwnUpdate))
