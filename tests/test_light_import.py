@@ -4,6 +4,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 OPTIONAL = (
     *("bitsandbytes", "deepspeed", "flash_attn", "matplotlib", "openai", "peft", "pycocotools", "reasoning_gym"),
     *("torchvision", "trl", "vllm", "wandb"),
@@ -41,6 +43,7 @@ def test_short_commands_load_nothing_heavy():
     assert {"torch", "transformers", "lightning", "datasets", "jsonargparse", *OPTIONAL}.isdisjoint(loaded.split())
 
 
+@pytest.mark.slow
 def test_the_module_asks_for_no_optional_package():
     """Only what our own files import counts: lightning and transformers load some of these by themselves.
 

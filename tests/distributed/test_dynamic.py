@@ -68,7 +68,7 @@ def test_no_good_group_gives_way(folder: Path):
 @pytest.mark.parametrize(
     ("strategy", "hook", "rank"),
     [
-        pytest.param("ddp", "on_after_backward", 1, id="ddp, one rank"),
+        pytest.param("ddp", "on_after_backward", 1, id="ddp, one rank", marks=SLOW),
         pytest.param("zero3", "on_train_batch_start", None, id="zero3, all ranks", marks=SLOW),
     ],
 )

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=only(["ddp"], ["ddp", "zero3", "fsdp2"]))
+@pytest.fixture(scope="module", params=only([], ["ddp", "zero3", "fsdp2"]))
 def strategy(request: pytest.FixtureRequest, folder: Path) -> str:
     """A strategy, once all runs are done under it on two ranks."""
     run_ranks("tests.distributed.kept", request.param, folder)

@@ -201,6 +201,7 @@ def test_a_warning_to_all_processes_of_a_job_ends_no_worker():
         assert [row.tolist() == [1, 1] for row in scores.total] == [True, False, True, True]
 
 
+@pytest.mark.slow
 def test_an_asynchronous_reward_that_never_returns_ends_with_the_step():
     async def sleeps(completions):
         await asyncio.sleep(10**6)
