@@ -404,7 +404,7 @@ class GRPOLightningModule(L.LightningModule):
         self.shared_groups.forget()
         micro_batches = self.run.cycle.micro_batches
         agree_on_chunks(micro_batches, self.scorer.num_chunks)  # those of an own `split_rollout`, too
-        add_padding(self.metrics, self.actor.scorer, micro_batches)
+        add_padding(self.metrics, self.scorer, micro_batches)
         self.report_empty_updates(rollout, micro_batches)
         if self.old_logprobs == "rollout":
             for batch in micro_batches:
@@ -447,7 +447,7 @@ class GRPOLightningModule(L.LightningModule):
             return select_tokens(self.actor, self.objective, turn.update, seed=derived_seed(*step, "selection"))
 
     def score_others(self, turn: Turn) -> list[TokenScores]:
-        """Score all micro-batches of the update that begins but the first, for the routing of their tokens."""
+        """Run all micro-batches of the step but the first once more, for the routing of their tokens."""
         actor = self.actor
         with torch.no_grad(), self.phase("routing"):
             return [actor.token_logprobs(batch) for batch in turn.update[1:]]

@@ -368,8 +368,10 @@ def extended_chunks(
         } | known_arguments(model, position_ids=positions)
         with recording(routers) as routed:
             scores = head.score(model, arguments, aligned, ids, mask)
+        if routers is None:
+            return scores, None
         weights = nn.functional.pad(completion_weights(batch, rows, mask), (0, max(0, queries - width)))[:, :queries]
-        return scores, None if routers is None else routers.load(routed, weights)
+        return scores, routers.load(routed, weights)
 
     return score, prompt_load
 
@@ -397,9 +399,11 @@ def dense_chunks(
         vision = batch.vision and batch.vision.select(prompts.tolist())
         with seeing(model, vision) as images, recording(routers) as routed:
             scores = head.score(model, arguments | images, lambda states: states[:, -width - 1 : -1], ids, mask)
+        if routers is None:
+            return scores, None
         of_prompts = fan_out(batch.prompt_mask, fan) & is_trained(batch, rows)
         weights = torch.cat([of_prompts, completion_weights(batch, rows, mask)], 1)
-        return scores, None if routers is None else routers.load(routed, weights)
+        return scores, routers.load(routed, weights)
 
     return score, None
 
