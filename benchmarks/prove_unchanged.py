@@ -2,6 +2,7 @@
 
     python benchmarks/prove_unchanged.py --base main~3     # compares the working tree with that commit
     python benchmarks/prove_unchanged.py --base v0.2.0 --rename reward/total=reward/mean --ignore policy/entropy
+    python benchmarks/prove_unchanged.py --base v0.2.0 --flags=--model.policy.chunk_size=null   # a default has changed
 
 Both trees run the same command lines on one thread: the quickstart with two seeds, twenty steps of the grounding
 quickstart, twenty steps on two ranks under ZeRO-3 with every weight sharded, and a run that is killed by SIGKILL and
@@ -82,6 +83,7 @@ def main() -> int:
     parser.add_argument("--base", required=True, help="the commit to compare the working tree with")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--rename", nargs="*", default=[], help="old=new names of metrics that the change renames")
+    parser.add_argument("--flags", nargs="*", default=[], help="arguments of `fit` for both trees, as in --flags=--a=1")
     parser.add_argument("--ignore", nargs="*", default=[], help="metrics that the change alters on purpose")
     options = parser.parse_args()
     renamed = dict(pair.split("=") for pair in options.rename)
@@ -92,7 +94,7 @@ def main() -> int:
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", base, options.base], cwd=ROOT, check=True)
         try:
             runs = {
-                (case, tree): pool.submit(run, tree, CASES[case], Path(name) / f"{number}-{tree is base}")
+                (case, tree): pool.submit(run, tree, CASES[case], Path(name) / f"{number}-{tree is base}", options.flags)
                 for number, case in enumerate(options.cases)
                 for tree in (base, ROOT)
             }
@@ -105,11 +107,11 @@ def main() -> int:
     return 0 if holds else 1
 
 
-def run(tree: Path, case: Case, folder: Path) -> Outcome:
-    """Run a case in a tree. Raises: RuntimeError if a process fails."""
+def run(tree: Path, case: Case, folder: Path, flags: Sequence[str] = ()) -> Outcome:
+    """Run a case in a tree, with `flags` added. Raises: RuntimeError if a process fails."""
     folder.mkdir()
     recipe = tree / "recipes" / f"{case.recipe}.yaml"
-    command = ["fit", "--config", str(recipe), *case.flags, *CHECKPOINTS]
+    command = ["fit", "--config", str(recipe), *case.flags, *flags, *CHECKPOINTS]
     if case.is_sharded:
         command += [f"--trainer.strategy={sharded_strategy(tree)}", SHARDED]
     log = folder / "log.txt"
