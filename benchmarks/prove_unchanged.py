@@ -94,7 +94,9 @@ def main() -> int:
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", base, options.base], cwd=ROOT, check=True)
         try:
             runs = {
-                (case, tree): pool.submit(run, tree, CASES[case], Path(name) / f"{number}-{tree is base}", options.flags)
+                (case, tree): pool.submit(
+                    run, tree, CASES[case], Path(name) / f"{number}-{tree is base}", options.flags
+                )
                 for number, case in enumerate(options.cases)
                 for tree in (base, ROOT)
             }
