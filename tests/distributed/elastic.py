@@ -75,7 +75,7 @@ class Notes(L.Callback):
 
     def on_rollout(self, trainer: L.Trainer, module: Any, rollout: Any) -> None:
         own = [(str(g.prompt.content), [c.token_ids for c in g.completions]) for g in rollout.groups]
-        self.rollouts.append(ranks.in_order_of_prompts(module.teams.gather_from_firsts(own)))
+        self.rollouts.append(ranks.interleave(module.teams.gather_from_firsts(own)))
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step > self.last:
