@@ -403,7 +403,7 @@ class GRPOLightningModule(L.LightningModule):
         self.run.cycle = self.cycle_shape.check_cycle(self.split_rollout(self.shared_groups.spread(rollout)))
         self.shared_groups.forget()
         micro_batches = self.run.cycle.micro_batches
-        agree_on_chunks(micro_batches, self.scorer.num_chunks)  # those of an own `split_rollout`, too
+        agree_on_chunks(micro_batches, self.scorer.num_chunks)
         add_padding(self.metrics, self.scorer, micro_batches)
         self.report_empty_updates(rollout, micro_batches)
         if self.old_logprobs == "rollout":
