@@ -294,8 +294,10 @@ class GRPOLightningModule(L.LightningModule):
         if self.dynamic_sampling is None:
             return rollout
         source = source_of(self.trainer.train_dataloader)
-        rollout, done = resample(rollout, self.dynamic_sampling, self.sample_and_score, source, self.teams)
-        add_resampling(self.metrics, done, self.warn_once)
+        rollout, done = resample(
+            rollout, self.dynamic_sampling, self.objective, self.sample_and_score, source, self.teams
+        )
+        add_resampling(self.metrics, done, self.objective.zero_advantage_reason, self.warn_once)
         return rollout
 
     def compute_advantages(self, rollout: Rollout) -> Rollout:
@@ -466,7 +468,7 @@ class GRPOLightningModule(L.LightningModule):
         num_empty = num_empty_updates(micro_batches, self.updates_per_rollout)
         self.metrics.add("rollout/empty_updates", num_empty, self.updates_per_rollout)
         if num_empty:
-            reason = empty_reason(rollout, self.overlong_filter, self.sampling.max_completion_length)
+            reason = empty_reason(rollout, self.objective, self.overlong_filter, self.sampling.max_completion_length)
             others = {
                 "the KL": self.objective.has_kl_loss,
                 "the entropy": self.objective.trains_entropy,

@@ -48,6 +48,7 @@ from grpo_lightning.functional import (
     dppo_surrogate,
     gmpo_surrogate,
     group_relative_advantages,
+    groups_without_gradient,
     importance_ratio,
     is_clipped_high,
     is_clipped_low,
@@ -354,6 +355,18 @@ class Objective:
         return group_relative_advantages(
             rewards, baseline=self.baseline, scale=self.scale, lengths=lengths, k=self.pass_k
         )
+
+    def groups_without_gradient(self, rewards: Tensor, lengths: Tensor) -> Tensor:
+        """Find groups without a policy gradient: [N] bool. Args: rewards, lengths: as in `compute_advantages`."""
+        return groups_without_gradient(rewards, lengths, baseline=self.baseline, k=self.pass_k)
+
+    @property
+    def zero_advantage_reason(self) -> str:
+        """Why all advantages of a group are 0, for messages."""
+        if self.baseline != "pass_at_k":
+            return "zero reward variance"
+        others = "all others" if self.pass_k is None else f"{self.pass_k - 1} others"
+        return f"no completion whose reward is above those of {others} (objective.baseline pass_at_k)"
 
     def __call__(
         self,

@@ -122,12 +122,6 @@ def mask_truncated(groups: Sequence[Group], overlong_filter: OverlongFilter) -> 
                 completion.mask = [False] * len(completion.token_ids)
 
 
-def is_emptied(groups: Sequence[Group]) -> Tensor:
-    """Find groups in which all tokens are masked: [N] bool."""
-    masks = [[completion.mask for completion in group.completions] for group in groups]
-    return torch.tensor([all(mask is not None and not any(mask) for mask in row) for row in masks], dtype=torch.bool)
-
-
 def without_truncated(rewards: Tensor, groups: Sequence[Group], overlong_filter: OverlongFilter) -> Tensor:
     """Set the rewards of truncated completions to nan (not scorable) if the filter is "group". Args: rewards: [N, G].
 
