@@ -114,7 +114,12 @@ CASES: dict[str, Case] = {
     "kl": Case(objective={"beta": 0.04}, steps=2),
     "kl in the reward": Case(objective={"beta": 0.5, "kl_in": "reward"}, steps=2, accumulate=2),
     "gspo, corrected": Case(
-        objective={"beta": 0.0, "ratio": "sequence", "aggregate": "sequence", "rollout_correction": "token_truncate"},
+        objective={
+            "beta": 0.0,
+            "ratio": "sequence",
+            "aggregate": "sequence",
+            "rollout_correction": "geometric_truncate",
+        },
         updates=2,
         accumulate=2,
     ),
