@@ -330,15 +330,13 @@ class GRPOLightningModule(L.LightningModule):
             tokens = self.actor.token_logprobs(batch, trains_entropy=self.objective.trains_entropy)
         if batch.old_logprobs is None:
             batch.old_logprobs = tokens.logprobs.detach()
-        longest, router_loss = self.sampling.max_completion_length, None
-        if self.router_loss is not None:
-            assert tokens.load is not None
-            share = self.router_loss.share(tokens.load)
-            router_loss = self.router_loss.coefficient * share
-            largest = self.router_loss.max_expert_load
-            add_router_loss(self.metrics, share, largest, opens_update=turn.opens_update)
         terms = self.objective(
-            tokens.logprobs, batch, turn.counts, longest, entropy=tokens.entropy, router_loss=router_loss
+            tokens.logprobs,
+            batch,
+            turn.counts,
+            self.sampling.max_completion_length,
+            entropy=tokens.entropy,
+            router_loss=self.router_loss and self.router_loss.share(tokens.load),
         )
         add_update(self.metrics, batch, terms)
         return terms.loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
@@ -421,12 +419,8 @@ class GRPOLightningModule(L.LightningModule):
             self.prepare_update(turn)
         self.notify("on_phase", "update")
         loss = self.update(turn)
-        if self.router_loss is not None and not self.router_loss.is_used:
-            raise ValueError(
-                f"The load-balancing loss of the experts has the weight {self.router_loss.coefficient:g}, but your "
-                "`update` leaves it out. Make objective.router_aux_loss_coef 0, or add the loss as "
-                "GRPOLightningModule.update does (`self.router_loss`)."
-            )
+        if self.router_loss is not None:
+            add_router_loss(self.metrics, *self.router_loss.pop(), opens_update=turn.opens_update)
         if turn.closes_update:
             self.log_dict(self.metrics.pop(), batch_size=1)
         return loss

@@ -262,7 +262,7 @@ def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -
 
 def add_router_loss(metrics: StepMetrics, share: Tensor, largest: Tensor, *, opens_update: bool) -> None:
     """Add a micro-batch's share of the load-balancing loss, and the largest load of an expert in the step."""
-    metrics.add_sum("policy/router_aux_loss", share.detach())
+    metrics.add_sum("policy/router_aux_loss", share)
     if opens_update:  # the load of the entire step, the same on all ranks
         metrics.add("policy/max_expert_load", largest)
 
