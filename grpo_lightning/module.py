@@ -336,7 +336,7 @@ class GRPOLightningModule(L.LightningModule):
             turn.counts,
             self.sampling.max_completion_length,
             entropy=tokens.entropy,
-            router_loss=self.router_loss and self.router_loss.share(tokens.load),
+            router_loss=None if self.router_loss is None else self.router_loss.share(tokens.load),
         )
         add_update(self.metrics, batch, terms)
         return terms.loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
