@@ -294,8 +294,10 @@ class GRPOLightningModule(L.LightningModule):
         if self.dynamic_sampling is None:
             return rollout
         source = source_of(self.trainer.train_dataloader)
-        rollout, done = resample(rollout, self.dynamic_sampling, self.sample_and_score, source, self.teams)
-        add_resampling(self.metrics, done, self.warn_once)
+        rollout, done = resample(
+            rollout, self.dynamic_sampling, self.objective, self.sample_and_score, source, self.teams
+        )
+        add_resampling(self.metrics, done, self.objective.zero_advantage_reason, self.warn_once)
         return rollout
 
     def compute_advantages(self, rollout: Rollout) -> Rollout:
@@ -328,15 +330,13 @@ class GRPOLightningModule(L.LightningModule):
             tokens = self.actor.token_logprobs(batch, trains_entropy=self.objective.trains_entropy)
         if batch.old_logprobs is None:
             batch.old_logprobs = tokens.logprobs.detach()
-        longest, router_loss = self.sampling.max_completion_length, None
-        if self.router_loss is not None:
-            assert tokens.load is not None
-            share = self.router_loss.share(tokens.load)
-            router_loss = self.router_loss.coefficient * share
-            largest = self.router_loss.max_expert_load
-            add_router_loss(self.metrics, share, largest, opens_update=turn.opens_update)
         terms = self.objective(
-            tokens.logprobs, batch, turn.counts, longest, entropy=tokens.entropy, router_loss=router_loss
+            tokens.logprobs,
+            batch,
+            turn.counts,
+            self.sampling.max_completion_length,
+            entropy=tokens.entropy,
+            router_loss=None if self.router_loss is None else self.router_loss.share(tokens.load),
         )
         add_update(self.metrics, batch, terms)
         return terms.loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
@@ -403,7 +403,7 @@ class GRPOLightningModule(L.LightningModule):
         self.run.cycle = self.cycle_shape.check_cycle(self.split_rollout(self.shared_groups.spread(rollout)))
         self.shared_groups.forget()
         micro_batches = self.run.cycle.micro_batches
-        agree_on_chunks(micro_batches, self.scorer.num_chunks)  # those of an own `split_rollout`, too
+        agree_on_chunks(micro_batches, self.scorer.num_chunks)
         add_padding(self.metrics, self.scorer, micro_batches)
         self.report_empty_updates(rollout, micro_batches)
         if self.old_logprobs == "rollout":
@@ -419,12 +419,8 @@ class GRPOLightningModule(L.LightningModule):
             self.prepare_update(turn)
         self.notify("on_phase", "update")
         loss = self.update(turn)
-        if self.router_loss is not None and not self.router_loss.is_used:
-            raise ValueError(
-                f"The load-balancing loss of the experts has the weight {self.router_loss.coefficient:g}, but your "
-                "`update` leaves it out. Make objective.router_aux_loss_coef 0, or add the loss as "
-                "GRPOLightningModule.update does (`self.router_loss`)."
-            )
+        if self.router_loss is not None:
+            add_router_loss(self.metrics, *self.router_loss.pop(), opens_update=turn.opens_update)
         if turn.closes_update:
             self.log_dict(self.metrics.pop(), batch_size=1)
         return loss
@@ -466,7 +462,7 @@ class GRPOLightningModule(L.LightningModule):
         num_empty = num_empty_updates(micro_batches, self.updates_per_rollout)
         self.metrics.add("rollout/empty_updates", num_empty, self.updates_per_rollout)
         if num_empty:
-            reason = empty_reason(rollout, self.overlong_filter, self.sampling.max_completion_length)
+            reason = empty_reason(rollout, self.objective, self.overlong_filter, self.sampling.max_completion_length)
             others = {
                 "the KL": self.objective.has_kl_loss,
                 "the entropy": self.objective.trains_entropy,

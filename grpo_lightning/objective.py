@@ -48,6 +48,7 @@ from grpo_lightning.functional import (
     dppo_surrogate,
     gmpo_surrogate,
     group_relative_advantages,
+    groups_without_gradient,
     importance_ratio,
     is_clipped_high,
     is_clipped_low,
@@ -279,8 +280,8 @@ class Objective:
     tokens' weights; `geometric` is their geometric mean. `truncate` clips weights to the range from
     `rollout_correction_low` to `rollout_correction_high`. `mask` masks the tokens or completions whose weights are
     outside of this range. With `geometric`, set a narrow range, such as 0.99 to 1.01. VESPO does not multiply its loss
-    by the token weights, but includes them in the product of the completion's ratios. GMPO needs one weight per
-    completion."""
+    by the token weights, but includes them in the product of the completion's ratios. GMPO and the ratio `sequence`
+    (not with CISPO) need one weight per completion, because their gradient reaches all its tokens."""
 
     rollout_correction_low: float = 0.0
     """Minimum weight of `rollout_correction`."""
@@ -354,6 +355,18 @@ class Objective:
         return group_relative_advantages(
             rewards, baseline=self.baseline, scale=self.scale, lengths=lengths, k=self.pass_k
         )
+
+    def groups_without_gradient(self, rewards: Tensor, lengths: Tensor) -> Tensor:
+        """Find groups without a policy gradient: [N] bool. Args: rewards, lengths: as in `compute_advantages`."""
+        return groups_without_gradient(rewards, lengths, baseline=self.baseline, k=self.pass_k)
+
+    @property
+    def zero_advantage_reason(self) -> str:
+        """Why all advantages of a group are 0, for messages."""
+        if self.baseline != "pass_at_k":
+            return "zero reward variance"
+        others = "all others" if self.pass_k is None else f"{self.pass_k - 1} others"
+        return f"no completion whose reward is above those of {others} (objective.baseline pass_at_k)"
 
     def __call__(
         self,
@@ -774,19 +787,30 @@ def _check_scale(objective: Objective) -> None:
 
 
 def _check_correction(objective: Objective) -> None:
-    """Refuse off-policy weights of a level that the surrogate cannot use. Raises: ValueError."""
+    """Refuse off-policy weights of a level that the loss cannot use. Raises: ValueError.
+
+    If the loss is one per completion, its gradient reaches all tokens, so a weight of a token could not mask this token
+    or correct its gradient: it would only scale the loss of the completion.
+    """
     own = SURROGATES[objective.surrogate]
+    surrogate = f"objective.surrogate {objective.surrogate!r}"
     if own.folds_rollout_weights:
-        levels, reason = ["token"], "which multiplies the weights of the tokens itself"
+        levels, reason = ["token"], f"{surrogate}, which multiplies the weights of the tokens itself"
     elif own.is_per_completion:
-        levels, reason = ["sequence", "geometric"], "which has one loss per completion"
+        levels, reason = ["sequence", "geometric"], f"{surrogate}, which has one loss per completion"
+    elif objective.has_loss_per_completion:
+        levels = ["sequence", "geometric"]
+        reason = (
+            "objective.ratio 'sequence', whose gradient reaches all tokens of a completion ('sequence_token' has the "
+            "same ratio, but a gradient per token, as verl's GSPO)"
+        )
     else:
         return
     allowed = ["none", *(f"{level}_{outside}" for level in levels for outside in ("truncate", "mask"))]
     if objective.rollout_correction not in allowed:
         raise ValueError(
-            f"objective.rollout_correction must be one of {', '.join(allowed)} with objective.surrogate "
-            f"{objective.surrogate!r}, {reason}; got {objective.rollout_correction!r}."
+            f"objective.rollout_correction must be one of {', '.join(allowed)} with {reason}; got "
+            f"{objective.rollout_correction!r}."
         )
 
 

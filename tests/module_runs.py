@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor
 
-from grpo_lightning.core.types import Completion, SamplingParams
+from grpo_lightning.core import ranks
+from grpo_lightning.core.types import Completion, MicroBatch, SamplingParams
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
+from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.rewards import RewardWorkers
+from grpo_lightning.training import micro_batches
 from tests.light_rewards import vowel_share
 from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
 
@@ -129,6 +133,39 @@ class ScriptedEngine:
             )
 
         return [[completion(self.token_ids[g]) for g in range(num_generations)] for _ in prompts]
+
+
+class AnotherRank(L.Callback):
+    """Stands in for a rank that needs one forward pass more than this one for every micro-batch.
+
+    All passes of this rank over its micro-batches are counted, from the start of training on.
+    """
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.num_agreed, self.passes = 0, list[tuple[int, int]]()
+        self.monkeypatch = monkeypatch
+
+        def max_over_ranks(values: Tensor) -> Tensor:
+            self.num_agreed += 1
+            return values + 1
+
+        own = SimpleNamespace(max_over_ranks=max_over_ranks, sum_over_ranks=ranks.sum_over_ranks)
+        monkeypatch.setattr(micro_batches, "ranks", own)
+
+    def on_train_start(self, *args: Any) -> None:
+        run = Scorer.chunks
+
+        def chunks(scorer: Scorer, batch: MicroBatch) -> Any:
+            found = run(scorer, batch)
+            self.passes.append((len(found), scorer.num_chunks(batch)))
+            return found
+
+        self.monkeypatch.setattr(Scorer, "chunks", chunks)
+
+    def check(self) -> None:
+        """Check that this rank has made as many passes as the other one."""
+        assert self.passes
+        assert all(made == needed + 1 for made, needed in self.passes), self.passes
 
 
 def weights_of(module: GRPOLightningModule) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.schedules import Cosine, Linear
 from tests.module_runs import (
     SMALL,
+    AnotherRank,
     History,
     are_equal,
     fit,
@@ -398,6 +399,17 @@ def test_a_second_fit_does_not_save_the_rollout_that_the_first_left_pending(tmp_
         train(tmp_path / "second", SaveAt(tmp_path / "a.ckpt", 1, "on_after_backward"), KillAt(1), module=module)
     state = torch.load(tmp_path / "a.ckpt", weights_only=True)["grpo"]
     assert (state["is_pending"], state["rollout"]) == (False, None)
+
+
+@pytest.mark.parametrize("accumulate", [2, 1])
+def test_ranks_agree_on_the_passes_of_a_resumed_cycle(killed_mid_cycle, monkeypatch, accumulate):
+    """Of another `policy.chunk_size` than before, and of a cycle that is cut again."""
+    other = AnotherRank(monkeypatch)
+    policy = PolicyLoader(model=tiny_model("qwen2", **SMALL), tokenizer=tiny_tokenizer(), chunk_size=1)
+    module = two_updates(policy=policy)
+    train(killed_mid_cycle, other, resume=True, module=module, accumulate_grad_batches=accumulate, max_steps=4)
+    other.check()
+    assert other.num_agreed == 1
 
 
 def test_a_lost_rollout_is_explained(killed_mid_cycle):

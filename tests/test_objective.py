@@ -538,6 +538,15 @@ def test_unknown_old_logprobs_are_an_error():
             {"surrogate": "gmpo", "rollout_correction": "token_mask"},
             "with objective.surrogate 'gmpo', which has one loss per completion; got 'token_mask'",
         ),
+        (
+            {"ratio": "sequence", "rollout_correction": "token_mask"},
+            "must be one of none, sequence_truncate, .*, geometric_mask with objective.ratio 'sequence', whose "
+            r"gradient reaches all tokens of a completion \('sequence_token' has .*\); got 'token_mask'",
+        ),
+        (
+            {"ratio": "sequence", "surrogate": "sapo", "rollout_correction": "token_truncate"},
+            "with objective.ratio 'sequence', .*got 'token_truncate'",
+        ),
         ({"top_entropy_fraction": 0.0}, r"top_entropy_fraction must be above 0 and at most 1, got 0\.0"),
         (
             {"surrogate": "kl_cov", "covariance_fraction": 0.0},
@@ -571,6 +580,29 @@ def test_unknown_old_logprobs_are_an_error():
 def test_refused_settings_are_named(settings, said):
     with pytest.raises(ValueError, match=said):
         Objective(**settings)
+
+
+MASKING = [
+    {},
+    {"ratio": "sequence_token"},
+    {"ratio": "sequence", "surrogate": "cispo"},
+    *({"surrogate": surrogate} for surrogate in ("cispo", "sapo", "reinforce", "dppo_tv", "clip_cov", "kl_cov")),
+]
+
+
+@pytest.mark.parametrize("settings", MASKING, ids=str)
+def test_a_token_that_the_correction_masks_has_no_gradient(settings):
+    """Of every loss that allows `token_mask`, except VESPO's, which masks no token."""
+    _, batch = make_batch()
+    weights = (batch.old_logprobs - batch.rollout_logprobs).exp()
+    is_masked = ((weights < 0.9) | (weights > 2.0)) & batch.completion_mask
+    _, without = loss_and_gradient(Objective(beta=0.0, **settings))
+    assert without[is_masked].any()
+    assert without[~is_masked].any()
+    objective = Objective(beta=0.0, rollout_correction="token_mask", rollout_correction_low=0.9, **settings)
+    _, gradient = loss_and_gradient(objective)
+    assert not gradient[is_masked].any()
+    assert torch.equal(gradient != 0, (without != 0) & ~is_masked)
 
 
 def test_the_edges_are_allowed():

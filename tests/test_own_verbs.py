@@ -14,7 +14,17 @@ from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.groups import Rollout
 from grpo_lightning.training.micro_batches import CompletionRow, Cycle, collate
-from tests.module_runs import PROMPTS, History, are_equal, fit, make_module, make_source, make_trainer, weights_of
+from tests.module_runs import (
+    PROMPTS,
+    AnotherRank,
+    History,
+    are_equal,
+    fit,
+    make_module,
+    make_source,
+    make_trainer,
+    weights_of,
+)
 
 
 class OwnSample(GRPOLightningModule):
@@ -119,6 +129,17 @@ def test_a_killed_run_resumes_to_the_same_weights(own, tmp_path):
     run(tmp_path / "stopped", Stop())
     resumed = run(tmp_path / "stopped", ckpt_path=str(tmp_path / "stopped" / "step=3.ckpt"))
     assert are_equal(resumed, unbroken)
+
+
+@pytest.mark.parametrize("own", [GRPOLightningModule, OwnPlan])
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+def test_ranks_agree_on_the_passes_of_a_rollout_once(own, beta, monkeypatch):
+    """Of an own `split_rollout` too. Unequal numbers of passes would hang where weights are sharded."""
+    other = AnotherRank(monkeypatch)
+    fit(make_module(own, objective=Objective(beta=beta), **settings_for(OwnPlan)), max_epochs=1, callbacks=[other])
+    other.check()
+    num_rollouts = 2
+    assert other.num_agreed == num_rollouts * (2 if beta else 1)  # the reference has micro-batches of its own
 
 
 @pytest.mark.parametrize("own", [own for own in OWN if own is not OwnResample])

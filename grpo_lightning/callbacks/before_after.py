@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import grpo_lightning
 from grpo_lightning.core.files import run_folder
-from grpo_lightning.core.ranks import gather_objects, in_order_of_prompts
+from grpo_lightning.core.ranks import gather_objects, interleave
 from grpo_lightning.core.seeding import run_seed
 from grpo_lightning.data.batch import as_prompt_batch
 from grpo_lightning.data.orders import known_prompts
@@ -122,7 +122,7 @@ class BeforeAfter(L.Callback):
                     table.update(evaluation)
                     self.samples[when] += samples(evaluation, self.num_samples - len(self.samples[when]))
                     bar.update()
-        self.samples[when] = in_order_of_prompts(gather_objects(self.samples[when]))[: self.num_samples]
+        self.samples[when] = interleave(gather_objects(self.samples[when]))[: self.num_samples]
         return {kind: table.compute() for kind, table in tables.items()}
 
     @contextlib.contextmanager

@@ -14,7 +14,7 @@ import lightning as L
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 from grpo_lightning.core.files import append_lines, atomic_write, json_line, run_file
-from grpo_lightning.core.ranks import Teams, gather_objects, in_order_of_prompts
+from grpo_lightning.core.ranks import Teams, gather_objects, interleave
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rollout.groups import Rollout
@@ -95,12 +95,12 @@ class CompletionLog(L.Callback):
     def write(self, trainer: L.Trainer, rollout: Rollout, ranks: list[list[list[str]]]) -> None:
         """Write the lines of a rollout, given by rank and group, and pass them to the loggers."""
         assert self.path is not None
-        written = [line for group in in_order_of_prompts(ranks) for line in group]
+        written = [line for group in interleave(ranks) for line in group]
         append_lines(self.path, written)
         if written:
             of_ranks: list[list[list[Prompt | None]]] = [[[None] * len(group) for group in groups] for groups in ranks]
             of_ranks[0] = [[group.prompt for _ in group.completions] for group in rollout.groups]
-            prompts = [prompt for group in in_order_of_prompts(of_ranks) for prompt in group]
+            prompts = [prompt for group in interleave(of_ranks) for prompt in group]
             self.show(trainer.loggers, [json.loads(line) for line in written], prompts)
 
     def show(self, loggers: Sequence[Logger], lines: Sequence[Line], prompts: Sequence[Prompt | None]) -> None:

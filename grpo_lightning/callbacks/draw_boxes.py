@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from grpo_lightning.callbacks.before_after import validation_loader
 from grpo_lightning.core.files import atomic_write, run_folder
 from grpo_lightning.core.images import ImageRef
-from grpo_lightning.core.ranks import gather_objects, in_order_of_prompts
+from grpo_lightning.core.ranks import gather_objects, interleave
 from grpo_lightning.core.types import Box, Message, Prompt
 from grpo_lightning.data.batch import as_prompt_batch
 from grpo_lightning.data.orders import known_prompts
@@ -156,7 +156,7 @@ class DrawBoxes(L.Callback):
         folder = self.folder(trainer)
         if self.chosen is None:
             self.chosen = self.choose(trainer)
-        panels = in_order_of_prompts(gather_objects(list(self.panels(pl_module, self.chosen))))
+        panels = interleave(gather_objects(list(self.panels(pl_module, self.chosen))))
         if not panels:
             return []
         before = self.before or {}

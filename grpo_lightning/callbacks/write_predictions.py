@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 
 from grpo_lightning.core.files import append_lines, json_line, run_file
-from grpo_lightning.core.ranks import gather_objects, in_order_of_prompts
+from grpo_lightning.core.ranks import gather_objects, interleave
 from grpo_lightning.data.batch import as_prompt_batch
 
 
@@ -72,7 +72,7 @@ class WritePredictions(L.Callback):
 
     def write(self, trainer: L.Trainer) -> None:
         """Write the pending records of all ranks in the order of their prompts. Collective: call it on every rank."""
-        lines = [line for group in in_order_of_prompts(gather_objects(self.waiting)) for line in group]
+        lines = [line for group in interleave(gather_objects(self.waiting)) for line in group]
         self.waiting = []
         self.num_lines += len(lines)
         if trainer.is_global_zero:

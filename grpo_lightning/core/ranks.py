@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -78,21 +79,13 @@ def gather_rows(rows: Tensor) -> list[Tensor]:
     return [part[:size].to(rows.device) for part, size in zip(parts, sizes, strict=True)]
 
 
-def in_order_of_prompts(ranks: Sequence[Sequence[T]]) -> list[T]:
-    """Merge the items of all ranks, one item per prompt, into one list in the order of the prompts.
-
-    Prompts are distributed round-robin over ranks: item i of rank r belongs to prompt `i * world_size + r`. If ranks
-    share groups, prompts are distributed round-robin over teams (`Teams`): then the first members of the teams have all
-    items, and the other ranks have none.
-
-    Args:
-        ranks: The items of each rank, as returned by `gather_objects`.
-    """
-    return interleave(ranks)
-
-
 def interleave(parts: Sequence[Sequence[T]]) -> list[T]:
-    """Take items from the parts in turn (round-robin); a part that has run out of items is skipped."""
+    """Take items from the parts in turn (round-robin); a part that has run out of items is skipped.
+
+    Prompts go round-robin to the ranks: prompt i of rank r is prompt `i * world_size + r` of all. So this function
+    merges lists of all ranks (`gather_objects`) with one item per prompt into a list in the order of the prompts. With
+    shared groups, prompts go round-robin to the teams (`Teams`): the first members have all items, the others none.
+    """
     turns = itertools.zip_longest(*([[item] for item in items] for items in parts), fillvalue=[])
     return [item for turn in turns for items in turn for item in items]
 
@@ -105,6 +98,12 @@ def _reduced(values: Tensor, operation: Any) -> Tensor:
     copy = values.detach().clone().to("cuda" if _is_cuda_only() else values.device)
     dist.all_reduce(copy, operation)
     return copy.to(values.device)
+
+
+def timeout_of(group: Any) -> timedelta:
+    """Timeout of the collectives of a process group. PyTorch has no public attribute for it."""
+    device = torch.device("cuda" if str(dist.get_backend(group)) == "nccl" else "cpu")
+    return group._get_backend(device).options._timeout  # type: ignore[no-any-return]
 
 
 def _is_cuda_only() -> bool:
@@ -225,10 +224,33 @@ class Teams:
         )
         return received[0]  # type: ignore[no-any-return]
 
+    def check(self, problem: str | None) -> None:
+        """Raise the same error on every member of the team. Collective in a team.
+
+        If only one member raised, the others would wait for it in their next collective.
+
+        Args:
+            problem: What the first member has found wrong; None if nothing is wrong. Ignored on the other members.
+
+        Raises:
+            ValueError: If the first member has found a problem.
+        """
+        problem = self.broadcast(problem)
+        if problem is not None:
+            raise ValueError(problem)
+
     @cached_property
     def _process_group(self) -> Any:
-        """The process group of this rank's team. Its first use creates the groups: all ranks must take part in it."""
+        """The process group of this rank's team. Its first use creates the groups: all ranks must take part in it.
+
+        Its collectives have the timeout of the run's process group (`timeout` of the strategy), because a member may
+        wait for another one for as long as ranks may wait for each other.
+        """
         firsts = range(0, world_size(), self.ranks_per_group)
         members = [list(range(first, first + self.ranks_per_group)) for first in firsts]
-        own, _ = dist.new_subgroups_by_enumeration(members, backend="gloo")  # objects are sent from the CPU
+        own, _ = dist.new_subgroups_by_enumeration(
+            members,
+            timeout=timeout_of(dist.group.WORLD),
+            backend="gloo",  # objects are sent from the CPU
+        )
         return own

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_lightning.core.ranks import in_order_of_prompts
+from grpo_lightning.core.ranks import interleave
 from grpo_lightning.core.ranks import rank as group_rank
 from grpo_lightning.core.ranks import world_size as group_size
 from grpo_lightning.core.seeding import derived_seed
@@ -328,7 +328,7 @@ class PromptSource:
                 *size,
             )
         self.resume_from = state | self._identity() | sizes | {"position": position}
-        if settled := in_order_of_prompts(state.get("settled", [])):
+        if settled := interleave(state.get("settled", [])):
             self.resume_from["settled"] = [settled[team :: self.world_size] for team in range(self.world_size)]
         if not _is_inside(state):
             self.resume_from["shuffle"] = self.shuffle

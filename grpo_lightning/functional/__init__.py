@@ -13,7 +13,12 @@ under the reference (`ref`):
 `aggregate` replaces the last line where an optimizer step has several micro-batches.
 """
 
-from grpo_lightning.functional.advantages import group_relative_advantages, normalized_sum, zero_variance_groups
+from grpo_lightning.functional.advantages import (
+    group_relative_advantages,
+    groups_without_gradient,
+    normalized_sum,
+    zero_variance_groups,
+)
 from grpo_lightning.functional.logprobs import token_entropy, token_logprobs
 from grpo_lightning.functional.losses import (
     aggregate,
@@ -51,6 +56,7 @@ __all__ = [
     "dppo_surrogate",
     "gmpo_surrogate",
     "group_relative_advantages",
+    "groups_without_gradient",
     "high_covariance_tokens",
     "high_entropy_tokens",
     "importance_ratio",

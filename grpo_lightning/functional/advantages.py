@@ -188,13 +188,15 @@ def normalized_sum(by_reward: Tensor, weights: Tensor, *, eps: float = 1e-4) -> 
 
 
 def zero_variance_groups(rewards: Tensor) -> Tensor:
-    """Find groups without a gradient: all scorable rewards are equal, or fewer than two are scorable.
+    """Find zero-variance groups: all scorable rewards are equal, or fewer than two are scorable.
+
+    Every advantage of such a group is 0. `groups_without_gradient` finds the other groups without a gradient, too.
 
     Args:
         rewards: [N, G] one reward per completion; nan is not scorable.
 
     Returns:
-        [N] bool, True where every advantage of the group is 0.
+        [N] bool.
 
     Raises:
         ValueError: If the rewards are not [N, G] with G >= 2.
@@ -205,6 +207,31 @@ def zero_variance_groups(rewards: Tensor) -> Tensor:
     highest = torch.where(is_scorable, rewards, -torch.inf).amax(dim=1)
     lowest = torch.where(is_scorable, rewards, torch.inf).amin(dim=1)
     return highest <= lowest  # -inf <= inf where nothing is scorable
+
+
+def groups_without_gradient(
+    rewards: Tensor, lengths: Tensor, *, baseline: Baseline = "group_mean", k: int | None = None
+) -> Tensor:
+    """Find groups in which every completion has advantage 0 or no trained token.
+
+    These are the zero-variance groups and the groups whose completions are all masked. With the baseline "pass_at_k",
+    an advantage is above 0 only if the reward is above those of k - 1 other completions. So a group of different
+    rewards has no gradient if its highest reward is not above k - 1 others: with k = None, if two completions share it.
+
+    Args:
+        rewards: [N, G] one reward per completion; nan is not scorable.
+        lengths: [N, G] number of trained tokens of each completion.
+        baseline: As in `group_relative_advantages`. No scale changes the result.
+        k: As in `group_relative_advantages`.
+
+    Returns:
+        [N] bool.
+
+    Raises:
+        ValueError: If the rewards are not [N, G] with G >= 2, or k is out of range.
+    """
+    advantages = group_relative_advantages(rewards, baseline=baseline, scale="none", lengths=lengths, k=k)
+    return ((advantages == 0) | (lengths == 0)).all(dim=1)
 
 
 def _check_shape(rewards: Tensor) -> None:

@@ -1,9 +1,10 @@
 """DAPO dynamic sampling: replace prompts whose groups have zero reward variance (arXiv:2503.14476, sec. 3.2).
 
-Two kinds of groups have no gradient: zero-variance groups, and groups whose completions are all masked by the overlong
-filter. The prompt of such a group is replaced by the next prompt in the data, in up to `max_resample_times` rounds.
-Each round samples as many new prompts as there are groups to replace, so that no group with a gradient is thrown away.
-A group that is still without a replacement after the last round stays in the rollout.
+A group has no gradient if every completion has advantage 0 or is masked by the overlong filter. With the objective's
+baseline `pass_at_k`, these are not only zero-variance groups (`functional.groups_without_gradient`). The prompt of such
+a group is replaced by the next prompt in the data, in up to `max_resample_times` rounds. Each round samples as many new
+prompts as there are groups to replace, so that no group with a gradient is thrown away. A group that is still without a
+replacement after the last round stays in the rollout.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from torch import Tensor
 from grpo_lightning.core.ranks import Teams
 from grpo_lightning.core.types import Prompt, check_ranges
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.functional import zero_variance_groups
-from grpo_lightning.rollout.groups import Rollout, concatenate, is_emptied
+from grpo_lightning.objective import Objective
+from grpo_lightning.rollout.groups import Rollout, concatenate, trained_lengths
 
 
 @dataclass
@@ -33,7 +34,8 @@ class DynamicSampling:
     reward: str | None = None
     """Name of a reward that must vary within a group, in addition to the combined rewards from which advantages are
     computed. If this is null, or the reward does not apply to a group, only the combined rewards must vary. DAPO tests
-    the accuracy reward, because combined rewards with a length reward vary in almost every group."""
+    the accuracy reward, because combined rewards with a length reward vary in almost every group. With the baseline
+    `pass_at_k`, "vary" means that the reward gives at least one completion an advantage."""
 
     def __post_init__(self) -> None:
         """Check the number of rounds. Raises: ValueError if it is below 1."""
@@ -41,11 +43,12 @@ class DynamicSampling:
         allowed = "at least 1 (remove dynamic_sampling to turn resampling off)"
         check_ranges("dynamic_sampling", self, [("max_resample_times", is_count, allowed)])
 
-    def is_idle(self, rollout: Rollout) -> Tensor:
+    def is_idle(self, rollout: Rollout, objective: Objective) -> Tensor:
         """Find groups to replace in a scored rollout: [N] bool. Raises: ValueError if `reward` has no scores."""
         assert rollout.rewards is not None
         assert rollout.scores is not None
-        is_idle = zero_variance_groups(rollout.rewards) | is_emptied(rollout.groups)
+        lengths = trained_lengths(rollout.groups).view_as(rollout.rewards)
+        is_idle = objective.groups_without_gradient(rollout.rewards, lengths)
         if self.reward is None:
             return is_idle
         named = rollout.scores.by_reward.get(self.reward)
@@ -55,7 +58,8 @@ class DynamicSampling:
                 "name in `scores.by_reward`: return them, or remove dynamic_sampling.reward."
             )
         applies = ~named.isnan().all(dim=1)  # elsewhere the combined rewards decide
-        return is_idle | (applies & zero_variance_groups(named.masked_fill(rollout.rewards.isnan(), torch.nan)))
+        named = named.masked_fill(rollout.rewards.isnan(), torch.nan)
+        return is_idle | (applies & objective.groups_without_gradient(named, lengths))
 
 
 class Resampling(NamedTuple):
@@ -77,6 +81,7 @@ class Resampling(NamedTuple):
 def resample(
     rollout: Rollout,
     settings: DynamicSampling,
+    objective: Objective,
     sample_and_score: Callable[[Sequence[Prompt], Sequence[int]], Rollout],
     source: PromptSource,
     teams: Teams | None = None,
@@ -92,6 +97,7 @@ def resample(
     Args:
         rollout: N groups of this rank, with their rewards.
         settings: Criterion and number of rounds.
+        objective: Tells which groups have no gradient.
         sample_and_score: Samples and scores new prompts, given the prompts and their global indices.
         source: Provides the new prompts.
         teams: The ranks that share groups; None if no group is shared.
@@ -100,7 +106,7 @@ def resample(
         The rollout of N groups, where each new group is in the row of the group that it replaces; and the counts.
     """
     teams = teams or Teams()
-    is_idle = teams.broadcast(settings.is_idle(rollout).tolist())
+    is_idle = teams.broadcast(settings.is_idle(rollout, objective).tolist())
     num_groups = len(is_idle)
     places = teams.indices(num_groups)
     # For each of the N rows of the result: the global index of its group in the cycle, and the position of the group
@@ -121,7 +127,7 @@ def resample(
         replaced = [i for i in own if order[places[i]] < num_prompts]
         new_indices = [used + order[places[i]] for i in replaced]
         parts.append(sample_and_score(prompts, new_indices))
-        still_idle = teams.broadcast(settings.is_idle(parts[-1]).tolist())
+        still_idle = teams.broadcast(settings.is_idle(parts[-1], objective).tolist())
         for row, (i, index, idle) in enumerate(zip(replaced, new_indices, still_idle, strict=True), num_sampled):
             if not idle:
                 is_idle[i], indices[i], rows[i] = False, index, row

@@ -122,12 +122,6 @@ def mask_truncated(groups: Sequence[Group], overlong_filter: OverlongFilter) -> 
                 completion.mask = [False] * len(completion.token_ids)
 
 
-def is_emptied(groups: Sequence[Group]) -> Tensor:
-    """Find groups in which all tokens are masked: [N] bool."""
-    masks = [[completion.mask for completion in group.completions] for group in groups]
-    return torch.tensor([all(mask is not None and not any(mask) for mask in row) for row in masks], dtype=torch.bool)
-
-
 def without_truncated(rewards: Tensor, groups: Sequence[Group], overlong_filter: OverlongFilter) -> Tensor:
     """Set the rewards of truncated completions to nan (not scorable) if the filter is "group". Args: rewards: [N, G].
 
@@ -203,6 +197,16 @@ def check_finite(values: Tensor, *, name: str, verb: str) -> None:
         )
 
 
+OTHER_PROMPTS = (
+    "model.ranks_per_group is {}, but the training loader gives the ranks that share groups different prompts. Use a "
+    "grpo_lightning.PromptSource, or give all ranks with the same rank // ranks_per_group the same prompts."
+)
+OWN_GROUPS = (
+    "With model.ranks_per_group, `sample` must return groups of `self.generate`, which samples a part of each group on "
+    "every rank; got a group from elsewhere."
+)
+
+
 class SharedGroups:
     """Collects the groups that a team has sampled, and spreads their completions over the team for training.
 
@@ -231,19 +235,16 @@ class SharedGroups:
             The N complete groups on the first member; an empty list on the others.
 
         Raises:
-            ValueError: If the members have different prompts.
+            ValueError: On every member, if the members have different prompts.
         """
         if not self.teams.is_shared:
             return parts
         first = len(self._sampled)
         self._sampled += parts
         of_members = self.teams.gather([(part.prompt_ids, part.completions) for part in parts])
-        if any([ids for ids, _ in member] != [part.prompt_ids for part in parts] for member in of_members):
-            raise ValueError(
-                f"model.ranks_per_group is {self.teams.ranks_per_group}, but the training loader gives this rank other "
-                "prompts than the ranks that share its groups. Use a grpo_lightning.PromptSource, or give all ranks "
-                "with the same rank // ranks_per_group the same prompts."
-            )
+        own = [part.prompt_ids for part in parts]
+        differs = any([ids for ids, _ in member] != own for member in of_members)
+        self.teams.check(OTHER_PROMPTS.format(self.teams.ranks_per_group) if differs else None)
         # The other members get no groups.
         return [
             replace(part, completions=interleave([member[i][1] for member in of_members]), number=first + i)
@@ -262,16 +263,12 @@ class SharedGroups:
             N groups on every member, each with that member's part of the completions and advantages.
 
         Raises:
-            ValueError: If a group does not come from `GRPOLightningModule.generate`. The other members do not know the
-                prompt of such a group.
+            ValueError: On every member, if a group does not come from `GRPOLightningModule.generate`. The other members
+                do not know the prompt of such a group.
         """
         if not self.teams.is_shared:
             return rollout
-        if any(group.number < 0 for group in rollout.groups):
-            raise ValueError(
-                "With model.ranks_per_group, `sample` must return groups of `self.generate`, which samples a part of "
-                "each group on every rank; got a group from elsewhere."
-            )
+        self.teams.check(OWN_GROUPS if any(group.number < 0 for group in rollout.groups) else None)
         of_members = [self._part_of(rollout, member) for member in range(self.teams.ranks_per_group)]
         numbers, completions, advantages = self.teams.scatter(of_members)
         groups = [

@@ -24,7 +24,7 @@ from grpo_lightning.policy.routers import Routers
 from grpo_lightning.policy.scorer import Scorer, TokenScores
 from grpo_lightning.policy.sharding import Sharding, fsdp_modules, own_part
 from grpo_lightning.rollout.groups import vision_of
-from grpo_lightning.training.micro_batches import CycleShape, give_images, plan_over_ranks
+from grpo_lightning.training.micro_batches import CycleShape, agree_on_chunks, give_images, plan_over_ranks
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class Actor:
 
         Returns:
             This rank's micro-batches of all updates, as many as on every other rank, and the numbers of trained tokens
-            and completions in each update, summed over all ranks.
+            and completions in each update, summed over all ranks. Before the first forward pass, ranks have to agree on
+            the number of passes (`agree_on_chunks`).
         """
         size = len(groups[0].completions) if groups else 0
         micro_batches, counts = plan_over_ranks(
@@ -79,7 +80,6 @@ class Actor:
             accumulate=shape.accumulate_grad_batches,
             pad_id=self.pad_id,
             skip_zero_advantages=skip_zero_advantages,
-            num_chunks=self.scorer.num_chunks,
             teams=self.teams,
         )
         if self.encoder.sees_images:
@@ -119,7 +119,9 @@ class Actor:
         if of_masked:
             rows = [replace(group, completions=[replace(c, mask=None) for c in group.completions]) for group in groups]
         with torch.no_grad(), self.phase("ref_logprobs"), self.reference.scoring(self.policy) as model:
-            for batch in self.micro_batches(rows, None, shape)[0]:
+            micro_batches, _ = self.micro_batches(rows, None, shape)
+            agree_on_chunks(micro_batches, self.scorer.num_chunks)
+            for batch in micro_batches:
                 logprobs = self.scorer(model, batch, temperature=self.temperature).logprobs.float().tolist()
                 for row, (prompt, number) in enumerate(zip(batch.prompt_index.tolist(), batch.numbers, strict=True)):
                     if number >= 0:  # not a placeholder

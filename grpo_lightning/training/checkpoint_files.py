@@ -226,8 +226,9 @@ class RankFiles:
 
     Lightning's strategies save Python objects of one rank only. A pending rollout differs between ranks and may be
     large, so each rank writes its own rollout to a file. `<moment>` consists of the step, rollout and position at which
-    the checkpoint was saved. The checkpoint contains it too, so that files of an earlier save under the same name are
-    never mistaken for files of this one.
+    the checkpoint was saved, and of the numbers of ranks (w), ranks per group (r) and micro-batches per step (a). The
+    checkpoint contains it too, so that files of another save under the same name are never mistaken for files of this
+    one.
 
     Args:
         checkpoint: Path of the checkpoint. If it is a link, the files are next to the checkpoint that it points to.
@@ -254,6 +255,29 @@ class RankFiles:
                 "checkpoint saved at the end of a cycle."
             )
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+    def read_cycle(self, moment: str, rank: int, share: Mapping[str, int]) -> dict[str, Any]:
+        """Read the cycle of a rank, and check which part of the rollout it is.
+
+        Args:
+            moment: `<moment>` of the checkpoint.
+            rank: The rank that saved the cycle.
+            share: The part that this rank must have (`redistribution.saved_share`).
+
+        Raises:
+            FileNotFoundError: If the file is missing.
+            ValueError: If the file has another part of the rollout.
+        """
+        state: dict[str, Any] = self.read(moment, rank)
+        found = {name: state.get(name) for name in share}
+        if found != share:
+            raise ValueError(
+                f"{self.folder / f'{moment}-{rank}.pt'} has another part of the rollout than rank {rank} of the "
+                f"checkpoint {self.checkpoint} had: found {_listed(found)}, expected {_listed(share)}. Copy the folder "
+                f"{self.folder.name} again from where the checkpoint was saved, or resume from a checkpoint at the end "
+                "of a cycle."
+            )
+        return state
 
     def why_missing(self, state: Mapping[str, Any] | None) -> str | None:
         """Return a message that names a missing rank file, without which no run can resume; None if all files exist.
@@ -289,3 +313,7 @@ class RankFiles:
     def remove(self) -> None:
         """Remove the files, when their checkpoint is removed."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _listed(share: Mapping[str, int | None]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in share.items())

@@ -21,7 +21,7 @@ from grpo_lightning.core import ranks
 from grpo_lightning.core.messages import WarnOnce
 from grpo_lightning.core.types import Completion, Group, MicroBatch
 from grpo_lightning.functional import kl_divergence, zero_variance_groups
-from grpo_lightning.objective import ObjectiveTerms
+from grpo_lightning.objective import Objective, ObjectiveTerms
 from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.rewards import Scores
 from grpo_lightning.rollout.dynamic_sampling import Resampling
@@ -159,8 +159,15 @@ def entropy_of(completion: Completion) -> float:
     return sum(entropies)
 
 
-def add_resampling(metrics: StepMetrics, done: Resampling, warn_once: WarnOnce) -> None:
-    """Add dynamic-sampling counts, and warn if groups without a gradient remain after all rounds."""
+def add_resampling(metrics: StepMetrics, done: Resampling, reason: str, warn_once: WarnOnce) -> None:
+    """Add dynamic-sampling counts, and warn if groups without a gradient remain after all rounds.
+
+    Args:
+        metrics: Where the counts are added.
+        done: The counts.
+        reason: Why all advantages of a group are 0 (`Objective.zero_advantage_reason`).
+        warn_once: Warns once in a run.
+    """
     metrics.add("rollout/resample_rounds", done.rounds)
     metrics.add_sum("rollout/skipped_prompts", done.num_skipped)
     metrics.add_sum("rollout/kept_zero_variance_groups", done.num_kept)
@@ -169,12 +176,13 @@ def add_resampling(metrics: StepMetrics, done: Resampling, warn_once: WarnOnce) 
         warn_once(
             log,
             "kept zero-variance groups",
-            "Dynamic sampling: after %d rounds, %d groups of the rollout still have zero reward variance, or only "
-            "completions that the overlong filter masks. They stay in the rollout without a gradient, and "
+            "Dynamic sampling: after %d rounds, %d groups of the rollout still have %s, or only completions "
+            "that the overlong filter masks. They stay in the rollout without a gradient, and "
             "rollout/kept_zero_variance_groups counts them. Raise dynamic_sampling.max_resample_times, or remove "
             "prompts that are always or never solved.",
             done.rounds,
             num_kept,
+            reason,
         )
 
 
@@ -254,7 +262,7 @@ def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -
 
 def add_router_loss(metrics: StepMetrics, share: Tensor, largest: Tensor, *, opens_update: bool) -> None:
     """Add a micro-batch's share of the load-balancing loss, and the largest load of an expert in the step."""
-    metrics.add_sum("policy/router_aux_loss", share.detach())
+    metrics.add_sum("policy/router_aux_loss", share)
     if opens_update:  # the load of the entire step, the same on all ranks
         metrics.add("policy/max_expert_load", largest)
 
@@ -266,7 +274,9 @@ def num_empty_updates(micro_batches: Sequence[MicroBatch], updates_per_rollout: 
     return int((ranks.max_over_ranks(of_updates.int()) == 0).sum())
 
 
-def empty_reason(rollout: Rollout, overlong_filter: OverlongFilter, max_completion_length: int) -> str:
+def empty_reason(
+    rollout: Rollout, objective: Objective, overlong_filter: OverlongFilter, max_completion_length: int
+) -> str:
     """The most likely reason why the completions of a rollout have no advantage. Collective."""
     completions = [completion for group in rollout.groups for completion in group.completions]
     num_masked = sum(completion.mask is not None and not any(completion.mask) for completion in completions)
@@ -283,9 +293,8 @@ def empty_reason(rollout: Rollout, overlong_filter: OverlongFilter, max_completi
     if rollout.scores is not None and not num_scorable:
         return "no completion is scorable: every reward returned None. Check which rows and completions they apply to"
     return (
-        "all groups have zero reward variance among the completions that are trained on. The task may be "
-        "too hard or too easy; "
-        "model.dynamic_sampling replaces such groups"
+        f"all groups have {objective.zero_advantage_reason} among the completions that are trained on. The task may "
+        "be too hard or too easy; model.dynamic_sampling replaces such groups"
     )
 
 

@@ -321,19 +321,14 @@ def plan_over_ranks(
     groups: Sequence[Group],
     advantages: Tensor,
     *,
-    num_chunks: Callable[[MicroBatch], int],
     teams: Teams | None = None,
     **settings: Any,
 ) -> tuple[list[MicroBatch], list[StepCounts]]:
     """Split the rollout of all ranks into micro-batches. Collective: all ranks call it.
 
-    Sharded weights are gathered by all ranks together. The i-th micro-batches of all ranks therefore get the same
-    `MicroBatch.num_chunks`: the largest number of forward passes that one of them needs.
-
     Args:
         groups: N groups of this rank, each with K completions: G, or fewer if several ranks share a group. N may be 0.
         advantages: [N, K] advantages of the completions.
-        num_chunks: A function that returns the number of forward passes that a micro-batch needs.
         teams: The ranks that share groups; None if no group is shared.
         **settings: Arguments of `plan_micro_batches`.
 
@@ -347,12 +342,19 @@ def plan_over_ranks(
     num_generations = num_completions // sum(num_groups) if any(num_groups) else None
     share = Share(num_groups, teams.team, teams.member, teams.ranks_per_group, num_generations)
     micro_batches, counts = plan_micro_batches(groups, advantages, share=share, **settings)
-    agree_on_chunks(micro_batches, num_chunks)
     return micro_batches, [StepCounts(*of_all) for of_all in ranks.sum_over_ranks(torch.tensor(counts)).tolist()]
 
 
 def agree_on_chunks(micro_batches: Sequence[MicroBatch], num_chunks: Callable[[MicroBatch], int]) -> None:
-    """Set `num_chunks` of every micro-batch to the maximum over ranks. Collective: all ranks have equally many."""
+    """Set `num_chunks` of every micro-batch to the maximum over ranks. Collective: all ranks have equally many.
+
+    Sharded weights are gathered by all ranks together, so all ranks run equally many forward passes. Call it before the
+    first pass over the micro-batches, whoever made them: `split_rollout`, its override, or a checkpoint.
+
+    Args:
+        micro_batches: This rank's micro-batches.
+        num_chunks: Returns the number of forward passes that a micro-batch needs (`Scorer.num_chunks`).
+    """
     most = ranks.max_over_ranks(torch.tensor([num_chunks(batch) for batch in micro_batches])).tolist()
     for batch, number in zip(micro_batches, most, strict=True):
         batch.num_chunks = number

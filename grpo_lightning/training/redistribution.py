@@ -50,17 +50,17 @@ class SavedRow(CompletionRow):
     """[T] bool"""
 
 
-def saved_share(teams: Teams) -> dict[str, int]:
+def saved_share(rank: int, world_size: int, ranks_per_group: int) -> dict[str, int]:
     """Return the entries of a rank's saved cycle that tell which groups and completions of the rollout it has.
 
     The i-th group of the rank has the index `first_group + i * group_step` over all ranks. The i-th completion that the
     rank has of a group has the index `first_completion + i * completion_step` in the group.
     """
     return {
-        "first_group": teams.team,
-        "group_step": teams.num_teams,
-        "first_completion": teams.member,
-        "completion_step": teams.ranks_per_group,
+        "first_group": rank // ranks_per_group,
+        "group_step": world_size // ranks_per_group,
+        "first_completion": rank % ranks_per_group,
+        "completion_step": ranks_per_group,
     }
 
 

@@ -47,33 +47,47 @@ class RouterLoss:
         self.step: RouterLoad | None = None
         """Load of the entire step, over all ranks."""
 
+        self.latest: Tensor | None = None
+        """The latest micro-batch's share of the loss, before its weight, until `pop`."""
+
     def begin(self, others: Sequence[RouterLoad]) -> None:
         """Begin an optimizer step. Args: others: loads of this rank's micro-batches of the step, without the first."""
         self.others, self.step = list(others), None
 
-    def share(self, load: RouterLoad) -> Tensor:
-        """Compute a micro-batch's share of the loss: the shares of all micro-batches and ranks add up to the loss.
+    def share(self, load: RouterLoad | None) -> Tensor:
+        """Compute a micro-batch's share of the weighted loss: the shares of all micro-batches and ranks add up to it.
 
         Collective at the first micro-batch of a step: all ranks call it.
 
         Args:
-            load: Of the micro-batch, with gradients.
+            load: Of the micro-batch, with gradients (`TokenScores.load`).
         """
+        assert load is not None
         if self.step is None:
             own = total_load([*self.others, load])
             self.step = RouterLoad(*(ranks.sum_over_ranks(part.detach()) for part in own))
-        return load_balancing_loss(self.step.routed, load.probs, self.step.num_tokens)
+        share = load_balancing_loss(self.step.routed, load.probs, self.step.num_tokens)
+        self.latest = share.detach()
+        return self.coefficient * share
 
-    @property
-    def is_used(self) -> bool:
-        """True once `share` was called in this optimizer step."""
-        return self.step is not None
+    def pop(self) -> tuple[Tensor, Tensor]:
+        """Return what is logged of a micro-batch after its `update`.
 
-    @property
-    def max_expert_load(self) -> Tensor:
-        """Largest load of an expert in the step, relative to a uniform load."""
-        assert self.step is not None
-        return max_expert_load(self.step.routed)
+        Returns:
+            The micro-batch's share of the loss, before its weight; and the largest load of an expert in the step,
+            relative to a uniform load.
+
+        Raises:
+            ValueError: If `share` was not called for the micro-batch, which only an overridden `update` may leave out.
+        """
+        if self.step is None or self.latest is None:
+            raise ValueError(
+                f"The load-balancing loss of the experts has the weight {self.coefficient:g}, but your `update` leaves "
+                "it out. Make objective.router_aux_loss_coef 0, or add the loss as GRPOLightningModule.update does "
+                "(`self.router_loss`)."
+            )
+        latest, self.latest = self.latest, None
+        return latest, max_expert_load(self.step.routed)
 
 
 def router_coefficient(requested: float | None, config: PretrainedConfig) -> float:

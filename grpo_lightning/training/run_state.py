@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch.trainer.states import TrainerStatus
 
@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     import lightning as L
 
 log = logging.getLogger(__name__)
+
+
+class Layout(NamedTuple):
+    """Assigns the groups of a rollout to ranks (`Teams`)."""
+
+    world_size: int
+    ranks_per_group: int
 
 
 @dataclass(frozen=True)
@@ -53,12 +60,11 @@ class StepEnd:
 
     rollout_index: int
 
-    share: dict[str, int]
-    """Which groups and completions of the rollout this rank has (`saved_share`)."""
-
-    def cycle_state(self) -> dict[str, Any] | None:
-        """State dict of the pending cycle in checkpoints."""
-        return None if self.cycle is None else self.cycle.state_dict() | {"position": self.position} | self.share
+    def cycle_state(self, layout: Layout) -> dict[str, Any] | None:
+        """State dict of the pending cycle in checkpoints, with the completions that this rank has (`saved_share`)."""
+        if self.cycle is None:
+            return None
+        return self.cycle.state_dict() | {"position": self.position} | saved_share(ranks.rank(), *layout)
 
 
 class RunState:
@@ -96,6 +102,11 @@ class RunState:
         """True if the reference differs from the initial policy."""
         return self.reference is not None and self.reference.has_moved
 
+    @property
+    def layout(self) -> Layout:
+        """Number of ranks of this run, and of ranks that share a group."""
+        return Layout(ranks.world_size(), self.teams.ranks_per_group)
+
     def begin(self) -> None:
         """Reset at the beginning of a run."""
         self.step_end, self.is_updating = None, False
@@ -125,7 +136,6 @@ class RunState:
             cycle=cycle,
             position=cycle.position if cycle else 0,
             rollout_index=self.rollout_index,
-            share=saved_share(self.teams),
         )
         return self.step_end
 
@@ -137,7 +147,11 @@ class RunState:
         """Prefix of the names of the files that ranks save with a checkpoint of `end`; None if they save none."""
         if ranks.world_size() == 1 or not (end.cycle or self.has_moved):
             return None
-        return f"step{end.num_steps}-{end.rollout_index}-{end.position}"
+        moment = f"step{end.num_steps}-{end.rollout_index}-{end.position}"
+        # A run on other ranks may save under the same name at the same step, and be killed before its checkpoint
+        # replaces the earlier one, whose files must then still be there.
+        layout = f"w{self.layout.world_size}-r{self.layout.ranks_per_group}"
+        return f"{moment}-{layout}" + (f"-a{end.cycle.accumulate}" if end.cycle else "")
 
     def state_dict(self, trainer: L.Trainer) -> dict[str, Any]:
         """The state at the end of the last optimizer step.
@@ -149,14 +163,14 @@ class RunState:
         weights = self.reference.moved_weights() if is_alone and self.reference is not None else None
         return {
             "rollout_index": end.rollout_index,
-            "rollout": end.cycle_state() if is_alone else None,
+            "rollout": end.cycle_state(self.layout) if is_alone else None,
             "reference": weights,
             "is_pending": end.cycle is not None,
             "has_moved": self.has_moved,
             "reference_fingerprint": {} if self.reference is None else self.reference.fingerprint,
             "moment": self.moment(end),
             "is_interrupted": self.is_interrupted(trainer),
-            **self._layout,
+            **self.layout._asdict(),
         }
 
     def load_state_dict(
@@ -190,37 +204,34 @@ class RunState:
 
         If the number of ranks or of micro-batches has changed, read all parts and cut the cycle again.
         """
+        saved = Layout(state["world_size"], state["ranks_per_group"])
 
         def read(rank: int) -> dict[str, Any]:
-            of_rank: dict[str, Any] = state["rollout"] or RankFiles(checkpoint).read(state["moment"], rank)
+            of_rank: dict[str, Any] = state["rollout"] or RankFiles(checkpoint).read_cycle(
+                state["moment"], rank, saved_share(rank, *saved)
+            )
             return of_rank
 
-        saved, now = ((d["world_size"], d["ranks_per_group"]) for d in (state, self._layout))
-        own = read(ranks.rank() if saved == now else 0)
+        own = read(ranks.rank() if saved == self.layout else 0)
         shape.check_resumed(num_updates=len(own["counts"]), num_iterations=own["num_iterations"])
-        if saved == now and saved_accumulate(own) == shape.accumulate_grad_batches:
+        if saved == self.layout and saved_accumulate(own) == shape.accumulate_grad_batches:
             return Cycle.from_state_dict(own)
         if ranks.rank() == 0:
             log.info(
                 "The checkpoint was saved inside a cycle by %d rank(s), %d micro-batches per optimizer step: its "
                 "rollout is redistributed over %d rank(s), %d micro-batches per step.",
-                saved[0],
+                saved.world_size,
                 saved_accumulate(own),
-                now[0],
+                self.layout.world_size,
                 shape.accumulate_grad_batches,
             )
         self.is_redistributed = True
         return redistribute(
-            [read(rank) for rank in range(saved[0])],
+            [read(rank) for rank in range(saved.world_size)],
             shape,
             teams=self.teams,
             pad_id=pad_id,
         )
-
-    @property
-    def _layout(self) -> dict[str, int]:
-        """How the groups of a rollout are assigned to ranks."""
-        return {"world_size": ranks.world_size(), "ranks_per_group": self.teams.ranks_per_group}
 
     def _restore_reference(self, state: Mapping[str, Any], checkpoint: Path) -> None:
         """Restore the reference if it was updated; else check that this run has made the same reference."""
@@ -241,7 +252,7 @@ class RunState:
         if moment is None:
             return
         if end.cycle is not None:
-            RankFiles(checkpoint).write(moment, ranks.rank(), end.cycle_state())
+            RankFiles(checkpoint).write(moment, ranks.rank(), end.cycle_state(self.layout))
         if self.reference is not None and self.has_moved:
             weights = self.reference.moved_weights()
             if is_global_zero:

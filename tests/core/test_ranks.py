@@ -1,9 +1,12 @@
 """On one process nothing is told to anybody; on several, tests/distributed has it."""
 
+import datetime
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import distributed as dist
 
 from grpo_lightning.core import ranks
 
@@ -21,11 +24,11 @@ def test_one_process_hears_itself():
 @given(st.integers(0, 20), st.integers(1, 5))
 def test_ranks_take_turns(num_prompts, world_size):
     prompts = list(range(num_prompts))
-    assert ranks.in_order_of_prompts([prompts[rank::world_size] for rank in range(world_size)]) == prompts
+    assert ranks.interleave([prompts[rank::world_size] for rank in range(world_size)]) == prompts
 
 
 def test_of_ranks_of_any_number_of_items_none_is_lost():
-    assert ranks.in_order_of_prompts([["a"], [], ["b", "c"]]) == ["a", "b", "c"]
+    assert ranks.interleave([["a"], [], ["b", "c"]]) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(("world_size", "ranks_per_group"), [(1, 1), (4, 1), (4, 2), (6, 3), (3, 3)])
@@ -41,6 +44,18 @@ def test_a_team_is_consecutive_ranks(monkeypatch, world_size, ranks_per_group):
         for team in range(world_size // ranks_per_group)
         for member in range(ranks_per_group)
     ]
+
+
+def test_a_team_waits_as_long_as_the_run(tmp_path):
+    """A member waits for the slowest reward of the first one; gloo's own timeout, 30 minutes, may be too short."""
+    timeout = datetime.timedelta(hours=5)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
+    try:
+        seconds = ranks.timeout_of(ranks.Teams(1)._process_group).total_seconds()
+        assert seconds == pytest.approx(timeout.total_seconds(), abs=1)
+    finally:
+        dist.destroy_process_group()
 
 
 @given(st.integers(1, 20), st.integers(1, 5))

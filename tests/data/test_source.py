@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from grpo_lightning.core.ranks import in_order_of_prompts
+from grpo_lightning.core.ranks import interleave
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.lengths import Measured
 from grpo_lightning.data.orders import LazyPrompts, PromptStream, known_prompts, source_names, stream_rows
@@ -345,7 +345,7 @@ def rows_of(sources, *, start=0, epochs=2, taken=None):
         for rank, (_, prompts, _) in enumerate(step):
             assert prompts == step[rank - rank % size][1]
         (place,) = {(epoch, position) for epoch, _, position in step}
-        yield place, in_order_of_prompts([prompts for _, prompts, _ in step[::size]])
+        yield place, interleave([prompts for _, prompts, _ in step[::size]])
 
 
 @given(st.integers(1, 20), st.integers(1, 4), st.integers(1, 3), st.booleans(), st.data())

@@ -5,7 +5,6 @@ Completions are drawn by the policy itself: sharded weights are gathered by all 
 
 from __future__ import annotations
 
-import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,9 @@ import torch
 
 from grpo_lightning import PolicyLoader
 from grpo_lightning.core import ranks
-from grpo_lightning.core.types import SamplingParams
-from grpo_lightning.data.source import PromptSource
-from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
-from grpo_lightning.optimizers import AdamW
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
-from tests.distributed.steps import STRATEGIES
+from tests.distributed.runs import fit, make_module
 from tests.light_rewards import vowel_share
 
 OPEN, EQUAL = "open", "equal"
@@ -71,38 +66,18 @@ class Found(L.Callback):
 
 def run(strategy: str, folder: Path, case: str, ranks_per_group: int = 1) -> tuple[list[Any], dict[str, float]]:
     """Train a step on a case. Returns: this rank's groups (prompt, completions, advantages) and the metrics."""
-    module = GRPOLightningModule(
+    module = make_module(
         PolicyLoader(str(folder / "policy")),
-        rewards=[differs_if_open],
-        sampling=SamplingParams(max_completion_length=6),
+        [differs_if_open],
+        length=6,
+        lr=0.1,
         objective=Objective(beta=0.04),
-        optimizer=functools.partial(AdamW, lr=1e-3),
         dynamic_sampling=DynamicSampling(),
         num_generations=3,
         ranks_per_group=ranks_per_group,
-        seed=0,
     )
-    world_size, found = 1 if strategy == "one" else 2, Found()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=world_size,
-        strategy=STRATEGIES[strategy](),
-        max_steps=2,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[found],
-    )
-    source = PromptSource(
-        prompts_of(case),
-        4 * ranks_per_group // world_size,
-        shuffle=False,
-        draws_more=True,
-        ranks_per_group=ranks_per_group,
-    )
-    trainer.fit(module, source)
+    found = Found()
+    fit(module, prompts_of(case), strategy, max_steps=2, max_epochs=1, callbacks=[found])
     return found.groups, found.metrics
 
 

@@ -32,7 +32,8 @@ from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.schedules import Cosine
 from tests.distributed import harness, vision
 from tests.distributed.resume import FAMILY, PROMPTS, SEEN, of_some
-from tests.distributed.steps import STRATEGIES, whole_weights
+from tests.distributed.runs import STRATEGIES
+from tests.distributed.steps import whole_weights
 from tests.light_rewards import capitals, vowel_share
 
 PROMPTS_PER_ROLLOUT = 4
@@ -75,7 +76,7 @@ class Notes(L.Callback):
 
     def on_rollout(self, trainer: L.Trainer, module: Any, rollout: Any) -> None:
         own = [(str(g.prompt.content), [c.token_ids for c in g.completions]) for g in rollout.groups]
-        self.rollouts.append(ranks.in_order_of_prompts(module.teams.gather_from_firsts(own)))
+        self.rollouts.append(ranks.interleave(module.teams.gather_from_firsts(own)))
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step > self.last:

@@ -25,7 +25,8 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
-from tests.distributed.steps import STRATEGIES, whole_size
+from tests.distributed.runs import STRATEGIES
+from tests.distributed.steps import whole_size
 from tests.light_rewards import vowel_share
 from tests.module_runs import PROMPTS
 from tests.tiny_models import tiny_model, tiny_tokenizer

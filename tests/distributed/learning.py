@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from grpo_lightning.core import ranks
-from tests.distributed.steps import STRATEGIES
+from tests.distributed.runs import STRATEGIES
 from tests.module_runs import History, make_module, make_source, make_trainer
 
 STEPS = 30

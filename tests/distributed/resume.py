@@ -35,7 +35,8 @@ from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.schedules import Cosine
 from grpo_lightning.training.checkpoint_files import why_incomplete
 from tests.distributed import harness, vision
-from tests.distributed.steps import STRATEGIES, save_policy, whole_weights
+from tests.distributed.runs import STRATEGIES
+from tests.distributed.steps import save_policy, whole_weights
 from tests.light_rewards import capitals, vowel_share
 
 PROMPTS = [f"prompt {'x' * i}{i}" for i in range(7)]

@@ -23,7 +23,8 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.training.evaluation import Validation
-from tests.distributed.steps import LORA, STRATEGIES
+from tests.distributed.runs import STRATEGIES
+from tests.distributed.steps import LORA
 from tests.light_rewards import vowel_share
 from tests.module_runs import PROMPTS
 

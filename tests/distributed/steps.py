@@ -6,9 +6,7 @@ one device to rounding, or something is wrong.
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,25 +19,14 @@ from transformers import AutoModelForCausalLM
 
 from grpo_lightning import PolicyLoader
 from grpo_lightning.core import ranks
-from grpo_lightning.core.types import Completion, SamplingParams
-from grpo_lightning.data.source import PromptSource
-from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.core.types import Completion
 from grpo_lightning.objective import Objective
 from grpo_lightning.rewards import RewardModel
-from grpo_lightning.training.strategies import FSDP2Strategy, GRPODeepSpeedStrategy
+from tests.distributed.runs import fit, make_module
 from tests.module_runs import SMALL
 from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
 
 LONGEST = 24
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    "one": lambda: "auto",
-    "ddp": lambda: "ddp",
-    "zero1": lambda: GRPODeepSpeedStrategy(stage=1),
-    "zero2": lambda: GRPODeepSpeedStrategy(stage=2),
-    # A tiny model would stay whole under the default threshold, and the test would prove nothing.
-    "zero3": lambda: GRPODeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0),
-    "fsdp2": FSDP2Strategy,
-}
 
 
 class ByPrompt:
@@ -114,7 +101,12 @@ CASES: dict[str, Case] = {
     "kl": Case(objective={"beta": 0.04}, steps=2),
     "kl in the reward": Case(objective={"beta": 0.5, "kl_in": "reward"}, steps=2, accumulate=2),
     "gspo, corrected": Case(
-        objective={"beta": 0.0, "ratio": "sequence", "aggregate": "sequence", "rollout_correction": "token_truncate"},
+        objective={
+            "beta": 0.0,
+            "ratio": "sequence",
+            "aggregate": "sequence",
+            "rollout_correction": "geometric_truncate",
+        },
         updates=2,
         accumulate=2,
     ),
@@ -265,43 +257,29 @@ REFUSED = {("zero3", "dora, kl"), ("zero3", "experts, kl")}
 
 def run(case: Case, strategy: str, folder: Path) -> dict[str, Any]:
     """Train the case; returns the weights before and after, whole, and what was logged."""
-    world_size = 1 if strategy == "one" else 2
-    ranks_per_group = min(world_size, case.ranks_per_group)
-    module = GRPOLightningModule(
+    module = make_module(
         given_adapter(folder) if case.is_given else PolicyLoader(str(folder / case.folder), **case.policy),
-        rewards=[RewardModel(folder / "classifier", batch_size=3) if case.is_scored_by_model else small_letters],
+        [RewardModel(folder / "classifier", batch_size=3) if case.is_scored_by_model else small_letters],
+        length=LONGEST,
+        lr=case.lr,
         engine=ByPrompt(),
-        sampling=SamplingParams(max_completion_length=LONGEST),
         objective=Objective(**case.objective),
         sync_reference=case.sync,
-        optimizer=functools.partial(torch.optim.SGD, lr=case.lr),
         num_generations=4,
-        ranks_per_group=ranks_per_group,
+        ranks_per_group=case.ranks_per_group,
         updates_per_rollout=case.updates,
-        seed=0,
     )
     watch = Watch()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=world_size,
-        strategy=STRATEGIES[strategy](),
+    fit(
+        module,
+        case.prompts,
+        strategy,
+        batch=case.batch,
         max_steps=case.steps,
         accumulate_grad_batches=case.accumulate,
         gradient_clip_val=case.clip,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[watch],
     )
-    source = PromptSource(
-        case.prompts,
-        case.batch * ranks_per_group // world_size,
-        cycle=module.cycle_length(case.accumulate),
-        shuffle=False,
-        ranks_per_group=ranks_per_group,
-    )
-    trainer.fit(module, source)
     return {
         "before": watch.before,
         "after": watch.after,

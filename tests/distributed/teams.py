@@ -7,9 +7,7 @@ completions, which no team of two, three or four ranks can divide evenly. The po
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -22,13 +20,13 @@ import torch
 from grpo_lightning import PolicyLoader
 from grpo_lightning.callbacks import CompletionLog
 from grpo_lightning.core import ranks
-from grpo_lightning.core.types import Prompt, SamplingParams
+from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from tests.distributed import steps, vision
-from tests.distributed.steps import STRATEGIES, whole_weights
+from tests.distributed.runs import fit, make_module
+from tests.distributed.steps import whole_weights
 from tests.light_rewards import varies_if_open
 
 FAMILY = "qwen2_5_vl"
@@ -146,44 +144,31 @@ class Watch(L.Callback):
 
 def run(case: Case, strategy: str, ranks_per_group: int, folder: Path) -> dict[str, Any]:
     """Train the case. Returns: what this rank found."""
-    world_size = int(os.environ["WORLD_SIZE"])
-    num_teams = world_size // ranks_per_group
     SCORED.clear()
-    module = GRPOLightningModule(
+    module = make_module(
         PolicyLoader(str(folder / (FAMILY if case.has_images else "policy"))),
-        rewards=[varies_if_open, slow, Sleepy()],
-        sampling=SamplingParams(max_completion_length=4 if case.has_images else 6),
+        [varies_if_open, slow, Sleepy()],
+        length=4 if case.has_images else 6,
+        lr=0.1,
         objective=OBJECTIVES[case.kl],
-        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
         dynamic_sampling=DynamicSampling(2, reward="varies_if_open") if case.is_dynamic else None,
         num_generations=NUM_GENERATIONS,
         ranks_per_group=ranks_per_group,
         updates_per_rollout=2,
-        seed=0,
     )
     watch = Watch()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=world_size,
-        strategy=STRATEGIES[strategy](),
+    logs = CompletionLog(dirpath=str(folder / "logs" / f"{strategy}-{ranks_per_group}-{case}"))
+    fit(
+        module,
+        case.prompts(folder),
+        strategy,
+        batch=NUM_PROMPTS,
+        validation=PromptSource(case.prompts(folder)[:3], 1, shuffle=False),
         max_steps=4,
         max_epochs=2,
         num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[watch, CompletionLog(dirpath=str(folder / "logs" / f"{strategy}-{ranks_per_group}-{case}"))],
+        callbacks=[watch, logs],
     )
-    source = PromptSource(
-        case.prompts(folder),
-        NUM_PROMPTS // num_teams,
-        cycle=module.cycle_length(1),
-        shuffle=False,
-        draws_more=case.is_dynamic,
-        ranks_per_group=ranks_per_group,
-    )
-    trainer.fit(module, source, PromptSource(case.prompts(folder)[:3], 1, shuffle=False))
     kept = {name: getattr(watch, name) for name in ("before", "after", "groups", "steps", "validated")}
     return kept | {"scored": list(SCORED)}
 

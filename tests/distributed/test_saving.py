@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_lightning.training.export import export
 from tests.distributed import saving
 from tests.distributed.harness import run_ranks
-from tests.distributed.steps import STRATEGIES, save_policy
+from tests.distributed.runs import STRATEGIES
+from tests.distributed.steps import save_policy
 from tests.marks import only, selected
 
 TOLERANCE = 1e-6

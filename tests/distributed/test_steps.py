@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.distributed import steps
+from tests.distributed import runs, steps
 from tests.distributed.harness import run_ranks
 from tests.marks import only, selected
 
-STRATEGIES = only(["ddp", "zero3"], [name for name in steps.STRATEGIES if name != "one"])
+STRATEGIES = only(["ddp", "zero3"], [name for name in runs.STRATEGIES if name != "one"])
 CASES = only(
     [
         "plain",

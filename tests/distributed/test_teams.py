@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.distributed import teams
+from tests.distributed import shared_errors, teams
 from tests.distributed.harness import run_ranks
+from tests.distributed.steps import save_policy
 from tests.distributed.test_logs import is_own
 from tests.marks import SLOW, selected
 
@@ -136,3 +137,14 @@ def check(folder: Path, layout: Layout, case: str) -> None:
         assert got.pop("rank") == team * layout.ranks_per_group + row % teams.NUM_GENERATIONS % layout.ranks_per_group
         assert got.pop("advantage") == pytest.approx(want.pop("advantage"), abs=1e-5)
         assert got == want
+
+
+def test_an_error_of_a_team_is_raised_on_each_of_its_ranks(tmp_path: Path):
+    """Only the first member sees it; the others would wait for it."""
+    save_policy(tmp_path)
+    run_ranks("tests.distributed.shared_errors", tmp_path)
+    first, second = (torch.load(tmp_path / f"errors-{rank}.pt", weights_only=False) for rank in (0, 1))
+    assert first == second
+    assert "gives the ranks that share groups different prompts" in first["other prompts"]
+    assert "must return groups of `self.generate`" in first["own groups"]
+    assert first["timeout"].total_seconds() == pytest.approx(shared_errors.TIMEOUT.total_seconds(), abs=1)

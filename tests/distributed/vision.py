@@ -5,25 +5,22 @@ As `steps`, with images on some prompts: of two ranks, the second has the prompt
 
 from __future__ import annotations
 
-import functools
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 
 from grpo_lightning import PolicyLoader
 from grpo_lightning.core import ranks
 from grpo_lightning.core.images import ImageRef
-from grpo_lightning.core.types import Prompt, SamplingParams
-from grpo_lightning.data.source import PromptSource
-from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.core.types import Prompt
 from grpo_lightning.objective import Objective
 from grpo_lightning.rollout.local import LocalEngine
 from tests import tiny_vlms
-from tests.distributed.steps import LONGEST, STRATEGIES, ByPrompt, Watch
+from tests.distributed.runs import fit, make_module
+from tests.distributed.steps import LONGEST, ByPrompt, Watch
 from tests.light_rewards import capitals
 from tests.vision_prompts import prompt_of
 
@@ -86,42 +83,27 @@ CASES = {
 
 def run(case: Case, strategy: str, folder: Path) -> dict[str, Any]:
     """Train the case; returns the weights before and after, whole, and which are trained."""
-    world_size = 1 if strategy == "one" else 2
-    ranks_per_group = min(world_size, case.ranks_per_group)
-    module = GRPOLightningModule(
+    module = make_module(
         PolicyLoader(str(folder / case.family), **case.policy),
-        rewards=[capitals],
+        [capitals],
+        length=LONGEST if case.engine is None else 4,
+        lr=case.lr,
         engine=ByPrompt() if case.engine is None else LocalEngine(**case.engine),
-        sampling=SamplingParams(max_completion_length=LONGEST if case.engine is None else 4),
         objective=Objective(beta=case.beta),
-        optimizer=functools.partial(torch.optim.SGD, lr=case.lr),
         num_generations=4,
-        ranks_per_group=ranks_per_group,
+        ranks_per_group=case.ranks_per_group,
         updates_per_rollout=case.updates,
-        seed=0,
     )
     watch = Watch()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=world_size,
-        strategy=STRATEGIES[strategy](),
+    prompts = [with_files(parts, folder, index) for index, parts in enumerate(case.prompts)]
+    fit(
+        module,
+        prompts,
+        strategy,
         max_steps=case.steps,
         accumulate_grad_batches=case.accumulate,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[watch],
     )
-    prompts = [with_files(parts, folder, index) for index, parts in enumerate(case.prompts)]
-    source = PromptSource(
-        prompts,
-        4 * ranks_per_group // world_size,
-        cycle=module.cycle_length(case.accumulate),
-        shuffle=False,
-        ranks_per_group=ranks_per_group,
-    )
-    trainer.fit(module, source)
     return {"before": watch.before, "after": watch.after, "trained": watch.trained}
 
 

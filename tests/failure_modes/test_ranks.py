@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import Completion, Group, MicroBatch, Prompt
 from grpo_lightning.policy.scorer import Scorer
-from grpo_lightning.training.micro_batches import CompletionRow, collate, plan_micro_batches, plan_over_ranks
+from grpo_lightning.training.micro_batches import (
+    CompletionRow,
+    agree_on_chunks,
+    collate,
+    plan_micro_batches,
+    plan_over_ranks,
+)
 from tests.policy.scored import ragged_batch
 from tests.tiny_models import PAD, tiny_model
 
@@ -98,7 +104,8 @@ def test_05_ranks_make_the_same_number_of_calls_whatever_they_drew(monkeypatch: 
             groups = groups_of(LENGTHS[rank])
             advantages = torch.full((len(groups), 4), float(rank))  # the first one's groups teach nothing
             settings: dict[str, Any] = {"updates": 1, "accumulate": 2, "pad_id": PAD, "skip_zero_advantages": True}
-            batches, _ = plan_over_ranks(groups, advantages, num_chunks=Scorer(chunk_size=2).num_chunks, **settings)
+            batches, _ = plan_over_ranks(groups, advantages, **settings)
+            agree_on_chunks(batches, Scorer(chunk_size=2).num_chunks)
             return batches
 
         return TwoRanks(monkeypatch).run(plan)

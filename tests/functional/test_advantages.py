@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_lightning.functional import group_relative_advantages, normalized_sum, zero_variance_groups
+from grpo_lightning.functional import (
+    group_relative_advantages,
+    groups_without_gradient,
+    normalized_sum,
+    zero_variance_groups,
+)
 
 quick = settings(deadline=None, max_examples=25, derandomize=True, database=None)
 NAN = float("nan")
@@ -86,6 +91,40 @@ def test_advantages_by_hand() -> None:
 
 def test_equal_groups_by_hand() -> None:
     check_equal_groups(zero_variance_groups)
+
+
+def test_groups_without_gradient_by_hand() -> None:
+    rewards = torch.tensor([[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [1.0, NAN, NAN, 0.0], [2.0] * 4])
+    lengths = torch.ones(4, 4, dtype=torch.long)
+    assert groups_without_gradient(rewards, lengths).tolist() == [False, False, False, True]
+    # The highest reward must be above all others; k = 3: above two others, and three must be scorable.
+    for k, expected in {None: [True, False, False, True], 3: [False, False, True, True]}.items():
+        assert groups_without_gradient(rewards, lengths, baseline="pass_at_k", k=k).tolist() == expected
+    # Only the completions of reward 0 are trained: with pass@k they have no advantage.
+    lengths = torch.tensor([[0, 0, 5, 5], [0, 1, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]])
+    assert groups_without_gradient(rewards, lengths).tolist() == [False, False, False, True]
+    assert groups_without_gradient(rewards, lengths, baseline="pass_at_k").all()
+    assert groups_without_gradient(rewards, lengths * 0).all()
+
+
+@quick
+@given(rewards=reward_groups(), data=st.data())
+def test_groups_without_gradient_have_no_advantage(rewards: Tensor, data: st.DataObject) -> None:
+    k = data.draw(st.integers(2, rewards.size(1)))
+    lengths = torch.ones_like(rewards, dtype=torch.long)
+    for baseline in [*BASELINES, "pass_at_k"]:
+        for scale in SCALES:
+            if (baseline, scale) == ("pass_at_k", "batch_advantage_std"):
+                continue
+            options: dict[str, Any] = {"baseline": baseline, "k": k, "lengths": lengths}
+            own = allowed(rewards, scale)
+            has_none = (group_relative_advantages(own, scale=scale, **options) == 0).all(dim=1)
+            assert torch.equal(groups_without_gradient(own, **options), has_none)
+    # pass@k in plain words.
+    for group, found in zip(rewards, groups_without_gradient(rewards, **options), strict=True):
+        known = [reward for reward in group.tolist() if not math.isnan(reward)]
+        num_lower = sum(reward < max(known) for reward in known)
+        assert bool(found) == (num_lower < k - 1)
 
 
 @choices

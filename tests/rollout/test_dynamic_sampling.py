@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.source import PromptSource
+from grpo_lightning.objective import Objective
 from grpo_lightning.rewards import WeightedReward
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.schedules import Linear
@@ -177,6 +178,47 @@ def test_a_reward_by_name_decides():
         seen = Seen()
         fit(module, PROMPTS, batch_size=2, shuffle=False, max_steps=1, callbacks=[seen])
         assert seen.rollouts == [want]
+
+
+PASS_AT_K = {
+    None: ["p2", "p3"],  # the best is shared in p0 and p1
+    3: ["p0", "p3"],  # two others are worse than the best in p0, one in p1 and p2
+}
+
+
+@pytest.mark.parametrize("pass_k", PASS_AT_K)
+@pytest.mark.parametrize("is_named", [False, True])
+def test_with_pass_at_k_a_group_needs_an_advantage(pass_k, is_named):
+    """A group of different rewards may have none."""
+    of_prompt = {"p0": [1.0, 1.0, 0.0, 0.0], "p1": [1.0, 1.0, 1.0, 0.0], "p2": [1.0, 0.9, 0.9, 0.9]}
+    if pass_k == 3:
+        of_prompt["p2"] = of_prompt["p1"]
+
+    def score(prompts):
+        return [of_prompt.get(prompt, [1.0, 0.0, 0.2, 0.3])[place % 4] for place, prompt in enumerate(prompts)]
+
+    def places(completions):
+        return [0.01 * place for place in range(len(completions))]
+
+    module = make_module(
+        rewards=[score, places] if is_named else [score],
+        objective=Objective(beta=0.0, baseline="pass_at_k", pass_k=pass_k),
+        dynamic_sampling=DynamicSampling(reward="score" if is_named else None),
+    )
+    seen = Seen()
+    fit(module, PROMPTS, batch_size=2, shuffle=False, max_steps=1, callbacks=[seen])
+    assert seen.rollouts == [PASS_AT_K[pass_k]]
+    assert module.rollout.advantages.any(dim=1).all()
+
+
+def test_groups_without_a_best_completion_that_stay_are_explained(caplog):
+    def shared(prompts):
+        return [float(place % 2) for place, _ in enumerate(prompts)]
+
+    run(reward=shared, objective=Objective(beta=0.0, baseline="pass_at_k"))
+    expected = "have no completion whose reward is above those of all others (objective.baseline pass_at_k)"
+    assert f"groups of the rollout still {expected}" in caplog.text
+    assert f"All advantages of an optimizer step are 0: all groups {expected}" in caplog.text
 
 
 def test_where_the_named_reward_does_not_apply_the_others_decide():

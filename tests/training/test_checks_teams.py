@@ -1,12 +1,15 @@
 """Teams of ranks that cannot share groups, and loaders that do not fit them, are refused before weights load."""
 
+from typing import ClassVar
+
 import lightning as L
 import pytest
 
+from grpo_lightning.core import ranks
 from grpo_lightning.core.ranks import Teams
 from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.rollout.groups import SharedGroups
+from grpo_lightning.rollout.groups import Rollout, SharedGroups
 from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.training import checks
 from tests.module_runs import PROMPTS, make_module, make_trainer
@@ -69,22 +72,53 @@ def test_a_loader_of_an_own_data_module_for_other_teams(monkeypatch, of_module, 
         make_trainer(max_steps=1).fit(make_module(ranks_per_group=of_module), datamodule=data)
 
 
-def test_ranks_of_a_team_with_other_prompts():
-    """What a loader of the user's own may yield."""
+class TwoRanks(Teams):
+    """A member of a team of two: the first one keeps what it broadcasts, for the second one to receive."""
 
-    class TwoRanks(Teams):
-        def gather(self, value):
-            ((_, completions),) = value
-            return [value, [(other_ids, completions)]]
+    sent: ClassVar[list[str | None]] = []
+    other_ids: ClassVar[list[int]] = [5, 6]
 
-    shared = SharedGroups(TwoRanks(2))
-    part = Group(Prompt("p"), [5, 6], [Completion([7], [-1.0], "stop")])
-    other_ids = [5, 6]
-    (group,) = shared.collect([part])
-    assert len(group.completions) == 2
-    other_ids = [5, 7]
-    with pytest.raises(ValueError, match=r"ranks_per_group is 2, but .* other prompts"):
-        shared.collect([part])
+    def gather(self, value):
+        ((_, completions),) = value
+        return [value, [(self.other_ids, completions)]] if self.is_first else []
+
+    def broadcast(self, value):
+        if self.is_first:
+            self.sent.append(value)
+        return self.sent.pop(0) if not self.is_first else value
+
+
+def on_both_ranks(monkeypatch, call):
+    """Call it as the first member of a team of two, then as the second. Returns: the results or errors."""
+    found = []
+    for rank in (0, 1):
+        monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
+        try:
+            found.append(call(SharedGroups(TwoRanks(2))))
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+PART = Group(Prompt("p"), [5, 6], [Completion([7], [-1.0], "stop")])
+
+
+def test_ranks_of_a_team_with_other_prompts(monkeypatch):
+    """What a loader of the user's own may yield. An error of one member alone would leave the other one waiting."""
+    (group,), rest = on_both_ranks(monkeypatch, lambda shared: shared.collect([PART]))
+    assert (len(group.completions), rest) == (2, [])
+    monkeypatch.setattr(TwoRanks, "other_ids", [5, 7])
+    first, second = on_both_ranks(monkeypatch, lambda shared: shared.collect([PART]))
+    assert first == second
+    assert "ranks_per_group is 2, but the training loader gives the ranks that share groups different prompts" in first
+
+
+def test_groups_that_no_rank_has_sampled_a_part_of(monkeypatch):
+    """Of an own `sample`; the second member has no groups and cannot see it."""
+    rollouts = iter([Rollout([PART]), Rollout([])])
+    first, second = on_both_ranks(monkeypatch, lambda shared: shared.spread(next(rollouts)))
+    assert first == second
+    assert "`sample` must return groups of `self.generate`" in first
 
 
 def test_a_part_of_a_group_must_fill_the_micro_batches(monkeypatch):

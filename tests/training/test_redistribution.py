@@ -66,7 +66,7 @@ def saved(cycle, ranks_per_group, position):
     """What this rank writes, as it is read again."""
     cycle.position = position
     file = io.BytesIO()
-    torch.save(cycle.state_dict() | saved_share(Teams(ranks_per_group)), file)
+    torch.save(cycle.state_dict() | saved_share(ranks.rank(), ranks.world_size(), ranks_per_group), file)
     file.seek(0)
     return torch.load(file, weights_only=True)
 
