@@ -1,6 +1,5 @@
 """A run that resumes on another number of ranks continues with the same prompts, completions and losses."""
 
-import functools
 import os
 import re
 import shlex
@@ -24,7 +23,7 @@ METRICS = ("policy/loss", "policy/kl", "policy/grad_norm", "lr", "epoch")
 def unbroken(tmp_path_factory):
     """The run on one rank that nothing interrupts, of a leg's subject and policy; done once for all its legs."""
 
-    @functools.cache
+    @harness.once
     def run(subject, policy):
         folder = tmp_path_factory.mktemp("unbroken")
         save(folder, subject)

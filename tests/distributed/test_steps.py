@@ -1,6 +1,6 @@
 """The same weights after a step on one device and on two ranks, under every strategy."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.distributed import steps
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import once, run_ranks
 from tests.marks import SLOW, selected
 
 STRATEGIES = [name for name in steps.STRATEGIES if name != "one"]
@@ -73,15 +73,20 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def strategy(request: pytest.FixtureRequest, folder: Path) -> str:
-    """A strategy, once the cases have run on two ranks under it, in one process group."""
-    cases = selected(request, "case", strategy=request.param)
-    run_ranks("tests.distributed.steps", request.param, folder, *cases, timeout=400)
-    return request.param
+def run(request: pytest.FixtureRequest, folder: Path) -> Callable[[str], None]:
+    """Runs the cases of a strategy on two ranks, in one process group."""
+
+    @once
+    def run(strategy: str) -> None:
+        cases = selected(request, "case", strategy=strategy)
+        run_ranks("tests.distributed.steps", strategy, folder, *cases, timeout=400)
+
+    return run
 
 
-@pytest.mark.parametrize(("strategy", "case"), runs(steps.CASES), indirect=["strategy"])
-def test_two_ranks_train_what_one_does(folder: Path, strategy: str, case: str):
+@pytest.mark.parametrize(("strategy", "case"), runs(steps.CASES))
+def test_two_ranks_train_what_one_does(folder: Path, run: Callable[[str], None], strategy: str, case: str):
+    run(strategy)
     expected = torch.load(folder / f"one-{case}-0.pt")
     for rank in (0, 1):
         found = torch.load(folder / f"{strategy}-{case}-{rank}.pt")
@@ -103,10 +108,12 @@ def test_two_ranks_train_what_one_does(folder: Path, strategy: str, case: str):
 @pytest.mark.parametrize(
     ("strategy", "case"),
     runs(name for name, case in steps.CASES.items() if case.is_scored_by_model),
-    indirect=["strategy"],
 )
-def test_a_reward_model_scores_on_every_rank_as_alone(folder: Path, strategy: str, case: str):
+def test_a_reward_model_scores_on_every_rank_as_alone(
+    folder: Path, run: Callable[[str], None], strategy: str, case: str
+):
     """Against transformers, one sequence at a time. Ranks have other sequences, one of them has none."""
+    run(strategy)
     model = AutoModelForSequenceClassification.from_pretrained(folder / "classifier")
     tokenizer = AutoTokenizer.from_pretrained(folder / "classifier")
     ranks = [torch.load(folder / f"{strategy}-{case}-{rank}.pt")["scored"] for rank in (0, 1)]

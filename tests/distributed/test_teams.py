@@ -1,6 +1,7 @@
 """Teams of two, three and four ranks that share groups train, log and score what one device does, and never wait."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed import teams
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import once, run_ranks
 from tests.distributed.test_logs import is_own
 from tests.marks import SLOW, selected
 
@@ -58,15 +59,18 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def layout(request: pytest.FixtureRequest, folder: Path) -> Layout:
-    """Ranks, once the cases have run on them, in one process group. A hang fails after the timeout."""
-    layout = request.param
-    cases = selected(request, "case", layout=layout)
-    run_ranks(
-        "tests.distributed.teams", layout.strategy, layout.ranks_per_group, folder, *cases,
-        world_size=layout.world_size, timeout=500,
-    )  # fmt: skip
-    return layout
+def run(request: pytest.FixtureRequest, folder: Path) -> Callable[[Layout], None]:
+    """Runs the cases of a layout, in one process group. A hang fails after the timeout."""
+
+    @once
+    def run(layout: Layout) -> None:
+        cases = selected(request, "case", layout=layout)
+        run_ranks(
+            "tests.distributed.teams", layout.strategy, layout.ranks_per_group, folder, *cases,
+            world_size=layout.world_size, timeout=500,
+        )  # fmt: skip
+
+    return run
 
 
 def shared(metrics: dict[str, float]) -> dict[str, float]:
@@ -82,10 +86,10 @@ def lines_of(folder: Path, strategy: str, ranks_per_group: int, case: str) -> li
 @pytest.mark.parametrize(
     ("layout", "case"),
     [pytest.param(layout, case, id=f"{layout}-{case}") for layout, cases in CASES.items() for case in cases],
-    indirect=["layout"],
 )
-def test_teams_train_what_one_device_does(folder: Path, layout: Layout, case: str):
+def test_teams_train_what_one_device_does(folder: Path, run: Callable[[Layout], None], layout: Layout, case: str):
     """Compare everything that the ranks found with what one device found."""
+    run(layout)
     expected = torch.load(folder / f"one-1-{case}-0.pt")
     found = [
         torch.load(folder / f"{layout.strategy}-{layout.ranks_per_group}-{case}-{rank}.pt")

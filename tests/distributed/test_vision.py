@@ -1,5 +1,6 @@
 """The same weights after steps on images on one device and on two ranks, one of which may have no image."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from grpo_lightning.policy.families import FAMILIES
 from tests.distributed import vision
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import once, run_ranks
 from tests.marks import SLOW, selected
 
 OF_SHARDED_WEIGHTS = ["sampled layer by layer", "sampled by a frozen tower layer by layer"]
@@ -44,15 +45,20 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def strategy(request: pytest.FixtureRequest, folder: Path) -> str:
-    """A strategy, once the cases have run on two ranks under it, in one process group."""
-    cases = selected(request, "case", strategy=request.param)
-    run_ranks("tests.distributed.vision", request.param, folder, *cases, timeout=400)
-    return request.param
+def run(request: pytest.FixtureRequest, folder: Path) -> Callable[[str], None]:
+    """Runs the cases of a strategy on two ranks, in one process group."""
+
+    @once
+    def run(strategy: str) -> None:
+        cases = selected(request, "case", strategy=strategy)
+        run_ranks("tests.distributed.vision", strategy, folder, *cases, timeout=400)
+
+    return run
 
 
-@pytest.mark.parametrize(("strategy", "case"), RUNS, indirect=["strategy"])
-def test_two_ranks_train_what_one_does(folder: Path, strategy: str, case: str):
+@pytest.mark.parametrize(("strategy", "case"), RUNS)
+def test_two_ranks_train_what_one_does(folder: Path, run: Callable[[str], None], strategy: str, case: str):
+    run(strategy)
     expected = torch.load(folder / f"one-{case}-0.pt")
     for rank in (0, 1):
         found = torch.load(folder / f"{strategy}-{case}-{rank}.pt")
