@@ -27,22 +27,23 @@ class Layout(NamedTuple):
         return f"{self.strategy}, {self.world_size} ranks in teams of {self.ranks_per_group}"
 
 
-ONE_TEAM = [
+UNEQUAL = [
     "one prompt, dynamic, kl",
-    "a team of equals, dynamic, kl in the reward",
+    "some further prompts, dynamic",
+    "nothing but equals, fixed, kl",
     "images of equals, dynamic, kl",
 ]
-"""The cases with the most unequal members of a team."""
-UNEQUAL = [*ONE_TEAM, "some further prompts, dynamic", "nothing but equals, fixed, kl"]
-"""Those with the most unequal teams as well."""
+"""The cases with the most unequal teams."""
+ONE_TEAM = ["a team of equals, dynamic, kl in the reward", "images of equals, dynamic, kl"]
+"""Where all ranks are one team, no team waits for another: of the cases, these have the most unequal members."""
 CASES = {
     Layout("ddp", 4, 2): list(teams.CASES),
     Layout("zero3", 4, 2): UNEQUAL,
     Layout("fsdp2", 4, 2): UNEQUAL,
-    Layout("ddp", 3, 3): UNEQUAL,
+    Layout("ddp", 3, 3): [*ONE_TEAM, "one prompt, dynamic, kl", "nothing but equals, fixed, kl"],
     Layout("zero3", 3, 3): ONE_TEAM,
     Layout("fsdp2", 3, 3): ONE_TEAM,
-    Layout("ddp", 4, 4): ONE_TEAM,
+    Layout("ddp", 4, 4): [*ONE_TEAM, "one prompt, dynamic, kl"],
     Layout("ddp", 2, 1): ["nothing but equals, fixed, kl", "images of equals, dynamic, kl"],
 }
 
