@@ -36,8 +36,10 @@ def half_write(newest: Path) -> None:
     [
         pytest.param("ddp", "on_after_backward", 1, half_write, id="ddp, one rank, newest half written", marks=SLOW),
         pytest.param("zero2", "on_train_batch_end", 0, None, id="zero2, one rank", marks=SLOW),
-        pytest.param("zero3", "on_after_backward", None, half_write, id="zero3, all ranks, newest half written"),
-        pytest.param("fsdp2", "on_train_batch_start", None, None, id="fsdp2, all ranks", marks=SLOW),
+        pytest.param(
+            "zero3", "on_after_backward", None, half_write, id="zero3, all ranks, newest half written", marks=SLOW
+        ),
+        pytest.param("fsdp2", "on_train_batch_start", None, half_write, id="fsdp2, all ranks, newest half written"),
     ],
 )
 def test_a_killed_run_resumes_exactly(tmp_path: Path, strategy, hook, rank, damage):
