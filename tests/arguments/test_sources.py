@@ -101,10 +101,11 @@ def test_images_of_a_source():
     prompts = [Prompt("a", images=[ImageRef(picture(0, 4, 4))], index=0), Prompt("b", images=[ImageRef(read)], index=1)]
     for num_workers, reader in ((0, "main"), (1, "ahead")):
         readers.clear()
+        before = set(threading.enumerate())
         steps = iter(PromptSource(prompts, 1, shuffle=False, num_workers=num_workers))
         next(steps)
-        deadline = time.monotonic() + 20
-        while num_workers and not readers and time.monotonic() < deadline:
+        started, deadline = set(threading.enumerate()) - before, time.monotonic() + 20
+        while started and not readers and time.monotonic() < deadline:
             time.sleep(0.001)
         next(steps).prompts[0].images[0].read()
         assert readers == {reader}

@@ -11,6 +11,8 @@ It ends where its input does.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import json
 import os
@@ -80,6 +82,8 @@ def main() -> None:
     if THREADS.exists():
         started = len(list(THREADS.iterdir())) - 1
         assert not started, f"imports have started {started} threads, which a fork does not have"
+    gc.freeze()  # a collection in a rank is spared all that was imported, whose pages it would copy
+    atexit.register(gc.unfreeze)
     rank = serve(answers)
     if rank is not None:
         become(rank)

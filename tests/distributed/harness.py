@@ -18,10 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 FOR_ALL = {
     "DS_ACCELERATOR": "cpu",
@@ -162,6 +164,26 @@ def run_ranks(
             for rank in ranks:
                 kill(rank)
         return [(folder / f"rank{rank}.txt").read_text(errors="replace") for rank in range(world_size)]
+
+
+def once(work: Callable[..., T]) -> Callable[..., T]:
+    """The work, done once for the same arguments; if it fails, every call for them raises its error.
+
+    For ranks that run all cases of some tests: unlike those of a fixture with parameters, the tests need not be the
+    product of the parameters.
+    """
+    done: dict[Any, Future[T]] = {}
+
+    def ask(*arguments: Any) -> T:
+        if arguments not in done:
+            done[arguments] = Future()
+            try:
+                done[arguments].set_result(work(*arguments))
+            except Exception as error:  # noqa: BLE001 - raised by `result`
+                done[arguments].set_exception(error)
+        return done[arguments].result()
+
+    return ask
 
 
 def tails(folder: Path, size: int = 6000) -> str:

@@ -1,10 +1,7 @@
 """A run that resumes on another number of ranks continues with the same prompts, completions and losses."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -19,10 +16,17 @@ from tests.marks import SLOW
 METRICS = ("policy/loss", "policy/kl", "policy/grad_norm", "lr", "epoch")
 
 
-def compare(folder, *legs, tolerance=1e-6):
-    """Run the legs, and a run on one rank that nothing interrupts; compare them."""
-    save(folder, legs[0].subject)
-    compare_runs(run_legs(folder, *legs), unbroken(folder, legs[0]), tolerance=tolerance)
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """The run on one rank that nothing interrupts, of a leg's subject and policy; done once for all its legs."""
+
+    @harness.once
+    def run(subject, policy):
+        folder = tmp_path_factory.mktemp("unbroken")
+        save(folder, subject)
+        return run_legs(folder, Leg(1, subject=subject, policy=dict(policy)))[0]
+
+    return lambda leg: run(leg.subject, tuple(leg.policy.items()))
 
 
 def save(folder, subject="text"):
@@ -31,11 +35,6 @@ def save(folder, subject="text"):
         vision.save_policy(folder, FAMILY)
     else:
         save_policy(folder)
-
-
-def unbroken(folder, leg):
-    """The run on one rank."""
-    return run_legs(folder, Leg(1, subject=leg.subject, policy=leg.policy, name="unbroken"))[0]
 
 
 def compare_runs(got, want, *, tolerance=1e-6, metrics=METRICS):
@@ -64,24 +63,28 @@ def compare_runs(got, want, *, tolerance=1e-6, metrics=METRICS):
         ),
     ],
 )
-def test_a_run_resumes_on_another_number_of_ranks(tmp_path, legs):
-    compare(tmp_path, *legs)
+def test_a_run_resumes_on_another_number_of_ranks(tmp_path, unbroken, legs):
+    save(tmp_path)
+    compare_runs(run_legs(tmp_path, *legs), unbroken(legs[0]))
 
 
 @SLOW
 @pytest.mark.parametrize("subject", ["further text", "images", "further images"])
-def test_replaced_prompts_and_images_are_those_of_the_unbroken_run(tmp_path, subject):
+def test_replaced_prompts_and_images_are_those_of_the_unbroken_run(tmp_path, unbroken, subject):
+    save(tmp_path, subject)
     legs = [Leg(1, 3), Leg(2, 9), Leg(2, 11, ranks_per_group=2), Leg(1)]
+    legs = [replace(leg, subject=subject) for leg in legs]
     # The rounding of a vision model's gradients differs more between numbers of ranks, and AdamW amplifies it.
     tolerance = 1e-5 if "images" in subject else 1e-6
-    compare(tmp_path, *(replace(leg, subject=subject) for leg in legs), tolerance=tolerance)
+    compare_runs(run_legs(tmp_path, *legs), unbroken(legs[0]), tolerance=tolerance)
 
 
 @SLOW
 @pytest.mark.parametrize("stops", [(3, 9), (4, 12)], ids=["inside cycles", "between cycles"])
-def test_fsdp2_resumes_on_another_number_of_ranks(tmp_path, stops):
-    legs = [Leg(2, stops[0]), Leg(1, stops[1]), Leg(2)]
-    compare(tmp_path, *(replace(leg, strategy="fsdp2") for leg in legs))
+def test_fsdp2_resumes_on_another_number_of_ranks(tmp_path, unbroken, stops):
+    save(tmp_path)
+    legs = [Leg(2, stops[0], "fsdp2"), Leg(1, stops[1], "fsdp2"), Leg(2, strategy="fsdp2")]
+    compare_runs(run_legs(tmp_path, *legs), unbroken(legs[0]))
 
 
 @SLOW
@@ -95,7 +98,7 @@ def test_fsdp2_resumes_on_another_number_of_ranks(tmp_path, stops):
     ],
 )
 def test_zero_resumes_on_another_number_of_ranks_after_the_command_that_it_names(
-    tmp_path, strategy, before, after, policy
+    tmp_path, unbroken, strategy, before, after, policy
 ):
     save(tmp_path)
     legs = [Leg(before, 3, strategy, policy=policy), Leg(after, strategy=strategy, policy=policy)]
@@ -103,9 +106,9 @@ def test_zero_resumes_on_another_number_of_ranks_after_the_command_that_it_names
     said = r"was saved by (\d) rank\(s\), and this run has (\d): merge .* by the command\n(.*)\nThen resume"
     saved, this, command = re.search(said, refused["error"]).groups()
     assert (int(saved), int(this)) == (before, after)
-    program, *arguments = shlex.split(command)
-    assert program == "python"
-    subprocess.run([sys.executable, *arguments], check=True, env=os.environ | harness.FOR_ALL, cwd=tmp_path)
+    python, option, module, *arguments = shlex.split(command)
+    assert (python, option) == ("python", "-m")
+    harness.run_ranks(module, *arguments, world_size=1)
     (resumed,) = run_legs(tmp_path, legs[1])
     # In the step after a resume, DeepSpeed has no gradient norm to log.
-    compare_runs([first, resumed], unbroken(tmp_path, legs[0]), metrics=[*set(METRICS) - {"policy/grad_norm"}])
+    compare_runs([first, resumed], unbroken(legs[0]), metrics=[*set(METRICS) - {"policy/grad_norm"}])

@@ -36,8 +36,10 @@ def half_write(newest: Path) -> None:
     [
         pytest.param("ddp", "on_after_backward", 1, half_write, id="ddp, one rank, newest half written", marks=SLOW),
         pytest.param("zero2", "on_train_batch_end", 0, None, id="zero2, one rank", marks=SLOW),
-        pytest.param("zero3", "on_after_backward", None, half_write, id="zero3, all ranks, newest half written"),
-        pytest.param("fsdp2", "on_train_batch_start", None, None, id="fsdp2, all ranks", marks=SLOW),
+        pytest.param(
+            "zero3", "on_after_backward", None, half_write, id="zero3, all ranks, newest half written", marks=SLOW
+        ),
+        pytest.param("fsdp2", "on_train_batch_start", None, half_write, id="fsdp2, all ranks, newest half written"),
     ],
 )
 def test_a_killed_run_resumes_exactly(tmp_path: Path, strategy, hook, rank, damage):
@@ -52,12 +54,11 @@ def test_a_killed_run_resumes_exactly(tmp_path: Path, strategy, hook, rank, dama
 @pytest.mark.parametrize(
     ("strategy", "world_size", "subject"),
     [
+        # Every strategy with every subject and number of ranks that it is run with.
         *((strategy, 2, "shared text") for strategy in ("ddp", "zero1", "zero2", "zero3", "fsdp2")),
-        *((strategy, 2, f"shared further {data}") for strategy in ("zero3", "fsdp2") for data in ("prompts", "images")),
-        *(
-            (FIXED_BUCKETS, 4, subject)
-            for subject in ("shared text", "shared further prompts", "shared further images")
-        ),
+        *((strategy, 2, "shared further images") for strategy in ("zero3", "fsdp2")),
+        *((FIXED_BUCKETS, 4, f"shared {subject}") for subject in ("text", "further images")),
+        ("fsdp2", 2, "shared further prompts"),
         ("zero3", 4, "shared further prompts"),
     ],
 )
