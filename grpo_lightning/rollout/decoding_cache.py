@@ -237,8 +237,8 @@ class SharedPrompts(Cache):
         of_prompt = of_prompt.unflatten(2, (places, -1)).transpose(1, 2)[prompt, place]
         prompt_sum = prompt_sum.unflatten(2, (places, -1)).transpose(1, 2)[prompt, place]
         share = torch.sigmoid(prompt_sum - own_sum)[..., None]
-        merged = of_own + share.to(of_own.dtype) * (of_prompt - of_own)
-        return merged.view(rows, 1, heads, -1)
+        merged = torch.lerp(of_own.float(), of_prompt.float(), share)
+        return merged.to(query.dtype).view(rows, 1, heads, -1)
 
 
 current: ContextVar[SharedPrompts] = ContextVar("the cache that `attend_to_current` reads")
