@@ -31,11 +31,37 @@ from grpo_lightning.policy.kv_cache import LostCacheError
 from grpo_lightning.policy.probe import compare, model_type, no_cache_reason, probe_batch, scored_alone
 from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding, full_shape
-from grpo_lightning.policy.vision import place, seeing
+from grpo_lightning.policy.vision import PlacedPrompts, place, seeing
+from grpo_lightning.rollout.decoding_cache import (
+    DecodingCache,
+    RepeatedPrompts,
+    SamplingCache,
+    SharedPrompts,
+    packed,
+    unshared_reason,
+)
 from grpo_lightning.rollout.engine import Progress, RolloutEngine
 from grpo_lightning.rollout.sampler import Draw, TokenSampler, Uniforms
 
 log = logging.getLogger(__name__)
+
+LOOK_INTERVAL = {"cpu": 1}
+"""Decoding steps after which the host looks at which completions have ended, by device type; 16 on others. A look waits
+for the device, and what is sampled after a completion's end is dropped."""
+
+LEAST_ENDED = {"cpu": 0.0}
+"""Fraction of the open rows that must have ended before these leave the batch, by device type; 0.25 on others, where a
+step takes hardly longer with a few more rows, and other numbers of rows need other kernels."""
+
+
+Way = Literal["shared", "repeated", "generate"]
+
+WAYS: dict[Way, str] = {
+    "shared": "a KV cache that keeps each prompt once",
+    "repeated": "a KV cache that repeats each prompt G times",
+    "generate": "transformers' `generate`",
+}
+"""How the engine can sample, the fastest first."""
 
 
 class LocalEngine(RolloutEngine):
@@ -73,19 +99,24 @@ class LocalEngine(RolloutEngine):
             log.warning(
                 "Neither the generation config nor the tokenizer has a stop token: every completion will be truncated."
             )
-        self.use_generate(no_fan_out_reason(policy))
+        self.way, self.reason = "shared", ""
+        if reason := no_fan_out_reason(policy):
+            self.use("generate", reason)
+        elif reason := unshared_reason(policy):
+            self.use("repeated", reason)
 
-    def use_generate(self, reason: str | None) -> None:
-        """Choose how to sample: with a shared KV cache, or with `generate` if a `reason` against sharing is given."""
-        self.why_not_shared = reason
-        if reason:
+    def use(self, way: Way, reason: str) -> None:
+        """Choose how to sample, and say why not in the way before it."""
+        self.way, self.reason = way, reason
+        if way == "generate":
             log.warning("Sampling with transformers' `generate`, which prefills each prompt G times: %s.", reason)
+        else:
+            log.info("Sampling with a KV cache that repeats each prompt G times: %s.", reason)
 
     def check(self, scorer: Scorer) -> None:
         """Check that the engine's log-probs equal those of training, on a small rollout with prompts of unequal length.
 
-        The engine first samples with a KV cache shared by a prompt's completions. If that fails or the log-probs
-        differ, the engine switches to transformers' `generate` and checks again.
+        If sampling fails or its log-probs differ, the engine takes the next of `WAYS` and checks again.
 
         Args:
             scorer: Computes the policy's log-probs in training.
@@ -94,8 +125,9 @@ class LocalEngine(RolloutEngine):
             ValueError: If transformers' `generate` fails too, or its log-probs differ from the scorer's.
         """
         measured = compare(self.policy, lambda: self.probe_difference(scorer))
-        if measured.is_wrong and self.why_not_shared is None:
-            self.use_generate(f"a probe of sampling with a shared cache {measured}")
+        while measured.is_wrong and self.way != "generate":
+            following: Way = "repeated" if self.way == "shared" else "generate"
+            self.use(following, f"a probe of sampling with {WAYS[self.way]} {measured}")
             measured = compare(self.policy, lambda: self.probe_difference(scorer))
         kind = model_type(self.policy)
         if measured.failure is not None:
@@ -158,7 +190,7 @@ class LocalEngine(RolloutEngine):
             idle = Wave([], [], 1, range(1), vision and VisionInputs([PromptVision()], vision.blank))
             waves += [idle] * (lockstep.num_waves(len(waves)) - len(waves))
             for wave in waves:
-                decode = self.decode_with_generate if self.why_not_shared else self.decode
+                decode = self.decode_with_generate if self.way == "generate" else self.decode
                 rows = decode(wave, sampling, lockstep, progress)
                 groups += [rows[i : i + len(part)] for i in range(0, len(rows), len(part))]
         return groups
@@ -202,59 +234,81 @@ class LocalEngine(RolloutEngine):
         lockstep: Lockstep,
         progress: Progress | None,
     ) -> list[Completion]:
-        """Decode one wave: prefill N prompts, repeat the cache for B rows, then sample one token per row and step."""
+        """Decode one wave: prefill N prompts, then sample one token per unfinished completion and step."""
         prompt_ids, prompt_mask, fan, draw = self.prepare(wave, sampling)
-        cache = SamplingCache(config=text_config(self.policy))
         placed = place(self.policy, prompt_ids, prompt_mask, wave.vision)
-        keeps = wave.vision is not None and not is_tower_trained(self.policy)
-        with seeing(self.policy, wave.vision, keeps=keeps) as images:
-            logits = self.forward(prompt_ids, prompt_mask, cache, **placed.arguments, **images)
-        if cache.get_seq_length() != prompt_ids.shape[1]:
-            raise LostCacheError(
-                f"After a prefill of {prompt_ids.shape[1]} tokens the KV cache holds {cache.get_seq_length()}: the "
-                "model dropped the cache and cannot be sampled with one."
-            )
-        cache.reorder_cache(fan)
-        number = torch.arange(len(fan), device=fan.device)
-        state = OpenRows(
-            number=number,
+        prefilled, logits = self.prefill(prompt_ids, prompt_mask, placed, wave.vision)
+        length, longest = prompt_ids.shape[1], sampling.max_completion_length
+        decoding_cache = SharedPrompts if self.way == "shared" else RepeatedPrompts
+        # the last token is never fed back
+        cache: DecodingCache = decoding_cache(self.policy, prefilled, prompt_mask, fan, longest - 1)
+        rows = OpenRows(
+            number=torch.arange(len(fan), device=fan.device),
             logits=logits[fan],  # [prompts, V] -> [rows, V]: the completions of a prompt share its prefill
-            mask=prompt_mask[fan],
             position=placed.first[fan],
-            history=prompt_ids[fan],
+            history=torch.cat([prompt_ids[fan], prompt_ids.new_zeros(len(fan), longest)], 1),
+            has_ended=torch.zeros(len(fan), dtype=torch.bool, device=fan.device),
         )
-
-        sampled = [SampledRow() for _ in range(len(wave.prompts) * len(wave.part))]
         is_stop = torch.zeros(logits.shape[-1], dtype=torch.bool, device=fan.device)
         is_stop[self.stop_ids] = True
-        rows = list(range(len(sampled)))
-        ids = fan  # any ids will do: a rank without rows only takes part in the collectives
-        for step in range(sampling.max_completion_length):
-            keep = number[:1]
-            if rows:
-                ids, logprobs, entropies = draw(state.history, state.logits, state.number)
-                state.history = torch.cat([state.history, ids[:, None]], 1)
-                ended = is_stop[ids] | draw.ends_with_stop_string(state.history)
-                values = (column.tolist() for column in (ids, logprobs, entropies, ended))
-                for row, token, logprob, entropy, end in zip(rows, *values, strict=True):
-                    sampled[row].token_ids.append(token)
-                    sampled[row].logprobs.append(logprob)
-                    sampled[row].entropies.append(entropy)
-                    sampled[row].is_stopped = end
-                rows = [row for row in rows if not sampled[row].is_stopped]
-                if rows and len(rows) < len(ids):
-                    keep = (~ended).nonzero()[:, 0]
+        sampled = SampledRows(len(wave.prompts) * len(wave.part))
+        is_idle = not wave.prompts  # the rows only take part in the collectives; their ids do not matter
+        interval = LOOK_INTERVAL.get(fan.device.type, 16)
+        least_ended = LEAST_ENDED.get(fan.device.type, 0.25)
+        ids = fan
+        for step in range(longest):
+            if not is_idle:
+                ids, logprobs, entropies = draw(rows.history[:, : length + step], rows.logits, rows.number)
+                rows.history[:, length + step] = ids
+                ends = is_stop[ids] | draw.ends_with_stop_string(rows.history[:, : length + step + 1])
+                rows.has_ended |= ends
+                sampled.append(ids, logprobs, entropies, ends)
             if progress:
-                progress(step + 1, sampling.max_completion_length)
-            if step == sampling.max_completion_length - 1 or not lockstep.continues(bool(rows)):
-                break
-            if max(1, len(rows)) < len(ids):
-                cache.reorder_cache(keep)
-                state, ids = state.select(keep), ids[keep]
-            state.mask = torch.cat([state.mask, state.mask.new_ones(len(ids), 1)], 1)
-            state.logits = self.forward(ids[:, None], state.mask, cache, position_ids=placed.along(state.position))
-            state.position = state.position + 1
-        return self.completions(sampled)
+                progress(step + 1, longest)
+            is_last = step == longest - 1
+            if is_last or step % interval == interval - 1:
+                draw.refuse_nan()
+                kept = [] if is_idle else (~rows.has_ended).nonzero()[:, 0].tolist()
+                if is_last or not lockstep.continues(bool(kept)):
+                    break
+                num_ended = len(ids) - len(kept)
+                if not kept or (num_ended and num_ended >= least_ended * len(ids)):
+                    sampled.store(rows.number)
+                    is_idle = not kept
+                    keep = packed(kept or [0])
+                    cache.select(keep)
+                    index = torch.tensor(keep, device=fan.device)
+                    rows, ids = rows.select(index), ids[index]
+            with cache.decoding():
+                rows.logits = self.forward(ids[:, None], position_ids=placed.along(rows.position), **cache.next_token())
+            rows.position = rows.position + 1
+        sampled.store(rows.number)
+        return self.completions(sampled.rows)
+
+    def prefill(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, placed: PlacedPrompts, vision: VisionInputs | None
+    ) -> tuple[SamplingCache, Tensor]:
+        """Run the prompts [N, L]. Returns: their cache, and logits [N, V] of the first completion token.
+
+        Raises:
+            LostCacheError: If the model did not store the prompts.
+        """
+        prefilled = SamplingCache(config=text_config(self.policy))
+        keeps = vision is not None and not is_tower_trained(self.policy)
+        with seeing(self.policy, vision, keeps=keeps) as images:
+            logits = self.forward(
+                prompt_ids,
+                attention_mask=prompt_mask.long(),
+                past_key_values=prefilled,
+                **placed.arguments,
+                **images,
+            )
+        if prefilled.get_seq_length() != prompt_ids.shape[1]:
+            raise LostCacheError(
+                f"After a prefill of {prompt_ids.shape[1]} tokens the KV cache holds {prefilled.get_seq_length()}: the "
+                "model dropped the cache and cannot be sampled with one."
+            )
+        return prefilled, logits
 
     def prepare(self, wave: Wave, sampling: SamplingParams) -> tuple[Tensor, Tensor, Tensor, TokenSampler]:
         """Make prompt ids [N, L], mask [N, L], prompt index of each row [B], and the sampler.
@@ -270,10 +324,10 @@ class LocalEngine(RolloutEngine):
         uniforms = Uniforms(seeds, wave.num_generations, device, wave.part)
         return ids, mask, fan, TokenSampler(sampling, ids.shape[1], self.tokenizer, uniforms)
 
-    def forward(self, ids: Tensor, mask: Tensor, cache: SamplingCache, **arguments: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, **arguments: Any) -> Tensor:
         """Logits [rows, V] of the next token."""
         known = known_arguments(self.policy, **arguments, logits_to_keep=1)
-        outputs = self.policy(input_ids=ids, attention_mask=mask.long(), past_key_values=cache, use_cache=True, **known)
+        outputs = self.policy(input_ids=ids, use_cache=True, **known)
         return outputs.logits[:, -1]  # type: ignore[no-any-return]
 
     def decode_with_generate(
@@ -296,6 +350,7 @@ class LocalEngine(RolloutEngine):
 
         def keep_sampled(ids: Tensor, logits: Tensor) -> Tensor:
             steps.append(draw(ids, logits))
+            draw.refuse_nan()
             return torch.full_like(logits, -torch.inf).scatter_(1, steps[-1].ids[:, None], 0.0)
 
         rows = wave.vision and wave.vision.select(fan.tolist())
@@ -372,9 +427,45 @@ class SampledRow:
     is_stopped: bool = False
 
 
+class SampledRows:
+    """The sampled rows of a wave. Tokens stay on the device until the set of open rows changes.
+
+    Args:
+        count: Number of rows of the wave.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.rows = [SampledRow() for _ in range(count)]
+        self.steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+
+    def append(self, ids: Tensor, logprobs: Tensor, entropies: Tensor, ends: Tensor) -> None:
+        """Keep a step's tokens of the open rows, each [rows]; `ends` is True where the token ends the completion."""
+        self.steps.append((ids, logprobs, entropies, ends))
+
+    def store(self, number: Tensor) -> None:
+        """Move the kept steps to the rows, without what was sampled after a completion had ended.
+
+        Args:
+            number: [open rows] index of each open row among the rows of the wave.
+        """
+        if not self.steps:
+            return
+        columns = (torch.stack(column, 1).tolist() for column in zip(*self.steps, strict=True))
+        for i, ids, logprobs, entropies, ends in zip(number.tolist(), *columns, strict=True):
+            row = self.rows[i]
+            if row.is_stopped:
+                continue
+            row.is_stopped = any(ends)
+            count = ends.index(True) + 1 if row.is_stopped else len(ends)
+            row.token_ids += ids[:count]
+            row.logprobs += logprobs[:count]
+            row.entropies += entropies[:count]
+        self.steps = []
+
+
 @dataclass
 class OpenRows:
-    """State of the unfinished rows for the next decoding step."""
+    """State of the open rows for the next decoding step."""
 
     number: Tensor
     """[rows] index of each row among all rows of the wave."""
@@ -382,18 +473,18 @@ class OpenRows:
     logits: Tensor
     """[rows, V] of the next token."""
 
-    mask: Tensor
-    """[rows, seen] True at tokens, False at padding."""
-
     position: Tensor
     """[rows, 1] of the next token."""
 
     history: Tensor
-    """[rows, seen] prompt and completion ids."""
+    """[rows, prompt + longest completion] ids, filled up to the last sampled token."""
+
+    has_ended: Tensor
+    """[rows] bool: rows that have ended since the open rows were last chosen."""
 
     def select(self, keep: Tensor) -> OpenRows:
         """Select rows by index."""
-        return OpenRows(*(getattr(self, field)[keep] for field in ("number", "logits", "mask", "position", "history")))
+        return OpenRows(*(getattr(self, field.name)[keep] for field in dataclasses.fields(self)))
 
 
 @contextlib.contextmanager
@@ -413,25 +504,6 @@ def stop_ids(policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]
         value = getattr(owner, "eos_token_id", None)
         ids |= set(value) if isinstance(value, (list, tuple)) else {value} if value is not None else set()
     return sorted(ids)
-
-
-class SamplingCache(DynamicCache):
-    """KV cache (`DynamicCache`) that stores keys and values in the dtype that attention uses.
-
-    Under autocast the rotary embedding multiplies by float32 cosines and returns float32 keys, and the values become
-    float32 too. Attention then casts the entire cache at every token. Casting keys and values once, when they are
-    stored, gives the same results with half the memory.
-    """
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Store new keys and values of a layer, and return all its keys and values."""
-        if torch.is_autocast_enabled(key_states.device.type):
-            dtype = torch.get_autocast_dtype(key_states.device.type)
-            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
-        states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        return states
 
 
 def no_fan_out_reason(policy: nn.Module) -> str | None:

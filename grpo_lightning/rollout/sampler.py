@@ -88,7 +88,8 @@ class TokenSampler:
     ) -> None:
         self.sampling, self.prompt_length, self.uniforms = sampling, prompt_length, uniforms
         self.stop_strings = StopStrings(sampling.stop_strings, tokenizer)
-        self.processors, self.unfiltered = LogitsProcessorList([refuse_nan]), LogitsProcessorList()
+        self.processors, self.unfiltered = LogitsProcessorList(), LogitsProcessorList()
+        self.has_nan = torch.zeros((), dtype=torch.bool, device=uniforms.device)
         if sampling.repetition_penalty != 1:
             self.processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
         if sampling.suppress_tokens:
@@ -115,6 +116,7 @@ class TokenSampler:
             logits: [rows, V] of the next token.
             rows: [rows] index of each row among the rows with which decoding began; None if none of those has finished.
         """
+        self.has_nan |= logits.isnan().any()
         distribution = log_distribution(self.processors, history, logits)
         probabilities = distribution.exp()
         if self.sampling.is_greedy:
@@ -130,6 +132,14 @@ class TokenSampler:
         # decoding step of a 0.5B model on a CPU. The clamp is needed because 0 x -inf is nan.
         entropies = -torch.linalg.vecdot(probabilities, distribution.clamp_(min=torch.finfo(distribution.dtype).min))
         return Draw(ids, logprobs, entropies)
+
+    def refuse_nan(self) -> None:
+        """Wait for the device. Raises: FloatingPointError if a logit was NaN, because training has diverged."""
+        if bool(self.has_nan):
+            raise FloatingPointError(
+                "The policy's logits are NaN, so it cannot be sampled. Training has diverged: lower the learning "
+                "rate, clip gradients (trainer.gradient_clip_val), or resume from an earlier checkpoint."
+            )
 
     def ends_with_stop_string(self, history: Tensor) -> Tensor:
         """Rows whose completion ends with a stop string, [rows] bool; the prompt is ignored."""
@@ -223,13 +233,3 @@ def without(never: tuple[int, ...], history: Tensor, logits: Tensor) -> Tensor:
     size, among = sampled_ids(never, logits.shape[-1])
     logits = logits[:, :size]
     return logits.index_fill(-1, torch.tensor(among, device=logits.device), -torch.inf) if among else logits
-
-
-def refuse_nan(history: Tensor, logits: Tensor) -> Tensor:
-    """Return the logits unchanged. Raises: FloatingPointError if a logit is NaN, because training has diverged."""
-    if bool(logits.isnan().any()):
-        raise FloatingPointError(
-            "The policy's logits are NaN, so it cannot be sampled. Training has diverged: lower the learning "
-            "rate, clip gradients (trainer.gradient_clip_val), or resume from an earlier checkpoint."
-        )
-    return logits

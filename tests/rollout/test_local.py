@@ -663,16 +663,19 @@ def test_sampling_of_every_family_agrees_with_its_scoring(family):
     model = tiny_model(family)
     model.generation_config.eos_token_id = list(range(2, 14))
     engine = connected(model)
-    before = engine.why_not_shared
+    before = engine.way
     engine.check(Scorer(choose_path(model)[0], never=(5, 119)))
-    assert engine.why_not_shared == before
+    assert engine.way == before
 
 
 def test_a_cache_that_gives_other_logprobs_gives_way_to_generate(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
     moved(monkeypatch, "decode", 0.01)
     engine = connected(tiny_model("qwen2"))
     engine.check(Scorer())
-    assert engine.why_not_shared.startswith("a probe of sampling with a shared cache differs by 1.0e-02 nats")
+    assert engine.way == "generate"
+    assert "a probe of sampling with a KV cache that keeps each prompt once differs by 1.0e-02 nats" in caplog.text
+    assert "a probe of sampling with a KV cache that repeats each prompt G times differs by 1.0e-02" in engine.reason
     assert "Sampling with transformers' `generate`" in caplog.text
 
 
@@ -703,7 +706,7 @@ def test_a_cache_that_a_model_refuses_gives_way_to_its_own():
     model = AutoModelForCausalLM.from_config(config).eval()
     engine = connected(model)
     engine.check(Scorer("dense"))
-    assert "raised ValueError: MiniMax uses cache of its own" in engine.why_not_shared
+    assert "raised ValueError: MiniMax uses cache of its own" in engine.reason
 
 
 def test_a_model_that_cannot_be_sampled_from_is_refused_by_name(monkeypatch):
@@ -723,4 +726,4 @@ def test_a_run_checks_its_engine_and_leaves_no_trace(monkeypatch):
     moved(monkeypatch, "decode", 0.01)
     module = make_module()
     module.configure_model()
-    assert "differs by 1.0e-02 nats" in module.engine.why_not_shared
+    assert "differs by 1.0e-02 nats" in module.engine.reason

@@ -8,7 +8,8 @@ from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy.hf import text_config
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout import local
-from grpo_lightning.rollout.local import LocalEngine, SamplingCache, no_fan_out_reason
+from grpo_lightning.rollout.decoding_cache import SamplingCache
+from grpo_lightning.rollout.local import LocalEngine, no_fan_out_reason
 from tests.families import families
 from tests.tiny_models import FAMILIES, tiny_model, tiny_tokenizer
 
@@ -25,6 +26,7 @@ def drawn(monkeypatch, model, cache_class):
     monkeypatch.setattr(local, "SamplingCache", Kept)
     engine = LocalEngine()
     engine.connect(model, tiny_tokenizer(), Sharding())
+    engine.way = "repeated"
     with torch.autocast("cpu", torch.bfloat16):
         groups = engine.generate([[5, 6, 7] * 4, [8, 9]], 3, SamplingParams(max_completion_length=8), seeds=[0, 1])
     states = [x for layer in caches[-1].layers if hasattr(layer, "keys") for x in (layer.keys, layer.values)]

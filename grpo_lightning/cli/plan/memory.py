@@ -489,15 +489,18 @@ def autocast_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 def sampling_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     """Memory of decoding: the full KV cache, a second copy of one of its layers, and the next-token scores."""
     batch, widths, rows = settings.batch, settings.widths, settings.sampling_rows
-    tokens = batch.prompt_length + batch.completion_length - 1  # the last token is never fed back
-    cache, layers = cache_bytes(model, rows, tokens, widths), len(model.windows)
+    longest, layers = batch.completion_length - 1, len(model.windows)  # the last token is never fed back
+    cache, how = cache_bytes(model, rows, batch.prompt_length + longest, widths), "repeated for its completions"
+    if model.shares_prompts:
+        cache = cache_bytes(model, settings.sampling_prompts, batch.prompt_length, widths)
+        cache, how = cache + cache_bytes(model, rows, longest, widths), "once"
     scores = 4 * rows * model.vocab_size * 4
     prompts = settings.sampling_prompts * batch.prompt_length
     prefill = prompts * 4 * widths.compute * (model.intermediate_size + model.hidden_size)
-    how = f"{rows} completions x {tokens:,} tokens, {layers} layers"
+    how = f"{rows} completions x {longest:,} tokens, {layers} layers, each prompt {how}"
     return [
         Part("key-value cache", cache, SAMPLING, how, is_estimate=model.num_linear_layers > 0),
-        Part("growing the cache", cache // max(1, layers), SAMPLING, "a layer of it is copied per token", True),
+        Part("growing the cache", cache // max(1, layers), SAMPLING, "a layer of it is copied at a time", True),
         Part("next-token scores", max(scores, prefill), SAMPLING, "4 float32 copies, or the prompts' forward", True),
     ]
 

@@ -45,6 +45,9 @@ class ModelSizes:
     windows: tuple[int | None, ...]
     """For each layer with a KV cache, its sliding window in tokens; None if the layer has no window."""
 
+    shares_prompts: bool = False
+    """True if the local engine keeps the KV cache of each prompt once, not once per completion."""
+
     num_linear_layers: int = 0
     """Layers with a recurrent state instead of a KV cache; the state is not counted."""
 
@@ -109,6 +112,8 @@ def sizes_of(model: Any, settings: PolicySettings) -> ModelSizes:
     """
     from transformers import DynamicCache
 
+    from grpo_lightning.rollout.decoding_cache import unshared_reason
+
     config = model.config.get_text_config(decoder=True)
     try:
         num_heads, hidden_size = int(config.num_attention_heads), int(config.hidden_size)
@@ -135,6 +140,7 @@ def sizes_of(model: Any, settings: PolicySettings) -> ModelSizes:
         num_kv_heads=int(getattr(config, "num_key_value_heads", None) or num_heads),
         head_dim=int(getattr(config, "head_dim", None) or hidden_size // num_heads),
         windows=tuple(getattr(layer, "sliding_window", None) for layer in attention),
+        shares_prompts=unshared_reason(model) is None,
         num_linear_layers=len(cached) - len(attention),
         has_gated_mlp=any("gate" in name for name, _ in decoder.named_parameters()),
         num_weights=count(weights),

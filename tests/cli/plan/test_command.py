@@ -80,7 +80,7 @@ def test_a_plan_without_weights(recipe, said, monkeypatch):
     assert "No validation data" in out
     assert "Longest prompt: 10 tokens (the longest of all 10 prompts" in out
     assert "163,904 weights, 4 layers" in out
-    assert "│ 8 completions x 15 tokens, 4 layers" in out
+    assert "│ 8 completions x 5 tokens, 4 layers, each prompt once" in out
     assert not list(Path().rglob("runs*")), "a plan writes nothing"
 
 

@@ -422,23 +422,34 @@ def test_the_cache_by_hand():
 
 @pytest.mark.parametrize(("family", "precision"), [("llama", "bf16-mixed"), ("gemma3", "32-true")])
 def test_the_cache_is_the_engines(monkeypatch, family, precision):
-    """With all completions at their longest."""
+    """With all completions at their longest: llama's keeps each prompt once, gemma3's repeats it."""
     caches = []
 
-    class Kept(local.SamplingCache):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            caches.append(self)
+    def kept(cache_class):
+        def make(*args):
+            caches.append(cache_class(*args))
+            return caches[-1]
 
-    monkeypatch.setattr(local, "SamplingCache", Kept)
+        return make
+
+    for name in ("SharedPrompts", "RepeatedPrompts"):
+        monkeypatch.setattr(local, name, kept(getattr(local, name)))
     model, engine = tiny_model(family, dtype=DTYPES[precision]), LocalEngine()
     engine.connect(model, tiny_tokenizer(), Sharding())
     engine.stop_ids = []
     is_mixed = precision == "bf16-mixed"
     with torch.autocast("cpu", torch.bfloat16) if is_mixed else contextlib.nullcontext():
         engine.generate([[5] * 12, [6] * 10], 3, SamplingParams(max_completion_length=6), seeds=[0, 1])
-    real = sum(layer.keys.nbytes + layer.values.nbytes for layer in caches[-1].layers)
-    assert cache_bytes(loaded_sizes(model), 6, 12 + 6 - 1, precision_of(precision, "float32")) == real
+    cache = caches[-1]
+    if family == "llama":
+        states = [x for pair in cache.prompts + cache.own for x in pair]
+    else:
+        states = [x for layer in cache.cache.layers for x in (layer.keys, layer.values)]
+    batch = dataclasses.replace(BATCH, prompt_length=12, completion_length=6)
+    widths = precision_of(precision, "float32")
+    settings = MemorySettings(batch, widths, sampling_rows=6, sampling_prompts=2)
+    planned = {part.name: part for part in memory_parts(loaded_sizes(model), settings)}["key-value cache"]
+    assert planned.num_bytes == sum(x.nbytes for x in states)
 
 
 def test_nothing_is_decoded_by_another_engine():

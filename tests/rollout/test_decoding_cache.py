@@ -1,0 +1,186 @@
+"""What the next token attends to: each prompt once, and the completions' own tokens, in place."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from grpo_lightning.core.types import SamplingParams
+from grpo_lightning.policy.hf import text_config
+from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.rollout import local
+from grpo_lightning.rollout.decoding_cache import (
+    ATTENTION,
+    SamplingCache,
+    SharedPrompts,
+    attend_to_current,
+    attention,
+    packed,
+    unshared_reason,
+)
+from grpo_lightning.rollout.local import LocalEngine
+from tests.families import families
+from tests.tiny_models import FAMILIES, tiny_model, tiny_tokenizer
+
+SHARING = {"qwen2", "qwen3", "llama", "gpt2", "qwen3_moe", "mixtral"}
+"""Families of which every layer has full attention that transformers can replace."""
+
+
+def connected(model):
+    engine = LocalEngine()
+    engine.connect(model, tiny_tokenizer(), Sharding())
+    return engine
+
+
+def sampled(model, way, **settings):
+    engine = connected(model)
+    engine.way = way
+    prompts = [[5, 6, 7] * 4, [8, 9], [11, 12, 13, 14]]
+    groups = engine.generate(prompts, 4, SamplingParams(max_completion_length=90, **settings), seeds=[0, 1, 2])
+    return [completion for group in groups for completion in group]
+
+
+# --------------------------------------------------------------------------------------------------------- every family
+
+
+@pytest.mark.parametrize("family", families(FAMILIES))
+def test_a_prompt_is_kept_once_or_repeated_with_the_same_completions(family):
+    """Rows end at many steps, prompts are ragged, and the completions outgrow the first room."""
+    model = tiny_model(family)
+    model.generation_config.eos_token_id = list(range(2, 5))
+    reason = unshared_reason(model)
+    if reason is not None:
+        assert connected(model).way == "repeated" or connected(model).way == "generate"
+        return
+    once, repeated = sampled(model, "shared"), sampled(model, "repeated")
+    assert len({len(row.token_ids) for row in once}) > 3
+    assert max(len(row.token_ids) for row in once) > 64
+    assert [row.token_ids for row in once] == [row.token_ids for row in repeated]
+    for one, other in zip(once, repeated, strict=True):
+        torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-5, rtol=0)
+
+
+def test_which_families_keep_a_prompt_once():
+    assert {family for family in FAMILIES if unshared_reason(tiny_model(family)) is None} == SHARING
+    assert unshared_reason(tiny_model("gemma3")) == "the cache layer DynamicSlidingWindowLayer is not of full attention"
+
+
+def test_the_attention_of_training_is_back_after_sampling():
+    model = tiny_model("qwen2")
+    usual = text_config(model)._attn_implementation
+    sampled(model, "shared")
+    assert text_config(model)._attn_implementation == usual != ATTENTION
+
+
+def test_attention_that_is_not_computed_is_refused():
+    with pytest.raises(NotImplementedError, match="attention with softcap is not computed"):
+        attend_to_current(nn.Identity(), *torch.zeros(3, 1, 1, 1, 1), None, softcap=50.0)
+    with pytest.raises(NotImplementedError, match="mask of its own"):
+        attend_to_current(nn.Identity(), *torch.zeros(3, 1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+
+
+@pytest.mark.parametrize("stop_strings", [[], ["w7", "w9"]])
+def test_a_host_that_looks_seldom_gets_the_same_completions(monkeypatch, stop_strings):
+    """What is sampled after an end is dropped, and rows that have ended stay until a quarter of them has."""
+    model = tiny_model("qwen2")
+    model.generation_config.eos_token_id = list(range(2, 9))
+    every_step = sampled(model, "shared", stop_strings=stop_strings)
+    monkeypatch.setattr(local, "LOOK_INTERVAL", {"cpu": 7})
+    monkeypatch.setattr(local, "LEAST_ENDED", {"cpu": 0.25})
+    seldom = sampled(model, "shared", stop_strings=stop_strings)
+    assert [row.token_ids for row in seldom] == [row.token_ids for row in every_step]
+    assert [row.finish_reason for row in seldom] == [row.finish_reason for row in every_step]
+    for one, other in zip(seldom, every_step, strict=True):
+        torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(one.entropies, other.entropies, atol=1e-5, rtol=0)
+
+
+def test_nan_is_refused_at_the_next_look(monkeypatch):
+    monkeypatch.setattr(local, "LOOK_INTERVAL", {"cpu": 7})
+    model = tiny_model("qwen2")
+    with torch.no_grad():
+        model.lm_head.weight[0] = torch.nan
+    with pytest.raises(FloatingPointError, match="logits are NaN"):
+        sampled(model, "shared")
+
+
+# ------------------------------------------------------------------------------------------------------ attention alone
+
+
+def dense(query, keys, values):
+    """Softmax attention of one row: query [heads, size], keys and values [key heads, tokens, size]."""
+    repeats = query.shape[0] // keys.shape[0]
+    keys, values = keys.repeat_interleave(repeats, 0), values.repeat_interleave(repeats, 0)
+    scores = torch.einsum("hd,htd->ht", query, keys) / query.shape[-1] ** 0.5
+    return torch.einsum("ht,htd->hd", scores.softmax(-1), values)
+
+
+def test_attention_and_its_log_sum_exp_by_hand():
+    query, keys, values = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 8)
+    bias = torch.zeros(2, 1, 1, 5)
+    bias[0, ..., :2] = -torch.inf
+    output, sums = attention(query, keys, values, bias.expand(2, 3, 4, 5), 0.3)
+    scores = query @ keys.transpose(-1, -2) * 0.3 + bias
+    torch.testing.assert_close(output, scores.softmax(-1) @ values)
+    torch.testing.assert_close(sums, scores.logsumexp(-1))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    size=st.integers(1, 4),
+    key_heads=st.sampled_from([1, 2]),
+    data=st.data(),
+)
+def test_any_rows_may_leave_at_any_step(lengths, size, key_heads, data):
+    """Held against dense attention of each row over its prompt and its own tokens."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator)
+
+    longest = max(lengths)
+    mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
+    prefilled = SamplingCache()
+    states = random(2, len(lengths), key_heads, longest, 8)
+    prefilled.update(states[0], states[1], 0)
+    prompt_of = torch.arange(len(lengths)).repeat_interleave(size)
+    cache = SharedPrompts(nn.Identity(), prefilled, mask, prompt_of, 70)
+    seen = [states[:, prompt, :, longest - lengths[prompt] :] for prompt in prompt_of.tolist()]
+    for _ in range(data.draw(st.integers(1, 70), label="steps")):
+        cache.next_token()
+        query, new = random(len(seen), 4, 1, 8), random(2, len(seen), key_heads, 1, 8)
+        cache.update(new[0], new[1], 0)
+        seen = [torch.cat([old, new[:, row]], 2) for row, old in enumerate(seen)]
+        got = cache.attend(0, query, None)
+        for row, (keys, values) in enumerate(seen):
+            torch.testing.assert_close(got[row, 0], dense(query[row, :, 0], keys, values), atol=1e-5, rtol=1e-4)
+        if data.draw(st.integers(0, 3)) == 0:
+            kept = sorted(data.draw(st.sets(st.integers(0, len(seen) - 1), min_size=1)))
+            keep = packed(kept)
+            cache.select(keep)
+            seen = [seen[row] for row in keep]
+
+
+@given(st.sets(st.integers(0, 30), min_size=1))
+def test_the_fewest_rows_move(kept):
+    places = packed(sorted(kept))
+    assert sorted(places) == sorted(kept)
+    assert all(row == place or row >= len(kept) for place, row in enumerate(places))
+
+
+def test_the_prompts_are_not_copied():
+    """The states of the prompts are those of the prefill, and rows that stay are not moved."""
+    prefilled = SamplingCache()
+    prefilled.update(torch.randn(2, 1, 3, 8), torch.randn(2, 1, 3, 8), 0)
+    keys = prefilled.layers[0].keys
+    cache = SharedPrompts(nn.Identity(), prefilled, torch.ones(2, 3, dtype=torch.bool), torch.tensor([0, 0, 1, 1]), 8)
+    assert cache.prompts[0][0].data_ptr() == keys.data_ptr()
+    cache.next_token()
+    own = cache.own[0][0].data_ptr()
+    cache.select(packed([0, 1, 3]))
+    assert cache.own[0][0].data_ptr() == own
+    assert cache.own[0][0].shape == (3, 1, 8, 8)
+    cache.select(packed([2]))
+    assert cache.prompts[0][0].shape[0] == 1
