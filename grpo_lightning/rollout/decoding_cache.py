@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,13 @@ class SamplingCache(DynamicCache):
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return states
+
+
+class States(NamedTuple):
+    """What a layer stores."""
+
+    keys: Tensor
+    values: Tensor
 
 
 class RepeatedPrompts:
@@ -120,20 +127,20 @@ class SharedPrompts(Cache):
     ) -> None:
         super().__init__(layers=[])
         self.policy, self.device, self.longest = policy, mask.device, longest
-        states = [(layer.keys, layer.values) for layer in prefilled.layers]
+        states = [States(layer.keys, layer.values) for layer in prefilled.layers]
         # The kernels of GPUs read biases in vectors of 8 numbers.
         padding = -mask.shape[1] % 8 if mask.device.type == "cuda" else 0
         if padding:
-            states = [tuple(nn.functional.pad(x, (0, 0, padding, 0)) for x in pair) for pair in states]
+            states = [States(*(nn.functional.pad(x, (0, 0, padding, 0)) for x in pair)) for pair in states]
             mask = nn.functional.pad(mask, (padding, 0))
-        self.prompts: list[tuple[Tensor, Tensor]] = states
-        """Keys and values of each layer, [N, key heads, L, head size]."""
+        self.prompts = states
+        """Of each layer, [N, key heads, L, head size]."""
         self.bias = None if not padding and bool(mask.all()) else torch.where(mask, 0.0, -torch.inf)[:, None, None]
         """[N, 1, 1, L] added to the scores: -inf at padding; None without padding."""
         self.length = 0
         """Tokens per row in `own`."""
-        self.own = [tuple(x.new_empty(len(prompt_of), x.shape[1], 0, x.shape[3]) for x in pair) for pair in states]
-        """Keys and values of each layer, [rows, key heads, capacity, head size]."""
+        self.own = [States(*(x.new_empty(len(prompt_of), x.shape[1], 0, x.shape[3]) for x in pair)) for pair in states]
+        """Of each layer, [rows, key heads, capacity, head size]."""
         self.prompt_length = mask.shape[1]
         self.prompt_of: list[int] = []
         self.group(prompt_of.tolist())
@@ -141,7 +148,7 @@ class SharedPrompts(Cache):
     @property
     def capacity(self) -> int:
         """Tokens per row that `own` has room for."""
-        return int(self.own[0][0].shape[2])
+        return int(self.own[0].keys.shape[2])
 
     def next_token(self) -> dict[str, Any]:
         """See `DecodingCache.next_token`."""
@@ -149,7 +156,7 @@ class SharedPrompts(Cache):
             room = min(max(FIRST_CAPACITY, self.capacity), self.longest - self.capacity)
             # one layer after the other, so that only one layer is stored twice at a time
             for i, pair in enumerate(self.own):
-                self.own[i] = tuple(nn.functional.pad(x, (0, 0, 0, room)) for x in pair)
+                self.own[i] = States(*(nn.functional.pad(x, (0, 0, 0, room)) for x in pair))
         self.length += 1
         return {"past_key_values": self}
 
@@ -167,12 +174,12 @@ class SharedPrompts(Cache):
 
     def select(self, rows: list[int]) -> None:
         """See `DecodingCache.select`. Only rows that change their place are copied."""
-        self.own = [tuple(moved(x, rows, self.length) for x in pair) for pair in self.own]
+        self.own = [States(*(moved(x, rows, self.length) for x in pair)) for pair in self.own]
         prompt_of = [self.prompt_of[row] for row in rows]
         open_prompts = packed(sorted(set(prompt_of)))
-        if len(open_prompts) < len(self.prompts[0][0]):
+        if len(open_prompts) < len(self.prompts[0].keys):
             length = self.prompt_length
-            self.prompts = [tuple(moved(x, open_prompts, length) for x in pair) for pair in self.prompts]
+            self.prompts = [States(*(moved(x, open_prompts, length) for x in pair)) for pair in self.prompts]
             self.bias = self.bias if self.bias is None else self.bias[open_prompts]
             place = {prompt: i for i, prompt in enumerate(open_prompts)}
             prompt_of = [place[prompt] for prompt in prompt_of]
@@ -184,7 +191,7 @@ class SharedPrompts(Cache):
         The N groups have as many places as the largest group has rows. Free places hold some row, and what is computed
         there is dropped.
         """
-        members: list[list[int]] = [[] for _ in self.prompts[0][0]]
+        members: list[list[int]] = [[] for _ in self.prompts[0].keys]
         places = []
         for row, prompt in enumerate(prompt_of):
             places.append(len(members[prompt]))

@@ -99,7 +99,8 @@ class LocalEngine(RolloutEngine):
             log.warning(
                 "Neither the generation config nor the tokenizer has a stop token: every completion will be truncated."
             )
-        self.way, self.reason = "shared", ""
+        self.way: Way = "shared"
+        self.reason = ""
         if reason := no_fan_out_reason(policy):
             self.use("generate", reason)
         elif reason := unshared_reason(policy):
