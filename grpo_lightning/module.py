@@ -41,7 +41,7 @@ from grpo_lightning.optimizers import AdamW, OptimizerFactory
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.hf import is_adapted
 from grpo_lightning.policy.loading import PolicyLike, PolicyLoader
-from grpo_lightning.policy.lora import describe_adapter
+from grpo_lightning.policy.lora_injection import describe_adapter
 from grpo_lightning.policy.reference import (
     FrozenCopy,
     Reference,

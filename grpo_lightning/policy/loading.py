@@ -18,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from grpo_lightning.core import ranks
 from grpo_lightning.core.seeding import derived_seed, run_seed
+from grpo_lightning.policy.adapters import trained_adapter
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.families import family_of, known_family, sees_images, unknown_reason
 from grpo_lightning.policy.hf import attention_kernel, base_model, is_adapted, naming, num_positions, text_config
-from grpo_lightning.policy.lora import adapter_config, trained_adapter
+from grpo_lightning.policy.lora import adapter_config
 from grpo_lightning.policy.precision import use_float32_head
 from grpo_lightning.policy.probe import check_scorer, choose_head, choose_path
 from grpo_lightning.policy.rope import fix_frequencies

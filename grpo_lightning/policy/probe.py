@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from grpo_lightning.core.ranks import gather_objects, max_over_ranks
 from grpo_lightning.core.types import MicroBatch
+from grpo_lightning.policy.adapters import is_adapter_layer
 from grpo_lightning.policy.families import unknown_reason
 from grpo_lightning.policy.hf import (
     accepts,
@@ -29,7 +30,6 @@ from grpo_lightning.policy.hf import (
     text_config,
 )
 from grpo_lightning.policy.kv_cache import PrefixCache
-from grpo_lightning.policy.lora import is_adapter_layer
 from grpo_lightning.policy.routers import Routers
 from grpo_lightning.policy.scorer import Scorer, ScoringPath, logit_scale, refuse_transformers_checkpointing
 from grpo_lightning.policy.sharding import gathered_dtypes, is_partitioned

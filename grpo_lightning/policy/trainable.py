@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from grpo_lightning.policy.adapters import trained_adapter
 from grpo_lightning.policy.families import freeze_unused, freeze_vision
 from grpo_lightning.policy.hf import is_adapted, text_config
-from grpo_lightning.policy.lora import add_adapters, finish_adapters, trained_adapter
+from grpo_lightning.policy.lora_injection import add_adapters, finish_adapters
 from grpo_lightning.policy.sharding import Sharding
 
 if TYPE_CHECKING:

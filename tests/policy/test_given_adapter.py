@@ -8,8 +8,9 @@ from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, inject_adapte
 from torch import nn
 
 from grpo_lightning.core.seeding import derived_seed, run_seed
+from grpo_lightning.policy.adapters import UpdateDropout, adapter_layers, adds_nothing
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.policy.lora import LoRA, UpdateDropout, adapter_layers, adds_nothing
+from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.reference import OtherAdapter, make_reference
 from grpo_lightning.policy.saving import whole_weights, write_policy
 from grpo_lightning.policy.sharding import Sharding

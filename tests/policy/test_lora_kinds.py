@@ -7,9 +7,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from grpo_lightning.core.seeding import derived_seed, run_seed
+from grpo_lightning.policy.adapters import adapter_layers, adds_nothing, using_adapter
 from grpo_lightning.policy.hf import is_copied
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.policy.lora import LoRA, adapter_layers, adds_nothing, using_adapter
+from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_targets import saved_modules, targets
 from grpo_lightning.policy.reference import make_reference
 from grpo_lightning.policy.saving import whole_weights, write_policy

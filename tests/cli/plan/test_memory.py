@@ -33,7 +33,8 @@ from grpo_lightning.cli.plan.model import ModelSizes, meta_model, sizes_of
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.loading import PolicyLoader, checkpoint_layers
-from grpo_lightning.policy.lora import LoRA, add_adapters
+from grpo_lightning.policy.lora import LoRA
+from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.reference import frozen_copy
 from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
