@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.policy.hf import is_copied
+from grpo_lightning.policy.precision import NARROW, compute_like
 
 STARTING = "reference"
 """peft's name of the frozen copy of the initial adapter, which the reference runs with."""
@@ -80,6 +81,35 @@ def set_dropout(policy: Any, rate: float, adapter: str | None = None) -> None:
     for layer in adapter_layers(policy):
         layer.lora_dropout[adapter] = UpdateDropout(rate) if rate else nn.Identity()
     policy.peft_config[adapter].lora_dropout = rate
+
+
+def narrow_copies(adapted: Any, adapter: str | None = None) -> list[tuple[nn.Module, nn.Module]]:
+    """(copy, original) of an adapter's copies of 16-bit layers (`modules_to_save`); adapter None: the trained one."""
+    name = adapter or trained_adapter(adapted)
+    return [
+        (module.modules_to_save[name], module.original_module)
+        for module in filter(is_copied, adapted.modules())
+        if name in module.modules_to_save
+        and any(weight.dtype in NARROW for weight in module.original_module.parameters())
+    ]
+
+
+def widen_copies(adapted: Any, adapter: str | None = None) -> bool:
+    """Convert an adapter's copies of 16-bit layers (`modules_to_save`) to float32: small updates would be lost.
+
+    The copies still compute in the dtype of their originals, so that the policy starts as its base, bit for bit.
+
+    Args:
+        adapted: Model with adapters, changed in place.
+        adapter: Name of the adapter; None: the trained one.
+
+    Returns:
+        True if there are such copies. Values that were loaded into them before were rounded.
+    """
+    copies = narrow_copies(adapted, adapter)
+    for copied, original in copies:
+        compute_like(copied.to(torch.float32), original)
+    return bool(copies)
 
 
 @contextlib.contextmanager
@@ -150,6 +180,7 @@ def add_starting_adapter(policy: Any) -> None:
     config.init_lora_weights, config.inference_mode = False, True
     with torch.random.fork_rng():
         policy.add_adapter(STARTING, config)
+    widen_copies(policy, STARTING)  # before the trained copies, which are float32, are copied
     with torch.no_grad():
         for module in switched_modules(policy):
             for new, given in zip(layer_weights(module, STARTING), layer_weights(module, name), strict=True):

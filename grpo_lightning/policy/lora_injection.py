@@ -18,6 +18,7 @@ from grpo_lightning.policy.adapters import (
     set_dropout,
     set_magnitude,
     trained_adapter,
+    widen_copies,
 )
 from grpo_lightning.policy.hf import is_copied
 from grpo_lightning.policy.lora import LoRA, adapter_config
@@ -28,7 +29,6 @@ from grpo_lightning.policy.lora_targets import (
     saved_modules,
     targets,
 )
-from grpo_lightning.policy.precision import compute_like
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def add_adapters(model: Any, lora: LoRA) -> Any:
         ValueError: If the model already has adapters, or a name in `target_modules` or `modules_to_save` matches no
             layer, or a layer that cannot be trained.
     """
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import LoraConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
     from transformers.pytorch_utils import Conv1D
 
     if next(adapter_layers(model), None) is not None:
@@ -63,6 +63,10 @@ def add_adapters(model: Any, lora: LoRA) -> Any:
             config = adapter_config(lora.adapter)
             saved_modules(model, config.modules_to_save, f"The adapter {lora.adapter!r}: modules_to_save")
             adapted = PeftModel.from_pretrained(model, lora.adapter, config=config, is_trainable=True)
+            if widen_copies(adapted):  # peft has loaded their weights into 16 bits
+                keys = getattr(model, "_checkpoint_conversion_mapping", {})  # as in `from_pretrained`
+                weights = load_peft_weights(lora.adapter, device="cpu", key_mapping=keys)
+                set_peft_model_state_dict(adapted, weights, trained_adapter(adapted))
         else:
             saved = saved_modules(model, lora.modules_to_save)
             layers = targets(model, lora.target_modules, saved)
@@ -130,19 +134,6 @@ def finish_adapters(adapted: Any, dropout: float) -> Any:
     copies = f", and copies of {', '.join(copied)}" if copied else ""
     log.info("LoRA: %s trainable parameters, next to %s%s.", f"{sum(sizes):,}", ", ".join(names), copies)
     return adapted.eval()
-
-
-def widen_copies(adapted: Any) -> None:
-    """Keep trained copies of layers (`modules_to_save`) in float32, because updates of 16-bit weights would be lost.
-
-    The copies still compute in the dtype of their originals, so that the policy starts as its base, bit for bit.
-    """
-    name = trained_adapter(adapted)
-    for module in adapted.modules():
-        if is_copied(module) and name in module.modules_to_save:
-            dtypes = {weight.dtype for weight in module.original_module.parameters()}
-            if dtypes & {torch.bfloat16, torch.float16}:
-                compute_like(module.modules_to_save[name].to(torch.float32), module.original_module)
 
 
 def describe_adapter(policy: Any) -> dict[str, Any]:

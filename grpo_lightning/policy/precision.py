@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from grpo_lightning.policy.hf import base_model
 
+NARROW = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Unit roundoff of 16-bit dtypes: the largest update, as a fraction of the weight, that can be lost to rounding."""
+
 
 def compute_like(module: nn.Module, original: nn.Module) -> None:
     """Have a module compute as if its weights had the dtype of another module's weights.

@@ -219,9 +219,14 @@ def test_adapters_of_16_bits_need_masters():
         LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"),
         autocast_adapter_dtype=False,
     )
-    with pytest.raises(ValueError, match=r"adapter of the policy is bfloat16, .* autocast_adapter_dtype at True"):
+    with pytest.raises(ValueError, match=r"adapter of the policy is bfloat16 .* autocast_adapter_dtype at True"):
         check_masters(loader(narrow), "bf16-mixed", has_masters=False)
     check_masters(loader(narrow), "bf16-mixed", has_masters=True)
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    copied = get_peft_model(tiny_model("qwen2", dtype=torch.bfloat16, tie_word_embeddings=False), config)
+    check_masters(loader(copied), "bf16-mixed", has_masters=False)  # its copy of the head is converted to float32
+    policy = loader(copied).load().model
+    assert {weight.dtype for weight in policy.parameters() if weight.requires_grad} == {torch.float32}
     wide = given(model=tiny_model("qwen2", dtype=torch.bfloat16))
     check_masters(loader(wide), "bf16-mixed", has_masters=False)
     with pytest.raises(ValueError, match=r"'bf16-true' converts .* It converts float32 adapters as well"):
