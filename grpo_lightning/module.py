@@ -682,8 +682,9 @@ class GRPOLightningModule(L.LightningModule):
         facts = checks.run_facts(self.loader, self._trainer, longest_completion=longest) if self._trainer else {}
         loaded = self.loader.load(self.sharding, **facts)
         self.policy, self.encoder, self.scorer = loaded.model, loaded.encoder, loaded.scorer  # type: ignore[assignment]
-        needs_reference = self.objective.needs_reference
-        self.reference = make_reference(self.policy, self.loader, self.sharding) if needs_reference else None
+        self.reference = None
+        if self.objective.needs_reference:
+            self.reference = make_reference(self.policy, self.loader, self.sharding, loaded.converted_dtype)
         if self.reference is not None:
             checksum = fingerprint(self.reference, self.policy)
             self.run.reference = RunReference(self.reference, self.policy, self.sharding, checksum, self.sync_reference)

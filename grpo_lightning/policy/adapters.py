@@ -133,10 +133,14 @@ def using_adapter(policy: nn.Module, adapter: str | None) -> Iterator[nn.Module]
 
 
 @torch.no_grad()
-def adds_nothing(policy: nn.Module) -> bool:
+def adds_nothing(policy: nn.Module, dtype: torch.dtype | None = None) -> bool:
     """True if the trained adapter is at its zero start: the policy equals its base.
 
     B A is 0 in all layers, DoRA's magnitudes are the norms of the base, and copied layers equal their originals.
+
+    Args:
+        policy: Model with adapters.
+        dtype: Dtype that the strategy converts all weights to; None: it converts none.
     """
     name = trained_adapter(policy)
 
@@ -146,9 +150,9 @@ def adds_nothing(policy: nn.Module) -> bool:
     def has_base_norms(layer: Any) -> bool:
         if name not in layer.lora_magnitude_vector:
             return True
-        magnitude = copy.deepcopy(layer.lora_magnitude_vector[name])
-        set_magnitude(layer, magnitude, name)
-        return torch.equal(magnitude.weight, layer.lora_magnitude_vector[name].weight)
+        own, norms = layer.lora_magnitude_vector[name].weight, copy.deepcopy(layer.lora_magnitude_vector[name])
+        set_magnitude(layer, norms, name, dtype)
+        return torch.equal(norms.weight.to(own.dtype), own)
 
     def is_original(module: Any) -> bool:
         trained, originals = layer_weights(module, name), module.original_module.parameters()
@@ -163,10 +167,30 @@ def adds_nothing(policy: nn.Module) -> bool:
     ) and all(map(is_original, filter(is_copied, policy.modules())))
 
 
-def set_magnitude(layer: Any, magnitude: Any, adapter: str) -> None:
-    """Set one of peft's DoRA magnitudes to the norms of the rows of W + s B A."""
-    A, B = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-    magnitude.update_layer(base_layer=layer.get_base_layer(), lora_A=A, lora_B=B, scaling=layer.scaling[adapter])
+def set_magnitude(layer: Any, magnitude: Any, adapter: str, dtype: torch.dtype | None = None) -> None:
+    """Set one of peft's DoRA magnitudes to the norms of the rows of W + s B A, which are computed as in the run.
+
+    peft divides the magnitude by these norms in every forward pass. The policy equals its base only if both were
+    rounded alike.
+
+    Args:
+        layer: peft's layer.
+        magnitude: The magnitude of one of its adapters.
+        adapter: Name of the adapter.
+        dtype: Dtype that the strategy converts all weights to (`Sharding.converts_weights`); None: it converts none.
+    """
+    from peft.utils.integrations import dequantize_module_weight
+
+    is_embedding = adapter not in layer.lora_A
+    A = layer.lora_embedding_A[adapter] if is_embedding else layer.lora_A[adapter].weight
+    B = layer.lora_embedding_B[adapter] if is_embedding else layer.lora_B[adapter].weight
+    base = layer.get_base_layer()
+    if dtype is not None:
+        weight = dequantize_module_weight(base).detach().to(dtype)
+        base, A, B = nn.Module(), A.to(dtype), B.to(dtype)
+        base.weight = nn.Parameter(weight, requires_grad=False)
+    magnitude.update_layer(base_layer=base, lora_A=A, lora_B=B, scaling=layer.scaling[adapter])
+    magnitude.to(torch.float32)
 
 
 def add_starting_adapter(policy: Any) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.policy.adapters import (
@@ -20,25 +21,27 @@ from grpo_lightning.policy.adapters import (
     trained_adapter,
     widen_copies,
 )
+from grpo_lightning.policy.families import family_of, vision_parts
 from grpo_lightning.policy.hf import is_copied
 from grpo_lightning.policy.lora import LoRA, adapter_config
 from grpo_lightning.policy.lora_targets import (
-    expert_targets,
+    expert_tensors,
     language_layers,
     missing_adapter_reason,
     saved_modules,
-    targets,
+    select,
 )
 
 log = logging.getLogger(__name__)
 
 
-def add_adapters(model: Any, lora: LoRA) -> Any:
+def add_adapters(model: Any, lora: LoRA, dtype: torch.dtype | None = None) -> Any:
     """Freeze a model and add float32 adapters to its layers, the same on every rank.
 
     Args:
         model: The unsharded base, whose layers are replaced in place. The result wraps it.
         lora: Settings of the adapters.
+        dtype: Dtype that the strategy converts all weights to (`Sharding.converts_weights`); None: it converts none.
 
     Raises:
         ValueError: If the model already has adapters, or a name in `target_modules` or `modules_to_save` matches no
@@ -47,11 +50,7 @@ def add_adapters(model: Any, lora: LoRA) -> Any:
     from peft import LoraConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
     from transformers.pytorch_utils import Conv1D
 
-    if next(adapter_layers(model), None) is not None:
-        raise ValueError(
-            "The policy already has adapters: give the PeftModel without policy.lora, or its base and the folder of "
-            "the adapter as lora.adapter. If it got them from an earlier run in this process, load it again."
-        )
+    check_names(model, lora)
     # Seeded, because every rank must make the same A (of which sharded strategies keep a different shard on each rank),
     # and a resumed run must start with this A again.
     with torch.random.fork_rng(), warnings.catch_warnings():
@@ -61,21 +60,13 @@ def add_adapters(model: Any, lora: LoRA) -> Any:
         torch.manual_seed(derived_seed(run_seed(None), "adapters"))
         if lora.adapter is not None:
             config = adapter_config(lora.adapter)
-            saved_modules(model, config.modules_to_save, f"The adapter {lora.adapter!r}: modules_to_save")
             adapted = PeftModel.from_pretrained(model, lora.adapter, config=config, is_trainable=True)
             if widen_copies(adapted):  # peft has loaded their weights into 16 bits
                 keys = getattr(model, "_checkpoint_conversion_mapping", {})  # as in `from_pretrained`
                 weights = load_peft_weights(lora.adapter, device="cpu", key_mapping=keys)
                 set_peft_model_state_dict(adapted, weights, trained_adapter(adapted))
         else:
-            saved = saved_modules(model, lora.modules_to_save)
-            layers = targets(model, lora.target_modules, saved)
-            experts = expert_targets(model, lora.target_parameters, saved)
-            if not layers and not experts:
-                raise ValueError(
-                    f"policy.lora.modules_to_save ({lora.modules_to_save}) leaves no layer for an adapter: remove it "
-                    "and policy.lora to train all weights, or name fewer modules."
-                )
+            layers, experts, _ = select(model, lora)
             if not experts and (reason := missing_adapter_reason(model, language_layers(model))):
                 log.info("LoRA: %s.", reason)
             config = LoraConfig(
@@ -90,14 +81,77 @@ def add_adapters(model: Any, lora: LoRA) -> Any:
                 task_type="CAUSAL_LM",
             )
             adapted = get_peft_model(model, config)
-            reset_magnitudes(adapted)
+            reset_magnitudes(adapted, dtype)
     return finish_adapters(adapted, lora.dropout)
 
 
-def reset_magnitudes(adapted: Any) -> None:
-    """Set DoRA's magnitudes to the norms of the base's rows, in float32, so that the policy equals its base.
+def check_names(model: Any, lora: LoRA, *, freezes_vision: bool = False) -> None:
+    """Check that all names of the adapters' settings match modules that may be trained.
 
-    peft computes the norms in the dtype of the base: rounded to 16 bits, they would change every layer's output.
+    Args:
+        model: The base model; its weights are not read, so that it may be on the meta device.
+        lora: Settings of the adapters.
+        freezes_vision: `policy.freeze_vision_modules`: nothing of the vision tower and its projector may be trained.
+
+    Raises:
+        ValueError: If a name matches nothing, or a layer that cannot be trained; or if a part of the vision tower would
+            be trained although it is to be frozen.
+    """
+    refuse_adapted(model)
+    found = adapted_modules(model, lora)
+    family = family_of(model.config) if freezes_vision else None
+    if family is None:
+        return
+    tower = {id(module) for part in vision_parts(model, family) for module in part.modules()}
+    for name, module in found.items():
+        if any(id(part) in tower for part in module.modules()):
+            source, instead = f"policy.lora.modules_to_save ({lora.modules_to_save})", "remove the module"
+            if lora.adapter is not None:
+                source, instead = f"policy.lora.adapter ({lora.adapter})", "give another adapter"
+            raise ValueError(
+                f"policy.freeze_vision_modules is true, and {source} trains {name}, which is part of the vision tower "
+                f"or its projector. Set freeze_vision_modules to false, or {instead}."
+            )
+
+
+def refuse_adapted(model: nn.Module) -> None:
+    """Raise ValueError if a model already has adapters."""
+    if next(adapter_layers(model), None) is not None:
+        raise ValueError(
+            "The policy already has adapters: give the PeftModel without policy.lora, or its base and the folder of "
+            "the adapter as lora.adapter. If it got them from an earlier run in this process, load it again."
+        )
+
+
+def adapted_modules(model: Any, lora: LoRA) -> dict[str, nn.Module]:
+    """Modules that get an adapter or are trained completely, by name, without expert tensors. Raises: ValueError."""
+    if lora.adapter is None:
+        chosen = select(model, lora)
+        return chosen.layers | chosen.saved
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    config, subject = adapter_config(lora.adapter), f"The adapter {lora.adapter!r}"
+    found = {name: module for name, module in model.named_modules() if check_target_module_exists(config, name)}
+    # peft redirects the names of single experts to tensors of all experts (see `names_mistaken_for_experts`).
+    if not found and not config.target_parameters and not expert_tensors(model):
+        names = config.target_modules
+        shown = names if isinstance(names, str) else ", ".join(sorted(names or ()))
+        raise ValueError(
+            f"{subject} has weights for {shown}, and no layer of the policy has such a name. Give an adapter that was "
+            "trained on this policy, or the policy that it was trained on."
+        )
+    return found | saved_modules(model, config.modules_to_save, f"{subject}: modules_to_save")
+
+
+def reset_magnitudes(adapted: Any, dtype: torch.dtype | None = None) -> None:
+    """Set DoRA's magnitudes to the norms of the base's rows, so that the policy equals its base.
+
+    peft computes the norms of new adapters in the dtype of the loaded base. Rows that the strategy converts to another
+    dtype later have other norms, and the magnitudes of float32 rows would change the logits by up to 1 %.
+
+    Args:
+        adapted: Model with new adapters.
+        dtype: Dtype that the strategy converts all weights to; None: it converts none.
 
     Raises:
         ValueError: If a row of a weight is 0, because DoRA divides by its norm.
@@ -105,7 +159,7 @@ def reset_magnitudes(adapted: Any) -> None:
     name = trained_adapter(adapted)
     for key, layer in adapted.named_modules():
         if is_adapter_layer(layer) and name in layer.lora_magnitude_vector:
-            set_magnitude(layer, layer.lora_magnitude_vector[name], name)
+            set_magnitude(layer, layer.lora_magnitude_vector[name], name, dtype)
             if not layer.lora_magnitude_vector[name].weight.all():
                 raise ValueError(
                     f"policy.lora.use_dora: the weight of {key} has rows of zeros, and DoRA divides by the norms of "

@@ -62,6 +62,15 @@ def use_float32_head(model: nn.Module) -> None:
             part.forward = functools.partial(forward_in_float32, part)
 
 
+def restore_head(model: nn.Module) -> None:
+    """Undo `use_float32_head`, for a model in memory that an earlier run used. Does nothing to other models."""
+    head = base_model(model).get_output_embeddings()
+    for part in () if head is None else head.modules():
+        forward = vars(part).get("forward")
+        if isinstance(forward, functools.partial) and forward.func is forward_in_float32:
+            del part.forward
+
+
 def forward_in_float32(module: nn.Module, hidden: Tensor, **kwargs: Any) -> Tensor:
     """Run a layer's forward in float32: [..., H] to [..., V]. Args: kwargs: those of DoRA's layers."""
     with torch.autocast(hidden.device.type, enabled=False):

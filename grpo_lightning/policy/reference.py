@@ -81,17 +81,25 @@ class OtherAdapter:
 Reference: TypeAlias = FrozenCopy | OtherAdapter
 
 
-def make_reference(policy: nn.Module, loader: PolicyLoader, sharding: Sharding | None = None) -> Reference:
+def make_reference(
+    policy: nn.Module,
+    loader: PolicyLoader,
+    sharding: Sharding | None = None,
+    converted_dtype: torch.dtype | None = None,
+) -> Reference:
     """Make the reference of a policy that was just loaded, before it is sharded.
 
     Args:
         policy: Result of `loader.load(sharding)`.
         loader: The loader of the policy.
         sharding: How the policy's weights will be sharded over the ranks; None: unsharded.
+        converted_dtype: Dtype that the strategy converts all weights to; None: it converts none.
     """
     sharding = sharding or Sharding()
     if is_adapted(policy):
-        starts_from_adapter = not adds_nothing(policy) if loader.lora is None else loader.lora.adapter is not None
+        starts_from_adapter = (
+            not adds_nothing(policy, converted_dtype) if loader.lora is None else loader.lora.adapter is not None
+        )
         if not starts_from_adapter:
             return OtherAdapter(None)
         with sharding.building():

@@ -22,10 +22,18 @@ if TYPE_CHECKING:
     from grpo_lightning.policy.settings import PolicySettings
 
 
-def limit_training(model: Any, loader: PolicySettings, sharding: Sharding) -> Any:
+def limit_training(
+    model: Any, loader: PolicySettings, sharding: Sharding, converted_dtype: torch.dtype | None = None
+) -> Any:
     """Freeze the weights of a loaded model that are not trained, and add adapters if requested.
 
     A model that was given with adapters keeps them, with their own dropout.
+
+    Args:
+        model: The loaded model.
+        loader: The policy's settings.
+        sharding: How the weights will be sharded over the ranks.
+        converted_dtype: Dtype that the strategy converts all weights to; None: it converts none.
     """
     if is_adapted(model) and loader.has_adapters_in_memory:
         return finish_adapters(model, model.peft_config[trained_adapter(model)].lora_dropout)
@@ -37,7 +45,7 @@ def limit_training(model: Any, loader: PolicySettings, sharding: Sharding) -> An
         freeze_unused(model)
         return model
     with sharding.building():
-        return add_adapters(model, loader.lora)
+        return add_adapters(model, loader.lora, converted_dtype)
 
 
 def freeze_first_layers(model: Any, number: int) -> None:

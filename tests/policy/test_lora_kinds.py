@@ -92,6 +92,32 @@ def test_the_first_policy_is_the_base(kind, dtype, family):
     assert make_reference(policy, settings).adapter is None
 
 
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=SLOW)])
+def test_dora_starts_at_its_reference_after_a_strategy_converts_all_weights(dtype, is_given):
+    """DeepSpeed and FSDP2 round float32 weights: their rows then have other norms, and so must the magnitudes."""
+
+    class Converts(Sharding):
+        converts_weights = True
+
+    settings = loader("dora")
+    if is_given:
+        settings = PolicyLoader(model=settings.load().model, tokenizer=tiny_tokenizer())
+    loaded = settings.load(Converts(), compute_dtype=str(dtype).removeprefix("torch."))
+    assert loaded.converted_dtype == dtype
+    policy = loaded.model
+    reference = make_reference(policy, settings, Converts(), dtype)
+    assert reference.adapter == ("reference" if is_given else None)
+    policy.to(dtype)
+    with reference.scoring(policy) as model:
+        want = logits(model)
+    assert torch.equal(logits(policy), want)
+    if not is_given:
+        assert torch.equal(want, logits(tiny_model("qwen2").to(dtype)))
+        train(policy, lr=0.3)
+        assert not torch.equal(logits(policy), want)
+
+
 @pytest.mark.parametrize("kind", only(["all"], ["saved", "all"]))
 def test_small_updates_of_copies_in_a_16_bit_base_add_up(kind):
     policy = loader(kind, model=tiny_model("qwen2", dtype=torch.bfloat16)).load().model

@@ -13,7 +13,8 @@ from torch import nn
 
 from grpo_lightning.policy.families import freeze_unused, freeze_vision, is_tower_trained, sees_images
 from grpo_lightning.policy.lora import LoRA, adapter_config
-from grpo_lightning.policy.lora_targets import expert_targets, saved_modules, targets
+from grpo_lightning.policy.lora_injection import check_names
+from grpo_lightning.policy.lora_targets import select
 from grpo_lightning.policy.trainable import freeze_first_layers
 
 if TYPE_CHECKING:
@@ -85,15 +86,6 @@ class ModelSizes:
         return self.num_trained + self.num_adapters
 
 
-def meta_model(config: Any, *, trust_remote_code: bool = False) -> Any:
-    """Build the model of a config on the meta device: parameters have shapes but no memory."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    auto_class = AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
-    with torch.device("meta"):
-        return auto_class.from_config(config, trust_remote_code=trust_remote_code)
-
-
 def sizes_of(model: Any, settings: PolicySettings) -> ModelSizes:
     """Compute the sizes of a transformers language or vision-language model under the policy's settings.
 
@@ -155,6 +147,7 @@ def sizes_of(model: Any, settings: PolicySettings) -> ModelSizes:
 def limit_training(model: Any, settings: PolicySettings) -> None:
     """Freeze the parameters that a run with these settings freezes."""
     if settings.lora is not None:
+        check_names(model, settings.lora, freezes_vision=settings.freeze_vision_modules)
         model.requires_grad_(False)
         return
     if settings.freeze_vision_modules:
@@ -203,13 +196,12 @@ def count_adapters(model: Any, lora: LoRA) -> int:
     from transformers.pytorch_utils import Conv1D
 
     if lora.adapter is None:
-        saved = saved_modules(model, lora.modules_to_save)
-        layers: list[Any] = list(targets(model, lora.target_modules, saved).values())
+        chosen = select(model, lora)
+        layers: list[Any] = list(chosen.layers.values())
         rows = [layer.weight.shape[1 if isinstance(layer, Conv1D) else 0] for layer in layers]
-        copies = sum(count(module.parameters()) for module in saved.values())
-        experts = expert_targets(model, lora.target_parameters, saved).values()
+        copies = sum(count(module.parameters()) for module in chosen.saved.values())
         matrices = sum(sum(layer.weight.shape) for layer in layers)
-        matrices += sum(len(weight) * sum(weight.shape[1:]) for weight in experts)
+        matrices += sum(len(weight) * sum(weight.shape[1:]) for weight in chosen.experts.values())
         return lora.rank * matrices + sum(rows) * lora.use_dora + copies
     from peft import get_peft_model
 

@@ -29,10 +29,10 @@ from grpo_lightning.cli.plan.memory import (
     reward_parts,
     state_parts,
 )
-from grpo_lightning.cli.plan.model import ModelSizes, meta_model, sizes_of
+from grpo_lightning.cli.plan.model import ModelSizes, sizes_of
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.optimizers import AdamW
-from grpo_lightning.policy.loading import PolicyLoader, checkpoint_layers
+from grpo_lightning.policy.loading import PolicyLoader, checkpoint_layers, meta_model
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.reference import frozen_copy
