@@ -6,7 +6,7 @@ import json
 import logging
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,11 +25,12 @@ from grpo_lightning.policy.families import family_of, vision_parts
 from grpo_lightning.policy.hf import is_copied
 from grpo_lightning.policy.lora import LoRA, adapter_config
 from grpo_lightning.policy.lora_targets import (
+    expert_targets,
     expert_tensors,
     language_layers,
     missing_adapter_reason,
     saved_modules,
-    select,
+    targets,
 )
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,40 @@ def add_adapters(model: Any, lora: LoRA, dtype: torch.dtype | None = None) -> An
             adapted = get_peft_model(model, config)
             reset_magnitudes(adapted, dtype)
     return finish_adapters(adapted, lora.dropout)
+
+
+class Selection(NamedTuple):
+    """What new adapters change, by name."""
+
+    layers: dict[str, nn.Module]
+    """Linear layers that get an adapter."""
+
+    experts: dict[str, nn.Parameter]
+    """Expert tensors that get an adapter."""
+
+    saved: dict[str, nn.Module]
+    """Modules that are trained completely."""
+
+
+def select(model: Any, lora: LoRA) -> Selection:
+    """Select what new adapters change, by the names in their settings.
+
+    Args:
+        model: The base model; its weights are not read, so that it may be on the meta device.
+        lora: Settings of new adapters, without `adapter`.
+
+    Raises:
+        ValueError: If a name matches nothing, or a layer that cannot be trained, or nothing is left for an adapter.
+    """
+    saved = saved_modules(model, lora.modules_to_save)
+    layers = targets(model, lora.target_modules, saved)
+    experts = expert_targets(model, lora.target_parameters, saved)
+    if not layers and not experts:
+        raise ValueError(
+            f"policy.lora.modules_to_save ({lora.modules_to_save}) leaves no layer for an adapter: remove it "
+            "and policy.lora to train all weights, or name fewer modules."
+        )
+    return Selection(layers, experts, saved)
 
 
 def check_names(model: Any, lora: LoRA, *, freezes_vision: bool = False) -> None:

@@ -3,51 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from grpo_lightning.policy.sharding import full_shape
 
-if TYPE_CHECKING:
-    from grpo_lightning.policy.lora import LoRA
-
 NOT_LANGUAGE = ("visual", "vision", "image", "audio", "projector", "merger", "connector")
 """Parts of the names of modules outside the language model, for models that do not declare their decoder."""
-
-
-class Selection(NamedTuple):
-    """What new adapters change, by name."""
-
-    layers: dict[str, nn.Module]
-    """Linear layers that get an adapter."""
-
-    experts: dict[str, nn.Parameter]
-    """Expert tensors that get an adapter."""
-
-    saved: dict[str, nn.Module]
-    """Modules that are trained completely."""
-
-
-def select(model: Any, lora: LoRA) -> Selection:
-    """Select what new adapters change, by the names in their settings.
-
-    Args:
-        model: The base model; its weights are not read, so that it may be on the meta device.
-        lora: Settings of new adapters, without `adapter`.
-
-    Raises:
-        ValueError: If a name matches nothing, or a layer that cannot be trained, or nothing is left for an adapter.
-    """
-    saved = saved_modules(model, lora.modules_to_save)
-    layers = targets(model, lora.target_modules, saved)
-    experts = expert_targets(model, lora.target_parameters, saved)
-    if not layers and not experts:
-        raise ValueError(
-            f"policy.lora.modules_to_save ({lora.modules_to_save}) leaves no layer for an adapter: remove it "
-            "and policy.lora to train all weights, or name fewer modules."
-        )
-    return Selection(layers, experts, saved)
 
 
 def language_modules(model: Any) -> dict[str, nn.Module]:

@@ -13,8 +13,7 @@ from torch import nn
 
 from grpo_lightning.policy.families import freeze_unused, freeze_vision, is_tower_trained, sees_images
 from grpo_lightning.policy.lora import LoRA, adapter_config
-from grpo_lightning.policy.lora_injection import check_names
-from grpo_lightning.policy.lora_targets import select
+from grpo_lightning.policy.lora_injection import check_names, select
 from grpo_lightning.policy.trainable import freeze_first_layers
 
 if TYPE_CHECKING:
