@@ -441,7 +441,8 @@ def test_adapters_need_about_as_much_as_they_do(family, lora, names, least, mode
     precision = Precision(dtype.itemsize, dtype.itemsize)
     settings = MemorySettings(ScoredBatch(2, 6, 40, 24, chunk_size=chunk_size), precision, checkpointing=mode)
     predicted = sum(part.num_bytes for part in memory_parts(found, settings) if part.name in names)
-    assert least <= predicted / (peaks[1] - peaks[0]) <= 1.8
+    # Recomputed layers, without such adapters, have their peak at another moment: the difference is only a part.
+    assert least <= predicted / (peaks[1] - peaks[0]) <= (2.5 if mode == "layers" else 1.3)
 
 
 @pytest.mark.parametrize(
