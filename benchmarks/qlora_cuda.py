@@ -33,7 +33,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 
 from grpo_lightning import GRPOLightningModule, Objective, PolicyLoader, PromptSource, SamplingParams
 from grpo_lightning.optimizers import AdamW, AdamW8bit, PagedAdamW8bit
-from grpo_lightning.policy.lora import LoRA, adapter_layers, using_adapter
+from grpo_lightning.policy.adapters import adapter_layers, using_adapter
+from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.training.export import export
 
 SIZES = {

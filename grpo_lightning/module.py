@@ -41,7 +41,7 @@ from grpo_lightning.optimizers import AdamW, OptimizerFactory
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.hf import is_adapted
 from grpo_lightning.policy.loading import PolicyLike, PolicyLoader
-from grpo_lightning.policy.lora import describe_adapter
+from grpo_lightning.policy.lora_injection import describe_adapter
 from grpo_lightning.policy.reference import (
     FrozenCopy,
     Reference,
@@ -678,8 +678,9 @@ class GRPOLightningModule(L.LightningModule):
         facts = checks.run_facts(self.loader, self._trainer, longest_completion=longest) if self._trainer else {}
         loaded = self.loader.load(self.sharding, **facts)
         self.policy, self.encoder, self.scorer = loaded.model, loaded.encoder, loaded.scorer  # type: ignore[assignment]
-        needs_reference = self.objective.needs_reference
-        self.reference = make_reference(self.policy, self.loader, self.sharding) if needs_reference else None
+        self.reference = None
+        if self.objective.needs_reference:
+            self.reference = make_reference(self.policy, self.loader, self.sharding, loaded.converted_dtype)
         if self.reference is not None:
             checksum = fingerprint(self.reference, self.policy)
             self.run.reference = RunReference(self.reference, self.policy, self.sharding, checksum, self.sync_reference)

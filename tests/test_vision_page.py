@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_lightning.cli.plan.model import meta_model, sizes_of
+from grpo_lightning.cli.plan.model import sizes_of
 from grpo_lightning.grounding import MeanIoU, RECAccuracy
 from grpo_lightning.policy.families import FAMILIES
-from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.loading import PolicyLoader, meta_model
 from grpo_lightning.policy.tokenizer import SETTINGS
 from tests.cli.plan.real_shapes import published
 from tests.pages import read, tables

@@ -158,18 +158,23 @@ def freeze_vision(model: nn.Module) -> None:
 
 def freeze_unused(model: nn.Module) -> None:
     """Freeze unused modules of the vision tower and log them: DDP would wait for their gradients."""
+    for name, module in unused_parts(model).items():
+        if any(weight.requires_grad for weight in module.parameters()):
+            module.requires_grad_(False)
+            log.info("Froze the vision tower's %s: its output is not used, so it gets no gradient.", name)
+
+
+def unused_parts(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules of the vision tower whose outputs are unused, by their names in the tower."""
     family = family_of(base_model(model).config)
     if family is None:
-        return
-    unused = [
-        (name, module)
+        return {}
+    return {
+        name: module
         for part in vision_parts(model, family)
         for name, module in part.named_modules()
-        if name.rpartition(".")[2] in family.unused and any(weight.requires_grad for weight in module.parameters())
-    ]
-    for name, module in unused:
-        module.requires_grad_(False)
-        log.info("Froze the vision tower's %s: its output is not used, so it gets no gradient.", name)
+        if name.rpartition(".")[2] in family.unused
+    }
 
 
 def known_family(config: Any, setting: str) -> Family:

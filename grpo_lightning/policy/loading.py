@@ -18,12 +18,14 @@ from torch.utils.checkpoint import checkpoint
 
 from grpo_lightning.core import ranks
 from grpo_lightning.core.seeding import derived_seed, run_seed
+from grpo_lightning.policy.adapters import trained_adapter
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.families import family_of, known_family, sees_images, unknown_reason
 from grpo_lightning.policy.hf import attention_kernel, base_model, is_adapted, naming, num_positions, text_config
-from grpo_lightning.policy.lora import adapter_config, trained_adapter
-from grpo_lightning.policy.precision import use_float32_head
-from grpo_lightning.policy.probe import check_scorer, choose_head, choose_path
+from grpo_lightning.policy.lora import adapter_config
+from grpo_lightning.policy.lora_injection import check_names
+from grpo_lightning.policy.precision import restore_head, use_float32_head
+from grpo_lightning.policy.probe import check_head_runs, check_scorer, choose_head, choose_path
 from grpo_lightning.policy.rope import fix_frequencies
 from grpo_lightning.policy.scorer import AutoChunks, Scorer, auto_chunks
 from grpo_lightning.policy.settings import Attention, PolicySettings, Quantization
@@ -51,6 +53,9 @@ class Policy:
     scorer: Scorer | None
     """None if the weights are sharded. The module then calls `choose_scorer` at the start of training, because a
     sharded model cannot run earlier."""
+
+    converted_dtype: torch.dtype | None = None
+    """Dtype that the strategy will convert all weights to; None: it converts none."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -106,20 +111,26 @@ class PolicyLoader(PolicySettings):
         encoder = self.load_encoder()
         with sharding.building():
             import_model_code(encoder.config)
-        attention = self.choose_attention(compute_dtype or dtype_name(self), device_type, encoder.config)
+        compute_dtype = compute_dtype or dtype_name(self)
+        converted_dtype = getattr(torch, compute_dtype) if sharding.converts_weights else None
+        attention = self.choose_attention(compute_dtype, device_type, encoder.config)
         model = self.load_model(sharding, attention, device_type)
         base = base_model(model)
         refuse_non_causal(base)
+        if self.lora is not None:
+            check_names(model, self.lora, freezes_vision=self.freeze_vision_modules)
+        restore_head(model)
         disable_dropout(base)
         disable_router_loss(base)
         fix_frequencies(base, longest_row or num_positions(encoder.config) or 0)
         if self.activation_checkpointing == "layers":
             checkpoint_layers(base)
-        model = limit_training(model, self, sharding)
+        model = limit_training(model, self, sharding, converted_dtype)
         if self.head_dtype == "float32":
             use_float32_head(model)
         check_in_step(model, sharding)
-        return Policy(model, encoder, None if sharding.is_sharded else self.choose_scorer(model, encoder, device_type))
+        scorer = None if sharding.is_sharded else self.choose_scorer(model, encoder, device_type)
+        return Policy(model, encoder, scorer, converted_dtype)
 
     def choose_scorer(
         self, model: nn.Module, encoder: Encoder, device_type: str, *, is_sharded: bool = False
@@ -136,6 +147,8 @@ class PolicyLoader(PolicySettings):
         )
         scorer, reason = choose_head(dataclasses.replace(scorer, never=encoder.never_sampled), model)
         log.info("Vocabulary head: %s.", reason)
+        if self.head_dtype == "float32":
+            check_head_runs(scorer, model)
         check_scorer(scorer, model)
         return scorer
 
@@ -227,6 +240,17 @@ def auto_class_of(config: PretrainedConfig) -> Any:
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
 
 
+def meta_model(config: PretrainedConfig, **options: Any) -> Any:
+    """Build the model of a config on the meta device: parameters have shapes but no memory.
+
+    Args:
+        config: The model's config, which stays as it is.
+        options: Arguments of `from_config`, for example `trust_remote_code`.
+    """
+    with torch.device("meta"):
+        return auto_class_of(config).from_config(copy.deepcopy(config), **options)
+
+
 def import_model_code(config: PretrainedConfig) -> None:
     """Import the module of transformers that defines the models of this config; do nothing for code of a checkpoint.
 
@@ -262,13 +286,12 @@ def no_flash_reason(config: PretrainedConfig, *, trust_remote_code: bool = False
     if max(getattr(text, name, None) or 0 for name in ("head_dim", "global_head_dim")) > MOST_FLASH_HEAD:
         return f"its kernels support head dimensions up to {MOST_FLASH_HEAD}"
     try:
-        with torch.device("meta"):  # without weights
-            model = auto_class_of(config).from_config(
-                copy.deepcopy(config),
-                attn_implementation="flash_attention_2",
-                dtype=torch.bfloat16,
-                trust_remote_code=trust_remote_code,
-            )
+        model = meta_model(
+            config,
+            attn_implementation="flash_attention_2",
+            dtype=torch.bfloat16,
+            trust_remote_code=trust_remote_code,
+        )
     except (ImportError, ValueError) as error:
         return f"transformers refuses it ({error})"
     kernel = attention_kernel(model)
@@ -374,8 +397,9 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
     Raises:
         FileNotFoundError: If the policy's config or the initial adapter does not exist.
         ModuleNotFoundError: If a package is missing.
-        ValueError: If the strategy cannot shard the weights (quantised, or DoRA's), the adapter cannot be used, the
-            model does not support a setting of images or vision, or more layers are to be frozen than the model has.
+        ValueError: If the strategy cannot shard the weights (quantised, or DoRA's), the adapter cannot be used, its
+            settings have names that match nothing, the model does not support a setting of images or vision, or more
+            layers are to be frozen than the model has.
     """
     if loader.quantization != "none":
         if sharding.is_sharded:
@@ -390,18 +414,18 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
     if loader.has_adapters_in_memory:
         config = loader.model.peft_config[trained_adapter(loader.model)]
         warn_of_dropout("lora_dropout of the policy's adapter", config.lora_dropout)
-    if sharding.gathers_by_module and adapts_experts(loader):
+    if sharding.gathers_by_module and adapter_setting(loader, "target_parameters"):
         raise ValueError(
             "The adapter changes tensors of experts (target_parameters), and the strategy is ZeRO-3, which gathers the "
             "weights of a layer only while the layer itself runs: peft changes them before. Use fsdp2 or zero2, or "
             "adapt linear layers only."
         )
-    if loader.quantization == "8bit" and uses_dora(loader):
+    if loader.quantization == "8bit" and adapter_setting(loader, "use_dora"):
         raise ValueError(
             "The adapter is DoRA (use_dora), and policy.quantization is '8bit', whose layers lose their scales when "
             "peft reads their weights to compute norms. Set it to '4bit', or use plain LoRA."
         )
-    if sharding.gathers_by_module and uses_dora(loader):
+    if sharding.gathers_by_module and adapter_setting(loader, "use_dora"):
         raise ValueError(
             "The adapter is DoRA (use_dora), and the strategy is ZeRO-3, which gathers the weights of a layer only "
             "while the layer itself runs: DoRA needs them to compute the norms of their rows. Use fsdp2 or zero2, or "
@@ -413,24 +437,43 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
         known_family(config, "policy.freeze_vision_modules")
     if loader.freeze_layers:
         check_num_layers(loader.freeze_layers, config.get_text_config(decoder=True).num_hidden_layers)
+    check_names_without_weights(loader, config)
 
 
-def adapts_experts(loader: PolicySettings) -> bool:
-    """True if the policy's adapter changes tensors of experts (`target_parameters`)."""
+def check_names_without_weights(loader: PolicySettings, config: PretrainedConfig) -> None:
+    """Check the names in the adapters' settings, on a model in memory or on a model without weights.
+
+    Building a model of 70B parameters on the meta device takes 0.2 seconds. `PolicyLoader.load` checks the names again
+    on the loaded model, because some models cannot be built without weights.
+
+    Raises:
+        ValueError: See `lora_injection.check_names`.
+    """
+    lora = loader.lora
+    if lora is None or not any((lora.target_modules, lora.target_parameters, lora.modules_to_save, lora.adapter)):
+        return
+    model = loader.model
+    if not isinstance(model, nn.Module):
+        try:
+            model = meta_model(config, trust_remote_code=loader.trust_remote_code)
+        except Exception as error:  # noqa: BLE001 - modelling code raises any exception for what it does not support
+            log.debug("The names in policy.lora are checked after loading: the model has no meta device (%s).", error)
+            return
+    check_names(model, lora, freezes_vision=loader.freeze_vision_modules)
+
+
+def adapter_setting(loader: PolicySettings, name: str) -> Any:
+    """A setting of the policy's adapter: of the model in memory, of the initial adapter, or of new adapters.
+
+    Args:
+        loader: The policy's settings.
+        name: Name of the setting, which peft and `LoRA` have in common, for example "use_dora".
+    """
     if loader.has_adapters_in_memory:
-        return bool(loader.model.peft_config[trained_adapter(loader.model)].target_parameters)
+        return getattr(loader.model.peft_config[trained_adapter(loader.model)], name)
     if loader.lora is None or loader.lora.adapter is None:
-        return loader.lora is not None and bool(loader.lora.target_parameters)
-    return bool(adapter_config(loader.lora.adapter).target_parameters)
-
-
-def uses_dora(loader: PolicySettings) -> bool:
-    """True if the policy's adapter trains magnitudes (DoRA)."""
-    if loader.has_adapters_in_memory:
-        return bool(loader.model.peft_config[trained_adapter(loader.model)].use_dora)
-    if loader.lora is None or loader.lora.adapter is None:
-        return loader.lora is not None and loader.lora.use_dora
-    return bool(adapter_config(loader.lora.adapter).use_dora)
+        return getattr(loader.lora, name, None)
+    return getattr(adapter_config(loader.lora.adapter), name)
 
 
 def warn_of_dropout(name: str, rate: float) -> None:

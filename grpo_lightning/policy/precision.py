@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from grpo_lightning.policy.hf import base_model
 
+NARROW = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Unit roundoff of 16-bit dtypes: the largest update, as a fraction of the weight, that can be lost to rounding."""
+
 
 def compute_like(module: nn.Module, original: nn.Module) -> None:
     """Have a module compute as if its weights had the dtype of another module's weights.
@@ -57,6 +60,15 @@ def use_float32_head(model: nn.Module) -> None:
     for part in head.modules():
         if next(part.parameters(recurse=False), None) is not None:
             part.forward = functools.partial(forward_in_float32, part)
+
+
+def restore_head(model: nn.Module) -> None:
+    """Undo `use_float32_head`, for a model in memory that an earlier run used. Does nothing to other models."""
+    head = base_model(model).get_output_embeddings()
+    for part in () if head is None else head.modules():
+        forward = vars(part).get("forward")
+        if isinstance(forward, functools.partial) and forward.func is forward_in_float32:
+            del part.forward
 
 
 def forward_in_float32(module: nn.Module, hidden: Tensor, **kwargs: Any) -> Tensor:

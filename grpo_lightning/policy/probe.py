@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from grpo_lightning.core.ranks import gather_objects, max_over_ranks
 from grpo_lightning.core.types import MicroBatch
+from grpo_lightning.policy.adapters import is_adapter_layer
 from grpo_lightning.policy.families import unknown_reason
 from grpo_lightning.policy.hf import (
     accepts,
@@ -29,7 +30,6 @@ from grpo_lightning.policy.hf import (
     text_config,
 )
 from grpo_lightning.policy.kv_cache import PrefixCache
-from grpo_lightning.policy.lora import is_adapter_layer
 from grpo_lightning.policy.routers import Routers
 from grpo_lightning.policy.scorer import Scorer, ScoringPath, logit_scale, refuse_transformers_checkpointing
 from grpo_lightning.policy.sharding import gathered_dtypes, is_partitioned
@@ -316,6 +316,29 @@ def choose_head(scorer: Scorer, model: nn.Module) -> tuple[Scorer, str]:
         return full, f"full logits: a probe of slices {measured}"
     reason = f"a probe differs from full logits by {measured.nats:.1e} nats"
     return dataclasses.replace(scorer, logit_scale=scale), f"{scorer.head_chunk_size} tokens at a time: {reason}"
+
+
+@torch.no_grad()
+def check_head_runs(scorer: Scorer, model: nn.Module) -> None:
+    """Check that the model computes its logits by calling its output head, so that `policy.head_dtype` has an effect.
+
+    Raises:
+        ValueError: If the model's forward does not call its head, for example because it reads the head's weight.
+    """
+    calls: list[str] = []
+    head = base_model(model).get_output_embeddings()
+    handle = head.register_forward_hook(lambda *_: calls.append("head"))
+    try:
+        with probe_mode(model):
+            dataclasses.replace(scorer, head_chunk_size=None)(model, probe_batch(model), temperature=1.0)
+    finally:
+        handle.remove()
+    if not calls:
+        raise ValueError(
+            f"policy.head_dtype is 'float32', but the forward of {type(base_model(model)).__name__} computes its "
+            "logits without calling its output head (get_output_embeddings), so the setting would have no effect. Set "
+            "it to 'auto', or let the model call its head instead of reading the head's weight."
+        )
 
 
 def no_slices_reason(model: nn.Module) -> str | None:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import check_ranges
+from grpo_lightning.policy.adapters import STARTING, add_starting_adapter, adds_nothing, base_weights, using_adapter
 from grpo_lightning.policy.hf import attention_kernel, is_adapted
 from grpo_lightning.policy.loading import PolicyLoader, disable_dropout, disable_router_loss
-from grpo_lightning.policy.lora import STARTING, add_starting_adapter, adds_nothing, base_weights, using_adapter
 from grpo_lightning.policy.precision import use_float32_head
 from grpo_lightning.policy.rope import fix_frequencies, fixed_length
 from grpo_lightning.policy.sharding import Sharding, is_partitioned
@@ -81,17 +81,25 @@ class OtherAdapter:
 Reference: TypeAlias = FrozenCopy | OtherAdapter
 
 
-def make_reference(policy: nn.Module, loader: PolicyLoader, sharding: Sharding | None = None) -> Reference:
+def make_reference(
+    policy: nn.Module,
+    loader: PolicyLoader,
+    sharding: Sharding | None = None,
+    converted_dtype: torch.dtype | None = None,
+) -> Reference:
     """Make the reference of a policy that was just loaded, before it is sharded.
 
     Args:
         policy: Result of `loader.load(sharding)`.
         loader: The loader of the policy.
         sharding: How the policy's weights will be sharded over the ranks; None: unsharded.
+        converted_dtype: Dtype that the strategy converts all weights to; None: it converts none.
     """
     sharding = sharding or Sharding()
     if is_adapted(policy):
-        starts_from_adapter = not adds_nothing(policy) if loader.lora is None else loader.lora.adapter is not None
+        starts_from_adapter = (
+            not adds_nothing(policy, converted_dtype) if loader.lora is None else loader.lora.adapter is not None
+        )
         if not starts_from_adapter:
             return OtherAdapter(None)
         with sharding.building():

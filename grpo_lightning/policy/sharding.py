@@ -28,6 +28,9 @@ class Sharding:
     gathered_dtype: torch.dtype | None = None
     """The dtype that weights are gathered in; None: the weights' own dtype."""
 
+    converts_weights = False
+    """True if all weights run in the dtype that the run computes in, whatever the dtype they were loaded in."""
+
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Context in which a model is loaded from a checkpoint."""
@@ -85,6 +88,7 @@ class FullyShard(Sharding):
     def __init__(self, mesh: Any, options: dict[str, Any] | None = None) -> None:
         self.mesh, self.options = mesh, options or {}
         self.gathered_dtype = getattr(self.options.get("mp_policy"), "param_dtype", None)
+        self.converts_weights = self.gathered_dtype is not None
 
     def shard(self, model: nn.Module) -> None:
         """Shard the decoder layers one by one, then the rest."""
@@ -143,6 +147,8 @@ class PartitionedGradients(Sharding):
     Args:
         strategy: The DeepSpeed strategy, whose `model` is DeepSpeed's engine once the strategy is set up.
     """
+
+    converts_weights = True
 
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy

@@ -5,25 +5,35 @@ Also keeps frozen weights out of checkpoints, and refuses dtypes in which update
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from grpo_lightning.policy.families import freeze_unused, freeze_vision
-from grpo_lightning.policy.hf import is_adapted, text_config
-from grpo_lightning.policy.lora import add_adapters, finish_adapters, trained_adapter
+from grpo_lightning.policy.adapters import narrow_copies, trained_adapter
+from grpo_lightning.policy.families import family_of, freeze_unused, freeze_vision, unused_parts, vision_parts
+from grpo_lightning.policy.hf import base_model, is_adapted, text_config
+from grpo_lightning.policy.lora_injection import add_adapters, finish_adapters
+from grpo_lightning.policy.precision import NARROW
 from grpo_lightning.policy.sharding import Sharding
 
 if TYPE_CHECKING:
     from grpo_lightning.policy.settings import PolicySettings
 
 
-def limit_training(model: Any, loader: PolicySettings, sharding: Sharding) -> Any:
+def limit_training(
+    model: Any, loader: PolicySettings, sharding: Sharding, converted_dtype: torch.dtype | None = None
+) -> Any:
     """Freeze the weights of a loaded model that are not trained, and add adapters if requested.
 
     A model that was given with adapters keeps them, with their own dropout.
+
+    Args:
+        model: The loaded model.
+        loader: The policy's settings.
+        sharding: How the weights will be sharded over the ranks.
+        converted_dtype: Dtype that the strategy converts all weights to; None: it converts none.
     """
     if is_adapted(model) and loader.has_adapters_in_memory:
         return finish_adapters(model, model.peft_config[trained_adapter(model)].lora_dropout)
@@ -35,7 +45,7 @@ def limit_training(model: Any, loader: PolicySettings, sharding: Sharding) -> An
         freeze_unused(model)
         return model
     with sharding.building():
-        return add_adapters(model, loader.lora)
+        return add_adapters(model, loader.lora, converted_dtype)
 
 
 def freeze_first_layers(model: Any, number: int) -> None:
@@ -46,11 +56,16 @@ def freeze_first_layers(model: Any, number: int) -> None:
     Raises:
         ValueError: If the model has fewer than `number` layers, or its layers cannot be found.
     """
+    for module in first_layers(model, number):
+        module.requires_grad_(False)
+
+
+def first_layers(model: Any, number: int) -> list[nn.Module]:
+    """The embeddings and the first `number` decoder layers. Raises: see `freeze_first_layers`."""
     decoder, layers = decoder_layers(model)
     check_num_layers(number, len(layers))
     embeddings = [module for module in decoder.children() if isinstance(module, nn.Embedding)]
-    for module in (model.get_input_embeddings(), *embeddings, *layers[:number]):
-        module.requires_grad_(False)
+    return [model.get_input_embeddings(), *embeddings, *layers[:number]]
 
 
 def check_num_layers(number: int, available: int) -> None:
@@ -142,10 +157,6 @@ def all_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
     return module.named_parameters(remove_duplicate=False)
 
 
-NARROW = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-"""Unit roundoff by dtype: the largest update, as a fraction of the weight, that can be lost to rounding."""
-
-
 def check_masters(settings: PolicySettings, precision: str | int | None, *, has_masters: bool) -> None:
     """Refuse to train 16-bit weights without float32 master copies: their updates would be lost to rounding.
 
@@ -160,9 +171,9 @@ def check_masters(settings: PolicySettings, precision: str | int | None, *, has_
     Raises:
         ValueError: If trained weights have 16 bits and no 32-bit master copies.
     """
-    if has_masters:
-        return
     name = str(precision)
+    if has_masters or name in ("64-true", "64"):  # which converts all weights to 64 bits
+        return
     adapters = " It converts float32 adapters as well." if settings.trains_adapters else ""
     if name in ("bf16-true", "16-true"):
         raise ValueError(
@@ -170,23 +181,58 @@ def check_masters(settings: PolicySettings, precision: str | int | None, *, has_
             f"rates are lost to rounding, and this strategy keeps no 32-bit masters.{adapters} Set it to "
             f"{'bf16-mixed' if name == 'bf16-true' else '16-mixed'!r}, or use DeepSpeed (trainer.strategy: zero2)."
         )
+    if settings.lora is not None:  # new adapters are float32, and so are copies of layers
+        return
+    if isinstance(settings.model, nn.Module):
+        trained = trained_dtypes(settings)
+    else:
+        trained = {"all of them": getattr(torch, settings.dtype)}
+    narrow = [(weight, dtype) for weight, dtype in trained.items() if dtype in NARROW]
+    if not narrow:
+        return
+    (weight, dtype), share = narrow[0], f"{len(narrow)} of {len(trained)}" if len(trained) > 1 else "all of them"
+    shown = str(dtype).removeprefix("torch.")
     if settings.has_adapters_in_memory:
-        narrow = {weight.dtype for weight in settings.model.parameters() if weight.requires_grad} - {torch.float32}
-        if narrow:
-            dtype = str(narrow.pop()).removeprefix("torch.")
-            raise ValueError(
-                f"The adapter of the policy is {dtype}, in which updates of usual learning rates are lost to rounding, "
-                "and this strategy keeps no 32-bit masters. Leave get_peft_model's autocast_adapter_dtype at True, or "
-                "use DeepSpeed (trainer.strategy: zero2)."
-            )
-    dtype = dtype_name(settings)
-    if dtype in NARROW and not settings.trains_adapters:
         raise ValueError(
-            f"The trained weights are {dtype} (policy.dtype, or the dtype of the given model): updates below "
-            f"{NARROW[dtype]:.1g} of a weight are lost to rounding, which at usual learning rates is all of them, and "
-            "this strategy keeps no 32-bit masters. Set policy.dtype to float32 with trainer.precision 'bf16-mixed', "
-            "train adapters (policy.lora), or use DeepSpeed (trainer.strategy: zero2)."
+            f"The adapter of the policy is {shown} ({share} weights, for example {weight}), in which updates of usual "
+            "learning rates are lost to rounding, and this strategy keeps no 32-bit masters. Leave get_peft_model's "
+            "autocast_adapter_dtype at True, or use DeepSpeed (trainer.strategy: zero2)."
         )
+    given = f"{share}, for example {weight}" if len(trained) > 1 else "policy.dtype"
+    raise ValueError(
+        f"The trained weights are {shown} ({given}): updates below {NARROW[dtype]:.1g} of a weight are lost to "
+        "rounding, which at usual learning rates is all of them, and this strategy keeps no 32-bit masters. Set "
+        "policy.dtype to float32, or load the given model in float32, with trainer.precision 'bf16-mixed'; train "
+        "adapters (policy.lora); or use DeepSpeed (trainer.strategy: zero2)."
+    )
+
+
+def trained_dtypes(settings: PolicySettings) -> dict[str, torch.dtype]:
+    """Dtypes by name of the weights that a run trains in a model in memory.
+
+    Copies of layers that the run converts to float32 (`widen_copies`) are left out.
+    """
+    model = settings.model
+    frozen = {id(weight) for module in frozen_modules(model, settings) for weight in module.parameters()}
+    if settings.has_adapters_in_memory:
+        frozen |= {id(weight) for copied, _ in narrow_copies(model) for weight in copied.parameters()}
+    return {
+        name: weight.dtype
+        for name, weight in model.named_parameters()
+        if weight.requires_grad and id(weight) not in frozen
+    }
+
+
+def frozen_modules(model: Any, settings: PolicySettings) -> Iterator[nn.Module]:
+    """Iterate over the modules that `limit_training` freezes in a model without adapters."""
+    if settings.trains_adapters:
+        return
+    family = family_of(base_model(model).config)
+    if family is not None:
+        yield from unused_parts(model).values()
+        yield from vision_parts(model, family) if settings.freeze_vision_modules else ()
+    if settings.freeze_layers:
+        yield from first_layers(model, settings.freeze_layers)
 
 
 def compute_dtype(

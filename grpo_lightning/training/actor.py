@@ -16,9 +16,9 @@ from grpo_lightning.core.ranks import Teams
 from grpo_lightning.core.seeding import derived_seed
 from grpo_lightning.core.types import Group, MicroBatch
 from grpo_lightning.objective import StepCounts
+from grpo_lightning.policy.adapters import trained_adapter
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.hf import is_adapted
-from grpo_lightning.policy.lora import trained_adapter
 from grpo_lightning.policy.reference import FrozenCopy, Reference
 from grpo_lightning.policy.routers import Routers
 from grpo_lightning.policy.scorer import Scorer, TokenScores

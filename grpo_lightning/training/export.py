@@ -18,10 +18,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from grpo_lightning.policy.adapters import trained_adapter, untie
 from grpo_lightning.policy.families import sees_images
 from grpo_lightning.policy.hf import is_adapted, naming
 from grpo_lightning.policy.loading import PolicyLoader, auto_class_of
-from grpo_lightning.policy.lora import rebuild_adapter, trained_adapter, untie
+from grpo_lightning.policy.lora_injection import rebuild_adapter
 from grpo_lightning.policy.saving import original_tokenizer, write_policy
 from grpo_lightning.policy.settings import Quantization
 from grpo_lightning.policy.sharding import Sharding

@@ -13,8 +13,9 @@ import transformers
 
 from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.policy import loading
+from grpo_lightning.policy.adapters import adapter_layers
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.policy.lora import LoRA, adapter_layers
+from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.scorer import SlicedHead
 from tests import tiny_vlms
 from tests.arguments.registry import case

@@ -4,6 +4,7 @@ import logging
 import re
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
@@ -21,6 +22,8 @@ from grpo_lightning.policy.families import (
     unknown_reason,
     vision_parts,
 )
+from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_targets import expert_tensors, language_layers
 from grpo_lightning.policy.scorer import Scorer
 from tests import tiny_models, tiny_vlms
@@ -69,6 +72,41 @@ def test_adapters_get_every_language_layer_and_no_other(family):
     vision = {module for part in vision_parts(model, FAMILIES[family]) for module in part.modules()}
     assert not vision & set(found.values())
     assert sum(isinstance(module, nn.Linear) for module in vision) > 20
+
+
+def test_adapters_leave_a_frozen_tower_frozen(tmp_path):
+    """By copies of its modules and by saved adapters: both are refused before weights are loaded."""
+    vlm = tiny_vlms.build("qwen2_5_vl")
+    vlm.model.save_pretrained(tmp_path / "policy")
+    peft.get_peft_model(vlm.model, peft.LoraConfig(r=2, target_modules=["attn.qkv", "q_proj"])).save_pretrained(
+        tmp_path / "adapter", save_embedding_layers=False
+    )
+
+    def loader(**lora):
+        return PolicyLoader(
+            str(tmp_path / "policy"), tokenizer=vlm.processor, freeze_vision_modules=True, lora=LoRA(rank=2, **lora)
+        )
+
+    for names in (["visual.merger"], ["visual"], ["lm_head", "visual.merger.mlp.0"]):
+        settings = loader(modules_to_save=names)
+        settings.load_model = None  # it fails before weights are loaded
+        said = rf"freeze_vision_modules is true, and policy.lora.modules_to_save .* trains model.{names[-1]}, which is"
+        with pytest.raises(ValueError, match=said):
+            settings.load()
+    settings = PolicyLoader(
+        str(tmp_path / "policy"),
+        tokenizer=vlm.processor,
+        freeze_vision_modules=True,
+        lora=LoRA(adapter=str(tmp_path / "adapter")),
+    )
+    settings.load_model = None
+    with pytest.raises(ValueError, match=r"true, and policy.lora.adapter .* trains model.visual.blocks.0.attn.qkv, wh"):
+        settings.load()
+    policy = loader(modules_to_save=["lm_head"]).load().model
+    assert not is_tower_trained(policy)
+    settings.freeze_vision_modules = False
+    del settings.load_model
+    assert is_tower_trained(settings.load().model)
 
 
 @pytest.mark.parametrize("family", families(FAMILIES))

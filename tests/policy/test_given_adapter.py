@@ -8,8 +8,10 @@ from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, inject_adapte
 from torch import nn
 
 from grpo_lightning.core.seeding import derived_seed, run_seed
+from grpo_lightning.policy.adapters import UpdateDropout, adapter_layers, adds_nothing
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.policy.lora import LoRA, UpdateDropout, adapter_layers, adds_nothing
+from grpo_lightning.policy.lora import LoRA
+from grpo_lightning.policy.lora_injection import describe_adapter, rebuild_adapter
 from grpo_lightning.policy.reference import OtherAdapter, make_reference
 from grpo_lightning.policy.saving import whole_weights, write_policy
 from grpo_lightning.policy.sharding import Sharding
@@ -102,6 +104,36 @@ def test_adapted_embeddings_start_at_zero_by_their_first_matrix():
     assert not adds_nothing(policy)
     with reference.scoring(policy) as model:
         assert torch.equal(logits(model), start)
+
+
+def test_dora_of_embeddings_starts_at_their_norms():
+    model = given(target_modules=["embed_tokens", "q_proj"], use_dora=True)
+    assert adds_nothing(model)
+    embeddings = next(adapter_layers(model))
+    with torch.no_grad():
+        embeddings.lora_magnitude_vector["default"].weight.mul_(2)
+    assert not adds_nothing(model)
+
+
+@pytest.mark.parametrize("source", only(["folder"], ["folder", "memory"]))
+def test_a_rebuilt_adapter_is_trained_as_the_one_of_the_run(source, tmp_path):
+    """An adapter that was loaded for inference and activated afterwards: its config still says `inference_mode`."""
+    trained().save_pretrained(tmp_path)
+    model = trained()
+    if source == "folder":
+        model = PeftModel.from_pretrained(tiny_model("qwen2"), tmp_path)
+        assert model.peft_config["default"].inference_mode
+        model.set_adapter("default")
+    policy = loader(model).load().model
+    again = rebuild_adapter(tiny_model("qwen2"), describe_adapter(policy))
+    want, found = (
+        {name: weight.shape for name, weight in model.named_parameters() if weight.requires_grad}
+        for model in (policy, again)
+    )
+    assert want == found
+    assert len(want) > 10
+    again.load_state_dict(policy.state_dict())
+    assert torch.equal(logits(again), logits(policy))
 
 
 def test_its_dropout_is_in_the_update_alone(caplog):
@@ -218,9 +250,14 @@ def test_adapters_of_16_bits_need_masters():
         LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"),
         autocast_adapter_dtype=False,
     )
-    with pytest.raises(ValueError, match=r"adapter of the policy is bfloat16, .* autocast_adapter_dtype at True"):
+    with pytest.raises(ValueError, match=r"adapter of the policy is bfloat16 .* autocast_adapter_dtype at True"):
         check_masters(loader(narrow), "bf16-mixed", has_masters=False)
     check_masters(loader(narrow), "bf16-mixed", has_masters=True)
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    copied = get_peft_model(tiny_model("qwen2", dtype=torch.bfloat16, tie_word_embeddings=False), config)
+    check_masters(loader(copied), "bf16-mixed", has_masters=False)  # its copy of the head is converted to float32
+    policy = loader(copied).load().model
+    assert {weight.dtype for weight in policy.parameters() if weight.requires_grad} == {torch.float32}
     wide = given(model=tiny_model("qwen2", dtype=torch.bfloat16))
     check_masters(loader(wide), "bf16-mixed", has_masters=False)
     with pytest.raises(ValueError, match=r"'bf16-true' converts .* It converts float32 adapters as well"):

@@ -4,9 +4,11 @@ import logging
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_lightning.policy.loading import PolicyLoader, choose_attention
+from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.probe import probe_difference
 from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.trainable import compute_dtype
@@ -99,6 +101,47 @@ def test_dtype_and_dropout():
 def test_bad_settings_are_refused_before_loading(arguments, message):
     with pytest.raises(ValueError, match=message):
         PolicyLoader(**arguments)
+
+
+WRONG_NAMES = {
+    "target_modules": (["q_porj"], r"policy.lora.target_modules: no linear layer .* ends in 'q_porj'"),
+    "modules_to_save": (["lm_haed"], r"policy.lora.modules_to_save: no module of the policy ends in 'lm_haed'"),
+    "target_parameters": (["experts.nope"], r"policy.lora.target_parameters: no expert tensor ends in 'experts.nope'"),
+}
+
+
+@pytest.mark.parametrize("setting", WRONG_NAMES)
+def test_wrong_names_of_modules_are_found_before_loading(setting, folder, monkeypatch, caplog):
+    names, said = WRONG_NAMES[setting]
+    loader = PolicyLoader(folder, lora=LoRA(**{setting: names}))
+    load_model, loader.load_model = loader.load_model, None
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match=said):
+        loader.load()
+    assert torch.equal(torch.get_rng_state(), before)
+
+    def refuse(config, **options):
+        raise NotImplementedError("not on the meta device")
+
+    monkeypatch.setattr("grpo_lightning.policy.loading.meta_model", refuse)
+    loader.load_model = load_model
+    with caplog.at_level(logging.DEBUG, "grpo_lightning"), pytest.raises(ValueError, match=said):
+        loader.load()
+    assert "The names in policy.lora are checked after loading" in caplog.text
+
+
+def test_an_adapter_of_another_policy_is_found_before_loading(folder, tmp_path):
+    adapted = get_peft_model(tiny_model("gpt2"), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+    adapted.save_pretrained(tmp_path)
+    loader = PolicyLoader(folder, lora=LoRA(adapter=str(tmp_path)))
+    loader.load_model = None
+    with pytest.raises(ValueError, match=r"has weights for c_attn, and no layer of the policy has such a name"):
+        loader.load()
+
+
+def test_names_cost_nothing_by_default(folder, monkeypatch):
+    monkeypatch.setattr("grpo_lightning.policy.loading.meta_model", None)
+    assert PolicyLoader(folder, lora=LoRA(rank=2)).load().scorer.path == "extended"
 
 
 def test_two_tokenizers_are_refused():

@@ -5,8 +5,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from grpo_lightning.policy.adapters import adapter_layers, is_expert_adapter
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.policy.lora import LoRA, adapter_layers, is_expert_adapter
+from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_targets import expert_targets
 from grpo_lightning.policy.reference import make_reference
 from grpo_lightning.policy.scorer import Scorer

@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from grpo_lightning.policy.adapters import adapter_layers
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.policy.lora import LoRA, adapter_layers
+from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.reference import make_reference
 from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.training.actor import seeded_dropout

@@ -7,9 +7,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from grpo_lightning.core.seeding import derived_seed, run_seed
+from grpo_lightning.policy.adapters import adapter_layers, adds_nothing, using_adapter
 from grpo_lightning.policy.hf import is_copied
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.policy.lora import LoRA, adapter_layers, adds_nothing, using_adapter
+from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_targets import saved_modules, targets
 from grpo_lightning.policy.reference import make_reference
 from grpo_lightning.policy.saving import whole_weights, write_policy
@@ -91,6 +92,32 @@ def test_the_first_policy_is_the_base(kind, dtype, family):
     assert make_reference(policy, settings).adapter is None
 
 
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=SLOW)])
+def test_dora_starts_at_its_reference_after_a_strategy_converts_all_weights(dtype, is_given):
+    """DeepSpeed and FSDP2 round float32 weights: their rows then have other norms, and so must the magnitudes."""
+
+    class Converts(Sharding):
+        converts_weights = True
+
+    settings = loader("dora")
+    if is_given:
+        settings = PolicyLoader(model=settings.load().model, tokenizer=tiny_tokenizer())
+    loaded = settings.load(Converts(), compute_dtype=str(dtype).removeprefix("torch."))
+    assert loaded.converted_dtype == dtype
+    policy = loaded.model
+    reference = make_reference(policy, settings, Converts(), dtype)
+    assert reference.adapter == ("reference" if is_given else None)
+    policy.to(dtype)
+    with reference.scoring(policy) as model:
+        want = logits(model)
+    assert torch.equal(logits(policy), want)
+    if not is_given:
+        assert torch.equal(want, logits(tiny_model("qwen2").to(dtype)))
+        train(policy, lr=0.3)
+        assert not torch.equal(logits(policy), want)
+
+
 @pytest.mark.parametrize("kind", only(["all"], ["saved", "all"]))
 def test_small_updates_of_copies_in_a_16_bit_base_add_up(kind):
     policy = loader(kind, model=tiny_model("qwen2", dtype=torch.bfloat16)).load().model
@@ -152,6 +179,32 @@ def test_both_scoring_paths_give_the_same_gradients(kind):
     _, found = loss_and_gradients(model, batch, Scorer(chunk_size=2, head_chunk_size=5), weights)
     assert worst_difference(found, want) < 1e-5
     assert all(weight.requires_grad == (name in want) for name, weight in model.named_parameters())
+
+
+@pytest.mark.parametrize("head_dtype", only(["float32"], ["auto", "float32"]))
+def test_a_saved_adapter_keeps_its_float32_copies(head_dtype, tmp_path):
+    """On a 16-bit base, small updates of the copies are lost neither by loading them nor in the reference."""
+
+    def base():
+        return tiny_model("qwen2", dtype=torch.bfloat16, tie_word_embeddings=False)
+
+    policy = loader("all", model=base(), head_dtype=head_dtype).load().model
+    train(policy, lr=1e-5)
+    policy.save_pretrained(tmp_path, save_embedding_layers=False)
+    settings = loader_of(lora=LoRA(adapter=str(tmp_path)), model=base(), head_dtype=head_dtype)
+    again = settings.load().model
+    weights, trained = dict(policy.named_parameters()), {}
+    for name, weight in again.named_parameters():
+        if weight.requires_grad:
+            trained[name] = weight
+            assert torch.equal(weight, weights[name]), name
+    assert len([name for name in trained if "modules_to_save" in name]) == 3
+    reference = make_reference(again, settings)
+    for name, weight in again.named_parameters():
+        if (first := trained.get(name.replace(".reference", ".default"))) is not None:
+            assert torch.equal(weight, first), name
+    with reference.scoring(again) as model:
+        assert torch.equal(logits(model), logits(policy))
 
 
 def test_a_trained_head_runs_in_slices():

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_lightning.policy.lora import LoRA, adapter_layers, add_adapters, is_expert_adapter
+from grpo_lightning.policy.adapters import adapter_layers, is_expert_adapter
+from grpo_lightning.policy.lora import LoRA
+from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.lora_targets import (
     expert_targets,
     expert_tensors,

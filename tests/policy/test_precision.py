@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
@@ -179,6 +180,34 @@ def test_models_without_such_a_head_are_refused(monkeypatch):
     model.lm_head.weight = nn.Parameter(torch.zeros(120, 64, dtype=torch.int8), requires_grad=False)
     with pytest.raises(ValueError, match="the head's weights are quantised"):
         use_float32_head(model)
+
+
+def test_a_head_that_the_model_does_not_call_is_refused():
+    class ReadsWeight(type(tiny_model("qwen2"))):
+        def forward(self, *args, logits_to_keep=0, **kwargs):
+            outputs = self.model(*args, **kwargs)
+            logits = outputs[0][:, -logits_to_keep:] @ self.lm_head.weight.T
+            return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)
+
+    model = tiny_model("qwen2", dtype=BF16)
+    model.__class__ = ReadsWeight
+    with pytest.raises(ValueError, match=r"'float32', but the forward of ReadsWeight .* without calling its"):
+        loader(model).load()
+    assert logits(loader(model, "auto").load().model).dtype == BF16
+
+
+@pytest.mark.parametrize("kind", only(["copies"], ["whole", "copies"]))
+def test_a_model_that_is_used_again_has_its_own_head(kind):
+    """A run with float32 logits, then another with the same model in memory."""
+    model = tiny_model("qwen2", dtype=BF16)
+    if kind == "copies":
+        config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+        model = get_peft_model(model, config)
+    want = logits(model)
+    assert logits(loader(model).load().model).dtype == torch.float32
+    found = logits(loader(model, "auto").load().model)
+    assert found.dtype == BF16
+    assert torch.equal(found, want)
 
 
 def test_the_initial_adapter_of_a_head_is_computed_as_the_trained_one():

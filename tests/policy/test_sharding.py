@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import core_model_loading
 
-from grpo_lightning.policy.sharding import using_full_shapes
+from grpo_lightning.policy.sharding import FullyShard, Partitioned, PartitionedGradients, Sharding, using_full_shapes
 
 Transpose = getattr(core_model_loading, "Transpose", None)
 
@@ -28,3 +29,14 @@ def test_tensors_are_turned_by_their_whole_shape():
             for tensor in (own, own.transpose(1, 2)):
                 assert torch.equal(loaded(name, tensor), own)
     assert loaded("elsewhere", own).shape == (2, 3, 4)  # as transformers does it by itself
+
+
+@pytest.mark.parametrize(("param_dtype", "converts"), [(torch.bfloat16, True), (None, False)])
+def test_it_is_known_who_converts_weights(param_dtype, converts):
+    """DeepSpeed always, FSDP2 if its policy of mixed precision says so, one device and DDP never."""
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype)
+    assert FullyShard(None, {"mp_policy": policy}).converts_weights == converts
+    assert not FullyShard(None).converts_weights
+    assert not Sharding().converts_weights
+    assert PartitionedGradients(None).converts_weights
+    assert Partitioned(None).converts_weights

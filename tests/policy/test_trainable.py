@@ -7,11 +7,13 @@ from torch.optim.swa_utils import AveragedModel
 
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.scorer import Scorer
+from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.trainable import (
     check_masters,
     freeze_first_layers,
     frozen_names,
     keep_frozen_out_of_checkpoints,
+    limit_training,
 )
 from tests.families import families
 from tests.policy.adapters import IDS, train
@@ -213,6 +215,35 @@ def test_narrow_weights_need_masters(dtype, precision):
         with pytest.raises(ValueError, match=rf"trained weights are {dtype} .* trainer\.precision 'bf16-mixed'"):
             check_masters(loader, precision, has_masters=False)
         check_masters(loader, precision, has_masters=True)
+
+
+def test_every_trained_weight_needs_masters():
+    """Not only the first one: embeddings may be float32, and all layers 16-bit."""
+    model = tiny_model("qwen2", dtype=torch.bfloat16)
+    model.get_input_embeddings().float()
+    loader = PolicyLoader(model=model, tokenizer=tiny_tokenizer())
+    total = sum(1 for _ in model.parameters())
+    said = rf"trained weights are bfloat16 \({total - 1} of {total}, for example model\.layers\.0\."
+    with pytest.raises(ValueError, match=said):
+        check_masters(loader, "bf16-mixed", has_masters=False)
+    check_masters(loader, "bf16-mixed", has_masters=True)
+    check_masters(loader, "64-true", has_masters=False)  # converts all weights to float64
+    model.requires_grad_(False)
+    model.get_input_embeddings().requires_grad_(True)
+    check_masters(loader, "bf16-mixed", has_masters=False)
+
+
+def test_frozen_weights_need_no_masters():
+    model = tiny_model("qwen2", dtype=torch.bfloat16)
+    model.model.layers[1:].float()
+    model.model.norm.float()
+    model.lm_head.float()
+    with pytest.raises(ValueError, match="trained weights are bfloat16"):
+        check_masters(PolicyLoader(model=model, tokenizer=tiny_tokenizer()), "bf16-mixed", has_masters=False)
+    frozen = PolicyLoader(model=model, tokenizer=tiny_tokenizer(), freeze_layers=1)
+    check_masters(frozen, "bf16-mixed", has_masters=False)
+    limit_training(frozen.load_model(), frozen, Sharding())
+    assert {weight.dtype for weight in model.parameters() if weight.requires_grad} == {torch.float32}
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])

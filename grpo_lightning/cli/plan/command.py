@@ -58,7 +58,8 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
     from grpo_lightning.cli.main import instantiate, parse
     from grpo_lightning.cli.plan import memory, report
     from grpo_lightning.cli.plan.batches import BatchPlan
-    from grpo_lightning.cli.plan.model import meta_model, sizes_of
+    from grpo_lightning.cli.plan.model import sizes_of
+    from grpo_lightning.policy.loading import meta_model
     from grpo_lightning.policy.probe import dense_reason
     from grpo_lightning.training import checks
 

@@ -341,6 +341,7 @@ class MemorySettings:
 def memory_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     """All nonempty parts of the policy; for reward models see `reward_parts`."""
     parts = [*state_parts(model, settings), *sampling_parts(model, settings), *update_parts(model, settings)]
+    parts += adapter_parts(model, settings)
     return [part for part in parts if part.num_bytes]
 
 
@@ -458,10 +459,60 @@ def gathered_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def head_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """The float32 copy of 16-bit head weights that every run of a float32 head makes."""
+    """The float32 copies of 16-bit head weights that a float32 head makes in every pass, and their gradient.
+
+    A pass whose logits are not sliced keeps its copy for the backward pass. A trained head gets a gradient in float32,
+    which is then converted to the dtype of the weights.
+    """
     width = settings.widths.compute if settings.division.gathers_layers else settings.widths.weights
     size = 4 * model.vocab_size * model.hidden_size * (settings.has_float32_head and width < 4)
-    return [Part("float32 head", size, UPDATE | SAMPLING, "a copy while the head runs", is_estimate=True)]
+    forwards = len(settings.batch.passes)
+    if settings.batch.has_sliced_head:
+        forwards = 1
+    elif settings.checkpointing == "chunks":
+        forwards = min(2, forwards)
+    more = forwards - 1 + model.has_trained_head
+    how = f"{forwards - 1} more copies for the backward pass" + ", and the gradient" * model.has_trained_head
+    return [
+        Part("float32 head", size, UPDATE | SAMPLING, "a copy while the head runs", is_estimate=True),
+        Part("float32 head, backward", size * more, UPDATE, how, is_estimate=True),
+    ]
+
+
+def adapter_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
+    """Temporary memory of adapters of experts, and of DoRA.
+
+    peft computes the experts of a layer as one sum W + s B A. DoRA computes the norms of the rows of W + s B A, and
+    scales the outputs of W and of B A separately. With E adapted weights of experts, b bytes per weight, L layers, F
+    forward passes that are kept for the backward pass, a bytes per LoRA weight and c bytes per number in matrix
+    products:
+
+        sums of experts    E b F, and E b / L for the gradient of one layer's sum; E b / L while sampling
+        norms              a (in^2 + 3 in out) for the largest matrix, in^2 only with gradients; a in out more for its
+                           copy if the base is narrower
+        outputs            a + c per token and output
+
+    With `activation_checkpointing: layers`, F is 1 / L, and the outputs are those of one layer. Measured with peft
+    0.21, which computes DoRA's norms in the dtype of the adapters.
+    """
+    batch, mode, layers = settings.batch, settings.checkpointing, model.num_layers
+    a, c = settings.adapter_width, settings.widths.compute
+    width = c if settings.division.gathers_layers else settings.widths.weights
+    experts, passes = model.num_adapted_experts * width, batch.passes
+    if mode == "chunks":
+        passes = passes[:2] if batch.path == "extended" else passes[:1]
+    per_pass = [size.rows * size.tokens for size in passes]
+    forwards, tokens = (1 / layers, max(per_pass) / layers) if mode == "layers" else (len(passes), sum(per_pass))
+    inputs, outputs = model.largest_dora
+    norms = a * inputs * outputs * (4 if width < a or model.num_quantized else 3)
+    kept = f"W + s B A of {'one layer' if mode == 'layers' else f'{len(passes)} forward passes'}, and its gradient"
+    return [
+        Part("experts with adapters", share(experts * (forwards + 1 / layers)), UPDATE, kept, is_estimate=True),
+        Part("experts, one layer", share(experts / layers), SAMPLING, "W + s B A", is_estimate=True),
+        Part("DoRA's norms", norms, SAMPLING, f"of a matrix of {outputs:,} x {inputs:,}", is_estimate=True),
+        Part("DoRA's norms, update", norms + a * inputs**2, UPDATE, "with an identity matrix", is_estimate=True),
+        Part("DoRA's outputs", share((a + c) * tokens * model.num_dora_outputs), UPDATE, "of W and B A", True),
+    ]
 
 
 def autocast_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
@@ -582,8 +633,8 @@ def activation_bytes(
         chunks    all layers of the prompts' forward pass and of the largest chunk, which is recomputed
 
     plus the prompts' keys and values, the input and output of the last norm, and the head's input. Images count as
-    tokens of the decoder. The activations of a trained vision tower and of adapters are not counted. 32-bit adapters in
-    a 16-bit model can add up to half of the counted bytes.
+    tokens of the decoder. The activations of a trained vision tower and of adapters are not counted, except DoRA's
+    (`adapter_parts`). 32-bit adapters in a 16-bit model can add up to half of the counted bytes.
     """
     passes = batch.passes
     if mode == "chunks":

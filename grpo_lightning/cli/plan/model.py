@@ -6,14 +6,15 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
+from grpo_lightning.policy.adapters import adapter_layers, is_expert_adapter
 from grpo_lightning.policy.families import freeze_unused, freeze_vision, is_tower_trained, sees_images
 from grpo_lightning.policy.lora import LoRA, adapter_config
-from grpo_lightning.policy.lora_targets import expert_targets, saved_modules, targets
+from grpo_lightning.policy.lora_injection import check_names, select
 from grpo_lightning.policy.trainable import freeze_first_layers
 
 if TYPE_CHECKING:
@@ -75,6 +76,18 @@ class ModelSizes:
     num_adapters: int = 0
     """LoRA weights, all trained: matrices, DoRA's magnitudes, and copies of layers (`modules_to_save`)."""
 
+    num_adapted_experts: int = 0
+    """Weights of the expert tensors that have adapters."""
+
+    num_dora_outputs: int = 0
+    """Outputs per token of all layers with DoRA."""
+
+    largest_dora: tuple[int, int] = (0, 0)
+    """(inputs, outputs) of the layer whose DoRA needs the most memory."""
+
+    has_trained_head: bool = False
+    """True if the head's own weights are trained."""
+
     has_starting_adapter: bool = False
     """True if the reference is a copy of the initial adapter."""
 
@@ -86,15 +99,6 @@ class ModelSizes:
     def num_stepped(self) -> int:
         """Weights that the optimizer updates."""
         return self.num_trained + self.num_adapters
-
-
-def meta_model(config: Any, *, trust_remote_code: bool = False) -> Any:
-    """Build the model of a config on the meta device: parameters have shapes but no memory."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    auto_class = AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
-    with torch.device("meta"):
-        return auto_class.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def sizes_of(model: Any, settings: PolicySettings) -> ModelSizes:
@@ -131,6 +135,7 @@ def sizes_of(model: Any, settings: PolicySettings) -> ModelSizes:
     num_text_weights = count(weight for weight in weights if id(weight) in in_text)
     quantized = linear_weights(model) if settings.quantization != "none" else []
     has_trained_tower = sees_images(model.config) and is_tower_trained(model)
+    adapters = adapter_sizes(model, settings.lora)
     return ModelSizes(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -151,7 +156,11 @@ def sizes_of(model: Any, settings: PolicySettings) -> ModelSizes:
         num_trained=count(weight for weight in weights if weight.requires_grad),
         num_trained_matrices=count(weight for weight in multiplied if weight.requires_grad),
         num_frozen_matrices=count(weight for weight in multiplied if not weight.requires_grad) - count(quantized),
-        num_adapters=0 if settings.lora is None else count_adapters(model, settings.lora),
+        num_adapters=adapters.num_weights,
+        num_adapted_experts=adapters.num_experts,
+        num_dora_outputs=sum(outputs for _, outputs in adapters.dora),
+        largest_dora=max(adapters.dora, key=lambda shape: shape[0] * (shape[0] + 3 * shape[1]), default=(0, 0)),
+        has_trained_head=head is not None and any(weight.requires_grad for weight in head.parameters()),
         has_starting_adapter=settings.lora is not None and settings.lora.adapter is not None,
         num_quantized=count(quantized),
         quantized_bytes=QUANTIZED_BYTES.get(settings.quantization, 0.0),
@@ -161,6 +170,7 @@ def sizes_of(model: Any, settings: PolicySettings) -> ModelSizes:
 def limit_training(model: Any, settings: PolicySettings) -> None:
     """Freeze the parameters that a run with these settings freezes."""
     if settings.lora is not None:
+        check_names(model, settings.lora, freezes_vision=settings.freeze_vision_modules)
         model.requires_grad_(False)
         return
     if settings.freeze_vision_modules:
@@ -204,20 +214,33 @@ def intermediate_size(config: Any) -> int:
     return int(experts) * routed + int(shared)
 
 
-def count_adapters(model: Any, lora: LoRA) -> int:
-    """Count the weights of LoRA adapters. An initial adapter has its own layers and ranks."""
-    from transformers.pytorch_utils import Conv1D
+class AdapterSizes(NamedTuple):
+    """Sizes of LoRA adapters."""
 
+    num_weights: int = 0
+    """Weights of matrices and magnitudes, and of copies of modules."""
+
+    num_experts: int = 0
+    """Weights of the expert tensors that are adapted."""
+
+    dora: tuple[tuple[int, int], ...] = ()
+    """(inputs, outputs) of each linear layer with DoRA."""
+
+
+def adapter_sizes(model: Any, lora: LoRA | None) -> AdapterSizes:
+    """Compute the sizes of LoRA adapters. An initial adapter has its own layers and ranks, and is inserted."""
+    if lora is None:
+        return AdapterSizes()
     if lora.adapter is None:
-        saved = saved_modules(model, lora.modules_to_save)
-        layers: list[Any] = list(targets(model, lora.target_modules, saved).values())
-        rows = [layer.weight.shape[1 if isinstance(layer, Conv1D) else 0] for layer in layers]
-        copies = sum(count(module.parameters()) for module in saved.values())
-        experts = expert_targets(model, lora.target_parameters, saved).values()
-        matrices = sum(sum(layer.weight.shape) for layer in layers)
-        matrices += sum(len(weight) * sum(weight.shape[1:]) for weight in experts)
-        return lora.rank * matrices + sum(rows) * lora.use_dora + copies
+        chosen = select(model, lora)
+        shapes = [linear_shape(layer) for layer in chosen.layers.values()]
+        copies = sum(count(module.parameters()) for module in chosen.saved.values())
+        numbers = sum(map(sum, shapes)) + sum(len(w) * sum(w.shape[1:]) for w in chosen.experts.values())
+        rows = sum(rows for _, rows in shapes) * lora.use_dora
+        num_weights = lora.rank * numbers + rows + copies
+        return AdapterSizes(num_weights, count(chosen.experts.values()), tuple(shapes) * lora.use_dora)
     from peft import get_peft_model
+    from transformers.pytorch_utils import Conv1D
 
     config = adapter_config(lora.adapter)
     config.inference_mode = False
@@ -225,7 +248,24 @@ def count_adapters(model: Any, lora: LoRA) -> int:
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run warns
         adapted = get_peft_model(model, config)
-    return count(weight for weight in adapted.parameters() if weight.requires_grad)
+    layers = list(adapter_layers(adapted))
+    return AdapterSizes(
+        count(weight for weight in adapted.parameters() if weight.requires_grad),
+        count(layer.get_param() for layer in layers if is_expert_adapter(layer)),
+        tuple(
+            linear_shape(layer.base_layer)
+            for layer in layers
+            if layer.lora_magnitude_vector and isinstance(layer.base_layer, nn.Linear | Conv1D)
+        ),
+    )
+
+
+def linear_shape(layer: Any) -> tuple[int, int]:
+    """(inputs, outputs) of a linear layer."""
+    from transformers.pytorch_utils import Conv1D
+
+    rows, columns = layer.weight.shape
+    return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
 
 
 # -------------------------------------------------------------------------------------------------- published models

@@ -5,11 +5,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig
 
-from grpo_lightning.cli.plan.model import known_config, meta_model, sizes_of
+from grpo_lightning.cli.plan.model import known_config, sizes_of
 from grpo_lightning.policy.families import FAMILIES as VISION_FAMILIES
 from grpo_lightning.policy.families import vision_parts
-from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.policy.lora import LoRA, add_adapters
+from grpo_lightning.policy.loading import PolicyLoader, meta_model
+from grpo_lightning.policy.lora import LoRA
+from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.trainable import decoder_layers, freeze_first_layers
 from tests import tiny_vlms
 from tests.cli.plan.real_shapes import llama_1b, published

@@ -1,0 +1,248 @@
+"""peft's adapters in a model: find their layers and weights, switch between them, and compare them with the base.
+
+peft names adapters: the trained adapter has the name it was given or loaded with. A second adapter, `STARTING`, is the
+frozen copy of the initial adapter that the reference runs with. peft itself is not imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_lightning.policy.hf import is_copied
+from grpo_lightning.policy.precision import NARROW, compute_like
+
+STARTING = "reference"
+"""peft's name of the frozen copy of the initial adapter, which the reference runs with."""
+
+BASE_IS_COMPUTED = ("pissa", "olora", "loftq")
+"""Initialisations whose base peft recomputes when loading; the rounding of this computation depends on the machine."""
+
+
+def trained_adapter(policy: Any) -> str:
+    """The name by which peft knows the adapter that is trained."""
+    names: Iterator[str] = iter(policy.peft_config)
+    return next(name for name in names if name != STARTING)
+
+
+def adapter_layers(model: nn.Module) -> Iterator[Any]:
+    """Iterate over the layers with adapters."""
+    return (module for module in model.modules() if is_adapter_layer(module))
+
+
+def switched_modules(model: nn.Module) -> Iterator[Any]:
+    """Iterate over the modules that run differently with an adapter: layers with adapters, and copied layers."""
+    return (module for module in model.modules() if is_adapter_layer(module) or is_copied(module))
+
+
+def is_adapter_layer(module: nn.Module) -> bool:
+    """True for peft's wrapper of a layer, recognised by its attributes because peft may not be installed."""
+    return hasattr(module, "lora_A") and hasattr(module, "base_layer")
+
+
+def is_expert_adapter(layer: Any) -> bool:
+    """True for peft's wrapper of an expert tensor, whose layer runs with W + s B A in place of W."""
+    return hasattr(layer, "parameter_name")
+
+
+def layer_weights(layer: Any, adapter: str) -> Iterator[nn.Parameter]:
+    """Iterate over the weights of an adapter in one of its layers, or in a copied layer."""
+    for kind in layer.adapter_layer_names:
+        yield from weights_of(layer, kind, adapter)
+
+
+def weights_of(layer: Any, kind: str, adapter: str) -> Iterator[nn.Parameter]:
+    """Iterate over one kind of weights of an adapter in one of its layers, for example "lora_A"."""
+    parts = getattr(layer, kind)
+    if adapter in parts:
+        yield from parts[adapter].parameters() if isinstance(parts[adapter], nn.Module) else [parts[adapter]]
+
+
+class UpdateDropout(nn.Dropout):
+    """Dropout only in forward passes with a gradient: not for sampling, old log-probs or reference log-probs.
+
+    Grad mode is the switch, because it is on again when the backward pass recomputes a forward pass, and the recompute
+    must drop the same activations.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Set some inputs to 0 and scale up the others."""
+        return nn.functional.dropout(input, self.p, self.training and torch.is_grad_enabled())
+
+
+def set_dropout(policy: Any, rate: float, adapter: str | None = None) -> None:
+    """Set the dropout of an adapter (None: the trained one), whatever dropout it was saved with."""
+    adapter = adapter or trained_adapter(policy)
+    for layer in adapter_layers(policy):
+        layer.lora_dropout[adapter] = UpdateDropout(rate) if rate else nn.Identity()
+    policy.peft_config[adapter].lora_dropout = rate
+
+
+def narrow_copies(adapted: Any, adapter: str | None = None) -> list[tuple[nn.Module, nn.Module]]:
+    """(copy, original) of an adapter's copies of 16-bit layers (`modules_to_save`); adapter None: the trained one."""
+    name = adapter or trained_adapter(adapted)
+    return [
+        (module.modules_to_save[name], module.original_module)
+        for module in filter(is_copied, adapted.modules())
+        if name in module.modules_to_save
+        and any(weight.dtype in NARROW for weight in module.original_module.parameters())
+    ]
+
+
+def widen_copies(adapted: Any, adapter: str | None = None) -> bool:
+    """Convert an adapter's copies of 16-bit layers (`modules_to_save`) to float32: small updates would be lost.
+
+    The copies still compute in the dtype of their originals, so that the policy starts as its base, bit for bit.
+
+    Args:
+        adapted: Model with adapters, changed in place.
+        adapter: Name of the adapter; None: the trained one.
+
+    Returns:
+        True if there are such copies. Values that were loaded into them before were rounded.
+    """
+    copies = narrow_copies(adapted, adapter)
+    for copied, original in copies:
+        compute_like(copied.to(torch.float32), original)
+    return bool(copies)
+
+
+@contextlib.contextmanager
+def using_adapter(policy: nn.Module, adapter: str | None) -> Iterator[nn.Module]:
+    """Context in which the policy runs with the given adapter, or without adapters (None). Yields the policy.
+
+    peft's own switches also turn off `requires_grad` of the trained adapter. A sharded strategy whose first forward
+    pass runs in that state would never train the adapter.
+    """
+    layers = list(switched_modules(policy))
+    before = [(layer._active_adapter, layer._disable_adapters) for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = adapter is None
+        if adapter is not None:
+            layer._active_adapter = [adapter]
+    try:
+        yield policy
+    finally:
+        for layer, (active, disabled) in zip(layers, before, strict=True):
+            layer._active_adapter, layer._disable_adapters = active, disabled
+
+
+@torch.no_grad()
+def adds_nothing(policy: nn.Module, dtype: torch.dtype | None = None) -> bool:
+    """True if the trained adapter is at its zero start: the policy equals its base.
+
+    B A is 0 in all layers, DoRA's magnitudes are the norms of the base, and copied layers equal their originals.
+
+    Args:
+        policy: Model with adapters.
+        dtype: Dtype that the strategy converts all weights to; None: it converts none.
+    """
+    name = trained_adapter(policy)
+
+    def is_zero(layer: Any, kind: str) -> bool:
+        return not any(bool(weight.any()) for weight in weights_of(layer, kind, name))
+
+    def has_base_norms(layer: Any) -> bool:
+        if name not in layer.lora_magnitude_vector:
+            return True
+        own, norms = layer.lora_magnitude_vector[name].weight, copy.deepcopy(layer.lora_magnitude_vector[name])
+        set_magnitude(layer, norms, name, dtype)
+        return torch.equal(norms.weight.to(own.dtype), own)
+
+    def is_original(module: Any) -> bool:
+        trained, originals = layer_weights(module, name), module.original_module.parameters()
+        return all(torch.equal(one, other.to(one.dtype)) for one, other in zip(trained, originals, strict=True))
+
+    # A bias is part of `lora_B`. In an adapter of embeddings, A starts at 0.
+    return all(
+        is_zero(layer, "lora_B")
+        and (is_zero(layer, "lora_embedding_A") or is_zero(layer, "lora_embedding_B"))
+        and has_base_norms(layer)
+        for layer in adapter_layers(policy)
+    ) and all(map(is_original, filter(is_copied, policy.modules())))
+
+
+def set_magnitude(layer: Any, magnitude: Any, adapter: str, dtype: torch.dtype | None = None) -> None:
+    """Set one of peft's DoRA magnitudes to the norms of the rows of W + s B A, which are computed as in the run.
+
+    peft divides the magnitude by these norms in every forward pass. The policy equals its base only if both were
+    rounded alike.
+
+    Args:
+        layer: peft's layer.
+        magnitude: The magnitude of one of its adapters.
+        adapter: Name of the adapter.
+        dtype: Dtype that the strategy converts all weights to (`Sharding.converts_weights`); None: it converts none.
+    """
+    from peft.utils.integrations import dequantize_module_weight
+
+    is_embedding = adapter not in layer.lora_A
+    A = layer.lora_embedding_A[adapter] if is_embedding else layer.lora_A[adapter].weight
+    B = layer.lora_embedding_B[adapter] if is_embedding else layer.lora_B[adapter].weight
+    base = layer.get_base_layer()
+    if dtype is not None:
+        weight = dequantize_module_weight(base).detach().to(dtype)
+        base, A, B = nn.Module(), A.to(dtype), B.to(dtype)
+        base.weight = nn.Parameter(weight, requires_grad=False)
+    magnitude.update_layer(base_layer=base, lora_A=A, lora_B=B, scaling=layer.scaling[adapter])
+    magnitude.to(torch.float32)
+
+
+def add_starting_adapter(policy: Any) -> None:
+    """Add a frozen copy of the trained adapter, for the reference; call it before training.
+
+    The layers of the trained adapter must not be sharded yet.
+    """
+    name = trained_adapter(policy)
+    config = copy.deepcopy(policy.peft_config[name])
+    # PiSSA, OLoRA and LoftQ subtract the initial adapter from the base. Making the trained adapter already did this.
+    config.init_lora_weights, config.inference_mode = False, True
+    with torch.random.fork_rng():
+        policy.add_adapter(STARTING, config)
+    widen_copies(policy, STARTING)  # before the trained copies, which are float32, are copied
+    with torch.no_grad():
+        for module in switched_modules(policy):
+            for new, given in zip(layer_weights(module, STARTING), layer_weights(module, name), strict=True):
+                new.copy_(given).requires_grad_(False)
+    set_dropout(policy, 0.0, STARTING)
+
+
+def base_weights(policy: nn.Module) -> Iterator[Tensor]:
+    """Iterate over the frozen weights of the base, for checksums, except weights that are computed while loading.
+
+    Two kinds of weights are computed while loading: quantised weights, and weights of layers where PiSSA, OLoRA or
+    LoftQ subtracts the initial adapter. Their last bits, and so their checksums, would depend on the device
+    and the number of threads.
+    """
+    configs: Any = policy.peft_config
+    computed: set[int] = set()
+    if str(configs[trained_adapter(policy)].init_lora_weights).lower().startswith(BASE_IS_COMPUTED):
+        computed = {id(weight) for layer in adapter_layers(policy) for weight in layer.base_layer.parameters()}
+    for name, weight in policy.named_parameters():
+        is_given = weight.is_floating_point() and id(weight) not in computed
+        if is_given and not weight.requires_grad and f".{STARTING}." not in name:
+            yield weight
+
+
+def untie(policy: Any) -> None:
+    """Untie embeddings and head of a policy before merging, if one of them has an adapter: the other must not change.
+
+    Args:
+        policy: Model with adapters; the head and the config of its base are changed in place.
+    """
+    base = policy.get_base_model()
+    ends = (base.get_input_embeddings(), base.get_output_embeddings())
+    if not any(map(is_adapter_layer, ends)):
+        return
+    embeddings, head = (end.base_layer if is_adapter_layer(end) else end for end in ends)
+    if head.weight is not embeddings.weight:
+        return
+    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    base.config.tie_word_embeddings = base.config.get_text_config(decoder=True).tie_word_embeddings = False
+    if hasattr(base, "all_tied_weights_keys"):  # from which transformers 5 saves one of each pair
+        base.all_tied_weights_keys = base.get_expanded_tied_weights_keys(all_submodels=True)
