@@ -6,9 +6,9 @@ from transformers import DynamicCache
 
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy.hf import text_config
+from grpo_lightning.policy.kv_cache import SamplingCache
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout import local
-from grpo_lightning.rollout.decoding_cache import SamplingCache
 from grpo_lightning.rollout.local import LocalEngine, no_fan_out_reason
 from tests.families import families
 from tests.tiny_models import FAMILIES, tiny_model, tiny_tokenizer

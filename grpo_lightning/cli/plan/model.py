@@ -116,7 +116,7 @@ def sizes_of(model: Any, settings: PolicySettings) -> ModelSizes:
     """
     from transformers import DynamicCache
 
-    from grpo_lightning.rollout.decoding_cache import unshared_reason
+    from grpo_lightning.policy.kv_cache import unshared_reason
 
     config = model.config.get_text_config(decoder=True)
     try:

@@ -8,9 +8,7 @@ from torch import nn
 
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy.hf import text_config
-from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.rollout import local
-from grpo_lightning.rollout.decoding_cache import (
+from grpo_lightning.policy.kv_cache import (
     ATTENTION,
     SamplingCache,
     SharedPrompts,
@@ -19,6 +17,8 @@ from grpo_lightning.rollout.decoding_cache import (
     packed,
     unshared_reason,
 )
+from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.rollout import local
 from grpo_lightning.rollout.local import LocalEngine
 from tests.families import families
 from tests.tiny_models import FAMILIES, tiny_model, tiny_tokenizer
