@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from proofs import record
 from rich.console import Console
 from safetensors import safe_open
 
@@ -85,10 +86,11 @@ def main() -> int:
     parser.add_argument("--rename", nargs="*", default=[], help="old=new names of metrics that the change renames")
     parser.add_argument("--flags", nargs="*", default=[], help="arguments of `fit` for both trees, as in --flags=--a=1")
     parser.add_argument("--ignore", nargs="*", default=[], help="metrics that the change alters on purpose")
+    parser.add_argument("--record", action="store_true", help="write the outcome to benchmarks/proofs.json")
     options = parser.parse_args()
     renamed = dict(pair.split("=") for pair in options.rename)
     console = Console(width=max(100, Console().width))
-    holds = True
+    found = {}
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
         base = Path(name) / "base"
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", base, options.base], cwd=ROOT, check=True)
@@ -102,11 +104,13 @@ def main() -> int:
             }
             for case in options.cases:
                 problems = differences(runs[case, base].result(), runs[case, ROOT].result(), renamed, options.ignore)
-                holds = holds and not problems
+                found[case] = "differs" if problems else "equal"
                 console.print(f"{'DIFFERS' if problems else 'equal'}: {case}", *problems, sep="\n  ", highlight=False)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", base], cwd=ROOT, check=True)
-    return 0 if holds else 1
+    if options.record:
+        record("unchanged", {"base": options.base, "cases": found})
+    return 0 if set(found.values()) == {"equal"} else 1
 
 
 def run(tree: Path, case: Case, folder: Path, flags: Sequence[str] = ()) -> Outcome:
