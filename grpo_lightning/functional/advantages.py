@@ -86,8 +86,8 @@ def group_relative_advantages(
     _check_shape(rewards)
     if scale == "batch_advantage_std" and baseline in ("length_weighted", "pass_at_k"):
         raise ValueError(
-            f"scale 'batch_advantage_std' is a std around 0, but gains of baseline {baseline!r} do not have mean 0. Use "
-            "another scale."
+            f"scale 'batch_advantage_std' is a std around 0, but gains of baseline {baseline!r} do not have mean 0. "
+            "Use another scale."
         )
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     gains = _gains(rewards, baseline, lengths, k)

@@ -417,7 +417,7 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
         warn_of_dropout("lora_dropout of the policy's adapter", config.lora_dropout)
     if sharding.gathers_by_module and adapter_setting(loader, "target_parameters"):
         raise ValueError(
-            "The adapter changes tensors of experts (target_parameters), and the strategy is ZeRO-3. ZeRO-3 gathers the "
+            "The adapter changes tensors of experts (target_parameters), and the strategy is ZeRO-3. It gathers the "
             "weights of a layer only while the layer itself runs, but peft changes the tensors before. Use fsdp2 or "
             "zero2, or adapt linear layers only."
         )

@@ -223,7 +223,7 @@ def targets(model: Any, names: list[str] | None = None, saved: Iterable[str] = (
         if refused := [name for name in matched if name in taken]:
             raise ValueError(
                 f"policy.lora.target_modules: {end!r} matches {refused[0]}. peft mistakes this name for experts, and "
-                f"the experts of a layer are one tensor. Remove {end!r}. Available: {', '.join(known)}."
+                f"all experts of a layer are one tensor. Remove the suffix; available: {', '.join(known)}."
             )
     return {name: layer for name, layer in layers.items() if any(f".{name}".endswith(f".{end}") for end in names)}
 
