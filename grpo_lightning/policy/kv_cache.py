@@ -9,11 +9,11 @@ Scoring. `PrefixCache` is a write-once cache: the states of each prompt are stor
 The prompt pass runs the prompts, and the completion pass runs the completions with the cache. The passes have separate
 cache objects, because activation checkpointing recomputes the prompt pass in the backward pass, after the completion
 pass has run: the recompute must find the prompt pass's cache unchanged. Because no state is written twice, both passes
-can be checkpointed. Linear-attention layers, whose states are overwritten in place in the cache of transformers, also
-become differentiable.
+can be checkpointed. For the same reason, linear-attention layers are differentiable; the cache of transformers
+overwrites their states in place.
 
-Decoding. A prefill stores the prompts' keys and values in a `SamplingCache`. One of two caches then continues it, with
-the same methods (`DecodingCache`):
+Decoding. A prefill stores the prompts' keys and values in a `SamplingCache`. Decoding then continues with one of two
+caches, which have the same methods (`DecodingCache`):
 
 - `SharedPrompts` keeps each prompt once. The completions of a prompt read its keys and values together, and each
   completion's own keys and values are written in place. It needs a model whose attention can be replaced.

@@ -98,8 +98,8 @@ def frozen_names(owner: nn.Module) -> set[str]:
 def keep_frozen_out_of_checkpoints(owner: nn.Module) -> None:
     """Drop frozen weights and the reference from a module's state dict; resumed runs load or make them again.
 
-    In a policy with adapters, only the trained weights stay in the state dict, because quantised layers write scales
-    and codes next to their weights. In a policy without adapters, buffers stay as well.
+    In a policy with adapters, only the trained weights stay in the state dict: quantised layers also write scales and
+    codes, which are dropped. In a policy without adapters, buffers stay as well.
 
     A weight is dropped only if it is frozen both when this function is called and when the state dict is taken. A
     weight that is frozen or unfrozen in between is trained in a part of the run, so the state dict keeps it. Loading
