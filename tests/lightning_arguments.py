@@ -99,7 +99,7 @@ def precision(folder: Path) -> None:
         assert {weight.dtype for weight in module.policy.parameters()} == {dtype}
         assert torch.isfinite(trainer.callback_metrics["policy/loss"])
     for name in ("bf16-true", "16-true"):  # at GRPO's learning rates 16-bit weights stay where they are
-        with pytest.raises(ValueError, match="16 bits, in which updates of usual learning rates are lost to rounding"):
+        with pytest.raises(ValueError, match=r"16 bits, .* updates at usual learning rates would be lost to rounding"):
             run(precision=name)
 
 

@@ -82,9 +82,10 @@ def gather_rows(rows: Tensor) -> list[Tensor]:
 def interleave(parts: Sequence[Sequence[T]]) -> list[T]:
     """Take items from the parts in turn (round-robin); a part that has run out of items is skipped.
 
-    Prompts go round-robin to the ranks: prompt i of rank r is prompt `i * world_size + r` of all. So this function
-    merges lists of all ranks (`gather_objects`) with one item per prompt into a list in the order of the prompts. With
-    shared groups, prompts go round-robin to the teams (`Teams`): the first members have all items, the others none.
+    Prompts go round-robin to the ranks: prompt i of rank r is prompt `i * world_size + r` of all. If each rank has a
+    list with one item per prompt, this function merges the lists (`gather_objects`) into one list in the order of the
+    prompts. If ranks share groups, prompts go round-robin to the teams (`Teams`). The first member of a team then has
+    the items of the team's prompts, and the other members have none.
     """
     turns = itertools.zip_longest(*([[item] for item in items] for items in parts), fillvalue=[])
     return [item for turn in turns for items in turn for item in items]
@@ -200,7 +201,7 @@ class Teams:
         return values[0]
 
     def gather(self, value: T) -> list[T]:
-        """Return to the first member the values of all members, to the others an empty list. Collective in a team."""
+        """Gather the values of all members on the first member; the others get an empty list. Collective in a team."""
         if not self.is_shared:
             return [value]
         values: list[Any] | None = [None] * self.ranks_per_group if self.is_first else None
@@ -241,10 +242,10 @@ class Teams:
 
     @cached_property
     def _process_group(self) -> Any:
-        """The process group of this rank's team. Its first use creates the groups: all ranks must take part in it.
+        """The process group of this rank's team. The first access creates the groups of all teams, on all ranks.
 
-        Its collectives have the timeout of the run's process group (`timeout` of the strategy), because a member may
-        wait for another one for as long as ranks may wait for each other.
+        The collectives of the team have the timeout of the run's process group (`timeout` of the strategy), because
+        members may have to wait for each other as long as any ranks of the run.
         """
         firsts = range(0, world_size(), self.ranks_per_group)
         members = [list(range(first, first + self.ranks_per_group)) for first in firsts]

@@ -41,23 +41,32 @@ def group_relative_advantages(
 
     Args:
         rewards: [N, G] one reward per completion, row n is prompt n's group; nan is not scorable.
-        baseline: "group_mean" is GRPO (arXiv:2402.03300, sec. 4.1.2). "leave_one_out" is RLOO (arXiv:2402.14740), the
-            mean of the other scorable rewards of the group: with K scorable rewards, the difference from this baseline
-            is K / (K - 1) times the difference from the group's mean. "length_weighted" is OPO (arXiv:2505.23585), the
-            mean reward of the group with completions weighted by their lengths: it minimizes the variance of the
-            gradient if the squared norm of a completion's gradient is proportional to its length. "pass_at_k" trains
-            the best of k (arXiv:2503.19595): a completion's advantage is how much it adds to the best of k - 1 others.
-            With k = None, the best completion gets its lead over the second and all others get 0 (verl's `grpo_passk`).
-            For any k and the scale "none", k times the policy gradient with these advantages, averaged over the group,
-            is an unbiased estimate of the gradient of the expected maximum of k rewards.
-        scale: What the gain is divided by. "group_std" is GRPO, the std of the group's rewards. "batch_std" is the std
-            of all scorable rewards. "batch_advantage_std" is the std of all differences from the baseline
-            (REINFORCE++-baseline, arXiv:2501.03262). Every std is unbiased (K - 1 in the denominator). "none" is
-            Dr. GRPO (arXiv:2503.20783). "group_mean" is MaxRL (arXiv:2602.02710): with rewards of 1 and 0, the gradient
-            is that of the log success probability, so that rarely solved prompts weigh more. "nonzero_fraction" is GPG
-            (arXiv:2504.02546), the fraction of groups with a gain other than 0: a mean over all groups becomes a mean
-            over those that have a gradient. For "batch_std", "batch_advantage_std" and "nonzero_fraction", pass the
-            rewards of all ranks, because a rank's own rewards would give each rank another divisor.
+        baseline: What a reward is compared with.
+
+            - "group_mean" is GRPO (arXiv:2402.03300, sec. 4.1.2).
+            - "leave_one_out" is RLOO (arXiv:2402.14740), the mean of the other scorable rewards of the group. With K
+              scorable rewards, the gain is K / (K - 1) times the gain with "group_mean".
+            - "length_weighted" is OPO (arXiv:2505.23585), the mean reward of the group with completions weighted by
+              their lengths. It minimizes the variance of the gradient if the squared norm of a completion's gradient is
+              proportional to the completion's length.
+            - "pass_at_k" trains the best of k completions (arXiv:2503.19595): a completion's advantage is how much it
+              adds to the best of k - 1 others. With k = None, the best completion gets its lead over the second best,
+              and all others get 0 (verl's `grpo_passk`). With the scale "none" and any k, take the policy gradient with
+              these advantages, averaged over the group: k times this gradient is an unbiased estimate of the gradient
+              of the expected maximum of k rewards.
+        scale: What the gain is divided by. Every std is unbiased (K - 1 in the denominator). For "batch_std",
+            "batch_advantage_std" and "nonzero_fraction", pass the rewards of all ranks, because with its own rewards
+            each rank would have another divisor.
+
+            - "group_std" is GRPO, the std of the group's rewards.
+            - "batch_std" is the std of all scorable rewards.
+            - "batch_advantage_std" is the std of all differences from the baseline (REINFORCE++-baseline,
+              arXiv:2501.03262).
+            - "group_mean" is MaxRL (arXiv:2602.02710). With rewards of 1 and 0, the gradient is that of the log success
+              probability, so rarely solved prompts have a larger weight.
+            - "nonzero_fraction" is GPG (arXiv:2504.02546), the fraction of groups with a gain other than 0. A mean over
+              all groups thus becomes a mean over the groups that have a gradient.
+            - "none" is Dr. GRPO (arXiv:2503.20783).
         eps: Added to the std, in units of reward.
         lengths: [N, G] number of trained tokens of each completion, for "length_weighted". If a group has no trained
             tokens, its completions count equally.
@@ -77,8 +86,8 @@ def group_relative_advantages(
     _check_shape(rewards)
     if scale == "batch_advantage_std" and baseline in ("length_weighted", "pass_at_k"):
         raise ValueError(
-            f"scale 'batch_advantage_std' is a std around 0, which advantages of baseline {baseline!r} are not centred "
-            "on. Use another scale."
+            f"scale 'batch_advantage_std' is a std around 0, but gains of baseline {baseline!r} do not have mean 0. "
+            "Use another scale."
         )
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     gains = _gains(rewards, baseline, lengths, k)
@@ -143,8 +152,8 @@ def _divisor(rewards: Tensor, gains: Tensor, scale: Scale, eps: float) -> Tensor
 def _marginal_gains(rewards: Tensor, k: int | None) -> Tensor:
     """The gain of the baseline "pass_at_k": [N, G], any value where the reward is nan.
 
-    If the n - 1 other scorable rewards are in ascending order, the j-th of them is the maximum in C(j - 1, k - 2) of
-    the C(n - 1, k - 1) subsets.
+    The n - 1 other scorable rewards have C(n - 1, k - 1) subsets of k - 1 rewards. If these others are in ascending
+    order, the j-th of them is the maximum of C(j - 1, k - 2) subsets.
     """
     if k is not None and not 2 <= k <= rewards.size(1):
         raise ValueError(
@@ -215,8 +224,9 @@ def groups_without_gradient(
     """Find groups in which every completion has advantage 0 or no trained token.
 
     These are the zero-variance groups and the groups whose completions are all masked. With the baseline "pass_at_k",
-    an advantage is above 0 only if the reward is above those of k - 1 other completions. So a group of different
-    rewards has no gradient if its highest reward is not above k - 1 others: with k = None, if two completions share it.
+    an advantage is above 0 only if the reward is above those of k - 1 other completions. A group of different rewards
+    therefore has no gradient if its highest reward is not above those of k - 1 others. With k = None, this is so if two
+    completions share the highest reward.
 
     Args:
         rewards: [N, G] one reward per completion; nan is not scorable.

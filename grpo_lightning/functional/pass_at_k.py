@@ -37,11 +37,11 @@ def interval(values: Tensor, confidence: float = 0.95, draws: int = 1) -> tuple[
         low, high = (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
 
     Wilson's score interval (1927) stays inside [0, 1] and does not shrink to a point if every prompt is solved. p is
-    the mean of the values, z the normal quantile of `confidence`, and n the effective sample size: the number of
-    independent attempts that would be as informative as the N prompts with `draws` completions each. The estimate is
-    n = N p (1 - p) / v, where p (1 - p) is the variance of a single attempt, and v the variance of the values. It is
-    limited to the range from N (all completions of a prompt are equal) to N x draws (they are independent); Miller
-    2024, arXiv:2411.00640, on clustered questions.
+    the mean of the values, and z is the two-sided normal quantile of `confidence`. n is the effective sample size: the
+    number of independent attempts that would be as informative as the N prompts with `draws` completions each. It is
+    estimated as n = N p (1 - p) / v, where p (1 - p) is the variance of a single attempt, and v is the variance of the
+    values. The estimate is limited to the range from N (all completions of a prompt are equal) to N x draws (they are
+    independent). Miller 2024 (arXiv:2411.00640) treats such clustered questions.
 
     Args:
         values: [N] in [0, 1], one per prompt; nan is excluded.

@@ -23,7 +23,9 @@ class RouterLoad(NamedTuple):
 
 
 def router_load(logits: Sequence[Tensor], weights: Tensor, *, top_k: int) -> RouterLoad:
-    """Sum up the routing of tokens: to the k experts of highest logit, with the softmax of the logits as probabilities.
+    """Sum up the routing of tokens.
+
+    A token is sent to the k experts with the highest logits. The router probabilities are the softmax of the logits.
 
     Args:
         logits: [R, E] per router, of R tokens.
@@ -54,9 +56,11 @@ def load_balancing_loss(routed: Tensor, probs: Tensor, num_tokens: Tensor) -> Te
         f[e] = sum over m of routed[m, e] / (M * num_tokens)             fractions of tokens, which sum to k
         P[e] = probs[e] / (M * num_tokens)                               mean probability
 
-    As in `load_balancing_loss_func` of transformers, f and P are means over all M routers, and f is summed over a
-    token's k experts: the loss is k if the load is uniform. Only P has a gradient. P is a sum over tokens, so with the
-    `routed` and `num_tokens` of an entire optimizer step, the losses of the `probs` of its parts add up to its loss.
+    As in `load_balancing_loss_func` of transformers, f and P are means over all M routers, and a token counts in f once
+    for each of its k experts. The loss is therefore k if the load is uniform. Only P has a gradient.
+
+    The loss is linear in `probs`, which is a sum over tokens. With the `routed` and `num_tokens` of an entire optimizer
+    step, the losses for the `probs` of the step's micro-batches therefore add up to the loss of the step.
 
     Args:
         routed: [M, E] numbers of tokens, of the optimizer step.

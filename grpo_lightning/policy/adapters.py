@@ -1,4 +1,4 @@
-"""peft's adapters in a model: find their layers and weights, switch between them, and compare them with the base.
+"""peft's adapters in a model: find their layers and weights, switch adapters, and compare the policy with its base.
 
 peft names adapters: the trained adapter has the name it was given or loaded with. A second adapter, `STARTING`, is the
 frozen copy of the initial adapter that the reference runs with. peft itself is not imported here.
@@ -66,8 +66,8 @@ def weights_of(layer: Any, kind: str, adapter: str) -> Iterator[nn.Parameter]:
 class UpdateDropout(nn.Dropout):
     """Dropout only in forward passes with a gradient: not for sampling, old log-probs or reference log-probs.
 
-    Grad mode is the switch, because it is on again when the backward pass recomputes a forward pass, and the recompute
-    must drop the same activations.
+    Dropout depends on grad mode, and not only on train mode. If activation checkpointing recomputes a forward pass in
+    the backward pass, grad mode is on again, so the recompute drops the same activations.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def narrow_copies(adapted: Any, adapter: str | None = None) -> list[tuple[nn.Mod
 
 
 def widen_copies(adapted: Any, adapter: str | None = None) -> bool:
-    """Convert an adapter's copies of 16-bit layers (`modules_to_save`) to float32: small updates would be lost.
+    """Convert an adapter's copies of 16-bit layers (`modules_to_save`) to float32, so that no small updates are lost.
 
     The copies still compute in the dtype of their originals, so that the policy starts as its base, bit for bit.
 
@@ -104,7 +104,7 @@ def widen_copies(adapted: Any, adapter: str | None = None) -> bool:
         adapter: Name of the adapter; None: the trained one.
 
     Returns:
-        True if there are such copies. Values that were loaded into them before were rounded.
+        True if there are such copies. Values that were loaded into them before this call have been rounded to 16 bits.
     """
     copies = narrow_copies(adapted, adapter)
     for copied, original in copies:
@@ -168,10 +168,10 @@ def adds_nothing(policy: nn.Module, dtype: torch.dtype | None = None) -> bool:
 
 
 def set_magnitude(layer: Any, magnitude: Any, adapter: str, dtype: torch.dtype | None = None) -> None:
-    """Set one of peft's DoRA magnitudes to the norms of the rows of W + s B A, which are computed as in the run.
+    """Set one of peft's DoRA magnitudes to the norms of the rows of W + s B A, computed in the dtype of the run.
 
-    peft divides the magnitude by these norms in every forward pass. The policy equals its base only if both were
-    rounded alike.
+    In every forward pass, peft computes these norms and divides the magnitude by them. The policy equals its base only
+    if the magnitude was rounded in the same way as the norms.
 
     Args:
         layer: peft's layer.

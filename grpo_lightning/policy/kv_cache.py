@@ -9,11 +9,11 @@ Scoring. `PrefixCache` is a write-once cache: the states of each prompt are stor
 The prompt pass runs the prompts, and the completion pass runs the completions with the cache. The passes have separate
 cache objects, because activation checkpointing recomputes the prompt pass in the backward pass, after the completion
 pass has run: the recompute must find the prompt pass's cache unchanged. Because no state is written twice, both passes
-can be checkpointed. Linear-attention layers, whose states are overwritten in place in the cache of transformers, also
-become differentiable.
+can be checkpointed. For the same reason, linear-attention layers are differentiable; the cache of transformers
+overwrites their states in place.
 
-Decoding. A prefill stores the prompts' keys and values in a `SamplingCache`. One of two caches then continues it, with
-the same methods (`DecodingCache`):
+Decoding. A prefill stores the prompts' keys and values in a `SamplingCache`. Decoding then continues with one of two
+caches, which have the same methods (`DecodingCache`):
 
 - `SharedPrompts` keeps each prompt once. The completions of a prompt read its keys and values together, and each
   completion's own keys and values are written in place. It needs a model whose attention can be replaced.
@@ -332,13 +332,14 @@ class RepeatedPrompts:
 class SharedPrompts(Cache):
     """Prompts' states, stored once, and the completions' own states, written in place.
 
-    Attention over [prompt | own tokens] is computed in two parts and merged (Juravsky et al. 2024, "Hydragen",
-    equations 4 and 5): with outputs o_p and o_c and log-sum-exps s_p and s_c of the scores of the two parts,
+    Attention over [prompt | own tokens] is computed in two parts, which are then merged (Juravsky et al. 2024,
+    "Hydragen", equations 4 and 5):
 
         o = o_c + sigmoid(s_p - s_c) (o_p - o_c)
 
-    The queries of all completions of a prompt attend to its keys in one matrix product, without a copy of the keys per
-    completion or per query head.
+    The outputs of the two parts are o_p (prompt) and o_c (own tokens of the completion), and s_p and s_c are the
+    log-sum-exps of their scores. The queries of all completions of a prompt attend to its keys in one matrix product,
+    without a copy of the keys per completion or per query head.
 
     Args:
         policy: The model.
@@ -360,13 +361,13 @@ class SharedPrompts(Cache):
             states = [States(*(nn.functional.pad(x, (0, 0, padding, 0)) for x in pair)) for pair in states]
             mask = nn.functional.pad(mask, (padding, 0))
         self.prompts = states
-        """Of each layer, [N, key heads, L, head size]."""
+        """Per layer, [N, key heads, L, head size]."""
         self.bias = None if not padding and bool(mask.all()) else torch.where(mask, 0.0, -torch.inf)[:, None, None]
         """[N, 1, 1, L] added to the scores: -inf at padding; None without padding."""
         self.length = 0
         """Tokens per row in `own`."""
         self.own = [States(*(x.new_empty(len(prompt_of), x.shape[1], 0, x.shape[3]) for x in pair)) for pair in states]
-        """Of each layer, [rows, key heads, capacity, head size]."""
+        """Per layer, [rows, key heads, capacity, head size]."""
         self.prompt_length = mask.shape[1]
         self.prompt_of: list[int] = []
         self.group(prompt_of.tolist())
@@ -412,10 +413,10 @@ class SharedPrompts(Cache):
         self.group(prompt_of)
 
     def group(self, prompt_of: list[int]) -> None:
-        """Arrange the rows in groups: of each row its prompt and its place, of each place its row.
+        """Arrange the rows in N groups by prompt, and set the row at each place and the group and place of each row.
 
-        The N groups have as many places as the largest group has rows. Free places hold some row, and what is computed
-        there is dropped.
+        All groups have as many places as the largest group has rows. An unused place refers to row 0; the attention
+        computed there is dropped.
         """
         members: list[list[int]] = [[] for _ in self.prompts[0].keys]
         places = []
@@ -552,9 +553,9 @@ def moved(states: Tensor, rows: list[int], length: int) -> Tensor:
 
 
 def packed(kept: list[int]) -> list[int]:
-    """The row that each of the first len(kept) places gets: its own if that is kept, else one from behind them.
+    """Assign the kept rows to the first len(kept) places, so that as few rows as possible move.
 
-    So the fewest rows move.
+    A place keeps its own row if that row is kept. Otherwise it gets a kept row from behind the first len(kept) places.
 
     Args:
         kept: Rows to keep, ascending.

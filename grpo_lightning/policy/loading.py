@@ -254,9 +254,10 @@ def meta_model(config: PretrainedConfig, **options: Any) -> Any:
 def import_model_code(config: PretrainedConfig) -> None:
     """Import the module of transformers that defines the models of this config; do nothing for code of a checkpoint.
 
-    ZeRO-3 replaces the constructors of all modules while a model is built, and afterwards puts back those that the
-    classes were created with. If the code is imported meanwhile, transformers' additions to the constructors of experts
-    are lost, and the next model of the process cannot run.
+    While ZeRO-3 builds a model, it replaces the constructors of all module classes, and restores them afterwards. If
+    the import of a module defines a class meanwhile, ZeRO-3 restores the constructor that this class had before its
+    decorators ran. The classes of experts then lack what transformers' decorators add to their constructors, and the
+    next model of the process cannot run. Therefore the module is imported before the model is built.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -397,9 +398,9 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
     Raises:
         FileNotFoundError: If the policy's config or the initial adapter does not exist.
         ModuleNotFoundError: If a package is missing.
-        ValueError: If the strategy cannot shard the weights (quantised, or DoRA's), the adapter cannot be used, its
-            settings have names that match nothing, the model does not support a setting of images or vision, or more
-            layers are to be frozen than the model has.
+        ValueError: If the strategy cannot shard the weights (quantised weights, or those of DoRA or adapted experts);
+            if the adapter cannot be used, or its settings have names that match nothing; if the model does not support
+            a setting of images or vision; or if more layers are to be frozen than the model has.
     """
     if loader.quantization != "none":
         if sharding.is_sharded:
@@ -416,20 +417,20 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
         warn_of_dropout("lora_dropout of the policy's adapter", config.lora_dropout)
     if sharding.gathers_by_module and adapter_setting(loader, "target_parameters"):
         raise ValueError(
-            "The adapter changes tensors of experts (target_parameters), and the strategy is ZeRO-3, which gathers the "
-            "weights of a layer only while the layer itself runs: peft changes them before. Use fsdp2 or zero2, or "
-            "adapt linear layers only."
+            "The adapter changes tensors of experts (target_parameters), and the strategy is ZeRO-3. It gathers the "
+            "weights of a layer only while the layer itself runs, but peft changes the tensors before. Use fsdp2 or "
+            "zero2, or adapt linear layers only."
         )
     if loader.quantization == "8bit" and adapter_setting(loader, "use_dora"):
         raise ValueError(
-            "The adapter is DoRA (use_dora), and policy.quantization is '8bit', whose layers lose their scales when "
-            "peft reads their weights to compute norms. Set it to '4bit', or use plain LoRA."
+            "The adapter is DoRA (use_dora), and policy.quantization is '8bit'. peft reads the weights of layers to "
+            "compute norms, and 8-bit layers then lose their scales. Set it to '4bit', or use plain LoRA."
         )
     if sharding.gathers_by_module and adapter_setting(loader, "use_dora"):
         raise ValueError(
-            "The adapter is DoRA (use_dora), and the strategy is ZeRO-3, which gathers the weights of a layer only "
-            "while the layer itself runs: DoRA needs them to compute the norms of their rows. Use fsdp2 or zero2, or "
-            "plain LoRA."
+            "The adapter is DoRA (use_dora), and the strategy is ZeRO-3. ZeRO-3 gathers the weights of a layer only "
+            "while the layer itself runs, but DoRA also needs them at other times, to compute the norms of their rows. "
+            "Use fsdp2 or zero2, or plain LoRA."
         )
     config = loader.load_config()
     check_image_family(loader, config)
@@ -457,7 +458,7 @@ def check_names_without_weights(loader: PolicySettings, config: PretrainedConfig
         try:
             model = meta_model(config, trust_remote_code=loader.trust_remote_code)
         except Exception as error:  # noqa: BLE001 - modelling code raises any exception for what it does not support
-            log.debug("The names in policy.lora are checked after loading: the model has no meta device (%s).", error)
+            log.debug("The names in policy.lora are checked after loading: no model on the meta device (%s).", error)
             return
     check_names(model, lora, freezes_vision=loader.freeze_vision_modules)
 
@@ -503,8 +504,8 @@ def check_in_step(model: Any, sharding: Sharding) -> None:
     is_trained = any(parameter.requires_grad and id(parameter) not in own for parameter in model.parameters())
     if ranks.world_size() > 1 and (sharding.is_sharded or is_trained):
         raise ValueError(
-            f"On several ranks, a rank without images could not keep in step: {reason}. Train on one device, use "
-            "policy.lora with ddp or zero2, or add a record to policy/families.py."
+            f"On several ranks, a rank without images could not make the same collective calls as ranks with images: "
+            f"{reason}. Train on one device, use policy.lora with ddp or zero2, or add a record to policy/families.py."
         )
 
 

@@ -12,9 +12,9 @@ from grpo_lightning.policy.hf import is_copied
 from grpo_lightning.policy.lora_targets import check_saved
 
 BASE_IS_LOST = ("pissa_niter", "corda", "lora_ga")
-"""Initialisations (`init_lora_weights`) that change the base's weights, where peft cannot repeat the change when it
-loads a saved adapter: the change depends on random numbers, or on activations and gradients of data. After PiSSA, OLoRA
-and LoftQ, peft can repeat it."""
+"""Initialisations (`init_lora_weights`) that change the base's weights in a way that peft cannot repeat when it loads a
+saved adapter: the change depends on random numbers, or on activations and gradients of data. PiSSA, OLoRA and LoftQ
+change the base's weights too, but peft can repeat their change."""
 
 OF_ADAPTERS = (
     *("rank", "alpha", "target_modules", "target_parameters"),
@@ -36,15 +36,15 @@ class LoRA:
         dropout: Fraction of A's inputs that is set to 0 during updates. Importance ratios then differ from 1 already
             before the first update.
         target_modules: Suffixes of layer names, for example `q_proj` or `lm_head`; None selects every linear layer of
-            the language model except its output head. An adapter of a head that is tied to the embeddings changes the
-            head only; merged exports then contain both.
+            the language model except its output head. If the head is tied to the embeddings, its adapter changes the
+            head only; merged exports then contain head and embeddings as separate weights.
         target_parameters: Suffixes of names of expert tensors, for example `experts.gate_up_proj`: mixtures of experts
             store all experts of a layer in one tensor. Every expert gets an A and a B of its own. None adapts no
             experts.
         use_rslora: Scale B A by alpha / sqrt(rank) instead of alpha / rank (rsLoRA, arXiv:2312.03732, equation 4), so
             that a larger rank does not make the adapter's output smaller.
-        use_dora: Train the magnitude of each row of W + s B A next to its direction (DoRA, arXiv:2402.09353, equation
-            5), with s = alpha / rank: the row is scaled to a norm that is trained and starts at the norm of W's row.
+        use_dora: Also train the magnitude of each row of W + s B A, with s = alpha / rank (DoRA, arXiv:2402.09353,
+            equation 5). The row is scaled to a trained norm, which starts at the norm of the same row of W.
         modules_to_save: Suffixes of names of modules that are trained completely, as float32 copies next to the frozen
             originals, for example `embed_tokens` and `lm_head`. The reference uses the originals. Refused for weights
             that are tied to others.
@@ -160,9 +160,9 @@ def check_config(config: Any, subject: str) -> None:
         )
     if str(config.init_lora_weights).lower().startswith(BASE_IS_LOST):
         raise ValueError(
-            f"{subject} was initialised with {config.init_lora_weights}, which changed its "
-            "base's weights, and they cannot be recomputed. Save it as plain LoRA (peft's save_pretrained with "
-            "path_initial_model_for_weight_conversion), or merge it into its base where it was trained "
+            f"{subject} was initialised with {config.init_lora_weights}, which changed the weights of its base. The "
+            "changed weights cannot be recomputed. Save the adapter as plain LoRA (peft's save_pretrained with "
+            "path_initial_model_for_weight_conversion); or merge it into its base in the program that trained it "
             "(merge_and_unload)."
         )
 
@@ -189,8 +189,8 @@ def check_given(model: Any) -> None:
     names = list(model.peft_config)
     if len(names) != 1:
         raise ValueError(
-            f"The policy has {len(names)} adapters ({', '.join(names)}), and one is trained: keep only that one "
-            "(delete_adapter of the others), or load it again if it comes from an earlier run in this process."
+            f"The policy has {len(names)} adapters ({', '.join(names)}), and a run trains exactly one. Delete the "
+            "others (delete_adapter), or load it again if it comes from an earlier run in this process."
         )
     (name,) = names
     config, subject = model.peft_config[name], f"The adapter {name!r} of the policy"
@@ -223,8 +223,8 @@ def check_state(model: Any, name: str) -> None:
     others = [key for key, weight in model.named_parameters() if weight.requires_grad and id(weight) not in own]
     if others:
         raise ValueError(
-            f"{len(others)} weights of the policy outside its adapter are trainable, for example {others[0]}, and the "
-            "reference could not run without their changes: freeze them (requires_grad_(False))."
+            f"{len(others)} weights of the policy outside its adapter are trainable, for example {others[0]}. Training "
+            "would change them for the reference too: freeze them (requires_grad_(False))."
         )
     for key, module in model.named_modules():
         if is_copied(module):

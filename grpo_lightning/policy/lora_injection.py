@@ -52,8 +52,8 @@ def add_adapters(model: Any, lora: LoRA, dtype: torch.dtype | None = None) -> An
     from transformers.pytorch_utils import Conv1D
 
     check_names(model, lora)
-    # Seeded, because every rank must make the same A (of which sharded strategies keep a different shard on each rank),
-    # and a resumed run must start with this A again.
+    # Seeded, because a resumed run must make the same A again, and because every rank must make the same A, also if the
+    # strategy then shards it and keeps only one shard per rank.
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft reads it
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)  # peft sets it by layer
@@ -153,8 +153,9 @@ def refuse_adapted(model: nn.Module) -> None:
     """Raise ValueError if a model already has adapters."""
     if next(adapter_layers(model), None) is not None:
         raise ValueError(
-            "The policy already has adapters: give the PeftModel without policy.lora, or its base and the folder of "
-            "the adapter as lora.adapter. If it got them from an earlier run in this process, load it again."
+            "The policy already has adapters: give the PeftModel without policy.lora, or give its base and set "
+            "policy.lora.adapter to the folder of the adapter. If an earlier run in this process added the adapters to "
+            "the policy, load it again."
         )
 
 
@@ -181,8 +182,9 @@ def adapted_modules(model: Any, lora: LoRA) -> dict[str, nn.Module]:
 def reset_magnitudes(adapted: Any, dtype: torch.dtype | None = None) -> None:
     """Set DoRA's magnitudes to the norms of the base's rows, so that the policy equals its base.
 
-    peft computes the norms of new adapters in the dtype of the loaded base. Rows that the strategy converts to another
-    dtype later have other norms, and the magnitudes of float32 rows would change the logits by up to 1 %.
+    peft computes the norms of new adapters in the dtype of the loaded base. If the strategy later converts the weights
+    to 16 bits, the norms of the rounded rows are different. Magnitudes computed from the float32 rows would then change
+    the logits by up to 1 %.
 
     Args:
         adapted: Model with new adapters.
@@ -210,8 +212,9 @@ def finish_adapters(adapted: Any, dropout: float) -> Any:
     """
     if dropout and any(map(is_expert_adapter, adapter_layers(adapted))):
         raise ValueError(
-            f"policy.lora.dropout is {dropout}, and adapters of experts have none: they change the experts' weights, "
-            "not their outputs. Set it to 0, or leave the experts out (policy.lora.target_parameters)."
+            f"policy.lora.dropout is {dropout}, but adapters of experts have no dropout, because they change the "
+            "experts' weights and not their outputs. Set it to 0, or leave the experts out "
+            "(policy.lora.target_parameters)."
         )
     set_dropout(adapted, dropout)
     widen_copies(adapted)

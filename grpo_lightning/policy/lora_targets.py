@@ -30,7 +30,7 @@ def language_modules(model: Any) -> dict[str, nn.Module]:
 
 
 def expert_tensors(model: Any) -> list[str]:
-    """Names of parameters that hold all experts of a layer in one tensor; only linear layers can have adapters."""
+    """Names of parameters that hold all experts of a layer in one tensor. `target_modules` cannot select them."""
     return sorted({name.rpartition(".")[2] for name in all_experts(model)})
 
 
@@ -144,7 +144,7 @@ def saved_modules(
 
     Raises:
         ValueError: If a suffix matches no module, or a module whose weights are tied to others or quantised; or if
-            peft, which compares suffixes of characters, would select other modules too.
+            peft would select other modules too, because it also matches a suffix inside a part of a name.
     """
     found: dict[str, nn.Module] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -184,9 +184,9 @@ def check_saved(model: nn.Module, name: str, module: nn.Module, setting: str) ->
     for key, weight in model.named_parameters(remove_duplicate=False):
         if id(weight) in own and key.rpartition(".")[0] not in inside:
             raise ValueError(
-                f"{setting}: {name} is tied to {key} (tie_word_embeddings). Its copy would be trained alone, and the "
-                "exported model would tie the two again. Remove it; or untie the policy before training: give the head "
-                "weights of its own, set tie_word_embeddings to false in its config, and save it."
+                f"{setting}: {name} is tied to {key} (tie_word_embeddings). Only the copy of {name} would be trained, "
+                "and the exported model would tie the two again. Remove the name; or untie the policy before training: "
+                "give the head weights of its own, set tie_word_embeddings to false in the config, and save the model."
             )
 
 
@@ -222,8 +222,8 @@ def targets(model: Any, names: list[str] | None = None, saved: Iterable[str] = (
             )
         if refused := [name for name in matched if name in taken]:
             raise ValueError(
-                f"policy.lora.target_modules: {end!r} matches {refused[0]}, whose name peft mistakes for the experts, "
-                f"which are one tensor. Remove it; available: {', '.join(known)}."
+                f"policy.lora.target_modules: {end!r} matches {refused[0]}. peft mistakes this name for experts, and "
+                f"all experts of a layer are one tensor. Remove the suffix; available: {', '.join(known)}."
             )
     return {name: layer for name, layer in layers.items() if any(f".{name}".endswith(f".{end}") for end in names)}
 

@@ -18,8 +18,8 @@ NARROW = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 def compute_like(module: nn.Module, original: nn.Module) -> None:
     """Have a module compute as if its weights had the dtype of another module's weights.
 
-    The result is that of the module after `module.to(dtype)`, bit for bit, but the weights keep their own dtype, and
-    gradients reach them: small updates of float32 weights are not lost to rounding.
+    The outputs equal those of the module after `module.to(dtype)`, bit for bit. But the weights keep their own dtype,
+    and they receive the gradients, so small updates of float32 weights are not lost to rounding.
 
     Args:
         module: Changed in place, with its submodules: the `forward` of each module that has weights is replaced.
@@ -39,12 +39,12 @@ def forward_like(module: nn.Module, original: nn.Module, *args: Any, **kwargs: A
 def use_float32_head(model: nn.Module) -> None:
     """Have the output head compute the logits in float32, from float32 weights and hidden states, without autocast.
 
-    16-bit weights are converted whenever the head runs, so that tied and sharded weights stay as they are. MiniMax-M1
+    16-bit weights are converted each time the head runs, so that tied and sharded weights keep their dtype. MiniMax-M1
     (arXiv:2506.13585, section 3.2) found a 16-bit head to be the main cause of different log-probs in sampling and
     training.
 
     Args:
-        model: Changed in place: the `forward` of the head's layers is replaced, including adapters and copies of it.
+        model: Changed in place: the `forward` of the head's layers is replaced, also of its adapters and copies.
 
     Raises:
         ValueError: If the model does not declare its head, or the head is quantised.

@@ -1,8 +1,9 @@
 """Routers of mixtures of experts: find them in a model, and record their logits during forward passes.
 
-Models compute their load-balancing loss from the attention mask and the logits of one forward pass. With a KV cache
-these belong to different tokens, so the logits are recorded here instead, by forward hooks on the routers. The hooks
-are there only while the root module runs, so that activation checkpointing does not record a token twice.
+The models of transformers compute their load-balancing loss from the attention mask and the router logits of one
+forward pass. With a KV cache, the mask covers all tokens and the logits only the new tokens, so the loss cannot be
+computed in this way. Instead, forward hooks on the routers record the logits. The hooks exist only while the root
+module runs: activation checkpointing runs the routers again in the backward pass, and must not record a token twice.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Routers:
 
 
 def _record(recorded: list[Tensor], index: int, module: nn.Module, inputs: Any, output: Any) -> None:
-    """Forward hook. It computes nothing: activation checkpointing may run the router again without the hook."""
+    """Forward hook. It must not compute anything, because activation checkpointing recomputes without the hook."""
     recorded.append(output[index] if isinstance(output, tuple) else output)
 
 
@@ -76,7 +77,7 @@ def find_routers(model: nn.Module) -> Routers:
     """Find the routers by what the model declares for transformers' `output_router_logits` (`_can_record_outputs`).
 
     Raises:
-        UnsupportedRoutersError: If the model declares no routers, or not how many experts a token is sent to.
+        UnsupportedRoutersError: If the model declares no routers, or does not declare the number of experts per token.
     """
     base = base_model(model)
     idle = {module for wrapper in base.modules() if is_copied(wrapper) for module in _idle_modules(wrapper)}
@@ -102,7 +103,7 @@ def _idle_modules(wrapper: Any) -> set[nn.Module]:
 
 
 def _is_recorded(recorder: Any, module: nn.Module, name: str) -> bool:
-    """True if transformers' `OutputRecorder` records this module; a class or the end of a name may stand for one."""
+    """True if the recorder selects this module. It is an `OutputRecorder`, a class, or the end of a module's name."""
     kind = recorder if isinstance(recorder, type) else getattr(recorder, "target_class", None)
     ending = recorder if isinstance(recorder, str) else getattr(recorder, "class_name", None)
     inside = getattr(recorder, "layer_name", None)

@@ -98,8 +98,8 @@ def frozen_names(owner: nn.Module) -> set[str]:
 def keep_frozen_out_of_checkpoints(owner: nn.Module) -> None:
     """Drop frozen weights and the reference from a module's state dict; resumed runs load or make them again.
 
-    In a policy with adapters, only the trained weights stay in the state dict, because quantised layers write scales
-    and codes next to their weights. In a policy without adapters, buffers stay as well.
+    In a policy with adapters, only the trained weights stay in the state dict: quantised layers also write scales and
+    codes, which are dropped. In a policy without adapters, buffers stay as well.
 
     A weight is dropped only if it is frozen both when this function is called and when the state dict is taken. A
     weight that is frozen or unfrozen in between is trained in a part of the run, so the state dict keeps it. Loading
@@ -158,7 +158,7 @@ def all_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
 
 
 def check_masters(settings: PolicySettings, precision: str | int | None, *, has_masters: bool) -> None:
-    """Refuse to train 16-bit weights without float32 master copies: their updates would be lost to rounding.
+    """Refuse to train 16-bit weights without float32 master copies, because updates would be lost to rounding.
 
     The check runs before weights are loaded. AdamW changes a weight by about the learning rate per step, but a bfloat16
     weight of 0.02 changes by at least 1.2e-4 or not at all.
@@ -174,11 +174,11 @@ def check_masters(settings: PolicySettings, precision: str | int | None, *, has_
     name = str(precision)
     if has_masters or name in ("64-true", "64"):  # which converts all weights to 64 bits
         return
-    adapters = " It converts float32 adapters as well." if settings.trains_adapters else ""
+    adapters = ", also float32 adapters," if settings.trains_adapters else ""
     if name in ("bf16-true", "16-true"):
         raise ValueError(
-            f"trainer.precision {name!r} converts the trained weights to 16 bits, in which updates of usual learning "
-            f"rates are lost to rounding, and this strategy keeps no 32-bit masters.{adapters} Set it to "
+            f"trainer.precision {name!r} converts the trained weights{adapters} to 16 bits, and this strategy keeps no "
+            "32-bit master copies: updates at usual learning rates would be lost to rounding. Set it to "
             f"{'bf16-mixed' if name == 'bf16-true' else '16-mixed'!r}, or use DeepSpeed (trainer.strategy: zero2)."
         )
     if settings.lora is not None:  # new adapters are float32, and so are copies of layers
@@ -194,14 +194,14 @@ def check_masters(settings: PolicySettings, precision: str | int | None, *, has_
     shown = str(dtype).removeprefix("torch.")
     if settings.has_adapters_in_memory:
         raise ValueError(
-            f"The adapter of the policy is {shown} ({share} weights, for example {weight}), in which updates of usual "
-            "learning rates are lost to rounding, and this strategy keeps no 32-bit masters. Leave get_peft_model's "
+            f"The adapter of the policy is {shown} ({share} weights, for example {weight}), and this strategy keeps no "
+            "32-bit master copies: updates at usual learning rates would be lost to rounding. Leave get_peft_model's "
             "autocast_adapter_dtype at True, or use DeepSpeed (trainer.strategy: zero2)."
         )
     given = f"{share}, for example {weight}" if len(trained) > 1 else "policy.dtype"
     raise ValueError(
-        f"The trained weights are {shown} ({given}): updates below {NARROW[dtype]:.1g} of a weight are lost to "
-        "rounding, which at usual learning rates is all of them, and this strategy keeps no 32-bit masters. Set "
+        f"The trained weights are {shown} ({given}), and this strategy keeps no 32-bit master copies. Updates below "
+        f"{NARROW[dtype]:.1g} of a weight would be lost to rounding, which at usual learning rates is all of them. Set "
         "policy.dtype to float32, or load the given model in float32, with trainer.precision 'bf16-mixed'; train "
         "adapters (policy.lora); or use DeepSpeed (trainer.strategy: zero2)."
     )

@@ -30,9 +30,10 @@ from grpo_lightning.training.micro_batches import (
 )
 
 UNKNOWN_COMPLETIONS = (
-    "The checkpoint was saved inside a cycle by another number of ranks or of micro-batches, and the micro-batches of "
-    "`split_rollout` do not tell which completions they contain (`MicroBatch.groups` and `numbers`), so they cannot be "
-    "redistributed. Set both in `split_rollout`, or resume with the original numbers."
+    "The checkpoint was saved inside a cycle by a run with another number of ranks or of micro-batches. Its rollout "
+    "cannot be redistributed: the micro-batches of `split_rollout` do not state which completions they contain. Set "
+    "`MicroBatch.groups` and `MicroBatch.numbers` in `split_rollout`, or resume with the original numbers of ranks and "
+    "micro-batches."
 )
 
 
@@ -51,10 +52,10 @@ class SavedRow(CompletionRow):
 
 
 def saved_share(rank: int, world_size: int, ranks_per_group: int) -> dict[str, int]:
-    """Return the entries of a rank's saved cycle that tell which groups and completions of the rollout it has.
+    """Return the entries of a rank's saved cycle that state which groups and completions of the rollout the rank has.
 
-    The i-th group of the rank has the index `first_group + i * group_step` over all ranks. The i-th completion that the
-    rank has of a group has the index `first_completion + i * completion_step` in the group.
+    The i-th group of the rank is group `first_group + i * group_step` of all ranks. Within a group, the i-th completion
+    of the rank is completion `first_completion + i * completion_step` of the group.
     """
     return {
         "first_group": rank // ranks_per_group,
@@ -77,8 +78,8 @@ def redistribute(saved: Sequence[Mapping[str, Any]], shape: CycleShape, *, teams
         This rank's part of the cycle. `MicroBatch.num_chunks`, on which ranks have to agree, is not set.
 
     Raises:
-        ValueError: If micro-batches do not tell which completions they contain, which only those of an overridden
-            `split_rollout` may not.
+        ValueError: If a micro-batch does not state which completions it contains. Only an overridden `split_rollout`
+            can return such micro-batches.
     """
     updates = [list[SavedRow]() for _ in saved[0]["counts"]]
     has_images = False

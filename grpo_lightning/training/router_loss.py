@@ -1,12 +1,16 @@
 """Load-balancing (auxiliary) loss of a mixture of experts, exact over the optimizer step.
 
-    loss = E * sum over e of  f[e] * P[e]              gradient: that of P alone
+    loss = E * sum over e of  f[e] * P[e]              only P has a gradient
 
-f and P are means over all tokens of the optimizer step, of all its micro-batches, chunks and ranks; a prompt counts
-once per completion. P is a sum over tokens, which accumulates over micro-batches, but the gradient of the first
-micro-batch needs the f of all. So before the first micro-batch, the others run through the policy once more, without
-gradients; the first forward pass that is trained on completes f. With one micro-batch per step, there is no such pass.
-Passes without gradients have no adapter dropout (`policy.lora.dropout`), so with dropout f is exact only up to it.
+f[e] is the fraction of tokens that are sent to expert e, and P[e] is the mean router probability of expert e
+(`functional.routing.load_balancing_loss`). Both are means over all tokens of the optimizer step, in all micro-batches,
+chunks and ranks; a prompt counts once per completion.
+
+P is a sum over tokens, so it can be accumulated over micro-batches. f cannot: the gradient of the first micro-batch
+already depends on the f of the entire step. Therefore all micro-batches except the first run through the policy once
+more before the step, without gradients. The first micro-batch's own forward pass then completes f. A step of one
+micro-batch needs no additional pass. The additional passes have no adapter dropout (`policy.lora.dropout`), so f is
+only approximate if the adapters have dropout.
 """
 
 from __future__ import annotations
@@ -78,12 +82,12 @@ class RouterLoss:
             relative to a uniform load.
 
         Raises:
-            ValueError: If `share` was not called for the micro-batch, which only an overridden `update` may leave out.
+            ValueError: If `share` was not called for the micro-batch. Only an overridden `update` can leave it out.
         """
         if self.step is None or self.latest is None:
             raise ValueError(
                 f"The load-balancing loss of the experts has the weight {self.coefficient:g}, but your `update` leaves "
-                "it out. Make objective.router_aux_loss_coef 0, or add the loss as GRPOLightningModule.update does "
+                "it out. Set objective.router_aux_loss_coef to 0, or add the loss as GRPOLightningModule.update does "
                 "(`self.router_loss`)."
             )
         latest, self.latest = self.latest, None
@@ -138,11 +142,12 @@ def make_router_loss(policy: nn.Module, scorer: Scorer, requested: float | None)
         if requested:
             raise ValueError(
                 f"objective.router_aux_loss_coef is {requested}, but the routing of {name} cannot be recorded: "
-                f"{error}. Set it to 0 to train without the load-balancing loss."
+                f"{error}. Set the coefficient to 0 to train without the load-balancing loss."
             ) from error
         log.warning(
-            "The policy's config has router_aux_loss_coef %g, but the loss does not include the load-balancing loss: "
-            "the routing of %s cannot be recorded: %s. objective.router_aux_loss_coef: 0 removes this warning.",
+            "The policy's config has router_aux_loss_coef %g, but this run trains without the load-balancing loss, "
+            "because the routing of %s cannot be recorded: %s. Set objective.router_aux_loss_coef to 0 to remove this "
+            "warning.",
             coefficient,
             name,
             error,

@@ -148,8 +148,9 @@ class RunState:
         if ranks.world_size() == 1 or not (end.cycle or self.has_moved):
             return None
         moment = f"step{end.num_steps}-{end.rollout_index}-{end.position}"
-        # A run on other ranks may save under the same name at the same step, and be killed before its checkpoint
-        # replaces the earlier one, whose files must then still be there.
+        # The name contains the layout, because a run with another number of ranks may save a checkpoint of the same
+        # name at the same step. If this run is killed before its checkpoint replaces the earlier checkpoint, the rank
+        # files of the earlier checkpoint must still exist.
         layout = f"w{self.layout.world_size}-r{self.layout.ranks_per_group}"
         return f"{moment}-{layout}" + (f"-a{end.cycle.accumulate}" if end.cycle else "")
 
@@ -218,8 +219,8 @@ class RunState:
             return Cycle.from_state_dict(own)
         if ranks.rank() == 0:
             log.info(
-                "The checkpoint was saved inside a cycle by %d rank(s), %d micro-batches per optimizer step: its "
-                "rollout is redistributed over %d rank(s), %d micro-batches per step.",
+                "The checkpoint was saved inside a cycle by a run with %d rank(s) and %d micro-batches per optimizer "
+                "step. Its rollout is redistributed over %d rank(s) and %d micro-batches per step.",
                 saved.world_size,
                 saved_accumulate(own),
                 self.layout.world_size,

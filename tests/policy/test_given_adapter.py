@@ -260,5 +260,5 @@ def test_adapters_of_16_bits_need_masters():
     assert {weight.dtype for weight in policy.parameters() if weight.requires_grad} == {torch.float32}
     wide = given(model=tiny_model("qwen2", dtype=torch.bfloat16))
     check_masters(loader(wide), "bf16-mixed", has_masters=False)
-    with pytest.raises(ValueError, match=r"'bf16-true' converts .* It converts float32 adapters as well"):
+    with pytest.raises(ValueError, match=r"'bf16-true' converts .*, also float32 adapters, to 16 bits"):
         check_masters(loader(wide), "bf16-true", has_masters=False)

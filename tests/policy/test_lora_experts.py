@@ -127,7 +127,7 @@ def test_what_experts_cannot_have():
         ValueError, match=r"use_dora is true, and policy.lora.target_parameters .* Remove one of the two"
     ):
         lora(use_dora=True)
-    with pytest.raises(ValueError, match=r"policy.lora.dropout is 0.1, and adapters of experts have none"):
+    with pytest.raises(ValueError, match=r"policy.lora.dropout is 0.1, but adapters of experts have no dropout"):
         loader_of("qwen3_moe", lora(dropout=0.1)).load()
 
     class ZeRO3(Sharding):

@@ -240,13 +240,11 @@ def test_ranks_of_an_unknown_family_keep_step_or_are_refused(monkeypatch):
     monkeypatch.setattr("grpo_lightning.policy.families.FAMILIES", {})
     check_in_step(vlm.model, Sharding())
     monkeypatch.setattr("grpo_lightning.core.ranks.world_size", lambda: 2)
-    with pytest.raises(
-        ValueError, match="a rank without images could not keep in step: vision-language models of type"
-    ):
+    with pytest.raises(ValueError, match="calls as ranks with images: vision-language models of type"):
         check_in_step(vlm.model, Sharding())
     check_in_step(add_adapters(vlm.model, LoRA(rank=2)), Sharding())
     in_tower = add_adapters(tiny_vlms.build("qwen2_5_vl").model, LoRA(rank=2, modules_to_save=["visual.merger"]))
-    with pytest.raises(ValueError, match="a rank without images could not keep in step"):
+    with pytest.raises(ValueError, match="a rank without images could not make the same collective calls"):
         check_in_step(in_tower, Sharding())
 
 

@@ -132,7 +132,7 @@ def test_micro_batches_that_do_not_tell_what_they_contain_are_refused():
         cycle = cut([group_of(0, [2, 3])], torch.ones(1, 2), 1, shape, has_images=False)
         cycle.micro_batches[0].groups = ()
         file = saved(cycle, 1, 1)
-        with pytest.raises(ValueError, match=r"`split_rollout` do not tell which .* original numbers"):
+        with pytest.raises(ValueError, match=r"`split_rollout` do not state which .* original numbers"):
             redistribute([file], shape, teams=Teams(), pad_id=PAD)
 
 
@@ -149,5 +149,5 @@ def test_rows_are_neither_lost_nor_given_another_prompt(change):
             else:
                 batch.groups = [0] * len(batch.groups)
         file = saved(cycle, 1, 2)
-        with pytest.raises(ValueError, match="do not tell which completions they contain"):
+        with pytest.raises(ValueError, match="do not state which completions they contain"):
             redistribute([file], shape, teams=Teams(), pad_id=PAD)
