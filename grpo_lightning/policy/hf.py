@@ -67,9 +67,9 @@ def known_arguments(model: nn.Module, **arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if accepts(model, name)}
 
 
-def left_pad(rows: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Left-pad prompts to ([N, L] ids, [N, L] bool mask)."""
-    length = max(map(len, rows))
+def left_pad(rows: list[list[int]], pad_id: int, multiple: int = 1) -> tuple[Tensor, Tensor]:
+    """Left-pad prompts to ([N, L] ids, [N, L] bool mask), where L is a multiple of `multiple`."""
+    length = -(-max(map(len, rows)) // multiple) * multiple
     ids = torch.tensor([[pad_id] * (length - len(row)) + row for row in rows])
     lengths = torch.tensor([len(row) for row in rows])
     return ids, torch.arange(length) >= (length - lengths)[:, None]

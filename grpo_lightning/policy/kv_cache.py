@@ -24,6 +24,8 @@ caches, which have the same methods (`DecodingCache`):
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
@@ -34,6 +36,8 @@ from transformers import AttentionInterface, PretrainedConfig, cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo_lightning.policy.hf import base_model, text_config
+
+log = logging.getLogger(__name__)
 
 # ------------------------------------------------------------------------------------------------------------- scoring
 
@@ -300,11 +304,11 @@ class RepeatedPrompts:
     """A prefilled cache whose states are repeated for the completions.
 
     Args:
-        policy: The model.
+        policy: The model; not needed here.
         prefilled: The states of N prompts.
         mask: [N, L] bool, False at padding.
         prompt_of: [rows] index of each row's prompt.
-        longest: Not needed here.
+        longest: Most tokens per row that will be stored; not needed here.
     """
 
     def __init__(
@@ -355,17 +359,16 @@ class SharedPrompts(Cache):
         super().__init__(layers=[])
         self.policy, self.device, self.longest = policy, mask.device, longest
         states = [States(layer.keys, layer.values) for layer in prefilled.layers]
-        # The kernels of GPUs read biases in vectors of 8 numbers.
-        padding = -mask.shape[1] % 8 if mask.device.type == "cuda" else 0
-        if padding:
-            states = [States(*(nn.functional.pad(x, (0, 0, padding, 0)) for x in pair)) for pair in states]
-            mask = nn.functional.pad(mask, (padding, 0))
         self.prompts = states
         """Per layer, [N, key heads, L, head size]."""
-        self.bias = None if not padding and bool(mask.all()) else torch.where(mask, 0.0, -torch.inf)[:, None, None]
-        """[N, 1, 1, L] added to the scores: -inf at padding; None without padding."""
+        self.bias: Tensor | None = None
+        """[N, 1, 1, L] added to the scores: -inf at padding, in the keys' dtype; None without padding."""
+        if not bool(mask.all()):
+            self.bias = torch.where(mask, 0.0, -torch.inf)[:, None, None].to(states[0].keys.dtype)
         self.length = 0
         """Tokens per row in `own`."""
+        self.stored: tuple[int, Tensor, Tensor] | None = None
+        """The layer that stored a token last, with the token's keys and values."""
         self.own = [States(*(x.new_empty(len(prompt_of), x.shape[1], 0, x.shape[3]) for x in pair)) for pair in states]
         """Per layer, [rows, key heads, capacity, head size]."""
         self.prompt_length = mask.shape[1]
@@ -392,8 +395,8 @@ class SharedPrompts(Cache):
         """See `DecodingCache.decoding`."""
         config = text_config(self.policy)
         usual, token = config._attn_implementation, current.set(self)
-        config._attn_implementation = ATTENTION
         try:
+            config._attn_implementation = ATTENTION
             yield
         finally:
             config._attn_implementation = usual
@@ -437,11 +440,22 @@ class SharedPrompts(Cache):
         """Write a token's keys and values of a layer, [rows, key heads, 1, head size], and return them."""
         for own, states in zip(self.own[layer_idx], (key_states, value_states), strict=True):
             own[:, :, self.length - 1] = states[:, :, 0]
+        self.stored = layer_idx, key_states, value_states
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens before the new one."""
         return self.prompt_length + self.length - 1
+
+    def layer_of(self, key: Tensor, value: Tensor) -> int:
+        """The layer that has just stored these keys and values.
+
+        Raises:
+            NotImplementedError: If the model attends to other keys or values than it stored.
+        """
+        if self.stored is None or self.stored[1] is not key or self.stored[2] is not value:
+            raise NotImplementedError("the model attends to other keys or values than it stores in its cache")
+        return self.stored[0]
 
     def attend(self, layer_idx: int, query: Tensor, scaling: float | None) -> Tensor:
         """Attend to the prompts and to the completions' own tokens.
@@ -464,7 +478,7 @@ class SharedPrompts(Cache):
         grouped = query[self.row_at].transpose(1, 2).flatten(2, 3)  # [N, key heads, places x query heads, head size]
         bias = self.bias
         if bias is not None:
-            bias = bias.to(query.dtype).expand(groups, key_heads, grouped.shape[2], -1)
+            bias = bias.expand(groups, key_heads, grouped.shape[2], -1)
         of_prompt, prompt_sum = attention(grouped, keys, values, bias, scaling)
         of_own, own_sum = attention(query, own_keys, own_values, None, scaling)
         prompt, place = self.place_of
@@ -474,6 +488,9 @@ class SharedPrompts(Cache):
         merged = torch.lerp(of_own.float(), of_prompt.float(), share)
         return merged.to(query.dtype).view(rows, 1, heads, -1)
 
+
+NOT_COMPUTED = ("softcap", "s_aux", "sinks", "position_bias", "sliding_window", "indices", "block_indices")
+"""Arguments of transformers' attention functions that change the result, and that `SharedPrompts.attend` lacks."""
 
 current: ContextVar[SharedPrompts] = ContextVar("the cache that `attend_to_current` reads")
 
@@ -491,13 +508,19 @@ def attend_to_current(
 
     Raises:
         NotImplementedError: If the model asks for attention that `SharedPrompts` does not compute.
+        RuntimeError: If this thread does not sample.
     """
-    asked = {name: arguments.get(name) for name in ("softcap", "s_aux", "sinks", "position_bias", "sliding_window")}
-    if unknown := [name for name, value in asked.items() if value is not None]:
-        raise NotImplementedError(f"attention with {', '.join(unknown)} is not computed from shared prompts")
+    cache = current.get(None)
+    if cache is None:
+        raise RuntimeError(
+            "The policy was called while it is sampled in another thread, for example by an asynchronous reward. Give "
+            "the reward a model of its own."
+        )
+    if asked := [name for name in NOT_COMPUTED if arguments.get(name) is not None]:
+        raise NotImplementedError(f"attention with {', '.join(asked)} is not computed from shared prompts")
     if attention_mask is not None:
         raise NotImplementedError("the model makes an attention mask of its own")
-    return current.get().attend(module.layer_idx, query, scaling), None  # type: ignore[arg-type]
+    return cache.attend(cache.layer_of(key, value), query, scaling), None
 
 
 AttentionInterface.register(ATTENTION, attend_to_current)
@@ -506,7 +529,7 @@ AttentionInterface.register(ATTENTION, attend_to_current)
 def attention(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scaling: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention and the log-sum-exp of its scores, with the kernels behind torch's `scaled_dot_product_attention`.
+    """Attention and the log-sum-exp of its scores.
 
     Args:
         query: [B, heads, q, head size].
@@ -518,20 +541,54 @@ def attention(
     Returns:
         [B, heads, q, head size], and [B, heads, q] float32.
     """
-    if query.device.type == "cuda":
-        output, sums, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            query,
-            keys,
-            values,
-            bias,
-            True,
-            scale=scaling,
-        )
-        return output, sums[:, :, : query.shape[2]]  # the kernel pads the queries to a multiple of 32
-    output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, keys, values, attn_mask=bias, scale=scaling
-    )
-    return output, sums
+    kernel = attention_kernel(query.device.type, query.dtype, query.shape[-1])
+    return kernel(query, keys, values, bias, query.shape[-1] ** -0.5 if scaling is None else scaling)
+
+
+AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
+
+
+@functools.cache
+def attention_kernel(device_type: str, dtype: torch.dtype, head_size: int) -> AttentionKernel:
+    """The fused kernel behind torch's `scaled_dot_product_attention`, if there is one for this dtype and head size.
+
+    Older GPUs lack kernels of bfloat16, and all of them lack kernels of head sizes that are not multiples of 8.
+    """
+    kernel = {"cpu": flash_of_cpu, "cuda": efficient_of_cuda}.get(device_type, matrix_products)
+    sample = torch.zeros(1, 1, 8, head_size, dtype=dtype, device=device_type)
+    try:
+        kernel(sample, sample, sample, sample.new_zeros(1, 1, 8, 8), 1.0)
+    except RuntimeError as error:
+        log.warning("Sampling without a fused attention kernel (%s, head size %d): %s", dtype, head_size, error)
+        return matrix_products
+    return kernel
+
+
+def flash_of_cpu(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """See `attention`."""
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return operator(query, keys, values, attn_mask=bias, scale=scaling)  # type: ignore[no-any-return]
+
+
+def efficient_of_cuda(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """See `attention`."""
+    operator = torch.ops.aten._scaled_dot_product_efficient_attention
+    returns_sums = True  # the operator takes it by position
+    output, sums, *_ = operator(query, keys, values, bias, returns_sums, scale=scaling)
+    return output, sums[:, :, : query.shape[2]]  # the kernel pads the queries to a multiple of 32
+
+
+def matrix_products(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """See `attention`; in float32, for devices and dtypes without a fused kernel."""
+    scores = scaling * query.float() @ keys.float().transpose(-1, -2)
+    scores = scores if bias is None else scores + bias
+    return (scores.softmax(-1) @ values.float()).to(query.dtype), scores.logsumexp(-1)
 
 
 def moved(states: Tensor, rows: list[int], length: int) -> Tensor:

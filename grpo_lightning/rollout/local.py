@@ -1,7 +1,7 @@
 """The local engine: samples with the policy itself, with the unmodified model code of transformers.
 
-Every prompt is prefilled once, its KV cache is repeated for its G completions, and finished completions leave the
-batch.
+Every prompt is prefilled once for its G completions, and finished completions leave the batch. `policy/kv_cache.py` has
+the KV caches.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class LocalEngine(RolloutEngine):
         self.logged_gathering: bool | None = None
 
     def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:
-        """Store the policy and its stop tokens, and check whether completions can share their prompt's KV cache."""
+        """Store the policy and its stop tokens, and choose how to sample."""
         self.policy, self.tokenizer, self.sharding = policy, tokenizer, sharding
         self.stop_ids = stop_ids(policy, tokenizer)
         if not self.stop_ids:
@@ -104,15 +104,13 @@ class LocalEngine(RolloutEngine):
         if reason := no_fan_out_reason(policy):
             self.use("generate", reason)
         elif reason := unshared_reason(policy):
-            self.use("repeated", reason)
+            self.use("repeated", reason, logging.INFO)
 
-    def use(self, way: Way, reason: str) -> None:
-        """Choose how to sample, and say why not in the way before it."""
+    def use(self, way: Way, reason: str, level: int = logging.WARNING) -> None:
+        """Choose how to sample, and log why no faster way is used."""
         self.way, self.reason = way, reason
-        if way == "generate":
-            log.warning("Sampling with transformers' `generate`, which prefills each prompt G times: %s.", reason)
-        else:
-            log.info("Sampling with a KV cache that repeats each prompt G times: %s.", reason)
+        cost = "which prefills each prompt G times" if way == "generate" else "which attends more slowly"
+        log.log(level, "Sampling with %s, %s: %s.", WAYS[way], cost, reason)
 
     def check(self, scorer: Scorer) -> None:
         """Check that the engine's log-probs equal those of training, on a small rollout with prompts of unequal length.
@@ -253,10 +251,10 @@ class LocalEngine(RolloutEngine):
         is_stop = torch.zeros(logits.shape[-1], dtype=torch.bool, device=fan.device)
         is_stop[self.stop_ids] = True
         sampled = SampledRows(len(wave.prompts) * len(wave.part))
-        is_idle = not wave.prompts  # the rows only take part in the collectives; their ids do not matter
+        is_idle = not wave.prompts
         interval = LOOK_INTERVAL.get(fan.device.type, 16)
         least_ended = LEAST_ENDED.get(fan.device.type, 0.25)
-        ids = fan
+        ids = fan  # any ids will do: an idle rank only takes part in the collectives
         for step in range(longest):
             if not is_idle:
                 ids, logprobs, entropies = draw(rows.history[:, : length + step], rows.logits, rows.number)
@@ -268,8 +266,8 @@ class LocalEngine(RolloutEngine):
                 progress(step + 1, longest)
             is_last = step == longest - 1
             if is_last or step % interval == interval - 1:
-                draw.refuse_nan()
-                kept = [] if is_idle else (~rows.has_ended).nonzero()[:, 0].tolist()
+                has_ended = draw.look(rows.has_ended)
+                kept = [] if is_idle else [row for row, ended in enumerate(has_ended) if not ended]
                 if is_last or not lockstep.continues(bool(kept)):
                     break
                 num_ended = len(ids) - len(kept)
@@ -318,7 +316,9 @@ class LocalEngine(RolloutEngine):
         """
         device = compute_device(self.policy)
         prompts, seeds = (wave.prompts, wave.seeds) if wave.prompts else ([[self.pad_id]], [0])
-        ids, mask = (x.to(device) for x in left_pad(prompts, self.pad_id))
+        # The attention kernels of GPUs read the bias of 8 keys at once.
+        multiple = 8 if device.type == "cuda" else 1
+        ids, mask = (x.to(device) for x in left_pad(prompts, self.pad_id, multiple))
         # Padding is replaced by a token of the prompt, so that a repetition penalty does not apply to the pad id.
         ids = torch.where(mask, ids, ids[:, -1:])
         fan = torch.arange(len(prompts), device=device).repeat_interleave(len(wave.part))
@@ -338,7 +338,7 @@ class LocalEngine(RolloutEngine):
         lockstep: Lockstep,
         progress: Progress | None,
     ) -> list[Completion]:
-        """Decode one wave with transformers' `generate`, for models whose KV cache cannot be shared by completions."""
+        """Decode one wave with transformers' `generate`, for models whose prefill cannot be used by G completions."""
         prompt_ids, prompt_mask, fan, draw = self.prepare(wave, sampling)
         config = GenerationConfig(
             # A rank without prompts is done after one token, and then only takes part in the collectives.
@@ -351,7 +351,7 @@ class LocalEngine(RolloutEngine):
 
         def keep_sampled(ids: Tensor, logits: Tensor) -> Tensor:
             steps.append(draw(ids, logits))
-            draw.refuse_nan()
+            draw.look(steps[-1].ids.new_zeros(0, dtype=torch.bool))
             return torch.full_like(logits, -torch.inf).scatter_(1, steps[-1].ids[:, None], 0.0)
 
         rows = wave.vision and wave.vision.select(fan.tolist())
@@ -508,7 +508,7 @@ def stop_ids(policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]
 
 
 def no_fan_out_reason(policy: nn.Module) -> str | None:
-    """Reason why completions cannot share their prompt's KV cache; None if they can."""
+    """Reason why G completions cannot use one prefill of their prompt; None if they can."""
     if reason := no_cache_reason(policy):
         return reason
     layers = DynamicCache(config=text_config(policy)).layers

@@ -1,5 +1,7 @@
 """What the next token attends to: each prompt once, and the completions' own tokens, in place."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from grpo_lightning.core.types import SamplingParams
+from grpo_lightning.policy import kv_cache
 from grpo_lightning.policy.hf import text_config
 from grpo_lightning.policy.kv_cache import (
     ATTENTION,
@@ -14,6 +17,9 @@ from grpo_lightning.policy.kv_cache import (
     SharedPrompts,
     attend_to_current,
     attention,
+    attention_kernel,
+    current,
+    matrix_products,
     packed,
     unshared_reason,
 )
@@ -73,11 +79,43 @@ def test_the_attention_of_training_is_back_after_sampling():
     assert text_config(model)._attn_implementation == usual != ATTENTION
 
 
-def test_attention_that_is_not_computed_is_refused():
-    with pytest.raises(NotImplementedError, match="attention with softcap is not computed"):
-        attend_to_current(nn.Identity(), *torch.zeros(3, 1, 1, 1, 1), None, softcap=50.0)
-    with pytest.raises(NotImplementedError, match="mask of its own"):
-        attend_to_current(nn.Identity(), *torch.zeros(3, 1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+@pytest.fixture
+def cache():
+    """Two prompts of three tokens with two rows each, one layer, and room for a token."""
+    prefilled = SamplingCache()
+    prefilled.update(torch.randn(2, 1, 3, 8), torch.randn(2, 1, 3, 8), 0)
+    model = tiny_model("qwen2")
+    cache = SharedPrompts(model, prefilled, torch.ones(2, 3, dtype=torch.bool), torch.tensor([0, 0, 1, 1]), 8)
+    cache.next_token()
+    return cache
+
+
+def test_attention_that_is_not_computed_is_refused(cache):
+    query, key, value = torch.randn(3, 4, 1, 1, 8)
+    cache.update(key, value, 0)
+    with cache.decoding():
+        assert attend_to_current(nn.Identity(), query, key, value, None)[0].shape == (4, 1, 1, 8)
+        with pytest.raises(NotImplementedError, match="attention with softcap is not computed"):
+            attend_to_current(nn.Identity(), query, key, value, None, softcap=50.0)
+        with pytest.raises(NotImplementedError, match="mask of its own"):
+            attend_to_current(nn.Identity(), query, key, value, torch.zeros(1, 1, 1, 1))
+        with pytest.raises(NotImplementedError, match="attends to other keys or values than it stores"):
+            attend_to_current(nn.Identity(), query, key, value.clone(), None)
+
+
+def test_another_thread_cannot_call_the_policy_meanwhile(cache):
+    with cache.decoding(), ThreadPoolExecutor(1) as pool:
+        called = pool.submit(cache.policy, input_ids=torch.tensor([[5, 6]]))
+        with pytest.raises(RuntimeError, match="called while it is sampled in another thread"):
+            called.result()
+
+
+def test_a_forward_that_fails_leaves_the_attention_as_it_was(cache):
+    usual = text_config(cache.policy)._attn_implementation
+    with pytest.raises(ZeroDivisionError), cache.decoding():
+        raise ZeroDivisionError
+    assert text_config(cache.policy)._attn_implementation == usual
+    assert current.get(None) is None
 
 
 @pytest.mark.parametrize("stop_strings", [[], ["w7", "w9"]])
@@ -116,14 +154,31 @@ def dense(query, keys, values):
     return torch.einsum("ht,htd->hd", scores.softmax(-1), values)
 
 
-def test_attention_and_its_log_sum_exp_by_hand():
+@pytest.mark.parametrize("kernel", [attention, matrix_products])
+@pytest.mark.parametrize("is_padded", [True, False])
+def test_attention_and_its_log_sum_exp_by_hand(kernel, is_padded):
     query, keys, values = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 8)
     bias = torch.zeros(2, 1, 1, 5)
     bias[0, ..., :2] = -torch.inf
-    output, sums = attention(query, keys, values, bias.expand(2, 3, 4, 5), 0.3)
-    scores = query @ keys.transpose(-1, -2) * 0.3 + bias
+    output, sums = kernel(query, keys, values, bias.expand(2, 3, 4, 5) if is_padded else None, 0.3)
+    scores = query @ keys.transpose(-1, -2) * 0.3 + (bias if is_padded else 0)
     torch.testing.assert_close(output, scores.softmax(-1) @ values)
     torch.testing.assert_close(sums, scores.logsumexp(-1))
+
+
+def test_a_device_without_the_kernel_multiplies_matrices(monkeypatch, caplog):
+    """As an older GPU, whose kernels do not know bfloat16."""
+
+    def missing(*arguments):
+        raise RuntimeError("cutlassF: no kernel found to launch!")
+
+    monkeypatch.setattr(kv_cache, "flash_of_cpu", missing)
+    attention_kernel.cache_clear()
+    try:
+        assert attention_kernel("cpu", torch.bfloat16, 12) is matrix_products
+    finally:
+        attention_kernel.cache_clear()
+    assert "without a fused attention kernel (torch.bfloat16, head size 12): cutlassF" in caplog.text
 
 
 @settings(max_examples=25, deadline=None)
@@ -170,17 +225,11 @@ def test_the_fewest_rows_move(kept):
     assert all(row == place or row >= len(kept) for place, row in enumerate(places))
 
 
-def test_the_prompts_are_not_copied():
-    """The states of the prompts are those of the prefill, and rows that stay are not moved."""
-    prefilled = SamplingCache()
-    prefilled.update(torch.randn(2, 1, 3, 8), torch.randn(2, 1, 3, 8), 0)
-    keys = prefilled.layers[0].keys
-    cache = SharedPrompts(nn.Identity(), prefilled, torch.ones(2, 3, dtype=torch.bool), torch.tensor([0, 0, 1, 1]), 8)
-    assert cache.prompts[0][0].data_ptr() == keys.data_ptr()
-    cache.next_token()
-    own = cache.own[0][0].data_ptr()
+def test_the_prompts_are_not_copied(cache):
+    """Rows that stay, and their prompts, are not moved."""
+    prompts, own = cache.prompts[0].keys.data_ptr(), cache.own[0].keys.data_ptr()
     cache.select(packed([0, 1, 3]))
-    assert cache.own[0][0].data_ptr() == own
-    assert cache.own[0][0].shape == (3, 1, 8, 8)
+    assert (cache.prompts[0].keys.data_ptr(), cache.own[0].keys.data_ptr()) == (prompts, own)
+    assert cache.own[0].keys.shape == (3, 1, 8, 8)
     cache.select(packed([2]))
-    assert cache.prompts[0][0].shape[0] == 1
+    assert cache.prompts[0].keys.shape[0] == 1

@@ -669,7 +669,6 @@ def test_sampling_of_every_family_agrees_with_its_scoring(family):
 
 
 def test_a_cache_that_gives_other_logprobs_gives_way_to_generate(monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
     moved(monkeypatch, "decode", 0.01)
     engine = connected(tiny_model("qwen2"))
     engine.check(Scorer())
@@ -692,7 +691,7 @@ def test_padding_that_enters_the_state_is_found(monkeypatch):
     """RWKV's way, in the engine alone: prompts of one length would agree."""
     monkeypatch.setattr(
         "grpo_lightning.rollout.local.left_pad",
-        lambda rows, pad: (left_pad(rows, pad)[0], left_pad(rows, pad)[1] | True),
+        lambda *arguments: (left_pad(*arguments)[0], left_pad(*arguments)[1] | True),
     )
     engine = connected(tiny_model("qwen2"))
     with pytest.raises(ValueError, match="model type qwen2 cannot be trained with the local engine"):
