@@ -106,3 +106,9 @@ def test_whole_groups_share_micro_batches():
     """Completions of one length: nothing is gained by sorting them, so no prompt runs twice."""
     counts = prompts_embedded(accumulate=4, objective=Objective(beta=0.04), length=1)
     assert counts[("policy", "update")] == counts[("reference", "ref_logprobs")] == 8
+
+
+def test_groups_without_advantages_are_not_trained():
+    """Every completion has the same reward. One masked token runs in place of the update's 8 prompts."""
+    counts = prompts_embedded(rewards=[lambda completions, **_: [1.0] * len(completions)])
+    assert counts == {("policy", "rollout"): 8, ("policy", "update"): 1}

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -157,15 +158,30 @@ class Scorer:
 
     def padding(self, batch: MicroBatch) -> tuple[int, int]:
         """Padding tokens, and all tokens, in the forward passes of a micro-batch."""
-        lengths, start, computed = self._row_lengths(batch), 0, 0
-        for size in chunk_sizes(lengths, self.chunk_size, batch.num_chunks or 1):
-            computed += max(size, 1) * max(lengths[min(start, len(lengths) - 1)], 1)
-            start += size
+        lengths = self._row_lengths(batch)
+        computed = computed_tokens(lengths, chunk_sizes(lengths, self.chunk_size, batch.num_chunks or 1))
         real = int(batch.attention_mask.sum())
         prompts = int(batch.prompt_mask.sum(1)[batch.prompt_index].sum())
         if self.path == "extended":
             prompts, computed = int(batch.prompt_mask.sum()), computed + batch.prompt_mask.numel()
         return computed - real - prompts, computed
+
+    def cost(self, prompt_lengths: Sequence[int], completion_lengths: Sequence[int]) -> float:
+        """Cost of a micro-batch: the tokens of its forward passes, with padding, and the cost of the passes in tokens.
+
+        Args:
+            prompt_lengths: [N] tokens of each prompt.
+            completion_lengths: [B] tokens of each completion; B may be 0, which costs nothing.
+        """
+        if not completion_lengths:
+            return 0
+        width = max(prompt_lengths)
+        of_prompts = 0 if self.path == "dense" else len(prompt_lengths) * width
+        more = width if self.path == "dense" else 0
+        lengths = [length + more for length in sorted(completion_lengths, reverse=True)]
+        sizes = chunk_sizes(lengths, self.chunk_size)
+        of_pass = self.chunk_size.pass_tokens if isinstance(self.chunk_size, AutoChunks) else 0
+        return of_prompts + computed_tokens(lengths, sizes) + of_pass * (len(sizes) + bool(of_prompts))
 
     def _row_lengths(self, batch: MicroBatch) -> list[int]:
         """[B] tokens of each row, longest first. On the dense path, rows include their prompt."""
@@ -252,6 +268,18 @@ def chunk_sizes(lengths: Sequence[int], chunk_size: int | AutoChunks | None, num
     number = max(number, math.ceil(count / (chunk_size or count)))
     size, rest = divmod(count, number)
     return [size + 1] * rest + [size] * (number - rest)
+
+
+def computed_tokens(lengths: Sequence[int], sizes: Sequence[int]) -> int:
+    """Tokens of the chunks, padding included. An empty chunk repeats the shortest row.
+
+    Args:
+        lengths: [B] tokens of each completion, longest first.
+        sizes: Completions of each chunk.
+    """
+    starts = itertools.accumulate(sizes, initial=0)
+    longest = (max(lengths[min(start, len(lengths) - 1)], 1) for start in starts)
+    return sum(max(size, 1) * length for size, length in zip(sizes, longest, strict=False))
 
 
 def auto_chunks(config: PretrainedConfig, device_type: str, *, is_sharded: bool, is_checkpointed: bool) -> AutoChunks:

@@ -24,7 +24,13 @@ from grpo_lightning.policy.routers import Routers
 from grpo_lightning.policy.scorer import Scorer, TokenScores
 from grpo_lightning.policy.sharding import Sharding, fsdp_modules, own_part
 from grpo_lightning.rollout.groups import vision_of
-from grpo_lightning.training.micro_batches import CycleShape, agree_on_chunks, give_images, plan_over_ranks
+from grpo_lightning.training.micro_batches import (
+    CycleShape,
+    agree_on_chunks,
+    give_images,
+    plan_over_ranks,
+    prompt_lengths,
+)
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,7 @@ class Actor:
             pad_id=self.pad_id,
             skip_zero_advantages=skip_zero_advantages,
             teams=self.teams,
+            cost=lambda rows: self.scorer.cost(prompt_lengths(rows), [row.length for row in rows]),
         )
         if self.encoder.sees_images:
             for batch in micro_batches:

@@ -279,6 +279,7 @@ def plan_micro_batches(
     pad_id: int,
     skip_zero_advantages: bool,
     share: Share | None = None,
+    cost: RowsCost | None = None,
 ) -> tuple[list[MicroBatch], list[StepCounts]]:
     """Split a rollout into `updates x accumulate` micro-batches.
 
@@ -291,6 +292,7 @@ def plan_micro_batches(
         skip_zero_advantages: If true, completions with advantage 0 are left out of the micro-batches. The counts still
             include these completions.
         share: Which part of the rollout of all ranks `groups` is; None if it is the complete rollout.
+        cost: Cost of a micro-batch, by which the ways to split an update are compared; None for `padded_cost`.
 
     Returns:
         This rank's micro-batches in order, and its numbers of trained tokens and completions in each update.
@@ -311,7 +313,7 @@ def plan_micro_batches(
             for row, tokens in zip(update, trained, strict=True)
             if tokens and (row.advantage != 0 or not skip_zero_advantages)  # no token, no gradient
         ]
-        parts = split_update(kept, accumulate)
+        parts = split_update(kept, accumulate, cost)
         batches = [collate(part, pad_id) if part else idle_micro_batch(rows, pad_id) for part in parts]
         micro_batches += batches
     return micro_batches, counts
@@ -415,44 +417,85 @@ def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share)
     ]
 
 
-def split_update(rows: list[CompletionRow], parts: int) -> list[list[CompletionRow]]:
-    """Split one update's completions into `parts` micro-batches of about the same number of tokens with padding.
+RowsCost = Callable[[list[CompletionRow]], float]
+"""Cost of a micro-batch of these completions, in tokens; 0 without completions."""
 
-    There are two ways to split. Either each group stays in one micro-batch, so that the policy processes each prompt
-    once. Or completions of similar length share a micro-batch: this saves padding, but the policy may process a prompt
-    in several micro-batches. The function returns the split with fewer tokens, including padding. If there are fewer
-    groups than micro-batches, it always splits by length, to keep micro-batches small.
+
+def split_update(rows: list[CompletionRow], parts: int, cost: RowsCost | None = None) -> list[list[CompletionRow]]:
+    """Split one update's completions into `parts` micro-batches of about equal cost, the most expensive first.
+
+    The function cuts three orders of the completions into balanced runs, and returns the best of these splits:
+
+    - whole groups: the policy processes each prompt once. Only if there are at least as many groups as micro-batches.
+    - completions in the order of their groups: at most one prompt per cut is processed twice.
+    - completions in the order of their lengths: less padding, but many prompts are processed several times.
+
+    Each order is balanced twice, by the tokens without padding and by the tokens with all completions padded to the
+    longest: the scorer's chunks (`AutoChunks`) compute little padding, a single forward pass computes all of it. The
+    best split has the least
+
+        sum over micro-batches of cost + parts * largest cost
+
+    The first term is the time of this rank alone. The second is the time if the ranks wait for each other in every
+    micro-batch, and grows with the peak memory.
+
+    Args:
+        rows: The completions of an update.
+        parts: Number of micro-batches. Only memory and time depend on it, not the gradient.
+        cost: Cost of a micro-batch, by which splits are compared (`Scorer.cost`); None for `padded_cost`. Ranks need
+            not agree on it: all have `parts` micro-batches, and those of the same index have similar costs.
     """
     if parts == 1:
         return [rows]
-    groups: dict[int, list[CompletionRow]] = {}
-    for row in rows:
-        groups.setdefault(row.group, []).append(row)
-    units: list[list[list[CompletionRow]]] = [[[row] for row in sorted(rows, key=lambda row: row.length)]]
+    cost = cost or padded_cost
+    by_group: dict[int, list[CompletionRow]] = {}
+    for row in sorted(rows, key=lambda row: row.length):
+        by_group.setdefault(row.group, []).append(row)
+    groups = sorted(by_group.values(), key=lambda group: group[-1].length)
+    orders: list[list[list[CompletionRow]]] = [
+        [[row] for group in groups for row in group],
+        [[row] for row in sorted(rows, key=lambda row: row.length)],
+    ]
     if len(groups) >= parts:
-        units.insert(0, sorted(groups.values(), key=lambda group: max(row.length for row in group)))
-    plans = [
-        balanced_split(unit, parts, lambda part: padded_cost([row for group in part for row in group]))
-        for unit in units
-    ]
+        orders.insert(0, groups)
     splits = [
-        [sorted((row for group in part for row in group), key=lambda row: row.group) for part in plan] for plan in plans
+        [joined(part) for part in balanced_split(order, parts, lambda part, size=size: size(joined(part)))]  # type: ignore[misc]
+        for order in orders
+        for size in (num_tokens, padded_cost)
     ]
-    return min(splits, key=lambda plan: sum(map(padded_cost, plan)))
+    costs = [[cost(part) for part in split] for split in splits]
+    best = min(range(len(splits)), key=lambda i: sum(costs[i]) + parts * max(costs[i]))
+    order_of_best = sorted(range(parts), key=lambda part: costs[best][part], reverse=True)
+    return [sorted(splits[best][part], key=lambda row: row.group) for part in order_of_best]
+
+
+def joined(units: list[list[CompletionRow]]) -> list[CompletionRow]:
+    """Concatenate lists of completions."""
+    return list(itertools.chain.from_iterable(units))
+
+
+def prompt_lengths(rows: list[CompletionRow]) -> list[int]:
+    """Tokens of each prompt of the completions. A prompt counts once for all its completions."""
+    return list({row.group: len(row.prompt_ids) for row in rows}.values())
+
+
+def num_tokens(rows: list[CompletionRow]) -> int:
+    """Number of tokens of a micro-batch without padding."""
+    return sum(prompt_lengths(rows)) + sum(row.length for row in rows)
 
 
 def padded_cost(rows: list[CompletionRow]) -> int:
-    """Number of tokens of a micro-batch including padding. A prompt counts once for all its completions."""
+    """Number of tokens of a micro-batch with all prompts, and all completions, padded to the longest."""
     if not rows:
         return 0
-    prompts = {row.group: len(row.prompt_ids) for row in rows}
-    return len(prompts) * max(prompts.values()) + len(rows) * max(row.length for row in rows)
+    prompts = prompt_lengths(rows)
+    return len(prompts) * max(prompts) + len(rows) * max(row.length for row in rows)
 
 
 def balanced_split(items: list[Item], parts: int, cost: Callable[[list[Item]], int]) -> list[list[Item]]:
     """Cut a list into `parts` pieces so that the most expensive piece costs as little as possible.
 
-    The cost of that piece is found by bisection.
+    The cost of that piece is found by bisection, up to 1 %.
     """
 
     def cut(limit: int) -> list[list[Item]]:
@@ -465,7 +508,7 @@ def balanced_split(items: list[Item], parts: int, cost: Callable[[list[Item]], i
         return runs
 
     low, high = 0, cost(items)
-    while low < high:
+    while high - low > low // 100:
         middle = (low + high) // 2
         low, high = (low, middle) if len(cut(middle)) <= parts else (middle + 1, high)
     runs = cut(high)

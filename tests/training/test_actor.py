@@ -1,12 +1,19 @@
 """What waits on the CPU while a rollout is drawn. Where everything is on the CPU, another place stands in for it."""
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from grpo_lightning.core.ranks import Teams
+from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.reference import FrozenCopy, frozen_copy
+from grpo_lightning.policy.scorer import AutoChunks, Scorer
 from grpo_lightning.policy.trainable import freeze_first_layers
 from grpo_lightning.training import actor
+from grpo_lightning.training.micro_batches import CycleShape
 from tests.module_runs import SMALL, are_equal, fit, make_module, weights_of
 from tests.tiny_models import tiny_model
 
@@ -93,6 +100,29 @@ def test_a_run_samples_with_room_and_trains_the_same(places):
 def test_what_cannot_be_moved_is_refused(names, beta, message):
     with pytest.raises(ValueError, match=message):
         make_module(offload=names, objective=Objective(beta=beta))
+
+
+@pytest.mark.parametrize(("chunk_size", "prompts"), [(AutoChunks(1), 4), (None, 8)])
+def test_micro_batches_are_balanced_by_what_the_scorer_computes(chunk_size, prompts):
+    """One pass pads 1 token to 50, so that a prompt of 20 tokens is better run twice. Chunks do not pad it."""
+    groups = [
+        Group(Prompt("p"), [5] * 20, [Completion([7] * length, [0.0] * length, "length") for length in (1, 50)])
+        for _ in range(4)
+    ]
+    of_run = actor.Actor(
+        policy=None,
+        reference=None,
+        scorer=Scorer(chunk_size=chunk_size),
+        encoder=SimpleNamespace(sees_images=False),
+        sharding=None,
+        temperature=1.0,
+        pad_id=0,
+        teams=Teams(),
+        device="cpu",
+        phase=contextlib.nullcontext,
+    )
+    micro_batches, _ = of_run.micro_batches(groups, torch.ones(4, 2), CycleShape(2, 1, 1))
+    assert sum(len(batch.prompt_ids) for batch in micro_batches) == prompts
 
 
 @pytest.mark.gpu

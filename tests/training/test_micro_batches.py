@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from grpo_lightning.core.ranks import part_of_group
 from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.objective import Objective, StepCounts
-from grpo_lightning.policy.scorer import Scorer
+from grpo_lightning.policy.scorer import AutoChunks, Scorer
 from grpo_lightning.training.micro_batches import (
     CompletionRow,
     Cycle,
@@ -21,6 +21,7 @@ from grpo_lightning.training.micro_batches import (
     collate,
     padded_cost,
     plan_micro_batches,
+    prompt_lengths,
     split_update,
     split_updates,
 )
@@ -238,11 +239,70 @@ def test_completions_of_like_length_share_a_micro_batch_where_prompts_are_short(
     rows = [row(group, length, prompt=1) for group in range(4) for length in (1, 50)]
     parts = split_update(rows, 2)
     assert sum(map(padded_cost, parts)) < sum(map(padded_cost, [rows[:4], rows[4:]]))
-    # The first is filled up to the cost of the second; [1, 1, 1, 1] and [50, 50, 50, 50] would be less even.
-    assert sum(r.length == 1 for r in parts[0]) == 4
+    # 4 + 4 x 50 and 4 + 4 x 1 tokens; even micro-batches would pad most of the short completions to 50.
+    assert [sorted(r.length for r in part) for part in parts] == [[50] * 4, [1] * 4]
+
+
+def cost_of(scorer):
+    return lambda rows: scorer.cost(prompt_lengths(rows), [r.length for r in rows])
+
+
+def test_whole_groups_stay_together_where_chunks_compute_no_padding():
+    """One pass pads 1 token to 50, so that a prompt of 20 tokens is better run twice. Chunks do not pad it."""
+    rows = [row(group, length, prompt=20) for group in range(4) for length in (1, 50)]
+    groups_of_parts = {
+        chunk_size: sorted(
+            sorted({r.group for r in part}) for part in split_update(rows, 2, cost_of(Scorer(chunk_size=chunk_size)))
+        )
+        for chunk_size in (None, AutoChunks(1))
+    }
+    assert groups_of_parts[AutoChunks(1)] == [[0, 1], [2, 3]]
+    assert groups_of_parts[None] != [[0, 1], [2, 3]]
+
+
+def test_more_micro_batches_than_groups_repeat_few_prompts():
+    """2 groups in 4 micro-batches: each prompt runs twice, not in every micro-batch."""
+    rows = [row(group, length, prompt=100) for group in range(2) for length in (1, 2, 3, 4)]
+    for cost in (None, cost_of(Scorer(chunk_size=AutoChunks()))):
+        parts = split_update(rows, 4, cost)
+        assert sorted(sorted({r.group for r in part}) for part in parts) == [[0], [0], [1], [1]]
+
+
+def test_micro_batches_of_the_same_index_have_similar_costs_on_all_ranks():
+    rows = [row(0, 10), row(1, 40), row(2, 20), row(3, 30)]
+    assert [max(r.length for r in part) for part in split_update(rows, 4)] == [40, 30, 20, 10]
 
 
 # ------------------------------------------------------------------------------------------------------- properties
+
+
+ROWS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60)), min_size=1, max_size=9)
+SCORERS = st.sampled_from(
+    [Scorer(), Scorer(chunk_size=2), Scorer(chunk_size=AutoChunks(5)), Scorer("dense", chunk_size=AutoChunks(5))]
+)
+
+
+@given(ROWS, st.integers(1, 4), st.integers(1, 80), SCORERS)
+@settings(max_examples=30)
+def test_a_split_has_every_completion_once_and_the_most_expensive_micro_batch_first(rows, parts, prompt, scorer):
+    rows = [row(group, length, prompt + group) for group, length in sorted(rows)]
+    split = split_update(rows, parts, cost_of(scorer))
+    assert len(split) == parts
+    assert sorted(map(id, itertools.chain(*split))) == sorted(map(id, rows))
+    costs = list(map(cost_of(scorer), split))
+    assert costs == sorted(costs, reverse=True)
+    assert all([r.group for r in part] == sorted(r.group for r in part) for part in split)
+
+
+@given(ROWS, SCORERS)
+@settings(max_examples=30)
+def test_the_cost_of_a_micro_batch_is_what_its_passes_compute(rows, scorer):
+    rows = [row(group, length, 3 + group) for group, length in sorted(rows)]
+    batch = collate(rows, PAD)
+    passes = len(scorer.chunks(batch)) + (scorer.path == "extended")
+    of_pass = 5 if isinstance(scorer.chunk_size, AutoChunks) else 0
+    assert cost_of(scorer)(rows) == scorer.padding(batch)[1] + of_pass * passes
+    assert cost_of(scorer)([]) == 0
 
 
 def brute_force(costs, parts, cost):
