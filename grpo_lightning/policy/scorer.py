@@ -215,11 +215,12 @@ class AutoChunks:
         Args:
             lengths: [B] tokens of each completion, longest first.
         """
-        tokens = torch.tensor(lengths, dtype=torch.float64)
-        least = torch.zeros(len(tokens) + 1, dtype=torch.float64)  # [j]: cost of the first j completions
+        # On the CPU, also where Lightning makes a GPU the default device: each cut is read at once.
+        tokens = torch.tensor(lengths, dtype=torch.float64, device="cpu")
+        least = torch.zeros(len(tokens) + 1, dtype=torch.float64, device="cpu")  # [j]: cost of the first j completions
         last = [0] * (len(tokens) + 1)  # [j]: where their last chunk starts
         for end in range(1, len(tokens) + 1):
-            computed = torch.arange(end, 0, -1) * tokens[:end]
+            computed = torch.arange(end, 0, -1, device="cpu") * tokens[:end]
             if self.max_tokens is not None:
                 computed[:-1].masked_fill_(computed[:-1] > self.max_tokens, math.inf)
             cost = least[:end] + computed + self.pass_tokens

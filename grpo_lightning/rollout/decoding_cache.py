@@ -124,12 +124,14 @@ class SharedPrompts(Cache):
         # The kernels of GPUs read biases in vectors of 8 numbers.
         padding = -mask.shape[1] % 8 if mask.device.type == "cuda" else 0
         if padding:
-            states = [tuple(nn.functional.pad(x, (0, 0, padding, 0)) for x in pair) for pair in states]
+            states = [tuple(nn.functional.pad(x, (0, 0, padding, 0)) for x in pair) for pair in states]  # type: ignore[misc]
             mask = nn.functional.pad(mask, (padding, 0))
         self.prompts: list[tuple[Tensor, Tensor]] = states
         """Keys and values of each layer, [N, key heads, L, head size]."""
-        self.bias = None if not padding and bool(mask.all()) else torch.where(mask, 0.0, -torch.inf)[:, None, None]
-        """[N, 1, 1, L] added to the scores: -inf at padding; None without padding."""
+        self.bias: Tensor | None = None
+        """[N, 1, 1, L] added to the scores: -inf at padding, in the keys' dtype; None without padding."""
+        if padding or not bool(mask.all()):
+            self.bias = torch.where(mask, 0.0, -torch.inf)[:, None, None].to(states[0][0].dtype)
         self.length = 0
         """Tokens per row in `own`."""
         self.own = [tuple(x.new_empty(len(prompt_of), x.shape[1], 0, x.shape[3]) for x in pair) for pair in states]
@@ -172,7 +174,7 @@ class SharedPrompts(Cache):
         open_prompts = packed(sorted(set(prompt_of)))
         if len(open_prompts) < len(self.prompts[0][0]):
             length = self.prompt_length
-            self.prompts = [tuple(moved(x, open_prompts, length) for x in pair) for pair in self.prompts]
+            self.prompts = [tuple(moved(x, open_prompts, length) for x in pair) for pair in self.prompts]  # type: ignore[misc]
             self.bias = self.bias if self.bias is None else self.bias[open_prompts]
             place = {prompt: i for i, prompt in enumerate(open_prompts)}
             prompt_of = [place[prompt] for prompt in prompt_of]
@@ -230,7 +232,7 @@ class SharedPrompts(Cache):
         grouped = query[self.row_at].transpose(1, 2).flatten(2, 3)  # [N, key heads, places x query heads, head size]
         bias = self.bias
         if bias is not None:
-            bias = bias.to(query.dtype).expand(groups, key_heads, grouped.shape[2], -1)
+            bias = bias.expand(groups, key_heads, grouped.shape[2], -1)
         of_prompt, prompt_sum = attention(grouped, keys, values, bias, scaling)
         of_own, own_sum = attention(query, own_keys, own_values, None, scaling)
         prompt, place = self.place_of

@@ -99,7 +99,8 @@ class LocalEngine(RolloutEngine):
             log.warning(
                 "Neither the generation config nor the tokenizer has a stop token: every completion will be truncated."
             )
-        self.way, self.reason = "shared", ""
+        self.way: Way = "shared"
+        self.reason = ""
         if reason := no_fan_out_reason(policy):
             self.use("generate", reason)
         elif reason := unshared_reason(policy):
@@ -267,8 +268,8 @@ class LocalEngine(RolloutEngine):
                 progress(step + 1, longest)
             is_last = step == longest - 1
             if is_last or step % interval == interval - 1:
-                draw.refuse_nan()
-                kept = [] if is_idle else (~rows.has_ended).nonzero()[:, 0].tolist()
+                has_ended = draw.look(rows.has_ended)
+                kept = [] if is_idle else [row for row, ended in enumerate(has_ended) if not ended]
                 if is_last or not lockstep.continues(bool(kept)):
                     break
                 num_ended = len(ids) - len(kept)

@@ -133,9 +133,23 @@ class TokenSampler:
         entropies = -torch.linalg.vecdot(probabilities, distribution.clamp_(min=torch.finfo(distribution.dtype).min))
         return Draw(ids, logprobs, entropies)
 
-    def refuse_nan(self) -> None:
-        """Wait for the device. Raises: FloatingPointError if a logit was NaN, because training has diverged."""
-        if bool(self.has_nan):
+    def look(self, has_ended: Tensor) -> list[bool]:
+        """Wait for the device once. Returns: `has_ended`, [rows] bool, on the host.
+
+        Raises:
+            FloatingPointError: If a logit was NaN, because training has diverged.
+        """
+        has_nan, *ended = torch.cat([self.has_nan[None], has_ended]).tolist()
+        self.refuse_nan(has_nan=has_nan)
+        return ended
+
+    def refuse_nan(self, *, has_nan: bool | None = None) -> None:
+        """Raise FloatingPointError if a logit was NaN, because training has diverged.
+
+        Args:
+            has_nan: Whether a logit was NaN; None waits for the device to know.
+        """
+        if bool(self.has_nan) if has_nan is None else has_nan:
             raise FloatingPointError(
                 "The policy's logits are NaN, so it cannot be sampled. Training has diverged: lower the learning "
                 "rate, clip gradients (trainer.gradient_clip_val), or resume from an earlier checkpoint."
@@ -232,4 +246,10 @@ def without(never: tuple[int, ...], history: Tensor, logits: Tensor) -> Tensor:
     """Suppress tokens: slice suppressed ids off the end of logits [rows, V], and set other suppressed ids to -inf."""
     size, among = sampled_ids(never, logits.shape[-1])
     logits = logits[:, :size]
-    return logits.index_fill(-1, torch.tensor(among, device=logits.device), -torch.inf) if among else logits
+    return logits.index_fill(-1, index_of(among, logits.device), -torch.inf) if among else logits
+
+
+@functools.lru_cache(maxsize=64)
+def index_of(ids: tuple[int, ...], device: torch.device) -> Tensor:
+    """The ids as a tensor, made once: a copy to a GPU at every token would wait for the GPU."""
+    return torch.tensor(ids, device=device)
