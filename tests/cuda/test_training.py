@@ -1,0 +1,113 @@
+"""Scoring and runs on an emulated CUDA device: the CPU's numbers, no mixed devices, and what the host waits for.
+
+The synchronisations of a micro-batch are listed in full, as a ceiling. On the extended path these are: two by which
+transformers decides whether the prompts' mask can be left out, one for the completions' lengths, which choose the
+chunks, and two per chunk: its length (with one chunk: whether all groups are complete) and the positions of its tokens.
+"""
+
+import pytest
+import torch
+
+from grpo_lightning.objective import Objective
+from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.lora import LoRA
+from grpo_lightning.policy.scorer import AutoChunks, Scorer
+from tests.cuda.emulated import EmulatedCuda, OnCuda, on_host
+from tests.marks import only
+from tests.module_runs import SMALL, fit, make_module, weights_of
+from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+PROMPTS = {"_local_scalar_dense: policy/scorer.py prompt_states": 2}
+LENGTHS = {"copy to the host: policy/scorer.py _row_lengths": 1}
+GROUPS = {"equal: policy/scorer.py even_groups": 1}
+POSITIONS = {"nonzero: policy/scorer.py score_slices": 1}
+SCORERS = {
+    "one chunk": (Scorer(), PROMPTS | LENGTHS | GROUPS | POSITIONS),
+    "auto": (Scorer(chunk_size=AutoChunks()), PROMPTS | LENGTHS | GROUPS | POSITIONS),
+    "full head": (Scorer(head_chunk_size=None), PROMPTS | LENGTHS | GROUPS),
+    "five chunks": (
+        Scorer(chunk_size=2),
+        PROMPTS
+        | LENGTHS
+        | {"_local_scalar_dense: policy/scorer.py rows_of": 5, "nonzero: policy/scorer.py score_slices": 5},
+    ),
+    "three dense chunks, run twice": (
+        Scorer("dense", chunk_size=4, checkpoint_chunks=True, head_chunk_size=5),
+        LENGTHS
+        | {
+            "_local_scalar_dense: policy/scorer.py rows_of": 6,
+            "_local_scalar_dense: policy/scorer.py score": 12,
+            "nonzero: policy/scorer.py score_slices": 6,
+        },
+    ),
+}
+"""Scorers, and all synchronisations of a forward and backward pass."""
+
+
+def on_cpu(tensors):
+    return {name: on_host(x) if isinstance(x, OnCuda) else x for name, x in tensors.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SCORERS)
+def test_a_micro_batch_scores_as_on_the_cpu(name, dtype):
+    scorer, syncs = SCORERS[name]
+    model, batch = tiny_model("qwen2", num_hidden_layers=2, dtype=dtype), ragged_batch(seed=1)
+    weights = row_weights(batch)
+    want = loss_and_gradients(model, batch, scorer, weights)
+    with EmulatedCuda() as gpu:
+        model, batch, weights = model.to("cuda"), batch.to("cuda"), weights.to("cuda")
+        gpu.reset()
+        loss, gradients = loss_and_gradients(model, batch, scorer, weights)
+        own = {place: count for place, count in gpu.syncs.items() if "policy/scorer.py " in place}
+        assert "tests/" not in " ".join(own)
+        assert own == syncs
+        assert set(gpu.attention) == {"efficient"}  # prompts and completions have masks
+    assert loss == want[0]
+    assert all(torch.equal(gradient, want[1][key]) for key, gradient in on_cpu(gradients).items())
+
+
+RUNS = {
+    "plain": {},
+    "reference": {"objective": Objective(beta=0.04), "offload": ["reference", "optimizer"]},
+    "many updates": {"num_iterations": 2, "updates_per_rollout": 2, "accumulate": 2},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "lora": {"lora": LoRA(rank=2), "precision": "bf16-mixed"},
+}
+
+
+def trained(accelerator, *, accumulate=1, precision="32-true", lora=None, **settings):
+    if lora is not None:
+        settings["policy"] = PolicyLoader(model=tiny_model("qwen2", **SMALL), tokenizer=tiny_tokenizer(), lora=lora)
+        settings["tokenizer"] = None
+    module = make_module(length=6, **settings)
+    fit(
+        module,
+        max_steps=4,
+        accelerator=accelerator,
+        accumulate_grad_batches=accumulate,
+        precision=precision,
+        gradient_clip_val=0.1,
+    )
+    return on_cpu(weights_of(module))
+
+
+@pytest.mark.parametrize("run", only({"reference"}, ["plain", "reference", "many updates"]))
+def test_a_run_ends_with_the_weights_of_the_cpu(run):
+    want = trained("cpu", **RUNS[run])
+    with EmulatedCuda():
+        got = trained("gpu", **RUNS[run])
+    for name, weight in want.items():
+        torch.testing.assert_close(got[name], weight, atol=1e-6, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["bf16-mixed", "lora"])
+def test_a_run_in_16_bits_takes_no_math_kernel(run):
+    """Its samples are not those of the CPU, whose attention rounds otherwise."""
+    with EmulatedCuda() as gpu:
+        got = trained("gpu", **RUNS[run])
+        assert set(gpu.attention) <= {"flash", "efficient"}
+        assert gpu.launches["_scaled_dot_product_efficient_attention"] > 0
+    assert all(weight.isfinite().all() for weight in got.values())
