@@ -223,7 +223,8 @@ def groups_without_gradient(
 ) -> Tensor:
     """Find groups in which every completion has advantage 0 or no trained token.
 
-    These are the zero-variance groups and the groups whose completions are all masked. With the baseline "pass_at_k",
+    Among these are the zero-variance groups, the groups whose completions are all masked, and the groups in which only
+    masked completions have an advantage. With the baseline "pass_at_k",
     an advantage is above 0 only if the reward is above those of k - 1 other completions. A group of different rewards
     therefore has no gradient if its highest reward is not above those of k - 1 others. With k = None, this is so if two
     completions share the highest reward.

@@ -485,7 +485,8 @@ class SharedPrompts(Cache):
         of_prompt = of_prompt.unflatten(2, (places, -1)).transpose(1, 2)[prompt, place]
         prompt_sum = prompt_sum.unflatten(2, (places, -1)).transpose(1, 2)[prompt, place]
         share = torch.sigmoid(prompt_sum - own_sum)[..., None]
-        merged = torch.lerp(of_own.float(), of_prompt.float(), share)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        merged = torch.lerp(of_own.to(wide), of_prompt.to(wide), share.to(wide))
         return merged.to(query.dtype).view(rows, 1, heads, -1)
 
 
@@ -539,7 +540,7 @@ def attention(
         scaling: Factor of the scores; None for 1 / sqrt(head size).
 
     Returns:
-        [B, heads, q, head size], and [B, heads, q] float32.
+        [B, heads, q, head size], and [B, heads, q] in at least float32.
     """
     kernel = attention_kernel(query.device.type, query.dtype, query.shape[-1])
     return kernel(query, keys, values, bias, query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -585,10 +586,11 @@ def efficient_of_cuda(
 def matrix_products(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """See `attention`; in float32, for devices and dtypes without a fused kernel."""
-    scores = scaling * query.float() @ keys.float().transpose(-1, -2)
+    """See `attention`; in at least float32, for devices and dtypes without a fused kernel."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = scaling * query.to(wide) @ keys.to(wide).transpose(-1, -2)
     scores = scores if bias is None else scores + bias
-    return (scores.softmax(-1) @ values.float()).to(query.dtype), scores.logsumexp(-1)
+    return (scores.softmax(-1) @ values.to(wide)).to(query.dtype), scores.logsumexp(-1)
 
 
 def moved(states: Tensor, rows: list[int], length: int) -> Tensor:

@@ -106,14 +106,16 @@ class PolicyLoader(PolicySettings):
             device_type: Device type of the run; None: CUDA if available.
         """
         sharding = sharding or Sharding()
-        check_loading(self, sharding)
+        with sharding.unsharded():  # the checks build models without weights, which are not to be partitioned
+            check_loading(self, sharding)
         device_type = device_type or default_device_type()
         encoder = self.load_encoder()
         with sharding.building():
             import_model_code(encoder.config)
         compute_dtype = compute_dtype or dtype_name(self)
         converted_dtype = getattr(torch, compute_dtype) if sharding.converts_weights else None
-        attention = self.choose_attention(compute_dtype, device_type, encoder.config)
+        with sharding.unsharded():
+            attention = self.choose_attention(compute_dtype, device_type, encoder.config)
         model = self.load_model(sharding, attention, device_type)
         base = base_model(model)
         refuse_non_causal(base)
@@ -181,7 +183,7 @@ class PolicyLoader(PolicySettings):
             self.attention,
             compute_dtype,
             device_type,
-            lambda: no_flash_reason(config, trust_remote_code=self.trust_remote_code),
+            lambda: no_flash_reason(config, **remote_code(self, config)),
         )
 
     def load_model(
@@ -251,6 +253,21 @@ def meta_model(config: PretrainedConfig, **options: Any) -> Any:
         return auto_class_of(config).from_config(copy.deepcopy(config), **options)
 
 
+def remote_code(settings: PolicySettings, config: PretrainedConfig) -> dict[str, Any]:
+    """Arguments of `from_config` for modelling code that comes with the checkpoint: the code of `policy.revision`.
+
+    Without them transformers would download the newest code, because `from_config` does not know the revision that the
+    config was loaded from. A revision of the checkpoint says nothing about code that is in another repository.
+    """
+    references = map(str, (getattr(config, "auto_map", None) or {}).values())
+    repositories = {reference.partition("--")[0] for reference in references if "--" in reference}
+    is_own = repositories <= {settings.name}
+    return {
+        "trust_remote_code": settings.trust_remote_code,
+        **({"code_revision": settings.revision} if settings.trust_remote_code and is_own else {}),
+    }
+
+
 def import_model_code(config: PretrainedConfig) -> None:
     """Import the module of transformers that defines the models of this config; do nothing for code of a checkpoint.
 
@@ -270,14 +287,14 @@ MOST_FLASH_HEAD = 256
 """Largest head dimension of FlashAttention's kernels."""
 
 
-def no_flash_reason(config: PretrainedConfig, *, trust_remote_code: bool = False) -> str | None:
+def no_flash_reason(config: PretrainedConfig, **options: Any) -> str | None:
     """Reason why a model of this config cannot run with flash_attention_2, or would give wrong results; None if it can.
 
     FlashAttention's kernels support no mask other than padding, and silently ignore all other masks of transformers.
 
     Args:
         config: The policy's config.
-        trust_remote_code: True if modelling code that comes with the checkpoint may run.
+        options: Arguments of `from_config`, for example `trust_remote_code`.
     """
     text, family = config.get_text_config(decoder=True), family_of(config)
     if family is not None and family.attends_both_ways:
@@ -291,7 +308,7 @@ def no_flash_reason(config: PretrainedConfig, *, trust_remote_code: bool = False
             config,
             attn_implementation="flash_attention_2",
             dtype=torch.bfloat16,
-            trust_remote_code=trust_remote_code,
+            **options,
         )
     except (ImportError, ValueError) as error:
         return f"transformers refuses it ({error})"
@@ -456,7 +473,7 @@ def check_names_without_weights(loader: PolicySettings, config: PretrainedConfig
     model = loader.model
     if not isinstance(model, nn.Module):
         try:
-            model = meta_model(config, trust_remote_code=loader.trust_remote_code)
+            model = meta_model(config, **remote_code(loader, config))
         except Exception as error:  # noqa: BLE001 - modelling code raises any exception for what it does not support
             log.debug("The names in policy.lora are checked after loading: no model on the meta device (%s).", error)
             return

@@ -167,6 +167,9 @@ def adapted_modules(model: Any, lora: LoRA) -> dict[str, nn.Module]:
     from peft.tuners.tuners_utils import check_target_module_exists
 
     config, subject = adapter_config(lora.adapter), f"The adapter {lora.adapter!r}"
+    if config.target_modules in (None, "all-linear"):
+        # peft finds the names itself when it loads the adapter.
+        return saved_modules(model, config.modules_to_save, f"{subject}: modules_to_save")
     found = {name: module for name, module in model.named_modules() if check_target_module_exists(config, name)}
     # peft redirects the names of single experts to tensors of all experts (see `names_mistaken_for_experts`).
     if not found and not config.target_parameters and not expert_tensors(model):

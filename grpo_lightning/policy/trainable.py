@@ -240,7 +240,8 @@ def compute_dtype(
 ) -> str:
     """The dtype in which a run computes matrix products.
 
-    This is the 16-bit dtype of `trainer.precision` or of DeepSpeed's configuration, or else the dtype of the weights.
+    This is the 16-bit dtype of `trainer.precision` or of DeepSpeed's configuration. Without such a dtype it is the
+    dtype of the weights, and with DeepSpeed float32, to which DeepSpeed then converts all weights.
 
     Args:
         settings: The policy's settings, which give the dtype of the weights.
@@ -250,7 +251,7 @@ def compute_dtype(
     for dtype, name, key in (("bfloat16", "bf16", "bf16"), ("float16", "16", "fp16")):
         if str(precision).startswith(name) or (deepspeed or {}).get(key, {}).get("enabled") is True:
             return dtype
-    return dtype_name(settings)
+    return dtype_name(settings) if deepspeed is None else "float32"
 
 
 def dtype_name(settings: PolicySettings) -> str:

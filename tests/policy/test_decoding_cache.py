@@ -72,6 +72,13 @@ def test_which_families_keep_a_prompt_once():
     assert unshared_reason(tiny_model("gemma3")) == "the cache layer DynamicSlidingWindowLayer is not of full attention"
 
 
+def test_weights_of_64_bits():
+    model = tiny_model("qwen2", dtype=torch.float64)
+    once, repeated = sampled(model, "shared"), sampled(model, "repeated")
+    for one, other in zip(once, repeated, strict=True):
+        torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-6, rtol=0)
+
+
 def test_the_attention_of_training_is_back_after_sampling():
     model = tiny_model("qwen2")
     usual = text_config(model)._attn_implementation

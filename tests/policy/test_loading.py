@@ -1,16 +1,21 @@
 """Loading: every way of naming a policy, and what is refused."""
 
+import contextlib
+import json
 import logging
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from grpo_lightning.policy.loading import PolicyLoader, choose_attention
+from grpo_lightning.policy import loading
+from grpo_lightning.policy.loading import PolicyLoader, choose_attention, meta_model, remote_code
 from grpo_lightning.policy.lora import LoRA
+from grpo_lightning.policy.lora_injection import check_names
 from grpo_lightning.policy.probe import probe_difference
 from grpo_lightning.policy.scorer import Scorer
+from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.trainable import compute_dtype
 from tests.tiny_models import VOCAB, tiny_model, tiny_tokenizer
 
@@ -137,6 +142,59 @@ def test_an_adapter_of_another_policy_is_found_before_loading(folder, tmp_path):
     loader.load_model = None
     with pytest.raises(ValueError, match=r"has weights for c_attn, and no layer of the policy has such a name"):
         loader.load()
+
+
+def test_models_without_weights_are_not_sharded(folder, monkeypatch):
+    """ZeRO-3 would partition them, at their full size, before the weights load."""
+
+    class Sharded(Sharding):
+        is_unsharded = False
+
+        @contextlib.contextmanager
+        def unsharded(self):
+            self.is_unsharded = True
+            yield
+            self.is_unsharded = False
+
+    sharding, built = Sharded(), []
+
+    def watched(*arguments, **options):
+        built.append(sharding.is_unsharded)
+        return meta_model(*arguments, **options)
+
+    monkeypatch.setattr(loading, "meta_model", watched)
+    PolicyLoader(folder, lora=LoRA(rank=2, target_modules=["q_proj"])).load(sharding)
+    assert built == [True]
+
+
+@pytest.mark.parametrize(
+    ("auto_map", "want"),
+    [
+        ({"AutoModelForCausalLM": "modeling.Own"}, {"code_revision": "abc123"}),
+        ({"AutoModelForCausalLM": "me/policy--modeling.Own"}, {"code_revision": "abc123"}),
+        ({"AutoModelForCausalLM": "you/code--modeling.Own"}, {}),
+    ],
+)
+def test_the_code_of_a_checkpoint_has_its_revision(auto_map, want):
+    config = PretrainedConfig(auto_map=auto_map)
+    loader = PolicyLoader("me/policy", revision="abc123", trust_remote_code=True)
+    assert remote_code(loader, config) == {"trust_remote_code": True, **want}
+    assert remote_code(PolicyLoader("me/policy"), config) == {"trust_remote_code": False}
+
+
+@pytest.mark.parametrize("targets", [None, "all-linear"])
+def test_names_that_peft_finds_itself_are_not_checked(targets, folder, tmp_path):
+    adapted = get_peft_model(tiny_model("qwen2"), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    adapted.save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"target_modules": targets}))
+    check_names(tiny_model("qwen2"), LoRA(adapter=str(tmp_path)), freezes_vision=False)
+
+
+def test_deepspeed_computes_in_float32_without_16_bits():
+    """Its engine converts all weights."""
+    assert compute_dtype(PolicyLoader("a", dtype="bfloat16"), "32-true", {}) == "float32"
+    assert compute_dtype(PolicyLoader("a", dtype="bfloat16"), "32-true") == "bfloat16"
 
 
 def test_names_cost_nothing_by_default(folder, monkeypatch):

@@ -59,7 +59,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
     from grpo_lightning.cli.plan import memory, report
     from grpo_lightning.cli.plan.batches import BatchPlan
     from grpo_lightning.cli.plan.model import sizes_of
-    from grpo_lightning.policy.loading import meta_model
+    from grpo_lightning.policy.loading import meta_model, remote_code
     from grpo_lightning.policy.probe import dense_reason
     from grpo_lightning.training import checks
 
@@ -102,7 +102,8 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
     report.print_lines(console, "Length", lines)
 
     try:
-        model = meta_model(loader.load_config(), trust_remote_code=loader.trust_remote_code)
+        policy_config = loader.load_config()
+        model = meta_model(policy_config, **remote_code(loader, policy_config))
     except FileNotFoundError as error:
         if data.prepare is None:
             raise
