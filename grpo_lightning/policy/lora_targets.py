@@ -184,9 +184,9 @@ def check_saved(model: nn.Module, name: str, module: nn.Module, setting: str) ->
     for key, weight in model.named_parameters(remove_duplicate=False):
         if id(weight) in own and key.rpartition(".")[0] not in inside:
             raise ValueError(
-                f"{setting}: {name} is tied to {key} (tie_word_embeddings). Only the copy of {name} would be trained, "
-                "and the exported model would tie the two again. Remove the name; or untie the policy before training: "
-                "give the head weights of its own, set tie_word_embeddings to false in the config, and save the model."
+                f"{setting}: {name} is tied to {key} (tie_word_embeddings). Only the copy would be trained, and the "
+                "exported model would tie the two again. Remove the name; or untie the policy before training: give "
+                "the head weights of its own, set tie_word_embeddings to false in the config, and save the model."
             )
 
 
