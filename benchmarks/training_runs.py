@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -119,6 +120,7 @@ class Meter:
             "cpu_seconds": seconds,
             "tokens": sum(lengths),
             "completions": len(lengths),
+            "length_std": statistics.pstdev(lengths),
             "peak_mib": peak,
             "training_mib": peak - self.mib_before,
             "children_mib": self.children_mib,

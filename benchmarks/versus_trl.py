@@ -28,6 +28,7 @@ import argparse
 import dataclasses
 import datetime
 import json
+import math
 import os
 import platform
 import statistics
@@ -49,8 +50,8 @@ RESULT = FOLDER / "results" / "versus_trl.json"
 WORKLOADS = ("w1", "w2", "w3", "w4")
 SIDES = ("trl", "ours")
 PACKAGES = ("torch", "transformers", "trl", "lightning", "grpo-lightning")
-LENGTH_TOLERANCE = 0.1
-"""By how much the sides' mean lengths may differ."""
+LENGTH_TOLERANCE = 4
+"""Standard errors by which the sides' mean lengths may differ."""
 
 LOSS_TOLERANCE = 1e-5
 """Largest relative difference of loss and gradient on the fixed rollout."""
@@ -149,6 +150,7 @@ def summarize_side(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "tokens": tokens,
         "completions": completions,
         "mean_length": tokens / completions,
+        "mean_length_error": statistics.fmean(run["length_std"] for run in runs) / completions**0.5,
         "peak_mib": max(run["peak_mib"] for run in runs),
         "training_mib": max(run["training_mib"] for run in runs),
     }
@@ -180,7 +182,8 @@ def summarize(pairs: Sequence[dict[str, dict[str, Any]]]) -> dict[str, Any]:
         "cpu_seconds_per_step": spread([floor for floor, _ in floors]),
         "step_over_floor": spread([step["cpu_seconds"] / floor for floor, step in floors]),
     }
-    summary["length_difference"] = summary["ours"]["mean_length"] / summary["trl"]["mean_length"] - 1
+    error = math.hypot(*(summary[side]["mean_length_error"] for side in SIDES))
+    summary["length_difference"] = (summary["ours"]["mean_length"] - summary["trl"]["mean_length"]) / error
     return summary
 
 
@@ -190,7 +193,8 @@ def bars_of(summary: dict[str, Any], losses: dict[str, float], workload: Workloa
     bars = {
         f"median ratio >= {workload.required_ratio:g}": summary["ratio"]["median"] >= workload.required_ratio,
         "peak memory at most TRL's": ours["peak_mib"] <= trl["peak_mib"],
-        f"mean lengths within {LENGTH_TOLERANCE:.0%}": abs(summary["length_difference"]) <= LENGTH_TOLERANCE,
+        f"mean lengths within {LENGTH_TOLERANCE} standard errors": abs(summary["length_difference"])
+        <= LENGTH_TOLERANCE,
         f"loss and gradient within {LOSS_TOLERANCE:g} of TRL's": max(
             losses["difference"], losses["gradient_difference"]
         )

@@ -33,6 +33,9 @@ SPECIAL = ["<pad>", "<eos>", *VISION_TOKENS.values()]
 FIRST_WORD = len(SPECIAL)
 LOG_NORMAL_STAGES = 16
 IMPOSSIBLE = 1e-9
+STAGE = 8.0
+"""So large that it dominates the norm of a state: the final norm then scales it alike after text and after images."""
+
 TEMPLATE = (
     "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
     "{% if c['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c['text'] }}{% endif %}"
@@ -152,8 +155,8 @@ def num_stages(workload: Workload) -> int:
 def set_lengths(workload: Workload, model: Any) -> None:
     """Set the weights of a model with random weights so that its completions have the workload's lengths.
 
-    The first K numbers of the residual stream are the one-hot stage of the token: the embedding sets them, no layer
-    changes them, and the head adds the logarithms of the chain's probabilities to the random logits.
+    The first K numbers of the residual stream are the one-hot stage of the token, times `STAGE`: the embedding sets
+    them, no layer changes them, and the head adds the logarithms of the chain's probabilities to the random logits.
     """
     import torch
 
@@ -167,7 +170,7 @@ def set_lengths(workload: Workload, model: Any) -> None:
         text.embed_tokens.weight[:, :K] = 0
         for k in range(K):
             words = list(words_of_stage(workload, k))
-            text.embed_tokens.weight[words, k] = 1
+            text.embed_tokens.weight[words, k] = STAGE
             probabilities[k, words] = (1 - stop[k] - advance[k]) / len(words)
             if k + 1 < K:
                 following = list(words_of_stage(workload, k + 1))
@@ -175,12 +178,12 @@ def set_lengths(workload: Workload, model: Any) -> None:
             probabilities[k, EOS] = stop[k]
         model.lm_head.weight[EOS] = 0
         prompts = torch.tensor(random.Random(0).choices(words_of_stage(workload, 0), k=512)).view(8, 64)
-        scale = text(input_ids=prompts).last_hidden_state[..., 0].mean()  # what the final norm makes of a 1
+        scale = text(input_ids=prompts).last_hidden_state[..., 0].mean()  # what the final norm makes of it
         model.lm_head.weight[:, :K] = probabilities.log().T / scale
         if workload.image_side:
             last = model.model.visual.merger.mlp[2]
             last.weight[:K] = last.bias[:K] = 0
-            last.bias[0] = 1
+            last.bias[0] = STAGE
 
 
 # ------------------------------------------------------------------------------------------------------ model and data
@@ -199,6 +202,7 @@ def make_tokenizer(workload: Workload) -> Any:
         pad_token="<pad>",  # noqa: S106 - no password
         eos_token="<eos>",  # noqa: S106
         extra_special_tokens=VISION_TOKENS,
+        padding_side="left",  # TRL pads the types of image tokens on this side, the ids on the left
     )
     if not workload.image_side:
         return fast
