@@ -16,7 +16,7 @@ READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-grounding quickstart-reasoning-gym test test-slow test-all lint format bench prove-dapo prove-learning prove-grounding prove-reasoning-gym prove-resume prove-ranks prove-unchanged prove-wheel clean
+.PHONY: help setup quickstart quickstart-grounding quickstart-reasoning-gym test test-slow test-all lint format bench cuda prove-dapo prove-learning prove-grounding prove-reasoning-gym prove-resume prove-ranks prove-unchanged prove-wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-25s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -61,6 +61,9 @@ format: $(READY) ## Format the code and fix what can be fixed
 
 bench: $(READY) ## Time a training step against TRL's
 	$(BIN)/python benchmarks/versus_trl.py
+
+cuda: $(READY) ## Check and measure everything on a CUDA device, and write a report
+	$(BIN)/python benchmarks/gpu_report.py
 
 prove-dapo: $(READY) ## Show that dynamic sampling saves a third of the trained tokens where 70 % of the prompts teach nothing
 	$(BIN)/python benchmarks/prove_dapo.py --record
