@@ -16,7 +16,7 @@ READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-grounding quickstart-reasoning-gym test test-slow test-all lint format bench bench-curves prove-dapo prove-learning prove-grounding prove-reasoning-gym prove-resume prove-ranks prove-unchanged prove-wheel clean
+.PHONY: help setup quickstart quickstart-grounding quickstart-reasoning-gym test test-slow test-all lint format bench bench-curves cuda prove-dapo prove-learning prove-grounding prove-reasoning-gym prove-resume prove-ranks prove-unchanged prove-wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-25s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -64,6 +64,9 @@ bench: $(READY) ## Time and memory of a training step against TRL's, on four wor
 
 bench-curves: $(READY) ## Cost per token against TRL's, by group size, prompt, completion and model size
 	$(BIN)/python benchmarks/versus_trl.py --curves
+
+cuda: $(READY) ## Check and measure everything on a CUDA device, and write a report
+	$(BIN)/python benchmarks/gpu_report.py
 
 prove-dapo: $(READY) ## Show that dynamic sampling saves a third of the trained tokens where 70 % of the prompts teach nothing
 	$(BIN)/python benchmarks/prove_dapo.py --record

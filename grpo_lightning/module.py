@@ -84,7 +84,7 @@ from grpo_lightning.training.evaluation import (
     numbers_of,
     records,
 )
-from grpo_lightning.training.lightning_internals import set_position
+from grpo_lightning.training.lightning_internals import clipping_unscaled, set_position
 from grpo_lightning.training.metrics import (
     PeakMemory,
     StepLog,
@@ -511,7 +511,7 @@ class GRPOLightningModule(L.LightningModule):
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase, and announce it to the callbacks (`on_phase`)."""
         self.notify("on_phase", name)
-        with self.metrics.timed(name):
+        with self.metrics.timed(name, self.device):
             yield
 
     def notify(self, hook: Literal["on_phase", "on_decode", "on_rollout"], *arguments: Any) -> None:
@@ -710,6 +710,16 @@ class GRPOLightningModule(L.LightningModule):
         with checks.naming_key("model.scheduler"):
             schedule = {"scheduler": self.scheduler_factory(optimizer), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip gradients as the trainer says, also of fused optimizers with bf16-mixed."""
+        with clipping_unscaled(self.trainer):
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def configure_callbacks(self) -> list[L.Callback]:
         """Add the callbacks that every run needs. Also checks the trainer, because Lightning calls this hook first."""

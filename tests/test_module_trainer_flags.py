@@ -291,3 +291,17 @@ def test_a_second_run_of_a_trainer_says_nothing_of_the_packages_own_callbacks(ca
     assert trainer.global_step == 2
     assert [type(callback) for callback in trainer.callbacks] == kinds
     assert not [message for message in caplog.messages if "override" in message]
+
+
+def test_a_fused_optimizer_is_clipped_in_bf16_mixed():
+    """Lightning refuses this, although bf16-mixed scales no loss that the optimizer would have to unscale."""
+
+    def weights(*, fused, clip):
+        torch.manual_seed(0)
+        module = make_module(length=3, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1, fused=fused))
+        fit(module, batch_size=4, max_steps=1, precision="bf16-mixed", gradient_clip_val=clip)
+        return weights_of(module)
+
+    clipped = weights(fused=True, clip=0.01)
+    assert are_equal(clipped, weights(fused=False, clip=0.01))
+    assert not are_equal(clipped, weights(fused=True, clip=None))

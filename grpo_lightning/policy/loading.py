@@ -114,6 +114,8 @@ class PolicyLoader(PolicySettings):
             import_model_code(encoder.config)
         compute_dtype = compute_dtype or dtype_name(self)
         converted_dtype = getattr(torch, compute_dtype) if sharding.converts_weights else None
+        if device_type == "cuda":
+            disable_cudnn_attention()
         with sharding.unsharded():
             attention = self.choose_attention(compute_dtype, device_type, encoder.config)
         model = self.load_model(sharding, attention, device_type)
@@ -358,6 +360,17 @@ def choose_attention(
     raise error(f"policy.attention is 'flash_attention_2': {reason}. Or set policy.attention to 'auto'.")
 
 
+def disable_cudnn_attention() -> None:
+    """Keep `scaled_dot_product_attention` from using cuDNN, which torch prefers on Hopper and later GPUs.
+
+    cuDNN plans anew for every shape, tens of milliseconds each, and every decoding step and micro-batch has its own
+    shape. torch then uses FlashAttention without a mask and the memory-efficient kernel with one.
+    """
+    if torch.backends.cuda.cudnn_sdp_enabled():
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        log.info("Attention: sdpa does not use cuDNN in this process, because cuDNN compiles a plan for every shape.")
+
+
 def refuse_non_causal(model: nn.Module) -> None:
     """Raise ValueError for models without `generate`."""
     if not hasattr(model, "generate"):
@@ -406,7 +419,17 @@ def checkpoint_layers(model: nn.Module) -> None:
         )
     for layer in layers:
         if not isinstance(layer.forward, functools.partial):
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+            layer.forward = functools.partial(run_layer, layer.forward)
+
+
+def run_layer(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a layer, with activation checkpointing if it has a backward pass.
+
+    Without one, checkpointing would still read the random state of the device for every layer and token.
+    """
+    if torch.is_grad_enabled():
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return forward(*args, **kwargs)
 
 
 def check_loading(loader: PolicySettings, sharding: Sharding) -> None:

@@ -199,15 +199,23 @@ def reference_offloaded(reference: FrozenCopy, policy: nn.Module) -> Iterator[No
 @contextlib.contextmanager
 def offloaded_tensors(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Keep the data of these tensors on the CPU inside the `with` block."""
-    devices = []
-    for tensor in tensors:
-        devices.append((tensor, tensor.device))
-        tensor.data = tensor.data.to(CPU)
+    devices = [(tensor, tensor.device) for tensor in tensors]
+    for tensor, _ in devices:
+        tensor.data = to_host(tensor.data)
+    for device in {device for _, device in devices if device.type == "cuda"}:
+        torch.cuda.synchronize(device)  # the copies must be complete if a checkpoint is saved
     try:
         yield
     finally:
         for tensor, device in devices:
-            tensor.data = tensor.data.to(device)
+            tensor.data = tensor.data.to(device, non_blocking=True)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor to the CPU. The copy from a GPU is in pinned memory, several times as fast, and does not wait."""
+    if tensor.device.type != "cuda":
+        return tensor.to(CPU)
+    return torch.empty_like(tensor, device=CPU, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def states(optimizer: Any) -> Iterator[Tensor]:

@@ -5,11 +5,15 @@ In addition, `strategies.py` overrides private methods of Lightning's strategies
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 
 from grpo_lightning.data.source import PromptSource
@@ -42,6 +46,27 @@ def has_validation_data(trainer: L.Trainer) -> bool:
 def validation_seconds(trainer: L.Trainer) -> float | None:
     """`val_check_interval` in seconds; None if it is not a time. Lightning has no public attribute for a time."""
     return getattr(trainer, "_val_check_time_interval", None)
+
+
+# ----------------------------------------------------------------------------------------------------------- gradients
+
+
+@contextlib.contextmanager
+def clipping_unscaled(trainer: L.Trainer) -> Iterator[None]:
+    """Context in which Lightning clips the gradients of fused optimizers if their loss is not scaled (bf16-mixed).
+
+    Lightning refuses fused optimizers with every mixed precision, because they unscale gradients in their step, after
+    clipping. Without a scaler, nothing has to be unscaled.
+    """
+    plugin: Any = trainer.precision_plugin
+    if not (isinstance(plugin, MixedPrecision) and plugin.scaler is None):
+        yield
+        return
+    plugin.clip_gradients = functools.partial(Precision.clip_gradients, plugin)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del plugin.clip_gradients
 
 
 # ------------------------------------------------------------------------------------------------------------- signals

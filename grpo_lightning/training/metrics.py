@@ -88,12 +88,13 @@ class StepMetrics:
             self.tallies[name] = Tally("min" if extreme is min else "max", extreme(candidates))
 
     @contextlib.contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Add the seconds that the `with` block takes to `time/<name>`."""
+    def timed(self, name: str, device: torch.device | None = None) -> Iterator[None]:
+        """Add the seconds that the `with` block takes to `time/<name>`, including the work of `device`."""
         start = time.perf_counter()
         try:
             yield
         finally:
+            wait_for(device)
             self.add_seconds(f"time/{name}", time.perf_counter() - start)
 
     def pop(self) -> dict[str, float]:
@@ -354,6 +355,12 @@ def logged_this_step(trainer: L.Trainer) -> dict[str, Tensor]:
     }
 
 
+def wait_for(device: torch.device | None) -> None:
+    """Wait until a GPU has done its work, so that a time includes it. Does nothing on other devices."""
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class UpdateLog(L.Callback):
     """Logs `time/update`, `policy/lr` and `policy/grad_norm`, once per optimizer step.
 
@@ -384,8 +391,11 @@ class UpdateLog(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the seconds, and the gradient norm if the strategy provides it only after the step."""
+        ends_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if ends_step:
+            wait_for(pl_module.device)
         self.seconds += time.perf_counter() - self.started
-        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+        if ends_step:
             slowest = ranks.max_over_ranks(torch.tensor(self.seconds))
             pl_module.log("time/update", slowest, batch_size=1)
             self.log_norm(pl_module, pl_module.sharding.norm_of_last_step())

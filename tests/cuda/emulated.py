@@ -221,6 +221,7 @@ class EmulatedCuda(TorchDispatchMode):
         goes_here |= device is not None and self.indexed.inherits
         if device is not None:
             kwargs = {**kwargs, "device": CPU}
+            kwargs.pop("pin_memory", None)
         if not here and not goes_here:
             args, kwargs = pytree.tree_map(lambda x: on_host(x) if isinstance(x, OnCuda) else x, (args, kwargs))
             return func(*args, **kwargs)
@@ -249,7 +250,7 @@ class EmulatedCuda(TorchDispatchMode):
                 f"{name}: expected all tensors to be on the same device, but found at least two devices, cuda:0 and "
                 f"cpu {[tuple(x.shape) for x in others]}"
             )
-        if name == "copy_" and others:
+        if name == "copy_" and others and not (len(args) > 2 and args[2]):  # copies from and to pinned memory
             self.sync("copy to the device" if is_here(tensors[0]) else "copy to the host")
 
     def count(self, func: Any, name: str, args: Any, here: list[Any], tensors: list[torch.Tensor]) -> None:

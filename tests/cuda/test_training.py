@@ -111,3 +111,23 @@ def test_a_run_in_16_bits_takes_no_math_kernel(run):
         assert set(gpu.attention) <= {"flash", "efficient"}
         assert gpu.launches["_scaled_dot_product_efficient_attention"] > 0
     assert all(weight.isfinite().all() for weight in got.values())
+
+
+WAIT = "torch.cuda.synchronize: training/metrics.py wait_for"
+
+
+def test_what_a_run_on_a_gpu_does_on_top():
+    """Its clocks wait for the device, offloaded states are pinned, and attention is not cuDNN's."""
+    usual = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        with EmulatedCuda() as gpu:
+            loader = PolicyLoader(model=tiny_model("qwen2", **SMALL), tokenizer=tiny_tokenizer())
+            module = make_module(length=3, policy=loader, tokenizer=None, offload=["optimizer"])
+            fit(module, max_steps=2, accelerator="gpu")
+            assert gpu.syncs[WAIT] >= 2 * 3  # of a rollout, its rewards and its update
+            assert gpu.syncs["torch.cuda.synchronize: training/actor.py offloaded_tensors"] == 1  # no states at first
+            assert not [place for place in gpu.syncs if "actor.py to_host" in place]
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(usual)

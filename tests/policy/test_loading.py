@@ -292,3 +292,15 @@ def test_flash_attention_is_taken_where_the_run_computes_in_16_bits(
     if want is None:
         with pytest.raises(ValueError, match=r"policy.attention is 'flash_attention_2': it requires (CUDA|16 bits)"):
             choose_attention("flash_attention_2", dtype, device)
+
+
+def test_layers_are_not_checkpointed_without_gradients(monkeypatch):
+    model = tiny_model("qwen2")
+    loading.checkpoint_layers(model)
+    calls = []
+    monkeypatch.setattr(loading, "checkpoint", lambda forward, *args, **kwargs: calls.append(forward) or 1 / 0)
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[5, 6]]))
+    assert not calls
+    with pytest.raises(ZeroDivisionError):
+        model(input_ids=torch.tensor([[5, 6]]))
