@@ -36,9 +36,9 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 from grpo_lightning.cli.plan.memory import MemorySettings, ScoredBatch, memory_parts, peak, precision_of
-from grpo_lightning.cli.plan.model import meta_model, sizes_of
+from grpo_lightning.cli.plan.model import sizes_of
 from grpo_lightning.core.types import MicroBatch, SamplingParams
-from grpo_lightning.policy.loading import PolicyLoader, checkpoint_layers, disable_cudnn_attention
+from grpo_lightning.policy.loading import PolicyLoader, checkpoint_layers, disable_cudnn_attention, meta_model
 from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local import LocalEngine

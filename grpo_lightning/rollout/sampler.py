@@ -89,7 +89,7 @@ class TokenSampler:
         self.sampling, self.prompt_length, self.uniforms = sampling, prompt_length, uniforms
         self.stop_strings = StopStrings(sampling.stop_strings, tokenizer)
         self.processors, self.unfiltered = LogitsProcessorList(), LogitsProcessorList()
-        self.has_nan = torch.zeros((), dtype=torch.bool, device=uniforms.device)
+        self.has_nan: Tensor | None = None
         if sampling.repetition_penalty != 1:
             self.processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
         if sampling.suppress_tokens:
@@ -116,7 +116,8 @@ class TokenSampler:
             logits: [rows, V] of the next token.
             rows: [rows] index of each row among the rows with which decoding began; None if none of those has finished.
         """
-        self.has_nan |= logits.isnan().any()
+        has_nan = logits.isnan().any()
+        self.has_nan = has_nan if self.has_nan is None else self.has_nan | has_nan
         distribution = log_distribution(self.processors, history, logits)
         probabilities = distribution.exp()
         if self.sampling.is_greedy:
@@ -139,7 +140,8 @@ class TokenSampler:
         Raises:
             FloatingPointError: If a logit was NaN, because training has diverged.
         """
-        has_nan, *ended = torch.cat([self.has_nan[None], has_ended]).tolist()
+        nan = has_ended.new_zeros(()) if self.has_nan is None else self.has_nan
+        has_nan, *ended = torch.cat([nan[None], has_ended]).tolist()
         if has_nan:
             raise FloatingPointError(
                 "The policy's logits are NaN, so it cannot be sampled. Training has diverged: lower the learning "

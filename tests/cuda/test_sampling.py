@@ -16,6 +16,7 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.rollout.sampler import TokenSampler
 from tests.cuda.emulated import EmulatedCuda
+from tests.marks import SLOW
 from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
 
 PROMPTS = [[5, 6, 7] * 4, [8, 9], [11, 12, 13, 14]]
@@ -78,7 +79,13 @@ def cost_per_step(monkeypatch, way="shared", dtype=torch.float32, **settings):
 
 
 @pytest.mark.parametrize("way", ["shared", "repeated"])
-@pytest.mark.parametrize("settings", [{}, {"top_k": 5, "top_p": 0.9, "temperature": 0.7}], ids=["plain", "filtered"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="plain", marks=SLOW),
+        pytest.param({"top_k": 5, "top_p": 0.9, "temperature": 0.7}, id="filtered"),
+    ],
+)
 def test_completions_equal_those_of_the_cpu(way, settings):
     model = tiny_model("qwen2", num_hidden_layers=LAYERS)
     model.generation_config.eos_token_id = list(range(2, 5))

@@ -13,7 +13,7 @@ from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.scorer import AutoChunks, Scorer
 from tests.cuda.emulated import EmulatedCuda, OnCuda, on_host
-from tests.marks import only
+from tests.marks import SLOW, only
 from tests.module_runs import SMALL, fit, make_module, weights_of
 from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -49,8 +49,10 @@ def on_cpu(tensors):
     return {name: on_host(x) if isinstance(x, OnCuda) else x for name, x in tensors.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", SCORERS)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, id="32"), pytest.param(torch.bfloat16, id="bf16", marks=SLOW)]
+)
+@pytest.mark.parametrize("name", only({"auto"}, SCORERS))
 def test_a_micro_batch_scores_as_on_the_cpu(name, dtype):
     scorer, syncs = SCORERS[name]
     model, batch = tiny_model("qwen2", num_hidden_layers=2, dtype=dtype), ragged_batch(seed=1)
