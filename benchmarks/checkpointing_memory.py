@@ -24,8 +24,8 @@ from rich.table import Table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_lightning.core.types import MicroBatch
+from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.loading import checkpoint_layers
-from grpo_lightning.policy.scorer import Scorer
 
 MODEL = {
     "vocab_size": 2048,

@@ -38,10 +38,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 from grpo_lightning.cli.plan.memory import MemorySettings, ScoredBatch, memory_parts, peak, precision_of
 from grpo_lightning.cli.plan.model import sizes_of
 from grpo_lightning.core.types import MicroBatch, SamplingParams
+from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.loading import PolicyLoader, checkpoint_layers, disable_cudnn_attention, meta_model
-from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.rollout.local_engine import LocalEngine
 
 HERE = Path(__file__).parent
 STOP = 1

@@ -29,7 +29,7 @@ from rich.table import Table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_lightning.core.types import MicroBatch
-from grpo_lightning.policy.scorer import Scorer
+from grpo_lightning.policy.completion_logprobs import Scorer
 
 VOCAB = 151_936
 NUM_PROMPTS, GENERATIONS, PROMPT_LENGTH, COMPLETION_LENGTH = 2, 8, 32, 256

@@ -19,7 +19,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from grpo_lightning.core.types import MicroBatch
-from grpo_lightning.policy.scorer import Scorer
+from grpo_lightning.policy.completion_logprobs import Scorer
 
 SIZES = {
     "3m": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8,

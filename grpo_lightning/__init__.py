@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from grpo_lightning.module import GRPOLightningModule
     from grpo_lightning.objective import Objective
     from grpo_lightning.policy.loading import PolicyLoader
-    from grpo_lightning.rollout.local import LocalEngine
+    from grpo_lightning.rollout.local_engine import LocalEngine
     from grpo_lightning.training.evaluation import Validation
     from grpo_lightning.training.strategies import FSDP2Strategy, GRPODeepSpeedStrategy
 
@@ -48,7 +48,7 @@ _HOMES = {
     "FSDP2Strategy": "training.strategies",
     "GRPODeepSpeedStrategy": "training.strategies",
     "GRPOLightningModule": "module",
-    "LocalEngine": "rollout.local",
+    "LocalEngine": "rollout.local_engine",
     "Objective": "objective",
     "PolicyLoader": "policy.loading",
     "PromptDataModule": "data.datamodule",

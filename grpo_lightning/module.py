@@ -38,6 +38,7 @@ from grpo_lightning.data.batch import PromptBatch, as_prompt_batch
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.objective import Objective, warn_of_length_weights
 from grpo_lightning.optimizers import AdamW, OptimizerFactory
+from grpo_lightning.policy.completion_logprobs import Scorer, TokenScores
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.hf import is_adapted
 from grpo_lightning.policy.loading import PolicyLike, PolicyLoader
@@ -50,7 +51,6 @@ from grpo_lightning.policy.reference import (
     fingerprint,
     make_reference,
 )
-from grpo_lightning.policy.scorer import Scorer, TokenScores
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.trainable import dtype_name, keep_frozen_out_of_checkpoints
 from grpo_lightning.rewards import RewardLike, RewardSet, RewardWorkers, Scores
@@ -72,7 +72,7 @@ from grpo_lightning.rollout.groups import (
     vision_of,
     without_truncated,
 )
-from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.schedules import Schedule, SchedulerFactory
 from grpo_lightning.training import checkpoints, checks, data_checks
 from grpo_lightning.training.actor import Actor, Offloadable, OldLogprobs, lacks_ref_logprobs, offloaded, seeded_dropout

@@ -20,7 +20,7 @@ from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.reference import SyncReference
 from grpo_lightning.rewards import RewardWorkers
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
-from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.training.evaluation import Validation
 
 SCHEDULES = [

@@ -16,7 +16,7 @@ from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
-from grpo_lightning.policy.scorer import Scorer
+from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.rewards import RewardWorkers
 from grpo_lightning.training import micro_batches
 from tests.light_rewards import vowel_share

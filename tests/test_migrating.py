@@ -31,9 +31,9 @@ from grpo_lightning.core.types import Completion, Group, MicroBatch, Prompt, Sam
 from grpo_lightning.data.entry import DatasetEntry
 from grpo_lightning.functional import group_relative_advantages, normalized_sum, router_load
 from grpo_lightning.objective import Objective, StepCounts
+from grpo_lightning.policy.completion_logprobs import TokenScores
 from grpo_lightning.policy.lora import LoRA
-from grpo_lightning.policy.scorer import TokenScores
-from grpo_lightning.rollout.sampler import TokenSampler
+from grpo_lightning.rollout.token_sampler import TokenSampler
 from grpo_lightning.training.router_loss import RouterLoss
 from grpo_lightning.training.token_selection import select_tokens
 from tests.arguments.registry import CASES

@@ -5,7 +5,7 @@ from torch.utils.data import DataLoader
 
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.training.evaluation import Validation
 from tests.module_runs import ScriptedEngine, make_module, make_trainer
 from tests.tiny_models import EOS

@@ -18,7 +18,7 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.rewards import ByMethod, ExactMatch, IoU
-from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.training.checks import check_trainer
 from grpo_lightning.training.evaluation import Validation
 from grpo_lightning.training.strategies import GRPODeepSpeedStrategy

@@ -37,7 +37,7 @@ from grpo_lightning.functional import (
     vespo_surrogate,
 )
 from grpo_lightning.objective import Objective, StepCounts
-from grpo_lightning.policy.scorer import TokenScores
+from grpo_lightning.policy.completion_logprobs import TokenScores
 from grpo_lightning.training.token_selection import select_tokens
 
 COUNTS = StepCounts(num_tokens=23, num_sequences=7)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from grpo_lightning.core import ranks
 from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.policy.adapters import trained_adapter
+from grpo_lightning.policy.completion_logprobs import AutoChunks, Scorer, auto_chunks
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.families import family_of, known_family, sees_images, unknown_reason
 from grpo_lightning.policy.hf import attention_kernel, base_model, is_adapted, naming, num_positions, text_config
@@ -27,7 +28,6 @@ from grpo_lightning.policy.lora_injection import check_names
 from grpo_lightning.policy.precision import restore_head, use_float32_head
 from grpo_lightning.policy.probe import check_head_runs, check_scorer, choose_head, choose_path
 from grpo_lightning.policy.rope import fix_frequencies
-from grpo_lightning.policy.scorer import AutoChunks, Scorer, auto_chunks
 from grpo_lightning.policy.settings import Attention, PolicySettings, Quantization
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.tokenizer import check_image_family, load_processor, load_tokenizer

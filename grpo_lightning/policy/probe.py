@@ -1,9 +1,9 @@
 """Choose how log-probs are computed: from the model's declared properties, then with a small probe.
 
-The path (extended or dense) and the vocabulary head (full or sliced) are chosen, see `policy/scorer.py`. The choice is
-made once per run and is the same on every rank. A probe runs the model on a few tokens in eval mode. In a probe, 32-bit
-weights compute in full float32 (except with FlashAttention), whatever the precision of the run, because TF32 and
-autocast change log-probs by more than the errors that a probe has to detect.
+The path (extended or dense) and the vocabulary head (full or sliced) are chosen, see `policy/completion_logprobs.py`.
+The choice is made once per run and is the same on every rank. A probe runs the model on a few tokens in eval mode. In a
+probe, 32-bit weights compute in full float32 (except with FlashAttention), whatever the precision of the run, because
+TF32 and autocast change log-probs by more than the errors that a probe has to detect.
 """
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ from torch import Tensor, nn
 from grpo_lightning.core.ranks import gather_objects, max_over_ranks
 from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.policy.adapters import is_adapter_layer
+from grpo_lightning.policy.completion_logprobs import (
+    Scorer,
+    ScoringPath,
+    logit_scale,
+    refuse_transformers_checkpointing,
+)
 from grpo_lightning.policy.families import unknown_reason
 from grpo_lightning.policy.hf import (
     accepts,
@@ -31,7 +37,6 @@ from grpo_lightning.policy.hf import (
 )
 from grpo_lightning.policy.kv_cache import PrefixCache
 from grpo_lightning.policy.routers import Routers
-from grpo_lightning.policy.scorer import Scorer, ScoringPath, logit_scale, refuse_transformers_checkpointing
 from grpo_lightning.policy.sharding import gathered_dtypes, is_partitioned
 
 

@@ -17,11 +17,11 @@ from grpo_lightning.core.seeding import derived_seed
 from grpo_lightning.core.types import Group, MicroBatch
 from grpo_lightning.objective import StepCounts
 from grpo_lightning.policy.adapters import trained_adapter
+from grpo_lightning.policy.completion_logprobs import Scorer, TokenScores
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.hf import is_adapted
 from grpo_lightning.policy.reference import FrozenCopy, Reference
 from grpo_lightning.policy.routers import Routers
-from grpo_lightning.policy.scorer import Scorer, TokenScores
 from grpo_lightning.policy.sharding import Sharding, fsdp_modules, own_part
 from grpo_lightning.rollout.groups import vision_of
 from grpo_lightning.training.micro_batches import (

@@ -22,7 +22,7 @@ from grpo_lightning.core.messages import WarnOnce
 from grpo_lightning.core.types import Completion, Group, MicroBatch
 from grpo_lightning.functional import kl_divergence, zero_variance_groups
 from grpo_lightning.objective import Objective, ObjectiveTerms
-from grpo_lightning.policy.scorer import Scorer
+from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.rewards import Scores
 from grpo_lightning.rollout.dynamic_sampling import Resampling
 from grpo_lightning.rollout.groups import OverlongFilter, Rollout

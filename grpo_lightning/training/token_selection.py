@@ -17,7 +17,7 @@ from grpo_lightning.core.seeding import derived_seed
 from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.functional import high_covariance_tokens, high_entropy_tokens, random_covariance_tokens
 from grpo_lightning.objective import Objective
-from grpo_lightning.policy.scorer import TokenScores
+from grpo_lightning.policy.completion_logprobs import TokenScores
 from grpo_lightning.training.actor import Actor
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.objective import Objective, StepCounts
-from grpo_lightning.policy.scorer import Scorer, TokenScores
+from grpo_lightning.policy.completion_logprobs import Scorer, TokenScores
 from grpo_lightning.training.router_loss import make_router_loss
 from grpo_lightning.training.token_selection import select_tokens
 from tests.arguments.registry import case

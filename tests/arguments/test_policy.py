@@ -14,9 +14,9 @@ import transformers
 from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.policy import loading
 from grpo_lightning.policy.adapters import adapter_layers
+from grpo_lightning.policy.completion_logprobs import SlicedHead
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
-from grpo_lightning.policy.scorer import SlicedHead
 from tests import tiny_vlms
 from tests.arguments.registry import case
 from tests.module_runs import SMALL

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.rollout.local_engine import LocalEngine
 from tests.arguments.registry import case
 from tests.module_runs import SMALL
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -26,7 +26,7 @@ def draw(sampling: SamplingParams, engine: LocalEngine | None = None, **options:
     engine = engine or LocalEngine()
     model.register_forward_pre_hook(options.get("hook", lambda *_: None), with_kwargs="hook" in options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo_lightning.rollout.local.log.warning", lambda *_: None)  # that there is no stop token
+        patch.setattr("grpo_lightning.rollout.local_engine.log.warning", lambda *_: None)  # that there is no stop token
         engine.connect(model, tokenizer, options.get("sharding", Sharding()))
     prompts = options.get("prompts", [PROMPT])
     return [c for group in engine.generate(prompts, 6, sampling, seeds=list(range(len(prompts)))) for c in group]

@@ -182,7 +182,7 @@ def test_nested_settings_two_files_flags_and_a_module_of_ones_own(recipe, tmp_pa
         "class_path": "grpo_lightning.policy.loading.PolicyLoader",
         "init_args": {"name": "policy", "scoring": "dense", "chunk_size": 2},
     }
-    engine = {"class_path": "grpo_lightning.rollout.local.LocalEngine", "init_args": {"max_rows": 4}}
+    engine = {"class_path": "grpo_lightning.rollout.local_engine.LocalEngine", "init_args": {"max_rows": 4}}
     flags = ["--model.num_generations=3", "--model.objective.beta=0", "--trainer.max_steps=1"]
     (tmp_path / "more.yaml").write_text("model: {objective: {aggregate: sequence}, num_iterations: 2}")
     first = recipe(policy=policy, engine=engine, objective={"epsilon": 0.1})

@@ -13,8 +13,8 @@ from transformers import DynamicCache
 
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.rollout.local import LocalEngine
-from grpo_lightning.rollout.sampler import TokenSampler
+from grpo_lightning.rollout.local_engine import LocalEngine
+from grpo_lightning.rollout.token_sampler import TokenSampler
 from tests.cuda.emulated import EmulatedCuda
 from tests.marks import SLOW
 from tests.tiny_models import EOS, tiny_model, tiny_tokenizer

@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from grpo_lightning.objective import Objective
+from grpo_lightning.policy.completion_logprobs import AutoChunks, Scorer
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
-from grpo_lightning.policy.scorer import AutoChunks, Scorer
 from tests.cuda.emulated import EmulatedCuda, OnCuda, on_host
 from tests.marks import SLOW, only
 from tests.module_runs import SMALL, fit, make_module, weights_of
 from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
-PROMPTS = {"_local_scalar_dense: policy/scorer.py prompt_states": 2}
-LENGTHS = {"copy to the host: policy/scorer.py _row_lengths": 1}
-GROUPS = {"equal: policy/scorer.py even_groups": 1}
-POSITIONS = {"nonzero: policy/scorer.py score_slices": 1}
+PROMPTS = {"_local_scalar_dense: policy/completion_logprobs.py prompt_states": 2}
+LENGTHS = {"copy to the host: policy/completion_logprobs.py _row_lengths": 1}
+GROUPS = {"equal: policy/completion_logprobs.py even_groups": 1}
+POSITIONS = {"nonzero: policy/completion_logprobs.py score_slices": 1}
 SCORERS = {
     "one chunk": (Scorer(), PROMPTS | LENGTHS | GROUPS | POSITIONS),
     "auto": (Scorer(chunk_size=AutoChunks()), PROMPTS | LENGTHS | GROUPS | POSITIONS),
@@ -30,15 +30,18 @@ SCORERS = {
         Scorer(chunk_size=2),
         PROMPTS
         | LENGTHS
-        | {"_local_scalar_dense: policy/scorer.py rows_of": 5, "nonzero: policy/scorer.py score_slices": 5},
+        | {
+            "_local_scalar_dense: policy/completion_logprobs.py rows_of": 5,
+            "nonzero: policy/completion_logprobs.py score_slices": 5,
+        },
     ),
     "three dense chunks, run twice": (
         Scorer("dense", chunk_size=4, checkpoint_chunks=True, head_chunk_size=5),
         LENGTHS
         | {
-            "_local_scalar_dense: policy/scorer.py rows_of": 6,
-            "_local_scalar_dense: policy/scorer.py score": 12,
-            "nonzero: policy/scorer.py score_slices": 6,
+            "_local_scalar_dense: policy/completion_logprobs.py rows_of": 6,
+            "_local_scalar_dense: policy/completion_logprobs.py score": 12,
+            "nonzero: policy/completion_logprobs.py score_slices": 6,
         },
     ),
 }
@@ -62,7 +65,7 @@ def test_a_micro_batch_scores_as_on_the_cpu(name, dtype):
         model, batch, weights = model.to("cuda"), batch.to("cuda"), weights.to("cuda")
         gpu.reset()
         loss, gradients = loss_and_gradients(model, batch, scorer, weights)
-        own = {place: count for place, count in gpu.syncs.items() if "policy/scorer.py " in place}
+        own = {place: count for place, count in gpu.syncs.items() if "policy/completion_logprobs.py " in place}
         assert "tests/" not in " ".join(own)
         assert own == syncs
         assert set(gpu.attention) == {"efficient"}  # prompts and completions have masks

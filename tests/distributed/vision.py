@@ -17,7 +17,7 @@ from grpo_lightning.core import ranks
 from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.objective import Objective
-from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.rollout.local_engine import LocalEngine
 from tests import tiny_vlms
 from tests.distributed.runs import fit, make_module
 from tests.distributed.steps import LONGEST, ByPrompt, Watch

@@ -15,8 +15,8 @@ from grpo_lightning.core.types import Completion, Group, MicroBatch, Prompt, Sam
 from grpo_lightning.functional import masked_mean, token_logprobs
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective, StepCounts
-from grpo_lightning.policy.scorer import Scorer
-from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.policy.completion_logprobs import Scorer
+from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.training.micro_batches import Turn, plan_micro_batches
 from tests.module_runs import PROMPTS, History, ScriptedEngine, are_equal, fit, make_module, weights_of
 from tests.rollout.test_local import connected, make_prompts

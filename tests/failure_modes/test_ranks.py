@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import Completion, Group, MicroBatch, Prompt
-from grpo_lightning.policy.scorer import Scorer
+from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.training.micro_batches import (
     CompletionRow,
     agree_on_chunks,

@@ -17,7 +17,7 @@ from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.groups import GroupSource
-from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.rollout.local_engine import LocalEngine
 from tests.policy.adapters import loader_of
 from tests.rollout.test_dynamic_sampling import OPEN, only_open, run, varied
 from tests.rollout.test_local import connected, cut, generated, greedy, make_prompts, token_ids, two_stops

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2Config
 
-from grpo_lightning.policy.scorer import AutoChunks, Scorer, auto_chunks, chunk_sizes
+from grpo_lightning.policy.completion_logprobs import AutoChunks, Scorer, auto_chunks, chunk_sizes
 from tests.policy.scored import ragged_batch
 
 LENGTHS = st.lists(st.integers(0, 300), min_size=1, max_size=9).map(lambda lengths: sorted(lengths, reverse=True))

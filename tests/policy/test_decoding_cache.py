@@ -24,8 +24,8 @@ from grpo_lightning.policy.kv_cache import (
     unshared_reason,
 )
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.rollout import local
-from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.rollout import local_engine
+from grpo_lightning.rollout.local_engine import LocalEngine
 from tests.families import families
 from tests.tiny_models import FAMILIES, tiny_model, tiny_tokenizer
 
@@ -131,8 +131,8 @@ def test_a_host_that_looks_seldom_gets_the_same_completions(monkeypatch, stop_st
     model = tiny_model("qwen2")
     model.generation_config.eos_token_id = list(range(2, 9))
     every_step = sampled(model, "shared", stop_strings=stop_strings)
-    monkeypatch.setattr(local, "LOOK_INTERVAL", {"cpu": 7})
-    monkeypatch.setattr(local, "LEAST_ENDED", {"cpu": 0.25})
+    monkeypatch.setattr(local_engine, "LOOK_INTERVAL", {"cpu": 7})
+    monkeypatch.setattr(local_engine, "LEAST_ENDED", {"cpu": 0.25})
     seldom = sampled(model, "shared", stop_strings=stop_strings)
     assert [row.token_ids for row in seldom] == [row.token_ids for row in every_step]
     assert [row.finish_reason for row in seldom] == [row.finish_reason for row in every_step]
@@ -142,7 +142,7 @@ def test_a_host_that_looks_seldom_gets_the_same_completions(monkeypatch, stop_st
 
 
 def test_nan_is_refused_at_the_next_look(monkeypatch):
-    monkeypatch.setattr(local, "LOOK_INTERVAL", {"cpu": 7})
+    monkeypatch.setattr(local_engine, "LOOK_INTERVAL", {"cpu": 7})
     model = tiny_model("qwen2")
     with torch.no_grad():
         model.lm_head.weight[0] = torch.nan

@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import nn
 
+from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.families import (
     FAMILIES,
     family_of,
@@ -25,7 +26,6 @@ from grpo_lightning.policy.families import (
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_targets import expert_tensors, language_layers
-from grpo_lightning.policy.scorer import Scorer
 from tests import tiny_models, tiny_vlms
 from tests.families import families
 from tests.policy.scored import loss_and_gradients, row_weights

@@ -5,11 +5,11 @@ import torch
 
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy import loading
+from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.kv_cache import unshared_reason
 from grpo_lightning.policy.loading import PolicyLoader, no_flash_reason
 from grpo_lightning.policy.probe import choose_path, probe_batch
-from grpo_lightning.policy.scorer import Scorer
-from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.rollout.local_engine import LocalEngine
 from tests import tiny_vlms
 from tests.families import families
 from tests.module_runs import SMALL, History, are_equal, fit, make_module, weights_of

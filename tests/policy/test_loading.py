@@ -10,11 +10,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from grpo_lightning.policy import loading
+from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.loading import PolicyLoader, choose_attention, meta_model, remote_code
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_injection import check_names
 from grpo_lightning.policy.probe import probe_difference
-from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.trainable import compute_dtype
 from tests.tiny_models import VOCAB, tiny_model, tiny_tokenizer

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from grpo_lightning.core.types import optional_settings
 from grpo_lightning.policy.adapters import UpdateDropout, adapter_layers, using_adapter
+from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_targets import targets
-from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.training.actor import seeded_dropout
 from tests.families import families
 from tests.policy.adapters import IDS, loader_of, logits, saved_adapter, train

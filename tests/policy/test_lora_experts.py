@@ -6,11 +6,11 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from grpo_lightning.policy.adapters import adapter_layers, is_expert_adapter
+from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_targets import expert_targets
 from grpo_lightning.policy.reference import make_reference
-from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.training.export import export
 from tests.exports import difference

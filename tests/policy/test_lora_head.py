@@ -5,10 +5,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo_lightning.policy.adapters import adapter_layers
+from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.reference import make_reference
-from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.training.actor import seeded_dropout
 from grpo_lightning.training.export import export
 from tests.exports import difference, save_policy

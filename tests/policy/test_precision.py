@@ -9,12 +9,12 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.precision import compute_like, use_float32_head
 from grpo_lightning.policy.reference import frozen_copy, make_reference
-from grpo_lightning.policy.scorer import Scorer
-from grpo_lightning.rollout import sampler
+from grpo_lightning.rollout import token_sampler
 from tests.marks import only
 from tests.module_runs import fit, make_module
 from tests.policy.adapters import IDS, logits, train
@@ -120,13 +120,13 @@ def test_log_probs_under_autocast_are_closer_to_those_of_float32():
 @pytest.mark.slow
 def test_sampled_log_probs_are_those_of_a_float32_head(monkeypatch):
     dtypes = set()
-    run = sampler.log_distribution
+    run = token_sampler.log_distribution
 
     def look(processors, history, logits):
         dtypes.add(logits.dtype)
         return run(processors, history, logits)
 
-    monkeypatch.setattr(sampler, "log_distribution", look)
+    monkeypatch.setattr(token_sampler, "log_distribution", look)
     fit(make_module(policy=loader()), max_steps=1, precision="bf16-mixed")
     assert dtypes == {torch.float32}
     dtypes.clear()

@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from grpo_lightning.policy.completion_logprobs import Scorer, SlicedHead
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.probe import choose_head, choose_path, measure, probe_difference
-from grpo_lightning.policy.scorer import Scorer, SlicedHead
 from tests.families import families
 from tests.module_runs import fit, make_module
 from tests.tiny_models import BASE, FAMILIES, READS_LINEAR_STATES, tiny_model, tiny_tokenizer
@@ -282,7 +282,7 @@ def test_a_broken_head_is_found_by_the_probe(monkeypatch, path, moved):
             scores = super().score(model, inputs, lambda states: shift(aligned(states), "states"), ids, mask)
             return shift(scores, "scores")
 
-    monkeypatch.setattr("grpo_lightning.policy.scorer.SlicedHead", Broken)
+    monkeypatch.setattr("grpo_lightning.policy.completion_logprobs.SlicedHead", Broken)
     scorer, reason = choose_head(Scorer(path), tiny_model("qwen2"))
     assert scorer.head_chunk_size is None
     assert "more than rounding" in reason

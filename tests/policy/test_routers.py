@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from grpo_lightning.functional import load_balancing_loss
+from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.loading import checkpoint_layers
 from grpo_lightning.policy.probe import check_routers
 from grpo_lightning.policy.routers import Routers, UnsupportedRoutersError, find_routers
-from grpo_lightning.policy.scorer import Scorer
 from tests import tiny_vlms
 from tests.policy.scored import ragged_batch, row_weights, worst_difference
 from tests.tiny_models import tiny_model

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from grpo_lightning.core.types import MicroBatch
+from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.kv_cache import LostCacheError, PrefixCache
 from grpo_lightning.policy.loading import checkpoint_layers, disable_dropout
 from grpo_lightning.policy.probe import choose_path
-from grpo_lightning.policy.scorer import Scorer
 from tests.families import families
 from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights, worst_difference
 from tests.tiny_models import FAMILIES, READS_LINEAR_STATES, tiny_model
@@ -144,7 +144,9 @@ def test_transformers_checkpointing_is_refused():
 def test_a_lost_cache_raises(monkeypatch):
     model, batch = tiny_model("qwen2").train(), ragged_batch()
     model.gradient_checkpointing_enable()
-    monkeypatch.setattr("grpo_lightning.policy.scorer.refuse_transformers_checkpointing", lambda model: None)
+    monkeypatch.setattr(
+        "grpo_lightning.policy.completion_logprobs.refuse_transformers_checkpointing", lambda model: None
+    )
     with pytest.raises(LostCacheError, match="did not store the prompt"):
         Scorer()(model, batch, temperature=1.0)
 

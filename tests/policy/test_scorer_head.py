@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from grpo_lightning.policy.completion_logprobs import Scorer, SlicedHead, head_replaced
 from grpo_lightning.policy.loading import checkpoint_layers, disable_dropout
 from grpo_lightning.policy.probe import choose_head
-from grpo_lightning.policy.scorer import Scorer, SlicedHead, head_replaced
 from tests.policy.scored import (
     loss_and_gradients,
     ragged_batch,

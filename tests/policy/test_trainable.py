@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.trainable import (
     check_masters,

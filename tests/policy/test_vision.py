@@ -9,12 +9,12 @@ import torch
 
 from grpo_lightning.core.types import ImageFeatures, PromptVision, VisionInputs
 from grpo_lightning.policy.adapters import using_adapter
+from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.families import FAMILIES, freeze_vision, inner_model, is_tower_trained
 from grpo_lightning.policy.loading import check_in_step, checkpoint_layers
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.probe import choose_path
-from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.vision import concatenate_images, needs_blank, place, seeing, store_features
 from tests import tiny_vlms

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_lightning.core.types import Group, Prompt, SamplingParams
+from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.hf import left_pad
 from grpo_lightning.policy.probe import choose_path
-from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.training.micro_batches import plan_micro_batches
 from tests.families import families
 from tests.module_runs import make_module
@@ -160,7 +160,7 @@ def test_a_repetition_penalty_spares_the_padding(either):
 def test_entropies_equal_the_scorers(way, filters, monkeypatch):
     """Of the softmax at the temperature, from which filters take away."""
     if way == "decode_with_generate":
-        monkeypatch.setattr("grpo_lightning.rollout.local.no_fan_out_reason", lambda policy: "the test says so")
+        monkeypatch.setattr("grpo_lightning.rollout.local_engine.no_fan_out_reason", lambda policy: "the test says so")
     model, prompts = tiny_model("qwen2"), make_prompts()
     model.generation_config.eos_token_id = list(range(2, 14))
     with torch.no_grad():
@@ -283,7 +283,7 @@ def test_generate_too_draws_a_prompt_as_alone():
 def test_both_ways_of_decoding_draw_the_same(monkeypatch):
     model, prompts, sampling = tiny_model("qwen2"), make_prompts(), SamplingParams(max_completion_length=6)
     fanned_out = connected(model).generate(prompts, 3, sampling, seeds=[0, 1, 2])
-    monkeypatch.setattr("grpo_lightning.rollout.local.no_fan_out_reason", lambda policy: "the test says so")
+    monkeypatch.setattr("grpo_lightning.rollout.local_engine.no_fan_out_reason", lambda policy: "the test says so")
     assert token_ids(connected(model).generate(prompts, 3, sampling, seeds=[0, 1, 2])) == token_ids(fanned_out)
 
 
@@ -690,7 +690,7 @@ def test_sampling_that_cannot_agree_is_refused_by_name(monkeypatch):
 def test_padding_that_enters_the_state_is_found(monkeypatch):
     """RWKV's way, in the engine alone: prompts of one length would agree."""
     monkeypatch.setattr(
-        "grpo_lightning.rollout.local.left_pad",
+        "grpo_lightning.rollout.local_engine.left_pad",
         lambda *arguments: (left_pad(*arguments)[0], left_pad(*arguments)[1] | True),
     )
     engine = connected(tiny_model("qwen2"))

@@ -8,8 +8,8 @@ from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy.hf import text_config
 from grpo_lightning.policy.kv_cache import SamplingCache
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.rollout import local
-from grpo_lightning.rollout.local import LocalEngine, no_fan_out_reason
+from grpo_lightning.rollout import local_engine
+from grpo_lightning.rollout.local_engine import LocalEngine, no_fan_out_reason
 from tests.families import families
 from tests.tiny_models import FAMILIES, tiny_model, tiny_tokenizer
 
@@ -23,7 +23,7 @@ def drawn(monkeypatch, model, cache_class):
             super().__init__(*args, **kwargs)
             caches.append(self)
 
-    monkeypatch.setattr(local, "SamplingCache", Kept)
+    monkeypatch.setattr(local_engine, "SamplingCache", Kept)
     engine = LocalEngine()
     engine.connect(model, tiny_tokenizer(), Sharding())
     engine.way = "repeated"

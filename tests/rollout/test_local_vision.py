@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from grpo_lightning.core.types import SamplingParams
+from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.families import freeze_vision, inner_model
-from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.groups import GroupSource
-from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.training.micro_batches import give_images, plan_micro_batches
 from tests import tiny_vlms
 from tests.families import families

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_lightning.core.types import SamplingParams
-from grpo_lightning.rollout.sampler import BLOCK_STEPS, BLOCK_TOKENS, TokenSampler, Uniforms, first_above, pick
+from grpo_lightning.rollout.token_sampler import BLOCK_STEPS, BLOCK_TOKENS, TokenSampler, Uniforms, first_above, pick
 from tests.tiny_models import tiny_tokenizer
 
 CPU = torch.device("cpu")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_lightning.rollout.sampler import sampled_ids
+from grpo_lightning.rollout.token_sampler import sampled_ids
 
 
 @pytest.mark.parametrize(

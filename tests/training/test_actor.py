@@ -9,8 +9,8 @@ import torch
 from grpo_lightning.core.ranks import Teams
 from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.objective import Objective
+from grpo_lightning.policy.completion_logprobs import AutoChunks, Scorer
 from grpo_lightning.policy.reference import FrozenCopy, frozen_copy
-from grpo_lightning.policy.scorer import AutoChunks, Scorer
 from grpo_lightning.policy.trainable import freeze_first_layers
 from grpo_lightning.training import actor
 from grpo_lightning.training.micro_batches import CycleShape

@@ -10,7 +10,7 @@ from grpo_lightning.core.ranks import Teams
 from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.rollout.groups import Rollout, SharedGroups
-from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.training import checks
 from tests.module_runs import PROMPTS, make_module, make_trainer
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_lightning.core.types import Completion, Group, MicroBatch, Prompt
 from grpo_lightning.objective import ObjectiveTerms
-from grpo_lightning.policy.scorer import Scorer
+from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.rewards import Scores
 from grpo_lightning.training.metrics import (
     StepMetrics,

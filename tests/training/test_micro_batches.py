@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from grpo_lightning.core.ranks import part_of_group
 from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.objective import Objective, StepCounts
-from grpo_lightning.policy.scorer import AutoChunks, Scorer
+from grpo_lightning.policy.completion_logprobs import AutoChunks, Scorer
 from grpo_lightning.training.micro_batches import (
     CompletionRow,
     Cycle,

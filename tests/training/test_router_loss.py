@@ -11,9 +11,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoePreTrainedM
 
 from grpo_lightning.functional.routing import load_balancing_loss, total_load
 from grpo_lightning.objective import Objective
+from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
-from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.training.router_loss import RouterLoss, make_router_loss, router_coefficient
 from tests.module_runs import SMALL, History, are_equal, fit, make_module, weights_of
 from tests.test_module_updates import gradients_of_the_first_step, relative_difference

@@ -11,7 +11,7 @@ import torch
 
 from grpo_lightning.functional import high_entropy_tokens
 from grpo_lightning.objective import Objective
-from grpo_lightning.policy.scorer import Scorer
+from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.training.token_selection import SELECTIONS, random_keys, select_tokens
 from tests.module_runs import History, are_equal, fit, make_module, weights_of
 from tests.test_module_updates import gradients_of_the_first_step, relative_difference

@@ -481,7 +481,7 @@ def run_length(trainer: Namespace, batches: BatchPlan, num_prompts: int | None) 
 
 def sampling_size(engine: Any, batches: BatchPlan) -> tuple[int, int]:
     """(Completions, prompts) that the policy decodes at the same time; (0, 0) with an external engine."""
-    from grpo_lightning.rollout.local import LocalEngine
+    from grpo_lightning.rollout.local_engine import LocalEngine
 
     if not isinstance(engine, LocalEngine):
         return 0, 0
@@ -502,7 +502,7 @@ def resolve_gathering(
     import dataclasses
 
     from grpo_lightning.cli.plan.memory import GIB, peak, state_parts
-    from grpo_lightning.rollout.local import LARGEST_SHARE
+    from grpo_lightning.rollout.local_engine import LARGEST_SHARE
 
     if not settings.division.gathers_layers or not settings.sampling_rows:
         return settings, []

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from grpo_lightning.cli.plan.model import ModelSizes, known_config
-from grpo_lightning.policy.scorer import AutoChunks, chunk_sizes
+from grpo_lightning.policy.completion_logprobs import AutoChunks, chunk_sizes
 from grpo_lightning.rewards.base import WeightedReward, innermost
 from grpo_lightning.rewards.reward_model import RewardModel
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from grpo_lightning.cli.plan.batches import BatchPlan, RunPlan
 from grpo_lightning.cli.plan.memory import ALWAYS, GIB, MOMENTS, SAMPLING, TRAINING, UPDATE, MemorySettings, Part, peak
 from grpo_lightning.cli.plan.model import ModelSizes
-from grpo_lightning.policy.scorer import AutoChunks
+from grpo_lightning.policy.completion_logprobs import AutoChunks
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace

@@ -9,7 +9,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from grpo_lightning.core.types import MicroBatch
-from grpo_lightning.policy.scorer import Scorer
+from grpo_lightning.policy.completion_logprobs import Scorer
 
 
 def ragged_batch(num_prompts: int, num_generations: int, prompt_length: int, completion_length: int) -> MicroBatch:

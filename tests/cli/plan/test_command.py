@@ -13,7 +13,7 @@ from jsonargparse import Namespace
 from grpo_lightning.cli.plan import command as plan
 from grpo_lightning.cli.plan.batches import BatchPlan
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.rollout.local_engine import LocalEngine
 from tests.cli.plan.real_shapes import llama_1b, published
 from tests.tiny_models import tiny_model, tiny_tokenizer
 

@@ -32,15 +32,15 @@ from grpo_lightning.cli.plan.memory import (
 from grpo_lightning.cli.plan.model import ModelSizes, sizes_of
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.optimizers import AdamW
+from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.loading import PolicyLoader, checkpoint_layers, meta_model
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.reference import frozen_copy
-from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rewards import ByMethod, Cosine, Format, LLMJudge, Reward, RewardModel, WeightedReward
-from grpo_lightning.rollout import local
-from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.rollout import local_engine
+from grpo_lightning.rollout.local_engine import LocalEngine
 from tests.cli.plan.measured import peak_bytes, ragged_batch, saved_bytes
 from tests.cli.plan.real_shapes import llama_1b, published
 from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
@@ -497,7 +497,7 @@ def test_the_cache_is_the_engines(monkeypatch, family, precision):
         return make
 
     for name in ("SharedPrompts", "RepeatedPrompts"):
-        monkeypatch.setattr(local, name, kept(getattr(local, name)))
+        monkeypatch.setattr(local_engine, name, kept(getattr(local_engine, name)))
     model, engine = tiny_model(family, dtype=DTYPES[precision]), LocalEngine()
     engine.connect(model, tiny_tokenizer(), Sharding())
     engine.stop_ids = []

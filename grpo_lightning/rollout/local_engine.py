@@ -25,6 +25,7 @@ from transformers import (
 
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import Completion, PromptVision, SamplingParams, VisionInputs, check_ranges
+from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.families import is_tower_trained
 from grpo_lightning.policy.hf import compute_device, evaluating, known_arguments, left_pad, text_config
 from grpo_lightning.policy.kv_cache import (
@@ -37,11 +38,10 @@ from grpo_lightning.policy.kv_cache import (
     unshared_reason,
 )
 from grpo_lightning.policy.probe import compare, model_type, no_cache_reason, probe_batch, scored_alone
-from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding, full_shape
 from grpo_lightning.policy.vision import PlacedPrompts, place, seeing
 from grpo_lightning.rollout.engine import Progress, RolloutEngine
-from grpo_lightning.rollout.sampler import Draw, TokenSampler, Uniforms
+from grpo_lightning.rollout.token_sampler import Draw, TokenSampler, Uniforms
 
 log = logging.getLogger(__name__)
 
