@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from grpo_lightning.core.types import SamplingParams
     from grpo_lightning.data.datamodule import PromptDataModule
-    from grpo_lightning.data.entry import DatasetEntry
+    from grpo_lightning.data.dataset_entry import DatasetEntry
     from grpo_lightning.data.source import PromptSource
     from grpo_lightning.data.templates import PromptTemplate
     from grpo_lightning.module import GRPOLightningModule
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "DatasetEntry": "data.entry",
+    "DatasetEntry": "data.dataset_entry",
     "FSDP2Strategy": "training.strategies",
     "GRPODeepSpeedStrategy": "training.strategies",
     "GRPOLightningModule": "module",

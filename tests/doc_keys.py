@@ -12,7 +12,7 @@ import lightning as L
 from grpo_lightning import optimizers, schedules
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.data.datamodule import PromptDataModule
-from grpo_lightning.data.entry import DatasetEntry
+from grpo_lightning.data.dataset_entry import DatasetEntry
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader

@@ -28,7 +28,7 @@ from grpo_lightning import optimizers, rewards, schedules
 from grpo_lightning.callbacks import NewestCheckpoints
 from grpo_lightning.cli.main import parse
 from grpo_lightning.core.types import Completion, Group, MicroBatch, Prompt, SamplingParams
-from grpo_lightning.data.entry import DatasetEntry
+from grpo_lightning.data.dataset_entry import DatasetEntry
 from grpo_lightning.functional import group_relative_advantages, normalized_sum, router_load
 from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.policy.completion_logprobs import TokenScores

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from grpo_lightning.cli import instantiate, main, parse
 from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.data.datamodule import PromptDataModule
-from grpo_lightning.data.entry import DatasetEntry
+from grpo_lightning.data.dataset_entry import DatasetEntry
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards import Plugin
 from grpo_lightning.training.strategies import FSDP2Strategy, GRPODeepSpeedStrategy

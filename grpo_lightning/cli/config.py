@@ -26,7 +26,7 @@ from grpo_lightning.cli import recipes
 from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.cli.runs import default_loggers
 from grpo_lightning.core import unique_keys
-from grpo_lightning.data.entry import DatasetEntry
+from grpo_lightning.data.dataset_entry import DatasetEntry
 from grpo_lightning.rewards import registry  # noqa: F401 - loads the rewards, so that the parser knows their names
 
 CONFIG_FLAGS = ("--config", "-c")

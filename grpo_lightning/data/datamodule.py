@@ -13,7 +13,7 @@ import torch
 
 from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.core.types import Prompt
-from grpo_lightning.data.entry import DatasetEntry
+from grpo_lightning.data.dataset_entry import DatasetEntry
 from grpo_lightning.data.images.preflight import BadImages, Preflight
 from grpo_lightning.data.lengths import LengthLimit, Overlong, check_limit_settings
 from grpo_lightning.data.mixture import as_entries, download, is_streaming, load_mixture, stream_mixture

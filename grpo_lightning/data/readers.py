@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lightning.core.types import Prompt
-from grpo_lightning.data.entry import DATA_FILES, DatasetEntry
+from grpo_lightning.data.dataset_entry import DATA_FILES, DatasetEntry
 from grpo_lightning.data.formats import refuse_media, to_prompt
 from grpo_lightning.data.images.preflight import Preflight
 from grpo_lightning.data.images.references import with_cells, without_decoding

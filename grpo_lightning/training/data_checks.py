@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import lightning as L
 
     from grpo_lightning.core.types import SamplingParams
-    from grpo_lightning.data.entry import DatasetEntry
+    from grpo_lightning.data.dataset_entry import DatasetEntry
     from grpo_lightning.policy.encoder import Encoder
     from grpo_lightning.policy.loading import PolicyLoader
     from grpo_lightning.rewards import RewardSet

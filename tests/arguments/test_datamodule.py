@@ -12,7 +12,7 @@ import pytest
 
 from grpo_lightning.data import parallel as workers
 from grpo_lightning.data.datamodule import PromptDataModule
-from grpo_lightning.data.entry import DatasetEntry
+from grpo_lightning.data.dataset_entry import DatasetEntry
 from grpo_lightning.data.readers import RowReader
 from grpo_lightning.policy.encoder import Encoder
 from tests.arguments.registry import case

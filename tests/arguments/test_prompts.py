@@ -10,7 +10,7 @@ import pytest
 
 from grpo_lightning.core.images import ImageError, ImageRef
 from grpo_lightning.core.types import Completion, Group, Prompt
-from grpo_lightning.data.entry import DatasetEntry
+from grpo_lightning.data.dataset_entry import DatasetEntry
 from grpo_lightning.data.formats import log_prompt_columns
 from grpo_lightning.data.lengths import LengthLimit
 from grpo_lightning.data.mixture import is_streaming, load_mixture, stream_mixture

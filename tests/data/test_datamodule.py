@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.datamodule import PromptDataModule, split
-from grpo_lightning.data.entry import DatasetEntry
+from grpo_lightning.data.dataset_entry import DatasetEntry
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.policy.encoder import Encoder
 from tests.module_runs import make_module, make_trainer

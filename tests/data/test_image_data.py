@@ -18,7 +18,7 @@ from PIL import Image
 
 from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.data.datamodule import PromptDataModule
-from grpo_lightning.data.entry import DatasetEntry
+from grpo_lightning.data.dataset_entry import DatasetEntry
 from grpo_lightning.data.images.preflight import Preflight
 from grpo_lightning.data.lengths import LengthLimit
 from grpo_lightning.data.mixture import load_mixture, read_mixture_yaml, stream_mixture

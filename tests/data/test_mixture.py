@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lightning.data.entry import DatasetEntry
+from grpo_lightning.data.dataset_entry import DatasetEntry
 from grpo_lightning.data.lengths import LengthLimit
 from grpo_lightning.data.mixture import is_streaming, load_mixture, read_mixture_yaml, stream_mixture
 from grpo_lightning.data.templates import PromptTemplate

@@ -5,7 +5,7 @@ import json
 import datasets
 import pytest
 
-from grpo_lightning.data.entry import DatasetEntry
+from grpo_lightning.data.dataset_entry import DatasetEntry
 from grpo_lightning.data.mixture import download, load_mixture, read_mixture_yaml, stream_mixture
 from grpo_lightning.data.readers import DatasetRows, open_dataset
 

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from grpo_lightning.core.images import ImageError, ImageRef
-from grpo_lightning.data.entry import DatasetEntry
+from grpo_lightning.data.dataset_entry import DatasetEntry
 from grpo_lightning.data.images.references import RowsWithCells, openable_value, with_cells, without_decoding
 from grpo_lightning.data.mixture import load_mixture, stream_mixture
 from grpo_lightning.data.source import PromptSource

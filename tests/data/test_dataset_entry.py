@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lightning.data.entry import DatasetEntry, Location, parse_location, parse_strategy, select
+from grpo_lightning.data.dataset_entry import DatasetEntry, Location, parse_location, parse_strategy, select
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,9 @@ def test_percent_is_the_ceiling(count: int, percent: Fraction):
 
 
 def test_random_is_the_same_in_every_process():
-    program = "from grpo_lightning.data.entry import select; print(select(1000, 'random:5', seed=0, name='gsm8k'))"
+    program = (
+        "from grpo_lightning.data.dataset_entry import select; print(select(1000, 'random:5', seed=0, name='gsm8k'))"
+    )
     environment = os.environ | {"PYTHONHASHSEED": "random"}
     out = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
