@@ -6,11 +6,12 @@ a weighted sum or by `normalized_sum`.
 
 from __future__ import annotations
 
-import math
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from grpo_lightning.functional.pass_at_k import marginal_gains
 
 Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "pass_at_k"]
 Scale = Literal["group_std", "batch_std", "batch_advantage_std", "group_mean", "nonzero_fraction", "none"]
@@ -116,7 +117,7 @@ def _gains(rewards: Tensor, baseline: Baseline, lengths: Tensor | None, k: int |
         weights = torch.where(weights.sum(dim=1, keepdim=True) > 0, weights, is_scorable)
         return deviation - (weights * deviation).nansum(dim=1, keepdim=True) / weights.sum(dim=1, keepdim=True)
     if baseline == "pass_at_k":
-        return _marginal_gains(rewards, k)
+        return marginal_gains(rewards, k)
     raise ValueError(f"baseline must be one of {', '.join(get_args(Baseline))}, got {baseline!r}.")
 
 
@@ -147,32 +148,6 @@ def _divisor(rewards: Tensor, gains: Tensor, scale: Scale, eps: float) -> Tensor
     if scale == "none":
         return rewards.new_ones(())
     raise ValueError(f"scale must be one of {', '.join(get_args(Scale))}, got {scale!r}.")
-
-
-def _marginal_gains(rewards: Tensor, k: int | None) -> Tensor:
-    """The gain of the baseline "pass_at_k": [N, G], any value where the reward is nan.
-
-    The n - 1 other scorable rewards have C(n - 1, k - 1) subsets of k - 1 rewards. If these others are in ascending
-    order, the j-th of them is the maximum of C(j - 1, k - 2) subsets.
-    """
-    if k is not None and not 2 <= k <= rewards.size(1):
-        raise ValueError(
-            f"k of baseline 'pass_at_k' must be from 2 to num_generations = {rewards.size(1)}, got {k}. For k = 1, the "
-            "mean reward, use another baseline."
-        )
-    ascending, order = rewards.sort(dim=1)  # nan comes last
-    counts = (~rewards.isnan()).sum(dim=1).tolist()  # n of each group
-    chances = {n: _chances(n, n if k is None else k, rewards.size(1)) for n in set(counts)}
-    weights = rewards.new_tensor([chances[n] for n in counts]).view(rewards.shape)
-    lead = (ascending.unsqueeze(2) - ascending.unsqueeze(1)).clamp(min=0).nan_to_num(0.0)  # [N, G, G] over each other
-    return torch.zeros_like(rewards).scatter(1, order, (lead * weights.unsqueeze(1)).sum(dim=2))
-
-
-def _chances(n: int, k: int, size: int) -> list[float]:
-    """Chance that the j-th of n - 1 others (j = 0 .. size - 1, ascending) is the best of k - 1; 0 if n < max(k, 2)."""
-    if n < max(k, 2):
-        return [0.0] * size
-    return [math.comb(j, k - 2) / math.comb(n - 1, k - 1) for j in range(size)]  # exact integers
 
 
 def normalized_sum(by_reward: Tensor, weights: Tensor, *, eps: float = 1e-4) -> Tensor:

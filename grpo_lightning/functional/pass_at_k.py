@@ -1,4 +1,4 @@
-"""pass@k, and the confidence interval of a mean over prompts."""
+"""pass@k as a metric, with confidence intervals, and as the objective of training."""
 
 from __future__ import annotations
 
@@ -29,6 +29,40 @@ def pass_at_k(solved: Tensor, sampled: Tensor, k: int) -> Tensor:
     # Python integers are exact; the binomials of n = 64 exceed the precision of float32.
     chances = [1 - math.comb(int(n - c), k) / math.comb(int(n), k) if n >= k else math.nan for c, n in counts]
     return torch.tensor(chances, dtype=torch.float64)
+
+
+def marginal_gains(rewards: Tensor, k: int | None) -> Tensor:
+    """The gain of the baseline "pass_at_k": [N, G], any value where the reward is nan.
+
+    The n - 1 other scorable rewards have C(n - 1, k - 1) subsets of k - 1 rewards. If these others are in ascending
+    order, the j-th of them is the maximum of C(j - 1, k - 2) subsets. The gain of a completion is its mean lead over
+    the maximum of such a subset, or 0 where it does not lead.
+
+    Args:
+        rewards: [N, G] one reward per completion; nan is not scorable.
+        k: Completions per subset; None for all scorable completions of the group.
+
+    Raises:
+        ValueError: If k is not from 2 to G.
+    """
+    if k is not None and not 2 <= k <= rewards.size(1):
+        raise ValueError(
+            f"k of baseline 'pass_at_k' must be from 2 to num_generations = {rewards.size(1)}, got {k}. For k = 1, the "
+            "mean reward, use another baseline."
+        )
+    ascending, order = rewards.sort(dim=1)  # nan comes last
+    counts = (~rewards.isnan()).sum(dim=1).tolist()  # n of each group
+    chances = {n: _chances(n, n if k is None else k, rewards.size(1)) for n in set(counts)}
+    weights = rewards.new_tensor([chances[n] for n in counts]).view(rewards.shape)
+    lead = (ascending.unsqueeze(2) - ascending.unsqueeze(1)).clamp(min=0).nan_to_num(0.0)  # [N, G, G] over each other
+    return torch.zeros_like(rewards).scatter(1, order, (lead * weights.unsqueeze(1)).sum(dim=2))
+
+
+def _chances(n: int, k: int, size: int) -> list[float]:
+    """Chance that the j-th of n - 1 others (j = 0 .. size - 1, ascending) is the best of k - 1; 0 if n < max(k, 2)."""
+    if n < max(k, 2):
+        return [0.0] * size
+    return [math.comb(j, k - 2) / math.comb(n - 1, k - 1) for j in range(size)]  # exact integers
 
 
 def interval(values: Tensor, confidence: float = 0.95, draws: int = 1) -> tuple[float, float]:

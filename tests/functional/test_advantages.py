@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from grpo_lightning.functional import (
+    advantages,
     group_relative_advantages,
     groups_without_gradient,
     normalized_sum,
     zero_variance_groups,
 )
+from grpo_lightning.functional.pass_at_k import marginal_gains
 
 quick = settings(deadline=None, max_examples=25, derandomize=True, database=None)
 NAN = float("nan")
@@ -531,9 +533,10 @@ def test_pass_at_k_by_hand() -> None:
         pytest.param("n if k is None else k", "2", id="k ignored"),
     ],
 )
-def test_a_broken_pass_at_k_is_caught(broken: Any, old: str, new: str) -> None:
+def test_a_broken_pass_at_k_is_caught(broken: Any, monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    monkeypatch.setattr(advantages, "marginal_gains", broken(marginal_gains, old, new))
     with pytest.raises((AssertionError, ValueError, ZeroDivisionError)):
-        check_pass_at_k(broken(group_relative_advantages, old, new))
+        check_pass_at_k(group_relative_advantages)
 
 
 def test_pass_at_k_of_no_groups() -> None:
