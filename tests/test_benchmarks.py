@@ -182,7 +182,7 @@ def test_a_child_measures_one_run(build: Any, name: str, side: str, accumulation
     assert outcome["tokens"] == sum(step["tokens"] for step in steps) <= 8 * outcome["completions"]
     assert outcome["cpu_seconds"] == pytest.approx(sum(sum(step["phases"].values()) for step in steps))
     assert outcome["ms_per_token"] == pytest.approx(1000 * outcome["cpu_seconds"] / outcome["tokens"])
-    assert 0 < outcome["training_mib"] < outcome["peak_mib"]
+    assert 0 <= outcome["training_mib"] < outcome["peak_mib"]  # 0: loading took more than so small a training
     if side == "ours":
         expected = {"sampling", "rewards", "update forward", "update backward", "optimizer", "other", "child processes"}
         assert steps[0]["phases"].keys() == expected | ({"reference"} if beta else set())
