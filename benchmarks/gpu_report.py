@@ -122,7 +122,9 @@ def run_recipe(options: argparse.Namespace) -> dict[str, Any]:
 def run_programs(options: argparse.Namespace) -> dict[str, Any]:
     """The other benchmarks that run on a GPU."""
     is_tiny = options.size == "tiny"
-    scoring = ["--device", options.device, "--size", "3m" if is_tiny else options.size, "--dtype", "bfloat16"]
+    dtype = "bfloat16" if options.device == "cuda" else "float32"
+    scoring = ["--device", options.device, "--size", "3m" if is_tiny else options.size, "--dtype", dtype]
+    scoring += ["--repeats", str(options.repeats)]
     quantized = ["--size", "tiny", "--device", options.device] if is_tiny else []
     outcomes = [
         run_script("benchmarks/scoring_paths.py", *scoring),
