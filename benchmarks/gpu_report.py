@@ -123,7 +123,7 @@ def run_programs(options: argparse.Namespace) -> dict[str, Any]:
     """The other benchmarks that run on a GPU."""
     is_tiny = options.size == "tiny"
     dtype = "bfloat16" if options.device == "cuda" else "float32"
-    scoring = ["--device", options.device, "--size", "3m" if is_tiny else options.size, "--dtype", dtype]
+    scoring = ["--device", options.device, "--size", options.size, "--dtype", dtype]
     scoring += ["--repeats", str(options.repeats)]
     quantized = ["--size", "tiny", "--device", options.device] if is_tiny else []
     outcomes = [
