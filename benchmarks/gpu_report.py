@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scoring_paths import SIZES
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
@@ -45,14 +46,6 @@ from grpo_lightning.rollout.local_engine import LocalEngine
 
 HERE = Path(__file__).parent
 STOP = 1
-SIZES: dict[str, dict[str, int]] = {
-    "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 128},
-    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
-             "num_key_value_heads": 2, "vocab_size": 151936},
-    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
-             "num_key_value_heads": 2, "vocab_size": 151936},
-}  # fmt: skip
 SHAPES = {"tiny": (2, 2, 8, 6), "0.5b": (32, 8, 256, 256), "1.5b": (32, 8, 256, 256)}
 """(N prompts, G completions each, L prompt tokens, T completion tokens); an update has an eighth of the prompts."""
 
@@ -248,7 +241,7 @@ def main() -> int:
     """Run the parts and write the report. Returns: the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--size", default="0.5b", choices=SIZES)
+    parser.add_argument("--size", default="0.5b", choices=SHAPES)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--results", type=Path, default=HERE / "results")

@@ -270,10 +270,10 @@ class LocalEngine(RolloutEngine):
                 kept = [] if is_idle else [row for row, ended in enumerate(has_ended) if not ended]
                 if is_last or not lockstep.continues(bool(kept)):
                     break
-                num_ended = len(ids) - len(kept)
-                if not kept or (num_ended and num_ended >= least_ended * len(ids)):
+                is_idle = not kept  # keeps a row, for the collectives
+                num_leaving = len(ids) - max(1, len(kept))
+                if num_leaving and (is_idle or num_leaving >= least_ended * len(ids)):
                     sampled.store(rows.number)
-                    is_idle = not kept
                     keep = packed(kept or [0])
                     cache.select(keep)
                     index = torch.tensor(keep, device=fan.device)
