@@ -16,7 +16,7 @@ READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-grounding quickstart-reasoning-gym test test-slow test-all lint format bench bench-curves cuda prove-dapo prove-learning prove-grounding prove-reasoning-gym prove-resume prove-ranks prove-unchanged prove-wheel clean
+.PHONY: help setup quickstart quickstart-grounding quickstart-reasoning-gym test test-slow test-all test-vllm lint format bench bench-curves cuda prove-dapo prove-learning prove-same-learning prove-grounding prove-reasoning-gym prove-resume prove-ranks prove-unchanged prove-wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-25s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -49,6 +49,9 @@ test-slow: $(READY) ## The rest: the full matrices
 
 test-all: test test-slow ## All tests
 
+test-vllm: ## Test VLLMEngine against the real vLLM on a CPU, in an environment of its own and at most 10 minutes
+	$(PYTHON) tests/vllm/run.py $(PYTEST_ARGS)
+
 lint: $(READY) ## Style, types and spelling
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -74,6 +77,9 @@ prove-dapo: $(READY) ## Show that dynamic sampling saves a third of the trained 
 prove-learning: $(READY) ## Show that the quickstart learns: eight seeds, and the controls on three
 	$(BIN)/python benchmarks/prove_learning.py
 
+prove-same-learning: $(READY) ## Show that the quickstart learns as it does with TRL, on six seeds
+	$(BIN)/python benchmarks/prove_same_learning.py
+
 prove-grounding: $(READY) ## Show that the grounding quickstart learns, from the images: eight seeds and two controls
 	$(BIN)/python benchmarks/prove_grounding.py
 
@@ -92,6 +98,6 @@ prove-unchanged: $(READY) ## Show that the working tree trains to the metrics an
 prove-wheel: $(READY) ## Show that the built wheel works in a fresh environment and an empty folder
 	$(BIN)/python benchmarks/prove_wheel.py
 
-clean: ## Remove .venv, caches and build outputs (runs are kept)
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## Remove .venv and .venv-vllm, caches and build outputs (runs are kept)
+	rm -rf $(VENV) .venv-vllm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

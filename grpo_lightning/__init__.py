@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from grpo_lightning.objective import Objective
     from grpo_lightning.policy.loading import PolicyLoader
     from grpo_lightning.rollout.local_engine import LocalEngine
+    from grpo_lightning.rollout.vllm.engine import VLLMEngine
     from grpo_lightning.training.evaluation import Validation
     from grpo_lightning.training.strategies import FSDP2Strategy, GRPODeepSpeedStrategy
 
@@ -39,6 +40,7 @@ __all__ = [
     "PromptSource",
     "PromptTemplate",
     "SamplingParams",
+    "VLLMEngine",
     "Validation",
     "__version__",
 ]
@@ -55,6 +57,7 @@ _HOMES = {
     "PromptSource": "data.source",
     "PromptTemplate": "data.templates",
     "SamplingParams": "core.types",
+    "VLLMEngine": "rollout.vllm.engine",
     "Validation": "training.evaluation",
 }
 

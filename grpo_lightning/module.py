@@ -371,11 +371,12 @@ class GRPOLightningModule(L.LightningModule):
         Raises:
             ValueError: If `score_rewards` did not return one reward per completion.
         """
-        with self.phase("rollout"), offloaded(self.offload, self.policy, self.reference, self.trainer.optimizers):
-            rollout = self.sample(prompts) if indices is None else self.sample(prompts, indices)
-        add_rollout(self.metrics, rollout.groups)
-        mask_truncated(rollout.groups, self.overlong_filter)
-        rollout = self.score_rewards(rollout)
+        with self.early_rewards(prompts):
+            with self.phase("rollout"), offloaded(self.offload, self.policy, self.reference, self.trainer.optimizers):
+                rollout = self.sample(prompts) if indices is None else self.sample(prompts, indices)
+            add_rollout(self.metrics, rollout.groups)
+            mask_truncated(rollout.groups, self.overlong_filter)
+            rollout = self.score_rewards(rollout)
         groups = rollout.groups
         rewards = per_completion(rollout.rewards, groups, name="rewards", verb="score_rewards")
         scores = Scores.of_totals(rewards) if rollout.scores is None else rollout.scores
@@ -520,7 +521,8 @@ class GRPOLightningModule(L.LightningModule):
         `on_phase(trainer, name)`: the phase "rollout", "reward", "old_logprobs", "ref_logprobs", "token_selection",
         "routing" or "update" starts.
         `on_rollout(trainer, module, rollout)`: a cycle starts with this `Rollout`, which has scores and advantages.
-        `on_decode(trainer, done, total)`: `done` of at most `total` tokens per completion have been sampled.
+        `on_decode(trainer, done, total)`: `done` of at most `total` decoding steps are done. A step samples a token of
+        each open completion; `total` is the maximum completion length, unless prompts wait (`max_rows`).
         """
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, hook):
@@ -535,7 +537,7 @@ class GRPOLightningModule(L.LightningModule):
         *,
         shared: bool = True,
     ) -> list[Group]:
-        """Encode N prompts and sample G completions for each.
+        """Encode N prompts and sample G completions for each. In `early_rewards`, rewards start on each complete group.
 
         Args:
             prompts: N prompts of this rank.
@@ -549,7 +551,9 @@ class GRPOLightningModule(L.LightningModule):
         progress = functools.partial(self.notify, "on_decode")
         source = GroupSource(self.engine, self.encoder, self.sharding, self.run.rollout_index)
         if not (shared and self.teams.is_shared):
-            return source.sample(prompts, num_generations, sampling, seeds, progress)
+            early = self.reward_set.early
+            on_group = None if early is None else early.start
+            return source.sample(prompts, num_generations, sampling, seeds, progress, on_group=on_group)
         part = self.teams.part(num_generations)
         return self.shared_groups.collect(source.sample(prompts, num_generations, sampling, seeds, progress, part))
 
@@ -557,6 +561,14 @@ class GRPOLightningModule(L.LightningModule):
         """Start all reward calls. Rewards always get the maximum completion length of training, even in evaluation."""
         limit, state = self.sampling.max_completion_length, TrainerState.of(self.trainer)
         return self.reward_set.begin(groups, limit, state, num_generations)
+
+    def early_rewards(self, prompts: Sequence[Prompt]) -> contextlib.AbstractContextManager[None]:
+        """Start reward calls on each group of a batch as soon as `generate` has sampled it (`RewardSet.early_calls`).
+
+        The context samples and scores the batch. Calls that `begin_rewards` does not take over are cancelled.
+        """
+        limit, state = self.sampling.max_completion_length, TrainerState.of(self.trainer)
+        return self.reward_set.early_calls(prompts, limit, state)
 
     # ------------------------------------------------------------------------------------------------------ evaluation
 
@@ -570,8 +582,9 @@ class GRPOLightningModule(L.LightningModule):
         num_generations, sampling = self.validation.sampling_settings(self.sampling, is_greedy=is_greedy)
         self.engine.sync_weights(self.policy)
         seeds = [derived_seed(run_seed(self.seed), "evaluation", prompt.key) for prompt in prompts]
-        groups = self.generate(prompts, num_generations, sampling, seeds, shared=False)
-        return Evaluation(groups, self.begin_rewards(groups, num_generations).finish())
+        with self.early_rewards(prompts):
+            groups = self.generate(prompts, num_generations, sampling, seeds, shared=False)
+            return Evaluation(groups, self.begin_rewards(groups, num_generations).finish())
 
     def on_validation_epoch_start(self) -> None:
         """Create the evaluation tables of each loader, one per kind of completion (sampled, greedy)."""
@@ -600,7 +613,11 @@ class GRPOLightningModule(L.LightningModule):
     # ---------------------------------------------------------------------------------------------------- Lightning
 
     def setup(self, stage: str) -> None:
-        """Check the data against cycle length, rewards, tokenizer and model before any weights are loaded."""
+        """Check engine and data against cycle length, rewards, tokenizer and model before any weights are loaded."""
+        if not self.is_connected:
+            sampling = [self.sampling, self.validation_sampling]
+            sharding, world_size = sharding_of(self.trainer.strategy), self.trainer.world_size
+            self.check_engine("check_run", self.loader, sampling, sharding, world_size)
         if stage == "fit":
             checks.check_not_loaded(getattr(self, "sharding", None), self.trainer)
             checks.check_precision(self.loader, self.trainer)
@@ -663,7 +680,7 @@ class GRPOLightningModule(L.LightningModule):
             return
         self.engine.connect(self.policy, self.tokenizer, self.sharding)
         if self.scorer is not None:
-            self.check_engine(self.scorer)
+            self.check_engine("check_logprobs", self.scorer)
         device = self._trainer.strategy.root_device if self._trainer else self.device  # the module moves there later
         self.reward_set.connect(device, self.sharding, self._trainer.num_devices if self._trainer else 1)
         self.is_connected = True
@@ -746,14 +763,14 @@ class GRPOLightningModule(L.LightningModule):
         if self.scorer is None:
             device_type = self.trainer.strategy.root_device.type
             scorer = self.loader.choose_scorer(self.policy, self.encoder, device_type, is_sharded=True)
-            self.check_engine(scorer)
+            self.check_engine("check_logprobs", scorer)
             self.scorer = scorer
         self.router_loss = make_router_loss(self.policy, self.scorer, self.objective.router_aux_loss_coef)
 
-    def check_engine(self, scorer: Scorer) -> None:
-        """Check that the log-probs of `LocalEngine` agree with the scorer's; other engines are not checked."""
-        if isinstance(self.engine, LocalEngine):
-            self.engine.check(scorer)
+    def check_engine(self, check: Literal["check_run", "check_logprobs"], *arguments: Any) -> None:
+        """Run a check of the engine, if it has this check: an engine may lack it."""
+        if hasattr(self.engine, check):
+            getattr(self.engine, check)(*arguments)
 
     def on_train_start(self) -> None:
         """Set the schedule's length and a resumed run's data position, now that the length of an epoch is known."""

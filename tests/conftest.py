@@ -5,6 +5,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 # Before transformers and datasets are imported: they read these once. Child processes inherit them.
@@ -33,14 +34,17 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run whole trainings first, so that no worker waits for one at the end. Skip tests marked `gpu` without a GPU."""
+    """Run whole trainings first, so that no worker waits for one at the end. Skip tests that lack a GPU or vLLM."""
     root = Path(__file__).parent
     items.sort(key=lambda item: item.path.parent not in (root / "distributed", root / "training", root))
-    if torch.cuda.is_available():
-        return
+    missing = {
+        "gpu": None if torch.cuda.is_available() else "needs a CUDA device",
+        "vllm": None if find_spec("vllm") else "needs vLLM: make test-vllm",
+    }
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for marker, reason in missing.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def quiet_package() -> None:

@@ -21,6 +21,7 @@ from grpo_lightning.policy.reference import SyncReference
 from grpo_lightning.rewards import RewardWorkers
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.local_engine import LocalEngine
+from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.training.evaluation import Validation
 
 SCHEDULES = [
@@ -33,7 +34,7 @@ SETTINGS: dict[str, list[Any]] = {
     "data.val_datasets": [DatasetEntry],
     "model": [GRPOLightningModule],
     "model.dynamic_sampling": [DynamicSampling],
-    "model.engine": [LocalEngine],
+    "model.engine": [LocalEngine, VLLMEngine],
     "model.objective": [Objective],
     "model.optimizer": [optimizers.AdamW],
     "model.policy": [PolicyLoader],

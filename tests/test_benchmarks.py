@@ -6,9 +6,11 @@ import json
 import math
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cost_curves
+import profile_step
 import pytest
 import torch
 import training_runs
@@ -390,6 +392,46 @@ def test_the_peak_is_the_largest_sum_held_at_once():
 
     assert peak_bytes(work) == pytest.approx(9 * 2**20, rel=1e-3)
     assert mib(9 * 2**20) == 9
+
+
+def event(name: str, start: float, own: float = 0.0, *, is_user: bool = False) -> SimpleNamespace:
+    """An event of torch's profiler: times in microseconds, self time only."""
+    times = SimpleNamespace(start=start)
+    return SimpleNamespace(name=name, time_range=times, self_cpu_time_total=own, is_user_annotation=is_user)
+
+
+def test_the_profile_of_a_step_by_hand():
+    events = [
+        event("aten::mm", 50e6, 9e6),  # before the first mark
+        event(profile_step.MARK + "sampling", 100e6, is_user=True),
+        event("Optimizer.step#AdamW.step", 101e6, 3e6, is_user=True),
+        event("aten::mm", 102e6, 4e6),
+        event(profile_step.MARK + "rewards", 110e6, is_user=True),
+        event("aten::mul", 111e6, 1e6),
+        event(profile_step.MARK + "sampling", 113e6, is_user=True),
+        event("aten::addmm", 114e6, 0.5e6),
+        event(profile_step.MARK + "other", 115e6, is_user=True),
+    ]
+    # Half of the time, the process did not run.
+    phases = profile_step.seconds_by_phase(reversed(events), {"sampling": 6.0, "rewards": 1.5})
+    assert phases == {
+        "sampling": {"Python": (6 + 1.5) / 2, "matrix products": 4.5 / 2},
+        "rewards": {"Python": 2 / 2, "elementwise, reductions": 1 / 2},
+    }
+
+
+def test_operators_have_groups():
+    names = {
+        "matrix products": ["aten::mm", "aten::bmm"],
+        "attention": ["aten::_scaled_dot_product_flash_attention_for_cpu_backward"],
+        "softmax, log-softmax": ["aten::_log_softmax_backward_data", "aten::_softmax"],
+        "copies, indexing": ["aten::copy_", "aten::index_select", "aten::slice_backward"],
+        "dispatch": ["aten::linear", "aten::t", "aten::slice", "aten::to", "MmBackward0", "autograd::engine::x"],
+        "elementwise, reductions": ["aten::tanh", "aten::mul", "aten::sum"],
+    }
+    assert {group: [profile_step.group_of(name) for name in some] for group, some in names.items()} == {
+        group: [group] * len(some) for group, some in names.items()
+    }
 
 
 @pytest.fixture

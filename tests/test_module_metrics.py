@@ -54,7 +54,10 @@ def test_every_metric_of_the_first_step():
     advantage = 2 / (std + 1e-4)
     assert metrics.pop("policy/grad_norm") > 0
     assert metrics.pop("policy/lr") == 0
-    assert metrics.pop("policy/rollout_kl") > 0  # the script says that it was sure of every token
+    # The script claims the log-prob -1 for every token.
+    assert metrics.pop("policy/rollout_kl") > 0
+    assert metrics.pop("policy/rollout_difference_max") > 0
+    assert 0 < metrics.pop("policy/rollout_ess") < 1
     assert metrics == {
         "rollout/length": pytest.approx(13 / 4),
         "rollout/length_stopped": pytest.approx((3 + 2 + 4) / 3),

@@ -263,7 +263,7 @@ def test_off_policy_updates_without_a_remedy_are_said(surrogate, settings, said,
 class WrongEngine(LocalEngine):
     """Samples from another distribution than the one that is scored."""
 
-    def check(self, scorer):
+    def check_logprobs(self, scorer):
         raise ValueError("cannot be trained with the local engine")
 
 

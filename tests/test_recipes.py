@@ -3,12 +3,13 @@
 On one process; `tests/distributed/` runs strategies on several.
 """
 
+import contextlib
 import csv
 import json
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from grpo_lightning.training.strategies import GRPODeepSpeedStrategy
 from tests import tiny_vlms
 from tests.marks import only
 from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
+from tests.vllm.fakes import fake_vllm  # noqa: F401 - a fixture
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 QUICKSTARTS = [RECIPES / f"quickstart{name}.yaml" for name in ("", "_grounding", "_reasoning_gym")]
@@ -43,6 +45,7 @@ STRATEGIES = sorted((RECIPES / "strategies").glob("*.yaml"))
 SHORTER = {
     "cache_length: 600": "cache_length: 2",
     "cache_length: 819": "cache_length: 2",
+    "max_model_len: 1536": "max_model_len: 256",
     "Skywork/Skywork-Reward-V2-Qwen3-0.6B": "classifier",
 }
 
@@ -66,10 +69,10 @@ def finish_wandb() -> None:
         wandb.teardown()  # its settings too: the next test may want it offline
 
 
-@pytest.fixture
-def tiny(tmp_path, monkeypatch):
+@contextlib.contextmanager
+def tiny_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A tiny policy, reward model and data in an empty current folder."""
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("WANDB_MODE", "disabled")
     tiny_model("qwen2").save_pretrained("policy")
@@ -80,6 +83,13 @@ def tiny(tmp_path, monkeypatch):
     tokenizer.save_pretrained("classifier")
     yield
     finish_wandb()
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch, fake_vllm):  # noqa: F811
+    """See `tiny_files`; vLLM is a small one made of transformers."""
+    with tiny_files(tmp_path, monkeypatch):
+        yield
 
 
 def write_rows(rows: list[dict[str, Any]], name: str = "rows") -> None:
@@ -359,7 +369,7 @@ def test_headers_state_the_memory_that_plan_computes_without_hub_and_data(recipe
         assert names
         for name in names:
             assert f"{name} cannot be loaded here: using the sizes known to this package" in out
-        found = number(r"It fits: ([\d.]+) of", out)
+        found = number(r"It fits: ([\d.]+)(?: GiB)? of", out)
         assert found == pytest.approx(number(r"about (\d+) GiB", written), abs=0.6), recipe.stem
         if "reward model's" in written:
             own = number(r"([\d.]+) of them the reward model's", written)
@@ -370,5 +380,5 @@ def test_headers_state_the_memory_that_plan_computes_without_hub_and_data(recipe
             assert 8 * on_cpu * 2**30 / 1e9 < number(r"(\d+) GB of its own memory", written)
         if "gather_for_generation false" in written:
             plan.run([*args, "--model.engine.init_args.gather_for_generation=false"])
-            sharded = number(r"It fits: ([\d.]+) of", capsys.readouterr().out)
+            sharded = number(r"It fits: ([\d.]+)(?: GiB)? of", capsys.readouterr().out)
             assert sharded == pytest.approx(number(r"false (\d+) GiB", written), abs=0.6)

@@ -1,7 +1,8 @@
 """Differentiable log-probs of completions, computed on one of two paths.
 
 extended: The prompt pass runs each prompt once, and keeps its KV cache in the autograd graph. The completion pass runs
-the completions with this cache.
+the completions with this cache. With full attention, prompts of different lengths are padded behind in the prompt pass,
+which needs no mask, and in front in the cache.
 
 dense: Every row is [prompt | completion]. This path is for models that do not support the extended path, and for
 verifying the extended path in tests.
@@ -29,6 +30,7 @@ runs, so that the replacement runs inside the hooks of the head.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import itertools
 import math
@@ -47,7 +49,8 @@ from grpo_lightning.functional.routing import RouterLoad, total_load
 from grpo_lightning.policy.hf import base_model, known_arguments, running_module, text_config
 from grpo_lightning.policy.kv_cache import PrefixCache, Rows, fan_out
 from grpo_lightning.policy.routers import Routers
-from grpo_lightning.policy.vision import place, seeing
+from grpo_lightning.policy.sharding import computes_in_float32
+from grpo_lightning.policy.vision import PlacedPrompts, place, seeing
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -363,15 +366,24 @@ def extended_chunks(
     """Run the prompt pass now; return the function that runs the completion pass for a chunk, and the prompts' load."""
     prefix = PrefixCache(base_model(model).config)
     placed = place(model, batch.prompt_ids, batch.prompt_mask, batch.vision)
-    inputs = {
-        "input_ids": batch.prompt_ids,
-        "attention_mask": batch.prompt_mask.long(),
-        "past_key_values": prefix,
-        "use_cache": True,
-    } | known_arguments(model, **placed.arguments, logits_to_keep=1)
+    columns = columns_of_prompts(model, prefix, batch, placed, head)
+    ids, mask, last = batch.prompt_ids, batch.prompt_mask, None
+    arguments: dict[str, Any] = placed.arguments
+    if columns is None:
+        arguments = arguments | {"logits_to_keep": 1}
+    else:
+        arguments = {name: values.gather(-1, columns.expand_as(values)) for name, values in arguments.items()}
+        ids, last, mask = ids.gather(1, columns), mask.sum(1) - 1, torch.ones_like(mask)
+    inputs = {"input_ids": ids, "attention_mask": mask.long(), "past_key_values": prefix, "use_cache": True}
+    inputs |= known_arguments(model, **arguments)
     with seeing(model, batch.vision) as images, recording(routers) as routed:
-        first = head.prompt_states(model, inputs | images)  # [N, 1, ...] predicts the first completion token
-    prompt_load = None if routers is None else routers.load(routed, prompt_weights(batch))
+        first = head.prompt_states(model, inputs | images, last)  # [N, 1, ...] predicts the first completion token
+    if columns is not None:
+        prefix.reorder(columns.argsort(1))
+    prompt_load = None
+    if routers is not None:
+        weights = prompt_weights(batch)
+        prompt_load = routers.load(routed, weights if columns is None else weights.gather(1, columns))
 
     def score(rows: Tensor | None) -> tuple[Tensor, RouterLoad | None]:
         ids, mask, fan = rows_of(batch, rows)  # [B, T], [B, T], prompt of each row
@@ -403,6 +415,38 @@ def extended_chunks(
         return scores, routers.load(routed, weights)
 
     return score, prompt_load
+
+
+def columns_of_prompts(
+    model: nn.Module, prefix: PrefixCache, batch: MicroBatch, placed: PlacedPrompts, head: Head
+) -> Tensor | None:
+    """[N, L] columns in which the prompt pass gets the prompts, with their padding behind them; None as they are.
+
+    For example 2, 3, 0, 1 for two tokens of four. Padding behind the prompts needs no mask, because no token attends to
+    later ones. Attention is then computed by causal kernels, which skip half of the scores. This needs full attention
+    in all layers, and a sliced head: a full head would compute the logits of all prompt tokens. Prompts with images
+    also need positions in three dimensions: other models may let image tokens attend to later ones.
+    """
+    if not (prefix.is_full_attention and isinstance(head, SlicedHead)):
+        return None
+    if batch.vision is not None and placed.dimensions == 1:
+        return None
+    mask = batch.prompt_mask
+    if mask.device.type != "cpu" and not (runs_in_16_bits(model, mask.device) or leaves_out_masks.get()):
+        return None  # in 32 bits, the only kernel for grouped heads without a mask stores all scores
+    if bool(mask.all()):
+        return None
+    length = mask.shape[1]
+    return (torch.arange(length, device=mask.device) + length - mask.sum(1, keepdim=True)) % length
+
+
+leaves_out_masks = contextvars.ContextVar("leaves_out_masks", default=False)
+"""True while a probe, which runs in 32 bits, checks the prompt pass of a run that computes in 16."""
+
+
+def runs_in_16_bits(model: nn.Module, device: torch.device) -> bool:
+    """True if attention is computed in 16 bits, because of the weights or of autocast."""
+    return torch.is_autocast_enabled(device.type) or not computes_in_float32(model)
 
 
 def dense_chunks(
@@ -462,8 +506,14 @@ Logits = Callable[[Tensor], Tensor]
 class Head(Protocol):
     """The vocabulary head of a forward pass."""
 
-    def prompt_states(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Run the prompts; return the outputs [N, 1, ...] at their last tokens, which predict the first new tokens."""
+    def prompt_states(self, model: nn.Module, inputs: dict[str, Any], last: Tensor | None = None) -> Tensor:
+        """Run the prompts; return the outputs [N, 1, ...] at their last tokens, which predict the first new tokens.
+
+        Args:
+            model: The policy.
+            inputs: Arguments of its forward.
+            last: [N] column of each prompt's last token; None if it is the last column.
+        """
         ...
 
     def score(self, model: nn.Module, inputs: dict[str, Any], aligned: Aligned, ids: Tensor, mask: Tensor) -> Tensor:
@@ -480,6 +530,13 @@ class Head(Protocol):
         ...
 
 
+def at_columns(outputs: Tensor, columns: Tensor | None) -> Tensor:
+    """[N, 1, ...] of outputs [N, L, ...]: one column per row; the last one if `columns` is None."""
+    if columns is None:
+        return outputs[:, -1:]
+    return outputs[torch.arange(len(outputs), device=outputs.device), columns][:, None]
+
+
 @dataclass
 class FullHead:
     """Vocabulary head that computes log-probs and entropies of all tokens at once, from the model's own logits.
@@ -494,9 +551,9 @@ class FullHead:
     never: Sequence[int] = ()
     trains_entropy: bool = False
 
-    def prompt_states(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    def prompt_states(self, model: nn.Module, inputs: dict[str, Any], last: Tensor | None = None) -> Tensor:
         """[N, 1, V] logits."""
-        return model(**inputs).logits[:, -1:]  # type: ignore[no-any-return]
+        return at_columns(model(**inputs).logits, last)
 
     def score(self, model: nn.Module, inputs: dict[str, Any], aligned: Aligned, ids: Tensor, mask: Tensor) -> Tensor:
         """Score all tokens at once, including padding."""
@@ -522,7 +579,7 @@ class SlicedHead:
     never: Sequence[int] = ()
     trains_entropy: bool = False
 
-    def prompt_states(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    def prompt_states(self, model: nn.Module, inputs: dict[str, Any], last: Tensor | None = None) -> Tensor:
         """[N, 1, H] hidden states; the head runs on these states together with those of the completions."""
         dtypes: list[torch.dtype] = []
 
@@ -530,7 +587,7 @@ class SlicedHead:
             dtypes.append(hidden.dtype)
             # In float32, the model's scaling of 16-bit states can be undone exactly. Copied, because sharded models
             # warn about views.
-            return hidden[:, -1:].to(torch.float32, copy=True)
+            return at_columns(hidden, last).to(torch.float32, copy=True)
 
         with head_replaced(model, pass_hidden, self.scale):
             states = model(**inputs).logits

@@ -16,7 +16,8 @@ Decoding. A prefill stores the prompts' keys and values in a `SamplingCache`. De
 caches, which have the same methods (`DecodingCache`):
 
 - `SharedPrompts` keeps each prompt once. The completions of a prompt read its keys and values together, and each
-  completion's own keys and values are written in place. It needs a model whose attention can be replaced.
+  completion's own keys and values are written in place. Other prompts can join while completions are decoded. It needs
+  a model whose attention can be replaced.
 - `RepeatedPrompts` repeats the prompts' states for their completions, and grows with every token. It works with all
   states that transformers can repeat: sliding windows, linear attention, and attention that cannot be replaced.
 """
@@ -221,12 +222,13 @@ class PrefixCache(Cache):
             raise UnsupportedCacheError("the config does not contain the number of cache layers")
         super().__init__(layers=[STORES[type(layer)](layer) for layer in layers])
 
-    def extend(self, rows: Rows) -> ExtendedCache:
-        """Cache of the completion pass: the prompts' states, repeated for `rows`.
+    @property
+    def is_full_attention(self) -> bool:
+        """True if all layers have full attention: a token's state then depends on no later token, and not on places."""
+        return all(type(layer) is StoredAttention for layer in self.layers)
 
-        Raises:
-            LostCacheError: If the prompt pass left a layer empty.
-        """
+    def check_filled(self) -> None:
+        """Raise LostCacheError if the prompt pass left a layer empty."""
         for i, layer in enumerate(self.layers):
             if type(layer) in READS and not layer.is_filled:
                 raise LostCacheError(
@@ -234,6 +236,32 @@ class PrefixCache(Cache):
                     "transformers' own gradient checkpointing does that in train mode; use the policy's "
                     "`activation_checkpointing` instead."
                 )
+
+    def reorder(self, columns: Tensor) -> None:
+        """Reorder the prompts' stored keys and values; needs full attention.
+
+        It is no part of the prompt pass, which activation checkpointing may run again.
+
+        Args:
+            columns: [N, L] for each place, the column whose states it gets.
+
+        Raises:
+            LostCacheError: If the prompt pass left a layer empty.
+        """
+        self.check_filled()
+        for layer in self.layers:
+            # keys and values may differ in size, as the latents of DeepSeek do
+            layer.keys, layer.values = (
+                x.gather(2, columns[:, None, :, None].expand_as(x)) for x in (layer.keys, layer.values)
+            )
+
+    def extend(self, rows: Rows) -> ExtendedCache:
+        """Cache of the completion pass: the prompts' states, repeated for `rows`.
+
+        Raises:
+            LostCacheError: If the prompt pass left a layer empty.
+        """
+        self.check_filled()
         return ExtendedCache(
             layers=[READS[type(layer)](layer, rows) if type(layer) in READS else layer for layer in self.layers]
         )
@@ -255,6 +283,10 @@ class ExtendedCache(Cache):
 
 FIRST_CAPACITY = 64
 """Tokens per completion that `SharedPrompts` has room for at first. The room doubles when it is full."""
+
+KEY_MULTIPLE = {"cuda": 8}
+"""The number of keys that attention kernels read the bias of at once, by device type; 1 on others. The padded length of
+prompts is a multiple of this number."""
 
 ATTENTION = "grpo_lightning_shared_prompts"
 """The name of `SharedPrompts.attend` among transformers' attention functions. It has no mask function there, so
@@ -345,6 +377,9 @@ class SharedPrompts(Cache):
     log-sum-exps of their scores. The queries of all completions of a prompt attend to its keys in one matrix product,
     without a copy of the keys per completion or per query head.
 
+    Rows that join later (`join`) have fewer own tokens than the rows before them. The k-th own token of a row is always
+    in column k, and a bias masks the columns that a younger row has not filled.
+
     Args:
         policy: The model.
         prefilled: The states of N prompts.
@@ -361,12 +396,23 @@ class SharedPrompts(Cache):
         states = [States(layer.keys, layer.values) for layer in prefilled.layers]
         self.prompts = states
         """Per layer, [N, key heads, L, head size]."""
+        self.mask = mask
         self.bias: Tensor | None = None
-        """[N, 1, 1, L] added to the scores: -inf at padding, in the keys' dtype; None without padding."""
+        """[N, 1, 1, L] added to the prompts' scores: -inf at padding, in the keys' dtype; None without padding."""
         if not bool(mask.all()):
-            self.bias = torch.where(mask, 0.0, -torch.inf)[:, None, None].to(states[0].keys.dtype)
+            self.bias = masking_bias(mask, states[0].keys.dtype)
+        self.num_steps = 0
+        """Calls of `next_token`."""
+        self.start = [0] * len(prompt_of)
+        """[rows] `num_steps` when the row joined."""
         self.length = 0
-        """Tokens per row in `own`."""
+        """Own tokens of the oldest row."""
+        self.ages: Tensor | None = None
+        """[rows] own tokens of each row; None if all rows have `length`."""
+        self.column: Tensor | None = None
+        """[rows] column that each row's new token is written to, if the rows' ages differ."""
+        self.own_bias: Tensor | None = None
+        """[rows, 1, 1, length] added to the own tokens' scores: -inf in unfilled columns; None if all are filled."""
         self.stored: tuple[int, Tensor, Tensor] | None = None
         """The layer that stored a token last, with the token's keys and values."""
         self.own = [States(*(x.new_empty(len(prompt_of), x.shape[1], 0, x.shape[3]) for x in pair)) for pair in states]
@@ -387,7 +433,13 @@ class SharedPrompts(Cache):
             # one layer after the other, so that only one layer is stored twice at a time
             for i, pair in enumerate(self.own):
                 self.own[i] = States(*(nn.functional.pad(x, (0, 0, 0, room)) for x in pair))
+        self.num_steps += 1
         self.length += 1
+        if self.ages is not None:
+            self.column, self.ages = self.ages, self.ages + 1
+            columns = torch.arange(round_up(self.length, self.device), device=self.device)
+            bias = masking_bias(columns < self.ages[:, None], self.own[0].keys.dtype)
+            self.own_bias = bias[..., : self.length]
         return {"past_key_values": self}
 
     @contextlib.contextmanager
@@ -404,16 +456,48 @@ class SharedPrompts(Cache):
 
     def select(self, rows: list[int]) -> None:
         """See `DecodingCache.select`. Only rows that change their place are copied."""
-        self.own = [States(*(moved(x, rows, self.length) for x in pair)) for pair in self.own]
+        moves = moves_to(rows, self.device)
+        self.own = [States(*(moved(x, moves, len(rows), self.length) for x in pair)) for pair in self.own]
         prompt_of = [self.prompt_of[row] for row in rows]
         open_prompts = packed(sorted(set(prompt_of)))
         if len(open_prompts) < len(self.prompts[0].keys):
-            length = self.prompt_length
-            self.prompts = [States(*(moved(x, open_prompts, length) for x in pair)) for pair in self.prompts]
-            self.bias = self.bias if self.bias is None else self.bias[open_prompts]
+            size, length = len(open_prompts), self.prompt_length
+            moves = moves_to(open_prompts, self.device)
+            self.prompts = [States(*(moved(x, moves, size, length) for x in pair)) for pair in self.prompts]
+            kept = torch.tensor(open_prompts, device=self.device)
+            self.mask = self.mask[kept]
+            self.bias = self.bias if self.bias is None else self.bias[kept]
             place = {prompt: i for i, prompt in enumerate(open_prompts)}
             prompt_of = [place[prompt] for prompt in prompt_of]
         self.group(prompt_of)
+        self.count_ages([self.start[row] for row in rows])
+
+    def join(self, other: SharedPrompts) -> None:
+        """Add the prompts and rows of another cache, which have no own tokens yet, behind the present ones.
+
+        The other cache is used up. The prompts' padded length becomes that of the longest open prompt.
+        """
+        assert not other.num_steps, "the rows of the other cache have own tokens already"
+        lengths = torch.cat([self.mask.sum(1), other.mask.sum(1)]).tolist()
+        num_prompts, width = len(self.mask), round_up(max(lengths), self.device)
+        self.mask = torch.cat([fit_left(x.mask[..., None], width)[..., 0] for x in (self, other)])
+        for i, ours in enumerate(self.prompts):
+            both = zip(ours, other.prompts.pop(0), strict=True)  # frees the other cache layer by layer
+            self.prompts[i] = States(*(torch.cat([fit_left(x, width) for x in pair]) for pair in both))
+        self.bias = masking_bias(self.mask, self.prompts[0].keys.dtype) if min(lengths) < width else None
+        new_rows = len(other.prompt_of)
+        for i, pair in enumerate(self.own):
+            self.own[i] = States(*(nn.functional.pad(x, (0, 0, 0, 0, 0, 0, 0, new_rows)) for x in pair))
+        self.prompt_length = width
+        self.group([*self.prompt_of, *(num_prompts + prompt for prompt in other.prompt_of)])
+        self.count_ages([*self.start, *[self.num_steps] * new_rows])
+
+    def count_ages(self, start: list[int]) -> None:
+        """Set the number of own tokens of each row, from `num_steps` when the row joined."""
+        ages = [self.num_steps - step for step in start]
+        self.start, self.length = start, max(ages)
+        self.ages = None if len(set(ages)) == 1 else torch.tensor(ages, device=self.device)
+        self.every_row, self.own_bias = torch.arange(len(ages), device=self.device), None
 
     def group(self, prompt_of: list[int]) -> None:
         """Arrange the rows in N groups by prompt, and set the row at each place and the group and place of each row.
@@ -429,6 +513,8 @@ class SharedPrompts(Cache):
         size = max(map(len, members))
         self.prompt_of = prompt_of
         rows = [[*group, *[0] * (size - len(group))] for group in members]
+        self.is_in_order = [row for group in rows for row in group] == list(range(len(prompt_of)))
+        """True if the groups are equally large and their rows follow each other, so that no row has to be gathered."""
         self.row_at = torch.tensor(rows, device=self.device)  # [N, size]
         self.place_of = torch.tensor([prompt_of, places], device=self.device)  # [2, rows]
 
@@ -439,7 +525,10 @@ class SharedPrompts(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Write a token's keys and values of a layer, [rows, key heads, 1, head size], and return them."""
         for own, states in zip(self.own[layer_idx], (key_states, value_states), strict=True):
-            own[:, :, self.length - 1] = states[:, :, 0]
+            if self.ages is None:
+                own[:, :, self.length - 1] = states[:, :, 0]
+            else:
+                own[self.every_row, :, self.column] = states[:, :, 0].to(own.dtype)
         self.stored = layer_idx, key_states, value_states
         return key_states, value_states
 
@@ -475,18 +564,28 @@ class SharedPrompts(Cache):
         key_heads = keys.shape[1]
         # transformers' query head h reads key head h // (heads / key heads)
         query = query.to(keys.dtype).view(rows, key_heads, heads // key_heads, size)
-        grouped = query[self.row_at].transpose(1, 2).flatten(2, 3)  # [N, key heads, places x query heads, head size]
+        grouped = query.unflatten(0, (groups, places)) if self.is_in_order else query[self.row_at]
+        grouped = grouped.transpose(1, 2).flatten(2, 3)  # [N, key heads, places x query heads, head size]
         bias = self.bias
         if bias is not None:
             bias = bias.expand(groups, key_heads, grouped.shape[2], -1)
+        own_bias = self.own_bias
+        if own_bias is not None:
+            own_bias = own_bias.expand(rows, key_heads, query.shape[2], -1)
         of_prompt, prompt_sum = attention(grouped, keys, values, bias, scaling)
-        of_own, own_sum = attention(query, own_keys, own_values, None, scaling)
-        prompt, place = self.place_of
-        of_prompt = of_prompt.unflatten(2, (places, -1)).transpose(1, 2)[prompt, place]
-        prompt_sum = prompt_sum.unflatten(2, (places, -1)).transpose(1, 2)[prompt, place]
-        share = torch.sigmoid(prompt_sum - own_sum)[..., None]
+        of_own, own_sum = attention(query, own_keys, own_values, own_bias, scaling)
+        # [N, places, key heads, query heads, head size], and the same without the last dimension
+        of_prompt, prompt_sum = (x.unflatten(2, (places, -1)).transpose(1, 2) for x in (of_prompt, prompt_sum))
+        if self.is_in_order:
+            of_own, own_sum = (x.unflatten(0, (groups, places)) for x in (of_own, own_sum))
+        else:
+            prompt, place = self.place_of
+            of_prompt, prompt_sum = of_prompt[prompt, place], prompt_sum[prompt, place]
+        # Results are contiguous, although the prompts' part is transposed, and some kernels return a transposed view.
+        share = torch.sub(prompt_sum, own_sum, out=own_sum.new_empty(own_sum.shape)).sigmoid_()[..., None]
         wide = torch.promote_types(query.dtype, torch.float32)
-        merged = torch.lerp(of_own.to(wide), of_prompt.to(wide), share.to(wide))
+        merged = of_own.new_empty(of_own.shape, dtype=wide)
+        torch.lerp(of_own.to(wide), of_prompt.to(wide), share.to(wide), out=merged)
         return merged.to(query.dtype).view(rows, 1, heads, -1)
 
 
@@ -593,22 +692,51 @@ def matrix_products(
     return (scores.softmax(-1) @ values.to(wide)).to(query.dtype), scores.logsumexp(-1)
 
 
-def moved(states: Tensor, rows: list[int], length: int) -> Tensor:
-    """Move the rows of states [rows, heads, capacity, head size] in place, copying `length` tokens of those that move.
+def round_up(length: int, device: torch.device) -> int:
+    """The next multiple of `KEY_MULTIPLE`."""
+    multiple = KEY_MULTIPLE.get(device.type, 1)
+    return -(-length // multiple) * multiple
+
+
+def masking_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bias [B, 1, 1, k] of scores: 0 where the mask [B, k] is True, else -inf."""
+    return torch.where(mask, 0.0, -torch.inf)[:, None, None].to(dtype)
+
+
+def fit_left(states: Tensor, length: int) -> Tensor:
+    """Pad left-padded states [..., L, size] with zeros on the left to `length` tokens, or drop padding there."""
+    return nn.functional.pad(states, (0, 0, length - states.shape[-2], 0))
+
+
+Moves = tuple[Tensor, Tensor] | None
+"""Places, and the rows that move there; None if none moves."""
+
+
+def moves_to(rows: list[int], device: torch.device) -> Moves:
+    """The moves after which each place has the given row."""
+    changed = [(place, row) for place, row in enumerate(rows) if place != row]
+    if not changed:
+        return None
+    places, sources = torch.tensor(changed, device=device).T
+    return places, sources
+
+
+def moved(states: Tensor, moves: Moves, count: int, length: int) -> Tensor:
+    """Move rows of states [rows, heads, capacity, head size] in place, copying `length` tokens of those that move.
 
     Args:
         states: Changed in place.
-        rows: The row that each place gets. A row may move only to a place whose row is not needed any more.
+        moves: A row may move only to a place whose row is not needed any more.
+        count: Rows that are left.
         length: Tokens to copy.
 
     Returns:
-        The first len(rows) rows, a view.
+        The first `count` rows, a view.
     """
-    changed = [(place, row) for place, row in enumerate(rows) if place != row]
-    if changed:
-        places, sources = torch.tensor(changed, device=states.device).T
+    if moves is not None:
+        places, sources = moves
         states[places, :, :length] = states[sources, :, :length]
-    return states[: len(rows)]
+    return states[:count]
 
 
 def packed(kept: list[int]) -> list[int]:

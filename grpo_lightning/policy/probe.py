@@ -22,6 +22,7 @@ from grpo_lightning.policy.adapters import is_adapter_layer
 from grpo_lightning.policy.completion_logprobs import (
     Scorer,
     ScoringPath,
+    leaves_out_masks,
     logit_scale,
     refuse_transformers_checkpointing,
 )
@@ -37,7 +38,7 @@ from grpo_lightning.policy.hf import (
 )
 from grpo_lightning.policy.kv_cache import PrefixCache
 from grpo_lightning.policy.routers import Routers
-from grpo_lightning.policy.sharding import gathered_dtypes, is_partitioned
+from grpo_lightning.policy.sharding import computes_in_float32, is_partitioned
 
 
 def no_cache_reason(model: nn.Module) -> str | None:
@@ -234,15 +235,6 @@ def full_float32() -> Iterator[None]:
                 part.fp32_precision = value
 
 
-def computes_in_float32(model: nn.Module) -> bool:
-    """False if a weight is stored or used in fewer than 32 bits; quantised weights compute in 16 bits."""
-    if getattr(base_model(model).config, "quantization_config", None) is not None:
-        return False  # whatever dtype the quantised weights are stored in
-    if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
-        return False
-    return all(dtype in (None, torch.float32) for dtype in gathered_dtypes(model))
-
-
 def choose_path(model: nn.Module, requested: Literal["auto", "extended", "dense"] = "auto") -> tuple[ScoringPath, str]:
     """Choose the path that computes the log-probs of a run, "extended" or "dense"; also return the reason.
 
@@ -316,11 +308,27 @@ def choose_head(scorer: Scorer, model: nn.Module) -> tuple[Scorer, str]:
         return full, f"full logits: {reason}"
     # Few tokens per slice, so that the probe runs several slices.
     sliced = Scorer(scorer.path, head_chunk_size=5, logit_scale=scale)
-    measured = measure(model, sliced, Scorer(scorer.path, head_chunk_size=None))
+    measured = compare(model, lambda: slices_difference(model, sliced))
     if not measured.is_rounding:
         return full, f"full logits: a probe of slices {measured}"
     reason = f"a probe differs from full logits by {measured.nats:.1e} nats"
     return dataclasses.replace(scorer, logit_scale=scale), f"{scorer.head_chunk_size} tokens at a time: {reason}"
+
+
+def slices_difference(model: nn.Module, sliced: Scorer) -> Tensor:
+    """|difference| between the log-probs of slices and those of full logits: [tokens], nats.
+
+    On a GPU, the prompt pass is probed as in 32 bits, with masks, and as in 16, without.
+    """
+    full = Scorer(sliced.path, head_chunk_size=None)
+    found = [probe_difference(model, sliced, full)]
+    if compute_device(model).type != "cpu":
+        token = leaves_out_masks.set(True)
+        try:
+            found.append(probe_difference(model, sliced, full))
+        finally:
+            leaves_out_masks.reset(token)
+    return torch.cat(found)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.core import ranks
+from grpo_lightning.policy.hf import base_model
 
 
 class Sharding:
@@ -309,6 +310,15 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
 def gathered_dtypes(model: nn.Module) -> set[torch.dtype | None]:
     """The dtypes that FSDP2 gathers shards in (`mp_policy.param_dtype`); None stands for the shards' own dtype."""
     return {part._get_fsdp_state()._mp_policy.param_dtype for part in fsdp_modules(model)}
+
+
+def computes_in_float32(model: nn.Module) -> bool:
+    """False if a weight is stored or used in fewer than 32 bits; quantised weights compute in 16 bits."""
+    if getattr(base_model(model).config, "quantization_config", None) is not None:
+        return False  # whatever dtype the quantised weights are stored in
+    if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
+        return False
+    return all(dtype in (None, torch.float32) for dtype in gathered_dtypes(model))
 
 
 def is_partitioned(parameter: Tensor) -> bool:

@@ -34,7 +34,8 @@ By default, a call gets the completions of one prompt. Only a call of an async r
 reward, so a reward that runs there must keep no state between calls.
 
 A `Reward` may override two checks, which run before any weights load: `check` for its settings, and `check_row` for
-each row that it will score. It may load its own models in `connect`, which is called when the policy is loaded.
+each row that it will score. It may load its own models in `connect`, which is called when the policy is loaded. In the
+training process, it may start its slow part for each prompt in `prefetch`, while other prompts are still being sampled.
 """
 
 from __future__ import annotations
@@ -162,6 +163,16 @@ class Reward(ABC):
         """Prepare a worker for calls, before the time limit of its first call starts.
 
         A reward that contains other rewards must also call their `warm_up`.
+        """
+
+    async def prefetch(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027
+        """Start what takes long for the completions of one prompt, while other prompts are still being sampled.
+
+        For rewards that run in the training process and get the whole batch in one call, such as a judge behind a
+        server: `prefetch` queries the server, and the later call uses the replies. It gets the arguments of the call,
+        but for one prompt, and without the logging functions. It runs in the event loop of asynchronous rewards. The
+        completions of the call may be others. The coroutine is cancelled when the batch is scored, or is not scored at
+        all; an error that it raises is logged, and has no other effect.
         """
 
     def connect(self, device: torch.device) -> None:  # noqa: B027
@@ -331,6 +342,24 @@ class WeightedReward(Reward):
         inner = innermost(self.reward)
         if isinstance(inner, Reward):
             inner.connect(device)
+
+    @property
+    def has_prefetch(self) -> bool:
+        """True if the wrapped reward overrides `Reward.prefetch`, and calls are made as that method expects.
+
+        A subclass with a `__call__` of its own may need other things than those that its base class prefetches.
+        """
+        inner = innermost(self.reward)
+        if not isinstance(inner, Reward) or type(inner).prefetch is Reward.prefetch:
+            return False
+        defines = {name: [name in vars(each) for each in type(inner).__mro__] for name in ("prefetch", "__call__")}
+        return defines["prefetch"].index(True) <= defines["__call__"].index(True)
+
+    async def prefetch(self, **arguments: Any) -> None:
+        """Run `prefetch` of the wrapped reward, if it is a `Reward`."""
+        inner = innermost(self.reward)
+        if isinstance(inner, Reward):
+            await inner.prefetch(**self.select(arguments))
 
     def warm_up(self) -> None:
         """Run `warm_up` of the wrapped reward, if it is a `Reward`."""

@@ -283,6 +283,14 @@ class ByMethod(Reward):
 
         return finish_later() if waiting else finish(results)
 
+    async def prefetch(self, completions: Sequence[Content], **available: Any) -> None:
+        """Run `prefetch` of the prompt's method."""
+        named = available.get(self.method_column) or [None]
+        method = self.methods[self.method_of({self.method_column: named[0]})]
+        if method.has_prefetch:
+            in_form = [completion_in_form(completion, method.completions_as) for completion in completions]
+            await method.prefetch(completions=in_form, **available)
+
     def check(self, max_completion_length: int) -> None:
         """Check all methods. Raises: ValueError as the methods do."""
         for method in self.methods.values():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.rewards.answers import AnswerReward, given_answer, gold_answer
@@ -41,13 +43,32 @@ _PLACES = re.compile(r"\{(question|right|given)\}")
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+")
 
 
+@dataclass
+class Queries:
+    """What all calls of a judge in one event loop share."""
+
+    loop: asyncio.AbstractEventLoop
+    free: asyncio.Semaphore
+    """Limits the number of concurrent queries."""
+
+    early: dict[str, list[asyncio.Task[str | Exception]]] = field(default_factory=dict)
+    """Queries of `LLMJudge.prefetch` that no call has taken over, by question."""
+
+    client: AsyncOpenAI | None = None
+    """Keeps its connections to the endpoint. None while no call runs."""
+
+    num_running: int = 0
+    """Number of calls that use the client."""
+
+
 class LLMJudge(AnswerReward):
     r"""The score from 0 to 1 that a language model, the judge, gives an answer (VLM-R1's method `llm`).
 
     The judge gets the question (the text of the prompt's last turn), the ground truth and the answer of the completion.
     The answer is the content of the last `<answer>...</answer>`; without these tags, the content of the last
     `\boxed{...}` after the reasoning; without a box, the whole text after the reasoning. The judge is queried
-    concurrently for all completions of a batch, while other rewards run.
+    concurrently for all completions of a batch, while other rewards run; the queries of a prompt start when its
+    completions have ended, while other prompts are still being sampled.
 
     If a query fails, or the reply has no score, the completion is not scorable (None). A warning is logged, and the
     fraction of such completions is logged as `llm_judge/failed`. If all queries of a batch fail (wrong address, key or
@@ -66,7 +87,7 @@ class LLMJudge(AnswerReward):
         timeout_seconds: Time limit for the connection, and for each wait for data from the endpoint. All attempts of a
             query together take at most (`timeout_seconds` + 60) * (`max_retries` + 1) seconds.
         max_retries: Number of retries after a timeout, a lost connection, too many requests or a server error.
-        concurrency: Maximum number of concurrent queries.
+        concurrency: Maximum number of concurrent queries, over all batches and prompts.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
@@ -106,6 +127,7 @@ class LLMJudge(AnswerReward):
         self.timeout_seconds = timeout_seconds
         self.max_retries = max_retries
         self.concurrency = concurrency
+        self._queries: Queries | None = None
 
     def check(self, max_completion_length: int) -> None:
         """Check that the API key is set. Raises: ValueError if it is missing."""
@@ -120,19 +142,44 @@ class LLMJudge(AnswerReward):
             RuntimeError: If all queries failed.
             ValueError: If the API key is missing.
         """
+        questions = self._questions(prompts, completions, columns)
+        replies = await self._replies(list(questions.values()))
+        scores = [score_in(reply) if isinstance(reply, str) else None for reply in replies]
+        self._report(replies, scores, log_metric)
+        values: list[float | None] = [None] * len(completions)
+        for row, score in zip(questions, scores, strict=True):
+            values[row] = score
+        return values
+
+    async def prefetch(self, prompts: Sequence[Content], completions: Sequence[Content], **columns: Any) -> None:
+        """Query the judge for the completions of one prompt; the call takes over the replies."""
+        questions = list(self._questions(prompts, completions, columns).values())
+        if not questions:
+            return
+        early = self._of_loop().early
+        async with self._client() as client:
+            queries = [(question, asyncio.create_task(self._query(client, question))) for question in questions]
+            for question, query in queries:
+                early.setdefault(question, []).append(query)
+            try:
+                await asyncio.gather(*(query for _, query in queries), return_exceptions=True)
+                await asyncio.Future()  # keeps the replies until the batch is scored, and this coroutine is cancelled
+            finally:
+                for question, query in queries:
+                    query.cancel()
+                    if left := [other for other in early.pop(question, []) if other is not query]:
+                        early[question] = left
+
+    def _questions(
+        self, prompts: Sequence[Content], completions: Sequence[Content], columns: Mapping[str, Any]
+    ) -> dict[int, str]:
+        """Make the prompt for the judge of each row with ground truth, by row."""
         golds = [gold_answer(answer, self.answer_column) for answer in columns[self.answer_column]]
-        requests = {
+        return {
             row: self._question(prompt_text(prompt), gold, given_answer(completion_text(completion)))
             for row, (prompt, gold, completion) in enumerate(zip(prompts, golds, completions, strict=True))
             if gold
         }
-        replies = await self._replies(list(requests.values()))
-        scores = [score_in(reply) if isinstance(reply, str) else None for reply in replies]
-        self._report(replies, scores, log_metric)
-        values: list[float | None] = [None] * len(completions)
-        for row, score in zip(requests, scores, strict=True):
-            values[row] = score
-        return values
 
     def _question(self, question: str, right: str, given: str) -> str:
         """Fill in the prompt for the judge, in one pass: placeholders inside a completion are not replaced."""
@@ -143,19 +190,52 @@ class LLMJudge(AnswerReward):
         """Get the reply to each question, or the error."""
         if not questions:
             return []
+        early = self._of_loop().early
+        async with self._client() as client:
+
+            async def reply_to(question: str) -> str | Exception:
+                if same := early.get(question):
+                    query = same.pop()
+                    await asyncio.wait([query])
+                    if not query.cancelled():
+                        return query.result()
+                return await self._query(client, question)
+
+            return list(await asyncio.gather(*map(reply_to, questions)))
+
+    @contextlib.asynccontextmanager
+    async def _client(self) -> AsyncIterator[AsyncOpenAI]:
+        """A client, which calls that run at the same time share; the last of them closes it."""
         from openai import AsyncOpenAI
 
-        free = asyncio.Semaphore(self.concurrency)
-        # One client per call: a client belongs to an event loop and must not be pickled or forked.
-        async with AsyncOpenAI(
+        shared = self._of_loop()
+        client = shared.client = shared.client or AsyncOpenAI(
             api_key=self._api_key(), base_url=self.base_url, timeout=self.timeout_seconds, max_retries=self.max_retries
-        ) as client:
+        )
+        shared.num_running += 1
+        try:
+            yield client
+        finally:
+            shared.num_running -= 1
+            if not shared.num_running:
+                shared.client = None
+                await client.close()
 
-            async def ask(question: str) -> str | Exception:
-                async with free:
-                    return await self._reply(client, question)
+    def _of_loop(self) -> Queries:
+        """The queries of the running event loop."""
+        loop = asyncio.get_running_loop()
+        if self._queries is None or self._queries.loop is not loop:
+            self._queries = Queries(loop, asyncio.Semaphore(self.concurrency))
+        return self._queries
 
-            return list(await asyncio.gather(*map(ask, questions)))
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle and copy without what belongs to an event loop of this process."""
+        return vars(self) | {"_queries": None}
+
+    async def _query(self, client: AsyncOpenAI, question: str) -> str | Exception:
+        """Get one reply, or the error, once fewer than `concurrency` other queries are running."""
+        async with self._of_loop().free:
+            return await self._reply(client, question)
 
     async def _reply(self, client: AsyncOpenAI, question: str) -> str | Exception:
         """Get one reply, or the error."""

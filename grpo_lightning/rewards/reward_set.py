@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from grpo_lightning.core.messages import listed
 from grpo_lightning.core.types import Group, Prompt
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rewards.base import CONTRACT, METHOD_COLUMN, RESERVED_NAMES, RewardLike, WeightedReward
-from grpo_lightning.rewards.scoring import CallContext, Scores, Scoring, applies
+from grpo_lightning.rewards.scoring import CallContext, EarlyCalls, Scores, Scoring, applies
 from grpo_lightning.rewards.workers import RewardWorkers, WorkerPool
 
 
@@ -66,6 +67,10 @@ class RewardSet:
                 )
         self._known_columns: tuple[str, ...] = ()
         self.pool = WorkerPool(self.rewards, workers)
+        self.early: EarlyCalls | None = None
+        """Starts calls on single groups of a batch that is still being sampled; None outside of `early_calls`."""
+        self.starts_early = True
+        """False if early calls turned out to be of no use."""
 
     @property
     def names(self) -> list[str]:
@@ -162,12 +167,49 @@ class RewardSet:
         if len(sizes) != 1 or sizes == [0]:
             raise ValueError(f"groups must all have the same number of completions, at least 1; got sizes {sizes}.")
         batch = sources_of(group.prompt for group in groups)
-        columns = list(dict.fromkeys([*self._known_columns, *(name for source in batch for name in source.columns)]))
+        columns = self._columns(batch)
         check_sources(
             [Source(source.name, tuple(columns), source.rewards) for source in batch], self.rewards, self._weights
         )
+        if self.early is not None:
+            self.early.is_scored = True
         context = CallContext(columns, trainer_state, max_completion_length)
         return Scoring(groups, self._weights, (len(groups), sizes[0]), context, self.pool)
+
+    @contextlib.contextmanager
+    def early_calls(
+        self, prompts: Sequence[Prompt], max_completion_length: int | None = None, trainer_state: Any = None
+    ) -> Iterator[None]:
+        """Sample and score a batch in this context: `early.start` then starts calls on each group that is sampled.
+
+        `begin` takes over the answers if it is called with the same groups and arguments. Calls that it does not take
+        over are cancelled at the end of the context. If these are all calls (a subclass overrides `score_rewards` and
+        calls no rewards, or changes the completions), later batches start no early calls.
+
+        Args:
+            prompts: The N prompts of the batch.
+            max_completion_length: As in `begin`.
+            trainer_state: As in `begin`.
+        """
+        if not self.starts_early:
+            yield
+            return
+        context = CallContext(self._columns(sources_of(prompts)), trainer_state, max_completion_length)
+        early = self.early = EarlyCalls(context, self.pool)
+        try:
+            yield
+        finally:
+            self.early, is_of_use = None, early.cancel()
+        if not is_of_use:
+            self.starts_early = False
+            log.info(
+                "The rewards start after sampling from now on: the calls on groups that were sampled early are not the "
+                "calls of `score_rewards`."
+            )
+
+    def _columns(self, batch: Sequence[Source]) -> list[str]:
+        """The known data columns and those of a batch."""
+        return list(dict.fromkeys([*self._known_columns, *(name for source in batch for name in source.columns)]))
 
     @property
     def _weights(self) -> dict[str, float]:

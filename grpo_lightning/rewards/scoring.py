@@ -2,7 +2,8 @@
 
 A call gets the completions of one prompt, and runs in a worker process or in this process. Workers run several calls at
 a time, and a call that hangs or crashes does not affect other calls. An async reward, or a reward with
-`in_process = True`, gets the whole batch in one call.
+`in_process = True`, gets the whole batch in one call. Calls in workers start as soon as a group is sampled, while other
+groups of the batch are still being sampled (`EarlyCalls`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from grpo_lightning.rewards.base import (
     completion_in_form,
     completion_text,
 )
-from grpo_lightning.rewards.workers import Answer, WorkerPool, call_reward
+from grpo_lightning.rewards.workers import Answer, WorkerPool, call_reward, describe_error
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,52 @@ def concatenate_scores(parts: Sequence[Scores]) -> Scores:
         },
         failures={name: sum(part.failures[name] for part in parts) for name in parts[0].failures},
     )
+
+
+class EarlyCalls:
+    """Calls of rewards on sampled groups of a batch, while other groups of the batch are still being sampled.
+
+    A call in a worker starts early, and the `Scoring` of the batch takes over its answer if the call is the same: the
+    same reward, arguments and seed. A reward in the training process can start its slow part (`Reward.prefetch`).
+    Answers that no `Scoring` takes over are ignored, with their logs and failures.
+
+    Args:
+        context: Arguments shared by all completions of the batch.
+        pool: The workers.
+    """
+
+    def __init__(self, context: CallContext, pool: WorkerPool) -> None:
+        self.context, self.pool = context, pool
+        self.is_scored = False
+        """Whether a `Scoring` has begun since."""
+        self._num_calls = 0
+        self._prefetches: list[tuple[WeightedReward, Future[None]]] = []
+        pool.start()
+
+    def start(self, group: Group) -> None:
+        """Start the calls on a group."""
+        if is_loaded := self.pool.is_loaded:  # sampling does not wait for the workers
+            self.pool.wait()
+        for reward in self.pool.rewards:
+            if not applies(group.prompt, reward.name):
+                continue
+            if self.pool.has(reward):
+                if is_loaded:
+                    self.pool.submit_early(reward, *worker_call(reward, group, self.context))
+                    self._num_calls += 1
+            elif reward.has_prefetch:
+                running = reward.prefetch(**arguments(reward, [group], self.context))
+                future = asyncio.run_coroutine_threadsafe(running, _event_loop(os.getpid()))
+                self._prefetches.append((reward, future))
+
+    def cancel(self) -> bool:
+        """Cancel what no `Scoring` has taken over. Returns: False if all that was started is of no use."""
+        num_unused = self.pool.cancel_early()
+        for reward, future in self._prefetches:
+            if not future.cancel() and (error := future.exception()) is not None:
+                logger.warning("Reward %r: `prefetch` raised %s.", reward.name, describe_error(error)[0])
+        is_used = self.is_scored and (self._num_calls == 0 or num_unused < self._num_calls)
+        return is_used or not (self._num_calls or self._prefetches)
 
 
 class Scoring:
@@ -260,13 +307,15 @@ class RewardCall:
         self._warnings: dict[str, list[str]] = {}
 
     def start_in_workers(self) -> bool:
-        """Submit one call per group to the workers. Returns: False if the reward must run in this process."""
+        """Submit one call per group to the workers, or take over an early call.
+
+        Returns:
+            False if the reward must run in this process.
+        """
         if not self.pool.has(self.reward):
             return False
         for group in self.groups:
-            # The seed depends on the completions alone, so that a resumed run gets the same random numbers.
-            seed = derived_seed("reward", self.reward.name, *(completion.text for completion in group.completions))
-            inputs = arguments(self.reward, [group], self.context)
+            inputs, seed = worker_call(self.reward, group, self.context)
             self.answers.append(([group], self.pool.submit(self.reward, inputs, seed, deadline=self.deadline)))
         return True
 
@@ -516,6 +565,15 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
             "trainer_state": context.trainer_state,
         }
     )
+
+
+def worker_call(reward: WeightedReward, group: Group, context: CallContext) -> tuple[dict[str, Any], int]:
+    """Build the arguments and the seed of a call in a worker.
+
+    The seed depends on the completions alone, so that a resumed run gets the same random numbers.
+    """
+    seed = derived_seed("reward", reward.name, *(completion.text for completion in group.completions))
+    return arguments(reward, [group], context), seed
 
 
 def _messages(group: Group, completion: Completion) -> list[Message]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import gc
+import hashlib
 import itertools
 import logging
 import math
@@ -88,7 +89,7 @@ class RewardWorkers:
     """Time limit of one call: one reward on the completions of one prompt."""
 
     step_timeout_seconds: float = 600.0
-    """Time limit of all calls for a rollout together, including async rewards."""
+    """Time limit of all calls for a rollout together, including async rewards, from the end of sampling on."""
 
     memory_gb: float = 4.0
     """Address space in GB that a worker may reserve in addition to the memory that it shares with the supervisor. Each
@@ -236,6 +237,30 @@ class Call(NamedTuple):
     """Deadline of all calls of the step, in `time.monotonic` seconds."""
 
 
+class Deadline(NamedTuple):
+    """A new deadline of calls that were sent earlier."""
+
+    numbers: frozenset[int]
+    """Numbers of the calls."""
+
+    deadline: float
+    """In `time.monotonic` seconds."""
+
+
+class SentCall(NamedTuple):
+    """A call that was sent to the supervisor, and its answer."""
+
+    number: int
+    answer: Future[Answer]
+    reward: str = ""
+    """Name of the reward, for a call of `WorkerPool.submit_early`."""
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the supervisor was killed before it answered."""
+        return self.answer.done() and self.answer.result().problem == _lost_answer().problem
+
+
 class WorkerPool:
     """Pool of worker processes that run rewards, under one supervisor process.
 
@@ -256,6 +281,10 @@ class WorkerPool:
         self._started_by: int | None = None
         """Id of the process that has started the workers. A process forked from it lacks its threads."""
         self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        """Numbers of calls, also beyond the end of a supervisor."""
+        self._early: dict[bytes, list[SentCall]] = {}
+        """Calls of `submit_early` that `submit` has not taken over, by the digest of the call."""
 
     def __reduce__(self) -> Any:
         """Pickle without the processes."""
@@ -270,7 +299,7 @@ class WorkerPool:
         with self._lock:
             if self._started_by == os.getpid():
                 return
-            self._started_by, self._places = os.getpid(), {}
+            self._started_by, self._places, self._early = os.getpid(), {}, {}
             sent: list[bytes] = []
             for reward in self.rewards if self.limits is not None else ():
                 if reward.in_process:
@@ -303,7 +332,6 @@ class WorkerPool:
             self._control.send((*self._setup, START_SECONDS))
         self._loaded: Future[list[str | None]] = Future()
         self._pending: dict[int, Future[Answer]] = {}
-        self._numbers = itertools.count()
         shared = (self._control, self._process, self._loaded, self._pending)
         threading.Thread(target=_listen, args=shared, daemon=True).start()
         self._close = weakref.finalize(self, _close, self._control, self._process, os.getpid())
@@ -328,6 +356,11 @@ class WorkerPool:
         for name, place in list(self._places.items()):
             if (problem := problems[place]) is not None:
                 self.keep(name, f"it cannot be loaded in another process ({problem})")
+
+    @property
+    def is_loaded(self) -> bool:
+        """True once the supervisor has loaded the rewards, so that `wait` returns immediately and without an error."""
+        return bool(self._places) and self._loaded.done() and self._loaded.exception() is None
 
     def has(self, reward: WeightedReward) -> bool:
         """Whether a reward runs in workers; otherwise it runs in the training process."""
@@ -357,7 +390,7 @@ class WorkerPool:
         seconds: float = math.inf,
         deadline: float = math.inf,
     ) -> Future[Answer]:
-        """Submit a call to the workers.
+        """Submit a call to the workers, or take over the same call (reward, arguments, seed) of `submit_early`.
 
         Args:
             reward: A reward that runs in workers.
@@ -366,14 +399,44 @@ class WorkerPool:
             seconds: Time limit of this call; `timeout_seconds` of the settings applies too.
             deadline: Deadline of all calls of the step, in `time.monotonic` seconds.
         """
-        answer: Future[Answer] = Future()
-        answer.set_running_or_notify_cancel()  # makes it non-cancellable, otherwise `_listen` could fail
         try:
             data = pickle.dumps((self._places[reward.name], arguments, seed))
         except Exception as error:  # noqa: BLE001 (an object may raise anything when it is pickled)
+            answer: Future[Answer] = Future()
             answer.set_result(Answer().fail("stays", f"its arguments {_not_pickled(error)}"))
             return answer
+        if early := self._early.get(_digest(data)):
+            call = early.pop()
+            if not call.is_lost:
+                self._set_deadline([call], deadline)
+                return call.answer
+        return self._send(data, seconds, deadline).answer
+
+    def submit_early(self, reward: WeightedReward, arguments: Mapping[str, Any], seed: int) -> None:
+        """Submit a call without a deadline, for a later `submit` of the same call. Args: as in `submit`."""
+        try:
+            data = pickle.dumps((self._places[reward.name], arguments, seed))
+        except Exception:  # noqa: BLE001 (an object may raise anything when it is pickled; `submit` reports it)
+            return
+        call = self._send(data)._replace(reward=reward.name)
+        self._early.setdefault(_digest(data), []).append(call)
+
+    def cancel_early(self) -> int:
+        """Cancel the calls of `submit_early` that `submit` has not taken over. Returns: their number."""
+        calls = [call for same in self._early.values() for call in same]
+        self._early = {}
+        self._set_deadline(calls, -math.inf)
+        for call in calls:
+            # The worker that found it has called the reward, and would not check it again.
+            if call.answer.done() and (answer := call.answer.result()).failure == "stays":
+                self.keep(call.reward, answer.problem)
+        return len(calls)
+
+    def _send(self, data: bytes, seconds: float = math.inf, deadline: float = math.inf) -> SentCall:
+        """Send a pickled call to the supervisor."""
         assert self.limits is not None
+        answer: Future[Answer] = Future()
+        answer.set_running_or_notify_cancel()  # makes it non-cancellable, otherwise `_listen` could fail
         with self._lock:
             if self._process.poll() is not None:
                 self._start_supervisor()
@@ -383,7 +446,14 @@ class WorkerPool:
                 self._control.send(Call(number, data, min(seconds, self.limits.timeout_seconds), deadline))
             except OSError:  # the supervisor was just killed
                 self._pending.pop(number, answer).set_result(_lost_answer())
-        return answer
+        return SentCall(number, answer)
+
+    def _set_deadline(self, calls: Sequence[SentCall], deadline: float) -> None:
+        """Set the deadline of calls that have not been answered."""
+        numbers = frozenset(call.number for call in calls if not call.answer.done())
+        with self._lock, contextlib.suppress(OSError):  # the supervisor was just killed, which `_listen` reports
+            if numbers and self._process.poll() is None:
+                self._control.send(Deadline(numbers, deadline))
 
 
 def _listen(
@@ -409,6 +479,11 @@ def _listen(
         )
     while pending:
         pending.popitem()[1].set_result(_lost_answer())
+
+
+def _digest(data: bytes) -> bytes:
+    """Digest of a pickled call, which may be large (tests of programs)."""
+    return hashlib.sha256(data).digest()
 
 
 def _lost_answer() -> Answer:
@@ -526,12 +601,26 @@ class Supervisor:
                     elif worker.call is not None and worker.limit <= time.monotonic():
                         self._stop(worker, worker.call)
                 if self.control in ready:
-                    if (call := self.control.recv()) is None:
+                    if (message := self.control.recv()) is None:
                         return
-                    self.queue.append(call)
+                    if isinstance(message, Deadline):
+                        self._set_deadline(message)
+                    else:
+                        self.queue.append(message)
         finally:
             while self.workers:
                 self._end(self.workers[0])
+
+    def _set_deadline(self, new: Deadline) -> None:
+        """Change the deadline of waiting and running calls."""
+        for place, call in enumerate(self.queue):
+            if call.number in new.numbers:
+                self.queue[place] = call._replace(deadline=new.deadline)
+        for worker in self.workers:
+            if worker.call is not None and worker.call.number in new.numbers:
+                worker.call = worker.call._replace(deadline=new.deadline)
+                if worker.is_ready:  # otherwise the limit is that of its start
+                    worker.limit = min(worker.limit, new.deadline)
 
     def _dispatch(self) -> bool:
         """Send the next call to a worker, or answer that it failed. Returns: False if all workers are busy."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from grpo_lightning.core.types import Completion, SamplingParams, VisionInputs
+from grpo_lightning.policy.completion_logprobs import Scorer
+from grpo_lightning.policy.settings import PolicySettings
 from grpo_lightning.policy.sharding import Sharding
 
 Progress = Callable[[int, int], None]
 """Callback of an engine while it samples, called with (decoding steps done, maximum steps)."""
+
+OnGroup = Callable[[int, list[Completion]], None]
+"""Callback of an engine, called with the index of a prompt and its completions as soon as all of them have ended."""
 
 
 class RolloutEngine(Protocol):
@@ -37,6 +42,7 @@ class RolloutEngine(Protocol):
         progress: Progress | None = None,
         vision: VisionInputs | None = None,
         part: range | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         """Sample completions.
 
@@ -52,9 +58,41 @@ class RolloutEngine(Protocol):
             part: Indices, among the G completions of a prompt, of those to sample; None for all. With
                 `model.ranks_per_group` R, each of R ranks samples every R-th completion of a prompt. A completion may
                 depend on its index in the group, but not on the part.
+            on_group: Called at most once per prompt, as soon as all its completions have ended, with the completions
+                that will be returned for it. Rewards then start while other prompts are still being sampled. An engine
+                may lack this argument, or never call it: rewards then start after sampling.
 
         Returns:
             N lists of G completions (or of those in `part`), in the order of the prompts. The `entropies` of a
             completion are optional: without them, `policy/entropy` is estimated as the mean of minus the log-probs.
         """
         ...
+
+    # An engine may lack the methods below.
+
+    def check_run(
+        self, policy: PolicySettings, sampling: Sequence[SamplingParams], sharding: Sharding, world_size: int
+    ) -> None:
+        """Check that the engine can sample in this run, before the policy's weights are loaded.
+
+        Args:
+            policy: Settings of the policy.
+            sampling: Sampling settings of training and validation.
+            sharding: How the weights will be sharded over the ranks.
+            world_size: Number of processes of the run.
+
+        Raises:
+            ValueError: If the engine cannot sample in this run.
+        """
+        return
+
+    def check_logprobs(self, scorer: Scorer) -> None:
+        """Check that the engine's log-probs equal those of training, on a small rollout.
+
+        Args:
+            scorer: Computes the policy's log-probs in training.
+
+        Raises:
+            ValueError: If they differ by more than rounding.
+        """
+        return

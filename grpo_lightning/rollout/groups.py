@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -36,6 +37,7 @@ class GroupSource(NamedTuple):
         seeds: list[int],
         progress: Progress | None = None,
         part: range | None = None,
+        on_group: Callable[[Group], None] | None = None,
     ) -> list[Group]:
         """Sample G completions for each of N prompts; the images of the prompts are read once, in this call.
 
@@ -47,6 +49,8 @@ class GroupSource(NamedTuple):
             seeds: N seeds, one per prompt.
             progress: Called with the decoding progress.
             part: Indices, among the G completions of a prompt, of those to sample; None for all G.
+            on_group: Called with each group as soon as all its completions have ended, if `generate` of the engine has
+                an argument `on_group`.
 
         Raises:
             ValueError: If a prompt cannot be encoded, or is so long that no position is left for its completions.
@@ -55,8 +59,21 @@ class GroupSource(NamedTuple):
         # With sharded weights all ranks run the vision tower together, even if only some ranks have images.
         vision = self.encoder.vision_inputs([prompt.vision for prompt in encoded], needs_blank=self.sharding.is_sharded)
         never = {*sampling.suppress_tokens, *self.encoder.never_sampled}
+
+        def make_group(number: int, completions: list[Completion]) -> Group:
+            return Group(
+                prompt=prompts[number],
+                prompt_ids=encoded[number].token_ids,
+                completions=completions,
+                weight_version=self.weight_version,
+                image_views=encoded[number].image_views,
+                vision=encoded[number].vision,
+            )
+
         # Engines may lack the arguments that they are never given.
         more: dict[str, Any] = {"vision": vision, "part": part}
+        if on_group is not None and "on_group" in inspect.signature(self.engine.generate).parameters:
+            more["on_group"] = lambda number, completions: on_group(make_group(number, completions))
         sampled = self.engine.generate(
             [prompt.token_ids for prompt in encoded],
             num_generations,
@@ -65,17 +82,7 @@ class GroupSource(NamedTuple):
             progress,
             **{name: value for name, value in more.items() if value is not None},
         )
-        return [
-            Group(
-                prompt=prompt,
-                prompt_ids=found.token_ids,
-                completions=completions,
-                weight_version=self.weight_version,
-                image_views=found.image_views,
-                vision=found.vision,
-            )
-            for prompt, found, completions in zip(prompts, encoded, sampled, strict=True)
-        ]
+        return [make_group(*pair) for pair in zip(range(len(prompts)), sampled, strict=True)]
 
 
 def kl_to_reference(groups: Sequence[Group]) -> Tensor:

@@ -1,15 +1,18 @@
 """The local engine: samples with the policy itself, with the unmodified model code of transformers.
 
-Every prompt is prefilled once for its G completions, and finished completions leave the batch. `policy/kv_cache.py` has
-the KV caches.
+Every prompt is prefilled once for its G completions, and finished completions leave the batch. If the number of rows is
+limited, waiting prompts are prefilled as soon as enough rows have left, and their rows join the open rows (continuous
+batching; Yu et al. 2022, "Orca"). `open_rows.py` has the open rows, and `policy/kv_cache.py` the KV caches.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -29,6 +32,7 @@ from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.families import is_tower_trained
 from grpo_lightning.policy.hf import compute_device, evaluating, known_arguments, left_pad, text_config
 from grpo_lightning.policy.kv_cache import (
+    KEY_MULTIPLE,
     DecodingCache,
     LostCacheError,
     RepeatedPrompts,
@@ -40,8 +44,8 @@ from grpo_lightning.policy.kv_cache import (
 from grpo_lightning.policy.probe import compare, model_type, no_cache_reason, probe_batch, scored_alone
 from grpo_lightning.policy.sharding import Sharding, full_shape
 from grpo_lightning.policy.vision import PlacedPrompts, place, seeing
-from grpo_lightning.rollout.engine import Progress, RolloutEngine
-from grpo_lightning.rollout.token_sampler import Draw, TokenSampler, Uniforms
+from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine
+from grpo_lightning.rollout.token_sampler import ChooseDraw, Draw, TokenSampler, Uniforms, unfused
 
 log = logging.getLogger(__name__)
 
@@ -68,9 +72,11 @@ class LocalEngine(RolloutEngine):
     """Samples with the policy itself.
 
     Args:
-        max_rows: Maximum number of completions decoded at the same time; limits the memory of the KV cache. If a
-            rollout has more completions, they are decoded in several waves, one after the other. A wave always has at
-            least the G completions of one prompt. None decodes all completions in one wave.
+        max_rows: Maximum number of completions decoded at the same time, but at least the G completions of one prompt;
+            limits the memory of the KV cache. If a rollout has more completions, prompts wait until completions have
+            ended and their G completions have room. A model whose completions cannot share the keys and values of
+            their prompt decodes in waves: prompts wait until all completions have ended. The completions do not depend
+            on this number. None decodes all completions at the same time.
         gather_for_generation: How sharded weights (FSDP2, ZeRO-3) are gathered for sampling. True gathers them once per
             rollout, which is fast, but every device must hold the full weights. False gathers each layer when it runs,
             at every token; all ranks then wait for the longest completion. "auto" gathers once unless the full
@@ -112,7 +118,7 @@ class LocalEngine(RolloutEngine):
         cost = "which prefills each prompt G times" if way == "generate" else "which attends more slowly"
         log.log(level, "Sampling with %s, %s: %s.", WAYS[way], cost, reason)
 
-    def check(self, scorer: Scorer) -> None:
+    def check_logprobs(self, scorer: Scorer) -> None:
         """Check that the engine's log-probs equal those of training, on a small rollout with prompts of unequal length.
 
         If sampling fails or its log-probs differ, the engine takes the next of `WAYS` and checks again.
@@ -177,22 +183,25 @@ class LocalEngine(RolloutEngine):
         progress: Progress | None = None,
         vision: VisionInputs | None = None,
         part: range | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         """Sample G completions for every prompt, or a part of them; see `RolloutEngine.generate`."""
         if len(seeds) != len(prompts):
             raise ValueError(f"seeds must hold one seed per prompt: {len(prompts)} prompts, {len(seeds)} seeds.")
         part = part or range(num_generations)
-        groups: list[list[Completion]] = []
+        rows: list[SampledRow] = []
+        groups = SampledGroups(len(part), sampling.max_completion_length, self.completions, on_group)
+        waiting = WaitingPrompts(Wave(prompts, seeds, num_generations, part, vision), self.max_rows)
         with evaluating(self.policy), self.weights() as lockstep:
-            waves = self.waves(prompts, seeds, num_generations, part, vision)
-            # Ranks with fewer waves than others run dummy waves, to take part in the collectives.
-            idle = Wave([], [], 1, range(1), vision and VisionInputs([PromptVision()], vision.blank))
-            waves += [idle] * (lockstep.num_waves(len(waves)) - len(waves))
-            for wave in waves:
-                decode = self.decode_with_generate if self.way == "generate" else self.decode
-                rows = decode(wave, sampling, lockstep, progress)
-                groups += [rows[i : i + len(part)] for i in range(0, len(rows), len(part))]
-        return groups
+            num_waves = lockstep.num_waves(waiting.num_waves)
+            if self.way == "generate":
+                # Ranks with fewer waves than others run dummy waves, to take part in the collectives.
+                for _ in range(num_waves):
+                    rows += self.decode_with_generate(waiting.take(0), sampling, lockstep, progress)
+                    groups.report_ended(rows)
+            elif num_waves:
+                rows = self.decode(waiting, num_waves, sampling, lockstep, progress, groups)
+        return groups.finish(rows)
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[Lockstep]:
@@ -208,81 +217,126 @@ class LocalEngine(RolloutEngine):
         with self.sharding.gathered(self.policy) if gathers else contextlib.nullcontext():
             yield Lockstep(is_needed=not gathers and ranks.world_size() > 1)
 
-    def waves(
-        self,
-        prompts: list[list[int]],
-        seeds: list[int],
-        num_generations: int,
-        part: range,
-        vision: VisionInputs | None,
-    ) -> list[Wave]:
-        """Split the prompts into waves of at most `max_rows` completions."""
-        size = max(1, len(prompts) if self.max_rows is None else self.max_rows // len(part))
-        runs = [range(i, min(i + size, len(prompts))) for i in range(0, len(prompts), size)]
-        return [
-            Wave(
-                [prompts[i] for i in run], [seeds[i] for i in run], num_generations, part, vision and vision.select(run)
-            )
-            for run in runs
-        ]
-
     def decode(
         self,
-        wave: Wave,
+        waiting: WaitingPrompts,
+        num_waves: int,
         sampling: SamplingParams,
         lockstep: Lockstep,
         progress: Progress | None,
-    ) -> list[Completion]:
-        """Decode one wave: prefill N prompts, then sample one token per unfinished completion and step."""
-        prompt_ids, prompt_mask, fan, draw = self.prepare(wave, sampling)
+        groups: SampledGroups,
+    ) -> list[SampledRow]:
+        """Decode a rollout: prefill prompts, then sample one token per unfinished completion and step.
+
+        Args:
+            waiting: The prompts. All that have room are prefilled at once, the others as rows leave.
+            num_waves: `WaitingPrompts.num_waves`, the maximum over ranks in lockstep.
+            sampling: Sampling settings.
+            lockstep: Synchronizes the forward calls.
+            progress: Called after every decoding step.
+            groups: Reports groups as soon as all their rows have ended.
+        """
+        device, whole, longest = compute_device(self.policy), waiting.wave, sampling.max_completion_length
+        interval = LOOK_INTERVAL.get(device.type, 16)
+        uniforms = Uniforms([], whole.num_generations, device, whole.part)
+        draw = TokenSampler(sampling, self.tokenizer, uniforms, choose_draw(device))
+        stop_ids = torch.tensor(self.stop_ids, dtype=torch.long, device=device)
+        sampled = SampledRows(len(whole.prompts) * len(whole.part), stop_ids)
+        rows: OpenRows | None = None  # without open rows, a rank only takes part in the collectives
+        joining, decodes, prefills = waiting.take(0), False, True
+        last_steps: set[int] = set()  # steps at which rows reach the maximum length, on any rank
+        for step in itertools.count():
+            if prefills:
+                new, placed = self.open(joining, step, longest)
+                last_steps.add(step + longest - 1)
+                uniforms.join(joining.seeds, step)
+                if joining.prompts:
+                    rows = new if rows is None else rows.join(new, step, waiting.longest_prompt)
+                del new  # so that logits and caches of rows that have left are freed
+            if rows is not None:
+                drawn = draw(rows.before(step), rows.logits, step, rows.number)
+                rows.before(step + 1)[:, -1] = drawn.ids
+                sampled.append(drawn, draw.ends_with_stop_string(rows.completions(step), rows.late))
+            if progress:
+                progress(step + 1, num_waves * longest)
+            decodes, prefills = True, False
+            if step in last_steps or step % interval == interval - 1:
+                joining = waiting.none
+                if rows is not None:
+                    rows.has_ended |= sampled.ended()
+                    kept = rows.unfinished(draw.look(rows.has_ended), step + 1 - longest)
+                    rows, joining = self.leave(rows, kept, step + 1 - longest, waiting, sampled, groups)
+                decodes, prefills = lockstep.agree(rows is not None, bool(joining.prompts))
+                if not (decodes or prefills):
+                    break
+            if decodes:
+                self.feed(rows, step, placed)
+        return sampled.rows
+
+    def open(self, wave: Wave, step: int, longest: int) -> tuple[OpenRows, PlacedPrompts]:
+        """Prefill prompts and open their rows, for completions of at most `longest` tokens from a decoding step on."""
+        prompt_ids, prompt_mask, fan = self.prepare(wave)
         placed = place(self.policy, prompt_ids, prompt_mask, wave.vision)
         prefilled, logits = self.prefill(prompt_ids, prompt_mask, placed, wave.vision)
-        length, longest = prompt_ids.shape[1], sampling.max_completion_length
         decoding_cache = SharedPrompts if self.way == "shared" else RepeatedPrompts
         # the last token is never fed back
         cache: DecodingCache = decoding_cache(self.policy, prefilled, prompt_mask, fan, longest - 1)
         rows = OpenRows(
-            number=torch.arange(len(fan), device=fan.device),
+            cache=cache,
+            start=[step] * len(fan),
+            origin=prompt_ids.shape[1] - step,
+            number=wave.first * len(wave.part) + torch.arange(len(fan), device=fan.device),
             logits=logits[fan],  # [prompts, V] -> [rows, V]: the completions of a prompt share its prefill
             position=placed.first[fan],
             history=torch.cat([prompt_ids[fan], prompt_ids.new_zeros(len(fan), longest)], 1),
             has_ended=torch.zeros(len(fan), dtype=torch.bool, device=fan.device),
         )
-        is_stop = torch.zeros(logits.shape[-1], dtype=torch.bool, device=fan.device)
-        is_stop[self.stop_ids] = True
-        sampled = SampledRows(len(wave.prompts) * len(wave.part))
-        is_idle = not wave.prompts
-        interval = LOOK_INTERVAL.get(fan.device.type, 16)
-        least_ended = LEAST_ENDED.get(fan.device.type, 0.25)
-        ids = fan  # any ids will do: an idle rank only takes part in the collectives
-        for step in range(longest):
-            if not is_idle:
-                ids, logprobs, entropies = draw(rows.history[:, : length + step], rows.logits, rows.number)
-                rows.history[:, length + step] = ids
-                ends = is_stop[ids] | draw.ends_with_stop_string(rows.history[:, : length + step + 1])
-                rows.has_ended |= ends
-                sampled.append(ids, logprobs, entropies, ends)
-            if progress:
-                progress(step + 1, longest)
-            is_last = step == longest - 1
-            if is_last or step % interval == interval - 1:
-                has_ended = draw.look(rows.has_ended)
-                kept = [] if is_idle else [row for row, ended in enumerate(has_ended) if not ended]
-                if is_last or not lockstep.continues(bool(kept)):
-                    break
-                is_idle = not kept  # keeps a row, for the collectives
-                num_leaving = len(ids) - max(1, len(kept))
-                if num_leaving and (is_idle or num_leaving >= least_ended * len(ids)):
-                    sampled.store(rows.number)
-                    keep = packed(kept or [0])
-                    cache.select(keep)
-                    index = torch.tensor(keep, device=fan.device)
-                    rows, ids = rows.select(index), ids[index]
-            with cache.decoding():
-                rows.logits = self.forward(ids[:, None], position_ids=placed.along(rows.position), **cache.next_token())
-            rows.position = rows.position + 1
+        return rows, placed
+
+    def leave(
+        self,
+        rows: OpenRows,
+        kept: list[int],
+        last_start: int,
+        waiting: WaitingPrompts,
+        sampled: SampledRows,
+        groups: SampledGroups,
+    ) -> tuple[OpenRows | None, Wave]:
+        """Let rows leave, if enough of them have ended or some have the maximum length, and take prompts instead.
+
+        Args:
+            rows: The open rows.
+            kept: Rows that have neither ended nor reached the maximum length.
+            last_start: Rows that started at this decoding step, or before, have the maximum length.
+            waiting: Prompts that may have room now.
+            sampled: Where the tokens of rows that leave are stored.
+            groups: Reports the groups of which all rows have ended.
+
+        Returns:
+            The open rows, None if there are none; and the prompts that join.
+        """
+        num_ended = len(rows.start) - len(kept)
+        if groups.on_group is not None and num_ended > rows.num_ended:
+            sampled.store(rows.number)
+            groups.report_ended(sampled.rows)
+        rows.num_ended = num_ended
+        least = LEAST_ENDED.get(rows.history.device.type, 0.25) * len(rows.start)
+        if not num_ended or (kept and rows.oldest > last_start and num_ended < least):
+            return rows, waiting.none
         sampled.store(rows.number)
-        return self.completions(sampled.rows)
+        joining = waiting.take(len(kept)) if self.way == "shared" or not kept else waiting.none
+        return (rows.select(packed(kept)) if kept else None), joining
+
+    def feed(self, rows: OpenRows | None, step: int, placed: PlacedPrompts) -> None:
+        """Run the tokens of a decoding step, for the logits of the next tokens; without rows, run a dummy token."""
+        if rows is None:
+            ids = torch.full((1, 1), self.pad_id, device=placed.first.device)
+            self.forward(ids, position_ids=placed.along(torch.zeros_like(ids)))
+            return
+        ids = rows.before(step + 1)[:, -1:]
+        with rows.cache.decoding():
+            rows.logits = self.forward(ids, position_ids=placed.along(rows.position), **rows.cache.next_token())
+        rows.position = rows.position + 1
 
     def prefill(
         self, prompt_ids: Tensor, prompt_mask: Tensor, placed: PlacedPrompts, vision: VisionInputs | None
@@ -309,21 +363,17 @@ class LocalEngine(RolloutEngine):
             )
         return prefilled, logits
 
-    def prepare(self, wave: Wave, sampling: SamplingParams) -> tuple[Tensor, Tensor, Tensor, TokenSampler]:
-        """Make prompt ids [N, L], mask [N, L], prompt index of each row [B], and the sampler.
+    def prepare(self, wave: Wave) -> tuple[Tensor, Tensor, Tensor]:
+        """Make prompt ids [N, L], mask [N, L], and prompt index of each row [B].
 
         If the wave has no prompts, these are the inputs of a dummy row.
         """
         device = compute_device(self.policy)
-        prompts, seeds = (wave.prompts, wave.seeds) if wave.prompts else ([[self.pad_id]], [0])
-        # The attention kernels of GPUs read the bias of 8 keys at once.
-        multiple = 8 if device.type == "cuda" else 1
-        ids, mask = (x.to(device) for x in left_pad(prompts, self.pad_id, multiple))
+        prompts = wave.prompts or [[self.pad_id]]
+        ids, mask = (x.to(device) for x in left_pad(prompts, self.pad_id, KEY_MULTIPLE.get(device.type, 1)))
         # Padding is replaced by a token of the prompt, so that a repetition penalty does not apply to the pad id.
         ids = torch.where(mask, ids, ids[:, -1:])
-        fan = torch.arange(len(prompts), device=device).repeat_interleave(len(wave.part))
-        uniforms = Uniforms(seeds, wave.num_generations, device, wave.part)
-        return ids, mask, fan, TokenSampler(sampling, ids.shape[1], self.tokenizer, uniforms)
+        return ids, mask, torch.arange(len(prompts), device=device).repeat_interleave(len(wave.part))
 
     def forward(self, ids: Tensor, **arguments: Any) -> Tensor:
         """Logits [rows, V] of the next token."""
@@ -337,9 +387,12 @@ class LocalEngine(RolloutEngine):
         sampling: SamplingParams,
         lockstep: Lockstep,
         progress: Progress | None,
-    ) -> list[Completion]:
+    ) -> list[SampledRow]:
         """Decode one wave with transformers' `generate`, for models whose prefill cannot be used by G completions."""
-        prompt_ids, prompt_mask, fan, draw = self.prepare(wave, sampling)
+        prompt_ids, prompt_mask, fan = self.prepare(wave)
+        length = prompt_ids.shape[1]
+        uniforms = Uniforms(wave.seeds or [0], wave.num_generations, prompt_ids.device, wave.part)
+        draw = TokenSampler(sampling, self.tokenizer, uniforms)
         config = GenerationConfig(
             # A rank without prompts is done after one token, and then only takes part in the collectives.
             max_new_tokens=sampling.max_completion_length if wave.prompts else 1,
@@ -350,9 +403,12 @@ class LocalEngine(RolloutEngine):
         steps: list[Draw] = []
 
         def keep_sampled(ids: Tensor, logits: Tensor) -> Tensor:
-            steps.append(draw(ids, logits))
+            steps.append(draw(ids, logits, ids.shape[1] - length))
             draw.look(steps[-1].ids.new_zeros(0, dtype=torch.bool))
             return torch.full_like(logits, -torch.inf).scatter_(1, steps[-1].ids[:, None], 0.0)
+
+        def at_stop_string(ids: Tensor, scores: object, **kwargs: Any) -> Tensor | None:
+            return draw.ends_with_stop_string(ids[:, length:])
 
         rows = wave.vision and wave.vision.select(fan.tolist())
         types = place(self.policy, prompt_ids[fan], prompt_mask[fan], rows).arguments if rows else {}
@@ -362,32 +418,30 @@ class LocalEngine(RolloutEngine):
                 attention_mask=prompt_mask[fan].long(),
                 generation_config=config,
                 logits_processor=LogitsProcessorList([keep_sampled]),
-                stopping_criteria=StoppingCriteriaList([lambda ids, scores, **kwargs: draw.ends_with_stop_string(ids)]),
+                stopping_criteria=StoppingCriteriaList([at_stop_string] if draw.stop_strings else []),
                 synced_gpus=lockstep.is_needed,
                 **known_arguments(self.policy, **types),
                 **images,
             )
         if not wave.prompts:
             return []
-        tokens = sequences[:, prompt_ids.shape[1] :]
+        tokens = sequences[:, length:]
         logprobs = torch.stack([step.logprobs for step in steps], 1).tolist()
         entropies = torch.stack([step.entropies for step in steps], 1).tolist()
-        sampled = []
+        sampled, strings = [], draw.stop_strings
         for row_ids, row_logprobs, row_entropies in zip(tokens, logprobs, entropies, strict=True):
             ends = [
                 i + 1
                 for i, token in enumerate(row_ids.tolist())
-                if token in self.stop_ids or bool(draw.stop_strings(row_ids[None, : i + 1])[0])
+                if token in self.stop_ids or (strings and bool(strings(row_ids[None, : i + 1], None)[0]))
             ]
-            length = ends[0] if ends else len(row_ids)
-            row = SampledRow(row_ids.tolist()[:length], row_logprobs[:length], row_entropies[:length], bool(ends))
+            count = ends[0] if ends else len(row_ids)
+            row = SampledRow(row_ids.tolist()[:count], row_logprobs[:count], row_entropies[:count], bool(ends))
             sampled.append(row)
-        return self.completions(sampled)
+        return sampled
 
     def completions(self, sampled: list[SampledRow]) -> list[Completion]:
         """Build completions from sampled rows: decoded text and finish reason."""
-        if not sampled:
-            return []  # `batch_decode` would return a text
         texts = self.tokenizer.batch_decode([row.token_ids for row in sampled], skip_special_tokens=True)
         return [
             Completion(
@@ -407,7 +461,7 @@ class LocalEngine(RolloutEngine):
 
 
 class Wave(NamedTuple):
-    """Prompts decoded together; without prompts on a rank that only takes part in the collectives."""
+    """Prompts prefilled together; without prompts on a rank that only takes part in the collectives."""
 
     prompts: list[list[int]]
     seeds: list[int]
@@ -416,6 +470,143 @@ class Wave(NamedTuple):
     """Indices of the completions of each prompt to sample, among its G."""
 
     vision: VisionInputs | None = None
+
+    first: int = 0
+    """Index of the first prompt among all prompts of the rollout."""
+
+
+class WaitingPrompts:
+    """Prompts of a rollout that wait for rows, first in, first out.
+
+    Args:
+        wave: All prompts of the rollout.
+        max_rows: Maximum number of open rows; None for no limit.
+    """
+
+    def __init__(self, wave: Wave, max_rows: int | None) -> None:
+        self.wave, self.num_taken = wave, 0
+        self.max_rows = len(wave.prompts) * len(wave.part) if max_rows is None else max_rows
+        self.longest_prompt = max(map(len, wave.prompts), default=1)
+        # The vision tower of a rank without prompts runs on a blank image.
+        self.none = Wave([], [], 1, range(1), wave.vision and VisionInputs([PromptVision()], wave.vision.blank))
+
+    @property
+    def num_waves(self) -> int:
+        """Number of waves in which the prompts would be decoded one after the other.
+
+        Decoding takes at most this number times the maximum completion length in steps.
+        """
+        return -(-len(self.wave.prompts) // max(1, self.max_rows // len(self.wave.part)))
+
+    def take(self, num_open: int) -> Wave:
+        """Take the next prompts whose rows have room beside `num_open` open rows; at least one if none is open."""
+        prompts, seeds, num_generations, part, vision, _ = self.wave
+        count = max((self.max_rows - num_open) // len(part), int(not num_open))
+        run = range(len(prompts))[self.num_taken : self.num_taken + count]
+        if not run:
+            return self.none
+        self.num_taken = run.stop
+        chosen = slice(run.start, run.stop)
+        return Wave(
+            prompts[chosen], seeds[chosen], num_generations, part, vision and vision.select(run), first=run.start
+        )
+
+
+@dataclass
+class OpenRows:
+    """State of the open rows for the next decoding step.
+
+    The histories of all rows end in the same column: the token of decoding step s is in column `origin + s`, whenever a
+    row has joined. In front of a row's prompt, a token of the prompt is repeated.
+    """
+
+    cache: DecodingCache
+    start: list[int]
+    """[rows] decoding step of each row's first token."""
+
+    origin: int
+    """Column of `history` minus decoding step."""
+
+    number: Tensor
+    """[rows] index of each row among all rows of the rollout."""
+
+    logits: Tensor
+    """[rows, V] of the next token."""
+
+    position: Tensor
+    """[rows, 1] of the next token."""
+
+    history: Tensor
+    """[rows, prompt + completion] ids, filled up to the last sampled token."""
+
+    has_ended: Tensor
+    """[rows] bool: rows that have ended since the open rows were last chosen."""
+
+    num_ended: int = 0
+    """Number of these rows when the host last looked."""
+
+    def before(self, step: int) -> Tensor:
+        """Ids before the token of a decoding step, [rows, tokens]; a view."""
+        return self.history[:, : self.origin + step]
+
+    def completions(self, step: int) -> Tensor:
+        """Completion ids up to the token of a decoding step, [rows, tokens]; a younger row's begin at `late`."""
+        return self.history[:, self.origin + self.oldest : self.origin + step + 1]
+
+    @functools.cached_property
+    def oldest(self) -> int:
+        """Decoding step of the oldest row's first token."""
+        return min(self.start)
+
+    @functools.cached_property
+    def late(self) -> Tensor | None:
+        """[rows] steps from the oldest row's first token to each row's first token; None if 0 for all rows."""
+        steps = [step - self.oldest for step in self.start]
+        return torch.tensor(steps, device=self.history.device) if any(steps) else None
+
+    def unfinished(self, has_ended: list[bool], last_start: int) -> list[int]:
+        """Indices of the rows that have not ended, and that started after decoding step `last_start`."""
+        rows = enumerate(zip(has_ended, self.start, strict=True))
+        return [row for row, (ended, start) in rows if not ended and start > last_start]
+
+    def select(self, keep: list[int]) -> OpenRows:
+        """Select rows by index."""
+        self.cache.select(keep)
+        index = torch.tensor(keep, device=self.history.device)
+        tensors = {name: getattr(self, name)[index] for name in PER_ROW}
+        return dataclasses.replace(self, start=[self.start[row] for row in keep], num_ended=0, **tensors)
+
+    def join(self, new: OpenRows, step: int, longest_prompt: int) -> OpenRows:
+        """Add rows behind the present rows, and drop columns of the histories that no row needs any more.
+
+        Args:
+            new: The rows, whose first token is that of the next decoding step.
+            step: The next decoding step.
+            longest_prompt: Most tokens of a prompt of the rollout.
+        """
+        assert isinstance(self.cache, SharedPrompts)
+        assert isinstance(new.cache, SharedPrompts)
+        self.cache.join(new.cache)
+        needed = longest_prompt + step - self.oldest
+        columns = max(new.origin + step, min(self.origin + step, needed))
+        tensors: dict[str, Any] = {
+            name: torch.cat([getattr(self, name), getattr(new, name)]) for name in PER_ROW if name != "history"
+        }
+        room = new.history.shape[1] - (new.origin + step)
+        history = torch.cat([fit_history(rows.before(step), columns) for rows in (self, new)])
+        tensors["history"] = nn.functional.pad(history, (0, room))
+        start = [*self.start, *new.start]
+        return dataclasses.replace(self, start=start, origin=columns - step, num_ended=0, **tensors)
+
+
+PER_ROW = ("number", "logits", "position", "history", "has_ended")
+"""The fields of `OpenRows` that are tensors with one entry per row."""
+
+
+def fit_history(ids: Tensor, columns: int) -> Tensor:
+    """Drop the first columns of ids [rows, any], or repeat the first column, so that [rows, columns] are left."""
+    missing = columns - ids.shape[1]
+    return ids[:, -columns:] if missing <= 0 else torch.cat([ids[:, :1].expand(-1, missing), ids], 1)
 
 
 @dataclass
@@ -427,31 +618,54 @@ class SampledRow:
     entropies: list[float] = field(default_factory=list)
     is_stopped: bool = False
 
+    def has_ended(self, longest: int) -> bool:
+        """True if the completion has stopped, or has the maximum number of tokens."""
+        return self.is_stopped or len(self.token_ids) >= longest
+
 
 class SampledRows:
-    """The sampled rows of a wave. Tokens stay on the device until the set of open rows changes.
+    """The sampled rows of a rollout. Tokens stay on the device until the set of open rows changes.
 
     Args:
-        count: Number of rows of the wave.
+        count: Number of rows of the rollout.
+        stop_ids: Ids of the tokens that end a completion, on the device.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, stop_ids: Tensor) -> None:
         self.rows = [SampledRow() for _ in range(count)]
-        self.steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self.stop_ids = stop_ids
+        self.steps: list[Draw] = []
+        """Steps that are not stored yet."""
+        self.unseen: list[tuple[Tensor, Tensor | None]] = []
+        """Per step since the last call of `ended`: the token ids [open rows], and where a stop string ends."""
+        self.ends: list[Tensor] = []
+        """[open rows, steps] per call of `ended`: True where a token of `steps` ends a completion."""
 
-    def append(self, ids: Tensor, logprobs: Tensor, entropies: Tensor, ends: Tensor) -> None:
-        """Keep a step's tokens of the open rows, each [rows]; `ends` is True where the token ends the completion."""
-        self.steps.append((ids, logprobs, entropies, ends))
+    def append(self, drawn: Draw, at_stop_string: Tensor | None) -> None:
+        """Keep a step's tokens of the open rows; `at_stop_string` is [rows] bool, None without stop strings."""
+        self.steps.append(drawn)
+        self.unseen.append((drawn.ids, at_stop_string))
+
+    def ended(self) -> Tensor:
+        """Rows with a token that ends them since the last call of this method, [open rows] bool."""
+        ids, at_stop_string = zip(*self.unseen, strict=True)
+        self.unseen = []
+        ends = torch.isin(torch.stack(ids, 1), self.stop_ids)
+        if at_stop_string[0] is not None:
+            ends |= torch.stack(at_stop_string, 1)
+        self.ends.append(ends)
+        return ends.any(1)
 
     def store(self, number: Tensor) -> None:
         """Move the kept steps to the rows, without what was sampled after a completion had ended.
 
         Args:
-            number: [open rows] index of each open row among the rows of the wave.
+            number: [open rows] index of each open row among the rows of the rollout.
         """
         if not self.steps:
             return
-        columns = (torch.stack(column, 1).tolist() for column in zip(*self.steps, strict=True))
+        columns = [torch.stack(column, 1).tolist() for column in zip(*self.steps, strict=True)]
+        columns.append(torch.cat(self.ends, 1).tolist())
         for i, ids, logprobs, entropies, ends in zip(number.tolist(), *columns, strict=True):
             row = self.rows[i]
             if row.is_stopped:
@@ -461,31 +675,57 @@ class SampledRows:
             row.token_ids += ids[:count]
             row.logprobs += logprobs[:count]
             row.entropies += entropies[:count]
-        self.steps = []
+        self.steps, self.ends = [], []
 
 
-@dataclass
-class OpenRows:
-    """State of the open rows for the next decoding step."""
+class SampledGroups:
+    """The completions of each prompt of a rollout, built as soon as all of them have ended.
 
-    number: Tensor
-    """[rows] index of each row among all rows of the wave."""
+    Args:
+        size: Number of completions per prompt.
+        longest: Maximum number of tokens of a completion.
+        build: Builds the completions of sampled rows.
+        on_group: Called with the index of a prompt among all prompts, and its completions.
+    """
 
-    logits: Tensor
-    """[rows, V] of the next token."""
+    def __init__(
+        self, size: int, longest: int, build: Callable[[list[SampledRow]], list[Completion]], on_group: OnGroup | None
+    ) -> None:
+        self.size, self.longest, self.build, self.on_group = size, longest, build, on_group
+        self.completions: dict[int, list[Completion]] = {}
+        """By the index of the prompt."""
 
-    position: Tensor
-    """[rows, 1] of the next token."""
+    def report_ended(self, rows: list[SampledRow]) -> None:
+        """Build and report the groups of which all rows have ended since the last call. Args: rows: [N * size]."""
+        for number, own in enumerate(self._by_prompt(rows)):
+            if number not in self.completions and all(row.has_ended(self.longest) for row in own):
+                self._report(number, own)
 
-    history: Tensor
-    """[rows, prompt + longest completion] ids, filled up to the last sampled token."""
+    def finish(self, rows: list[SampledRow]) -> list[list[Completion]]:
+        """Build and report the other groups. Args: rows: [N * size]. Returns: the completions of all N prompts."""
+        groups = self._by_prompt(rows)
+        for number, own in enumerate(groups):
+            if number not in self.completions:
+                self._report(number, own)
+        return [self.completions[number] for number in range(len(groups))]
 
-    has_ended: Tensor
-    """[rows] bool: rows that have ended since the open rows were last chosen."""
+    def _by_prompt(self, rows: list[SampledRow]) -> list[list[SampledRow]]:
+        """Split the rows by prompt: [N][size]."""
+        return [rows[first : first + self.size] for first in range(0, len(rows), self.size)]
 
-    def select(self, keep: Tensor) -> OpenRows:
-        """Select rows by index."""
-        return OpenRows(*(getattr(self, field.name)[keep] for field in dataclasses.fields(self)))
+    def _report(self, number: int, rows: list[SampledRow]) -> None:
+        self.completions[number] = self.build(rows)
+        if self.on_group is not None:
+            self.on_group(number, self.completions[number])
+
+
+def choose_draw(device: torch.device) -> ChooseDraw:
+    """How the next token is sampled: in fused kernels on CUDA."""
+    if device.type != "cuda":
+        return unfused
+    from grpo_lightning.rollout.fused import next_token
+
+    return next_token
 
 
 @contextlib.contextmanager
@@ -528,7 +768,8 @@ class Lockstep:
     """Synchronizes the number of forward calls over ranks while the weights stay sharded.
 
     Forward calls of sharded weights are collective, but completions end at different steps on each rank. All ranks
-    therefore make the same calls until the last rank is done: ranks without unfinished rows run a dummy row.
+    therefore make the same calls until the last rank is done: ranks without unfinished rows run a dummy row, and ranks
+    without waiting prompts a dummy prefill.
 
     Args:
         is_needed: True if forward calls are collective. Otherwise no rank waits for another.
@@ -538,12 +779,14 @@ class Lockstep:
         self.is_needed = is_needed
 
     def num_waves(self, own: int) -> int:
-        """Number of waves to run: the maximum over ranks. After its `own` waves, this rank runs dummy waves."""
+        """Number of waves to run: the maximum over ranks. After its `own` waves, this rank runs dummies."""
         return int(ranks.max_over_ranks(torch.tensor(own, device="cpu"))) if self.is_needed else own
 
-    def continues(self, has_open_rows: bool) -> bool:  # noqa: FBT001 - a question about one truth value
-        """True if another token is decoded, because some rank has unfinished rows."""
-        return ranks.is_any(has_open_rows) if self.is_needed else has_open_rows
+    def agree(self, *own: bool) -> list[bool]:
+        """Whether some rank makes each kind of forward call next; `own`: whether this rank does."""
+        if not self.is_needed:
+            return list(own)
+        return ranks.max_over_ranks(torch.tensor(own, dtype=torch.long, device="cpu")).bool().tolist()
 
 
 def is_gathered(policy: nn.Module, gather: Gather, dtype: torch.dtype | None = None) -> tuple[bool, str]:

@@ -3,17 +3,20 @@
 Every prompt has its own stream of uniform random numbers, one number per token of each completion. The sampled token is
 the first token of the vocabulary whose cumulative probability exceeds the number. A completion therefore depends only
 on its prompt, its seed and its index in the group, not on the rank or on which prompts are decoded together.
+
+`NextToken` is the maths, from logits and uniform numbers. It keeps no state, makes no random numbers and never waits
+for the device, so that `torch.compile` can fuse all of it into a few kernels (`rollout/fused.py`).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import (
-    LogitsProcessorList,
     MinPLogitsWarper,
     PreTrainedTokenizerBase,
     RepetitionPenaltyLogitsProcessor,
@@ -28,38 +31,14 @@ from grpo_lightning.core.types import SamplingParams
 BLOCK_STEPS = 256
 """Decoding steps per block of random numbers. Another block size would change the completions of a seed."""
 
+NO_TOKEN = torch.iinfo(torch.int64).max
+"""An id that `StopStringCriteria` takes for a token without text, as all ids beyond the vocabulary."""
+
 BLOCK_TOKENS = 128
 """Vocabulary tokens per block in the two-level search of `pick`; divides most vocabulary sizes."""
 
-
-class Uniforms:
-    """Uniform random numbers in [0, 1): one stream per prompt, G numbers per decoding step.
-
-    The streams do not depend on the maximum completion length or the device.
-
-    Args:
-        seeds: N seeds, one per prompt.
-        num_generations: G, completions per prompt.
-        device: Device of the returned numbers.
-        part: Indices, among the G completions of a prompt, of those that numbers are returned for; None for all.
-    """
-
-    def __init__(self, seeds: list[int], num_generations: int, device: torch.device, part: range | None = None) -> None:
-        self.generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
-        self.num_generations, self.device = num_generations, device
-        self.part = part or range(num_generations)
-        self.block, self.num_blocks = torch.empty(0), 0
-
-    def __call__(self, step: int) -> Tensor:
-        """Random numbers of a decoding step, [N * len(part)]. Request steps in order; a step may be requested again."""
-        if step == self.num_blocks * BLOCK_STEPS:
-            shape = BLOCK_STEPS, self.num_generations
-            streams = [torch.rand(shape, generator=g, dtype=torch.float64, device="cpu") for g in self.generators]
-            dtype = torch.float32 if self.device.type == "mps" else torch.float64  # MPS has no float64
-            own = [stream[:, list(self.part)] for stream in streams]
-            self.block = torch.cat(own, 1).to(self.device, dtype)
-            self.num_blocks += 1
-        return self.block[step % BLOCK_STEPS]
+Processor = Callable[[Tensor, Tensor], Tensor]
+"""Changes logits [rows, V], given the ids seen so far [rows, seen]."""
 
 
 class Draw(NamedTuple):
@@ -73,93 +52,98 @@ class Draw(NamedTuple):
 
     entropies: Tensor
     """[rows] nats, of the softmax at the sampling temperature (1 if greedy). Suppressed tokens are excluded, but other
-    filters, such as `top_p`, are not applied."""
+    filters, such as `top_p`, are not applied. NaN if a logit of the row is NaN or infinite."""
 
 
-class TokenSampler:
-    """Samples the next token of every row, with its log-prob under the distribution that it is sampled from."""
+class DrawSettings(NamedTuple):
+    """The fields of `SamplingParams` that change a draw, hashable."""
 
-    def __init__(
-        self,
-        sampling: SamplingParams,
-        prompt_length: int,
-        tokenizer: PreTrainedTokenizerBase,
-        uniforms: Uniforms,
-    ) -> None:
-        self.sampling, self.prompt_length, self.uniforms = sampling, prompt_length, uniforms
-        self.stop_strings = StopStrings(sampling.stop_strings, tokenizer)
-        self.processors, self.unfiltered = LogitsProcessorList(), LogitsProcessorList()
-        self.has_nan: Tensor | None = None
-        if sampling.repetition_penalty != 1:
-            self.processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-        if sampling.suppress_tokens:
-            self.unfiltered.append(functools.partial(without, tuple(sorted(sampling.suppress_tokens))))
-        if not sampling.is_greedy and sampling.temperature != 1:
+    temperature: float
+    repetition_penalty: float
+    top_k: int
+    top_p: float
+    min_p: float
+    suppress_tokens: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sampling: SamplingParams) -> DrawSettings:
+        """The settings of `sampling`."""
+        never = tuple(sorted(sampling.suppress_tokens))
+        filters = sampling.top_k, sampling.top_p, sampling.min_p
+        return cls(sampling.temperature, sampling.repetition_penalty, *filters, never)
+
+
+class NextToken:
+    """Samples the next token of every row from its logits and a uniform random number.
+
+    Args:
+        settings: Temperature, filters and suppressed tokens.
+        vocabulary: V, the number of logits.
+        device: Device of the logits.
+    """
+
+    def __init__(self, settings: DrawSettings, vocabulary: int, device: torch.device) -> None:
+        is_greedy = settings.temperature == 0
+        penalties: list[Processor] = []
+        filters: list[Processor] = []
+        self.unfiltered: list[Processor] = []
+        """The processors of the distribution whose entropy is computed."""
+        if settings.repetition_penalty != 1:
+            penalties.append(RepetitionPenaltyLogitsProcessor(settings.repetition_penalty))
+        if settings.suppress_tokens:
+            self.unfiltered.append(Suppression(settings.suppress_tokens, vocabulary, device))
+        if not is_greedy and settings.temperature != 1:
             # before the filters, as in transformers: the filters act on scores divided by the temperature
-            self.unfiltered.append(TemperatureLogitsWarper(sampling.temperature))
-        self.processors += self.unfiltered
-        self.is_filtered = bool(sampling.reshaping.keys() - {"suppress_tokens"})
-        if sampling.is_greedy:
-            return
-        if sampling.top_k:
-            self.processors.append(TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p < 1:
-            self.processors.append(TopPLogitsWarper(sampling.top_p))
-        if sampling.min_p:
-            self.processors.append(MinPLogitsWarper(sampling.min_p))
+            self.unfiltered.append(TemperatureLogitsWarper(settings.temperature))
+        if not is_greedy and settings.top_k:
+            filters.append(TopKLogitsWarper(settings.top_k))
+        if not is_greedy and settings.top_p < 1:
+            filters.append(TopPLogitsWarper(settings.top_p))
+        if not is_greedy and settings.min_p:
+            filters.append(MinPLogitsWarper(settings.min_p))
+        self.processors = [*penalties, *self.unfiltered, *filters]
+        """The processors of the distribution that tokens are sampled from."""
+        self.reads_history = bool(penalties)
+        self.is_filtered = bool(penalties or filters)
 
-    def __call__(self, history: Tensor, logits: Tensor, rows: Tensor | None = None) -> Draw:
+    def __call__(self, history: Tensor, logits: Tensor, uniforms: Tensor | None) -> Draw:
         """Sample one token per row.
 
         Args:
-            history: [rows, seen] prompt and completion ids.
+            history: [rows, seen] prompt and completion ids; only read if `reads_history`.
             logits: [rows, V] of the next token.
-            rows: [rows] index of each row among the rows with which decoding began; None if none of those has finished.
+            uniforms: [rows] in [0, 1); None takes the most likely token.
         """
-        has_nan = logits.isnan().any()
-        self.has_nan = has_nan if self.has_nan is None else self.has_nan | has_nan
         distribution = log_distribution(self.processors, history, logits)
         probabilities = distribution.exp()
-        if self.sampling.is_greedy:
-            ids = distribution.argmax(-1)
-        else:
-            uniforms = self.uniforms(history.shape[1] - self.prompt_length)
-            ids = pick(probabilities, uniforms if rows is None else uniforms[rows])
+        ids = distribution.argmax(-1) if uniforms is None else pick(probabilities, uniforms)
         logprobs = distribution.gather(1, ids[:, None])[:, 0]
         if self.is_filtered:
             distribution = log_distribution(self.unfiltered, history, logits)
             probabilities = distribution.exp()
-        # `vecdot` and the in-place clamp avoid another tensor [rows, V]; the entropies take 0.5 % of the time of a
-        # decoding step of a 0.5B model on a CPU. The clamp is needed because 0 x -inf is nan.
-        entropies = -torch.linalg.vecdot(probabilities, distribution.clamp_(min=torch.finfo(distribution.dtype).min))
+        # The in-place clamp avoids another tensor [rows, V]. It is needed because 0 x -inf is nan.
+        entropies = -row_products(probabilities, distribution.clamp_(min=torch.finfo(distribution.dtype).min))
         return Draw(ids, logprobs, entropies)
 
-    def look(self, has_ended: Tensor) -> list[bool]:
-        """Wait for the device once. Returns: `has_ended`, [rows] bool, on the host.
 
-        Raises:
-            FloatingPointError: If a logit was NaN, because training has diverged.
-        """
-        nan = has_ended.new_zeros(()) if self.has_nan is None else self.has_nan
-        has_nan, *ended = torch.cat([nan[None], has_ended]).tolist()
-        if has_nan:
-            raise FloatingPointError(
-                "The policy's logits are NaN, so it cannot be sampled. Training has diverged: lower the learning "
-                "rate, clip gradients (trainer.gradient_clip_val), or resume from an earlier checkpoint."
-            )
-        return ended
-
-    def ends_with_stop_string(self, history: Tensor) -> Tensor:
-        """Rows whose completion ends with a stop string, [rows] bool; the prompt is ignored."""
-        return self.stop_strings(history[:, self.prompt_length :])
-
-
-def log_distribution(processors: LogitsProcessorList, history: Tensor, logits: Tensor) -> Tensor:
+def log_distribution(processors: list[Processor], history: Tensor, logits: Tensor) -> Tensor:
     """Log-probs [rows, V], in nats, of logits [rows, V] that have passed through the processors."""
     scores = logits.float()
-    for process in processors:  # `processors(...)` would inspect every signature at every token
+    for process in processors:  # `LogitsProcessorList` would inspect every signature at every token
         scores = process(history, scores)
     return torch.log_softmax(scores, -1)
+
+
+def row_products(one: Tensor, other: Tensor) -> Tensor:
+    """Dot product of each row, [rows]; both are [rows, V].
+
+    `vecdot` needs no tensor [rows, V] of products, but is a call of a BLAS, which `torch.compile` does not fuse with
+    what computes its inputs, and which autocast would run in 16 bits.
+    """
+    if torch.compiler.is_compiling():
+        return (one * other).sum(-1)
+    with torch.autocast(one.device.type, enabled=False):
+        return torch.linalg.vecdot(one, other)  # type: ignore[no-any-return]
 
 
 def pick(probabilities: Tensor, uniforms: Tensor) -> Tensor:
@@ -177,73 +161,211 @@ def pick(probabilities: Tensor, uniforms: Tensor) -> Tensor:
         probabilities = nn.functional.pad(probabilities, (0, padding))
     blocks = probabilities.unflatten(1, (-1, BLOCK_TOKENS))
     sums = blocks.sum(-1)
-    block, rest = first_above(sums, uniforms * sums.sum(-1, dtype=uniforms.dtype))
-    inside, _ = first_above(blocks[torch.arange(len(block), device=block.device), block], rest)
-    return block * BLOCK_TOKENS + inside
+    total = sums.sum(-1, keepdim=True, dtype=uniforms.dtype)
+    block, before, target = first_above(sums, uniforms[:, None] * total)
+    chosen = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK_TOKENS))[:, 0]
+    inside, *_ = first_above(chosen, (target - before).clamp(min=0))
+    return torch.add(inside, block, alpha=BLOCK_TOKENS)[:, 0]
 
 
-def first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Find the first index at which the cumulative weights exceed the target.
 
     Args:
         weights: [rows, n], none negative, not all 0.
-        target: [rows], at least 0. If rounding has made a target reach the sum of the weights, the index of the last
-            positive weight is returned.
+        target: [rows, 1], at least 0. A target that rounding has made reach the sum of the weights is lowered to the
+            largest number below this sum, whose index is that of the last positive weight.
 
     Returns:
-        [rows] the index, always of a positive weight; and [rows] the target minus the sum of the weights before that
-        index.
+        [rows, 1] the index, always of a positive weight; [rows, 1] the sum of the weights before that index; and
+        [rows, 1] the target, lowered if need be.
     """
     # Entries of weight 0 are masked, because a parallel cumsum can change by a rounding error there.
     cumulated = weights.cumsum(-1, dtype=target.dtype).masked_fill(weights == 0, 0)
-    total = cumulated.amax(-1)
-    target = target.minimum(torch.nextafter(total, torch.zeros_like(total)))
-    index = (cumulated > target[:, None]).byte().argmax(-1, keepdim=True)
-    before = cumulated.gather(1, index) - weights.gather(1, index)
-    return index[:, 0], (target - before[:, 0]).clamp(min=0)
+    target = target.minimum(next_below(cumulated.amax(-1, keepdim=True)))
+    index = (cumulated > target).byte().argmax(-1, keepdim=True)
+    return index, cumulated.gather(1, index) - weights.gather(1, index), target
 
 
-class StopStrings:
-    """Detects completions that end with a stop string."""
+def next_below(numbers: Tensor) -> Tensor:
+    """The largest number below each positive, normal number.
 
-    def __init__(self, strings: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
-        self.criteria = StopStringCriteria(tokenizer, strings) if strings else None
-
-    def __call__(self, completion_ids: Tensor) -> Tensor:
-        """Rows of `completion_ids` that end with a stop string, [rows] bool; all False if there are no stop strings."""
-        if self.criteria is None:
-            return torch.zeros(len(completion_ids), dtype=torch.bool, device=completion_ids.device)
-        ends: Tensor = self.criteria(completion_ids, None)
-        return ends
+    Numbers in [2^e, 2^(e+1)) are spaced by eps 2^e, and those just below 2^e by half of that. x - x eps / 2 is less
+    than x by at least half a spacing and by less than a spacing, and rounds to the number below x.
+    """
+    return numbers * (1 - torch.finfo(numbers.dtype).eps / 2)
 
 
-@functools.lru_cache(maxsize=64)
-def sampled_ids(never: tuple[int, ...], size: int) -> tuple[int, tuple[int, ...]]:
+class Suppression:
+    """Suppresses tokens: slices suppressed ids off the end of logits [rows, V], and sets other suppressed ids to -inf.
+
+    Args:
+        never: Token ids that are never sampled, ascending.
+        vocabulary: V.
+        device: Device of the logits.
+    """
+
+    def __init__(self, never: tuple[int, ...], vocabulary: int, device: torch.device) -> None:
+        # On a GPU, `pick` needs no padded copy if the last block is full. On a CPU, a slice costs less than a mask.
+        self.size, among = sampled_ids(never, vocabulary, BLOCK_TOKENS if device.type == "cuda" else 1)
+        self.bias: Tensor | None = None
+        """[size], 0 or -inf. Adding it takes one operation, which can be fused with the next; a fill takes a copy."""
+        if among:
+            # Made once: a copy to a GPU at every token would wait for the GPU.
+            bias = torch.zeros(self.size, dtype=torch.float32, device="cpu")
+            self.bias = bias.index_fill_(0, torch.tensor(among, device="cpu"), -torch.inf).to(device)
+
+    def __call__(self, history: Tensor, logits: Tensor) -> Tensor:
+        """Logits [rows, size] without the suppressed tokens."""
+        logits = logits[:, : self.size]
+        return logits if self.bias is None else logits + self.bias
+
+
+def sampled_ids(never: tuple[int, ...], vocabulary: int, multiple: int = 1) -> tuple[int, tuple[int, ...]]:
     """Split suppressed ids into ids at the end of the vocabulary, to be sliced off the logits, and ids to be masked.
 
     Many vocabularies are padded beyond the tokenizer's last token. Slicing the padding off costs nothing.
 
     Args:
         never: Token ids that are never sampled.
-        size: V, the number of logits.
+        vocabulary: V, the number of logits.
+        multiple: The number of logits left after slicing is V or a multiple of this number.
 
     Returns:
         The number of logits left after slicing, and the suppressed ids among these logits.
     """
-    refused = set(never)
+    refused, size = set(never), vocabulary
     while size - 1 in refused:
         size -= 1
+    size = min(vocabulary, size + -size % multiple)
     return size, tuple(token for token in never if token < size)
 
 
-def without(never: tuple[int, ...], history: Tensor, logits: Tensor) -> Tensor:
-    """Suppress tokens: slice suppressed ids off the end of logits [rows, V], and set other suppressed ids to -inf."""
-    size, among = sampled_ids(never, logits.shape[-1])
-    logits = logits[:, :size]
-    return logits.index_fill(-1, index_of(among, logits.device), -torch.inf) if among else logits
+DrawFunction = Callable[[Tensor, Tensor, Tensor | None], Draw]
+"""`NextToken.__call__`, or the same in fused kernels."""
+
+ChooseDraw = Callable[[DrawSettings, int, torch.device, int], DrawFunction]
+"""Returns the draw for settings, V, the device and `max_completion_length`."""
 
 
-@functools.lru_cache(maxsize=64)
-def index_of(ids: tuple[int, ...], device: torch.device) -> Tensor:
-    """The ids as a tensor, made once: a copy to a GPU at every token would wait for the GPU."""
-    return torch.tensor(ids, device=device)
+@functools.lru_cache(maxsize=32)
+def unfused(settings: DrawSettings, vocabulary: int, device: torch.device, longest: int) -> DrawFunction:
+    """`NextToken`, one operation after the other: the `ChooseDraw` of all devices but CUDA."""
+    return NextToken(settings, vocabulary, device)
+
+
+class Uniforms:
+    """Uniform random numbers in [0, 1): one stream per prompt, G numbers per decoding step.
+
+    The streams do not depend on the maximum completion length, the device, or the step at which a prompt joins.
+
+    Args:
+        seeds: N seeds, one per prompt.
+        num_generations: G, completions per prompt.
+        device: Device of the returned numbers.
+        part: Indices, among the G completions of a prompt, of those that numbers are returned for; None for all.
+    """
+
+    def __init__(self, seeds: list[int], num_generations: int, device: torch.device, part: range | None = None) -> None:
+        self.num_generations, self.device = num_generations, device
+        self.part = part or range(num_generations)
+        self.generators: list[torch.Generator] = []
+        self.rest: list[Tensor] = []
+        """Per prompt, random numbers that no block contains yet: [steps, len(part)]."""
+        self.block, self.num_blocks = torch.empty(0), 0
+        self.join(seeds, 0)
+
+    def join(self, seeds: list[int], step: int) -> None:
+        """Add prompts, whose first numbers are those of this decoding step, the next that is requested."""
+        self.generators += [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+        missed = torch.zeros(step % BLOCK_STEPS, len(self.part), dtype=torch.float64, device="cpu")
+        self.rest += [missed] * len(seeds)
+
+    def __call__(self, step: int) -> Tensor:
+        """Random numbers of a decoding step, [N * len(part)]. Request steps in order; a step may be requested again."""
+        num_prompts, num_known = len(self.generators), self.block.shape[-1] // len(self.part)
+        if step == self.num_blocks * BLOCK_STEPS:
+            self.block = self.next_block(range(num_prompts))
+            self.num_blocks += 1
+        elif num_known < num_prompts:
+            self.block = torch.cat([self.block, self.next_block(range(num_known, num_prompts))], 1)
+        return self.block[step % BLOCK_STEPS]
+
+    def next_block(self, prompts: range) -> Tensor:
+        """Draw the next numbers of some prompts, [BLOCK_STEPS, prompts * len(part)]."""
+        own = []
+        for i in prompts:
+            shape = BLOCK_STEPS, self.num_generations
+            stream = torch.rand(shape, generator=self.generators[i], dtype=torch.float64, device="cpu")
+            numbers = torch.cat([self.rest[i], stream[:, list(self.part)]])
+            own.append(numbers[:BLOCK_STEPS])
+            self.rest[i] = numbers[BLOCK_STEPS:]
+        dtype = torch.float32 if self.device.type == "mps" else torch.float64  # MPS has no float64
+        return torch.cat(own, 1).to(self.device, dtype)
+
+
+class TokenSampler:
+    """Samples the next token of every row, with its log-prob under the distribution that it is sampled from."""
+
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        tokenizer: PreTrainedTokenizerBase,
+        uniforms: Uniforms,
+        choose_draw: ChooseDraw = unfused,
+    ) -> None:
+        self.sampling, self.uniforms, self.choose_draw = sampling, uniforms, choose_draw
+        self.settings = DrawSettings.of(sampling)
+        self.stop_strings = StopStringCriteria(tokenizer, sampling.stop_strings) if sampling.stop_strings else None
+        self.entropies: list[Tensor] = []
+        """Of the tokens sampled since the last look, for the check for NaN."""
+
+    def __call__(self, history: Tensor, logits: Tensor, step: int, rows: Tensor | None = None) -> Draw:
+        """Sample one token per row.
+
+        Args:
+            history: [rows, seen] prompt and completion ids.
+            logits: [rows, V] of the next token.
+            step: Decoding step, for the random numbers.
+            rows: [rows] index of each row among all rows that have joined so far; None if none of those has finished.
+        """
+        uniforms = None
+        if not self.sampling.is_greedy:
+            uniforms = self.uniforms(step)
+            uniforms = uniforms if rows is None else uniforms[rows]
+        draw = self.choose_draw(self.settings, logits.shape[1], logits.device, self.sampling.max_completion_length)
+        drawn = draw(history, logits, uniforms)
+        self.entropies.append(drawn.entropies)
+        return drawn
+
+    def look(self, has_ended: Tensor) -> list[bool]:
+        """Wait for the device once. Returns: `has_ended`, [rows] bool, on the host.
+
+        Raises:
+            FloatingPointError: If a logit was NaN or infinite since the last look, because training has diverged.
+        """
+        is_nan = torch.cat(self.entropies).isnan().any()
+        self.entropies = []
+        has_nan, *ended = torch.cat([is_nan[None], has_ended]).tolist()
+        if has_nan:
+            raise FloatingPointError(
+                "The policy's logits are NaN or infinite, so it cannot be sampled. Training has diverged: lower the "
+                "learning rate, clip gradients (trainer.gradient_clip_val), or resume from an earlier checkpoint."
+            )
+        return ended
+
+    def ends_with_stop_string(self, completion_ids: Tensor, late: Tensor | None = None) -> Tensor | None:
+        """Rows that end with a stop string, [rows] bool; None if there are no stop strings.
+
+        Args:
+            completion_ids: [rows, tokens].
+            late: [rows] tokens before each row's completion, which are ignored; None for 0.
+        """
+        if self.stop_strings is None:
+            return None
+        if late is not None:
+            is_early = torch.arange(completion_ids.shape[1], device=late.device) < late[:, None]
+            completion_ids = completion_ids.masked_fill(is_early, NO_TOKEN)
+        ends: Tensor = self.stop_strings(completion_ids, None)
+        return ends
+        return ends

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,10 +31,10 @@ from grpo_lightning.training.lightning_internals import last_value, logged_items
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["mean", "sum", "min", "max", "slowest", "rate"]
+Kind = Literal["mean", "sum", "min", "max", "slowest", "rate", "ess"]
 """How a metric is reduced over ranks. "mean" is a mean over the items of all ranks. "slowest" is a time in seconds:
 each rank sums its time over the step, and the largest of these sums is logged. "rate" is the total of all ranks divided
-by a "slowest" time."""
+by a "slowest" time. "ess" is an effective sample size of weights."""
 
 OVER_RANKS: Mapping[Kind, Callable[[Iterable[float]], float]] = {
     "mean": sum,
@@ -42,6 +43,7 @@ OVER_RANKS: Mapping[Kind, Callable[[Iterable[float]], float]] = {
     "max": max,
     "slowest": max,
     "rate": sum,
+    "ess": sum,
 }
 
 
@@ -52,7 +54,10 @@ class Tally:
     kind: Kind
     total: float | Tensor
     count: float | Tensor = 0.0
-    """For a mean, the number of items whose sum is `total`."""
+    """For a mean, the number of items whose sum is `total`; for an effective sample size, the number of weights."""
+
+    squares: float | Tensor = 0.0
+    """For an effective sample size, the sum of the squared weights."""
 
     per: str = ""
     """Name of the "slowest" metric that a rate is divided by."""
@@ -87,6 +92,28 @@ class StepMetrics:
         if candidates := [*known, *values]:
             self.tallies[name] = Tally("min" if extreme is min else "max", extreme(candidates))
 
+    def add_largest(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """Update a maximum by the values where the mask is True, without waiting for the device."""
+        kept = values.masked_fill(~mask, -torch.inf).flatten()
+        largest = torch.cat([kept, kept.new_full((1,), -torch.inf)]).amax()
+        tally = self.tallies.setdefault(name, Tally("max", largest))
+        tally.total = torch.maximum(torch.as_tensor(tally.total), largest)
+
+    def add_effective_sample_size(self, name: str, weights: Tensor, mask: Tensor) -> None:
+        """Add importance weights, where the mask is True, to an effective sample size (Kish 1965), in (0, 1].
+
+            ESS = (sum of w)^2 / (n x sum of w^2)
+
+        Args:
+            name: Name of the metric.
+            weights: Importance weights of any shape, none negative.
+            mask: Bool of the same shape.
+        """
+        tally = self.tallies.setdefault(name, Tally("ess", 0.0))
+        kept = weights * mask
+        tally.total, tally.count = tally.total + kept.sum(), tally.count + mask.sum()
+        tally.squares = tally.squares + kept.square().sum()
+
     @contextlib.contextmanager
     def timed(self, name: str, device: torch.device | None = None) -> Iterator[None]:
         """Add the seconds that the `with` block takes to `time/<name>`, including the work of `device`."""
@@ -103,7 +130,7 @@ class StepMetrics:
         Collective: all ranks call it, and get the same values. Ranks may have different metrics.
         """
         own = {
-            name: Tally(tally.kind, float(tally.total), float(tally.count), tally.per)
+            name: Tally(tally.kind, float(tally.total), float(tally.count), float(tally.squares), tally.per)
             for name, tally in self.tallies.items()
         }
         self.tallies = {}
@@ -122,14 +149,24 @@ def values_of(tallies_by_rank: Sequence[Mapping[str, Tally]]) -> dict[str, float
         parts = [tallies[name] for tallies in tallies_by_rank if name in tallies]
         first = parts[0]
         total = OVER_RANKS[first.kind](float(part.total) for part in parts)
-        count = sum(float(part.count) for part in parts)
-        merged[name] = Tally(first.kind, total, count, first.per)
+        count, squares = (sum(float(getattr(part, key)) for part in parts) for key in ("count", "squares"))
+        merged[name] = Tally(first.kind, total, count, squares, first.per)
+    divisors: Mapping[Kind, Callable[[Tally], float]] = {
+        "mean": lambda tally: float(tally.count),
+        "rate": lambda tally: float(merged[tally.per].total) if tally.per else 0.0,
+        "ess": lambda tally: float(tally.count) * float(tally.squares),
+    }
     values = {}
     for name, tally in merged.items():
-        divisor = {"mean": tally.count, "rate": merged[tally.per].total if tally.per else 0.0}.get(tally.kind, 1.0)
-        if divisor > 0:
-            values[name] = float(tally.total) / float(divisor)
+        total = float(tally.total) ** (2 if tally.kind == "ess" else 1)
+        divisor = divisors[tally.kind](tally) if tally.kind in divisors else 1.0
+        if divisor > 0 and total != -math.inf:  # -inf is the maximum of nothing
+            values[name] = min(total / divisor, 1.0) if tally.kind == "ess" else total / divisor  # 1 + rounding
     return values
+
+
+MOST_DIFFERENCE = 20.0
+"""Log-ratios beyond this count as this in the effective sample size, so that their exponential stays finite."""
 
 
 def add_rollout(metrics: StepMetrics, groups: Sequence[Group]) -> None:
@@ -235,8 +272,12 @@ def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -
     completions with advantage 0 do not contribute, and are over the completions whose advantage is not 0.
 
     `policy/rollout_kl` is KL(engine || policy at the time of sampling) in nats per token: how much the distribution
-    that the engine sampled from differs from the one that training computes.
+    that the engine sampled from differs from the one that training computes. `policy/rollout_difference_max` is the
+    largest |difference| of the two log-probs of a token, in nats. `policy/rollout_ess` is the effective sample size of
+    the importance weights exp(policy - engine) per token, as a fraction of the tokens: 1 if engine and policy agree.
     """
+    trained = batch.completion_mask
+    in_loss = trained & (batch.advantages != 0)[:, None]
     of_all = {"kl": terms.kl, "kl_clamped": terms.kl_clamped} if batch.ref_logprobs is not None else {}
     of_loss = {
         "ratio": terms.ratio,
@@ -250,10 +291,12 @@ def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -
     if batch.old_logprobs is not None and batch.old_logprobs is not batch.rollout_logprobs:
         engine = kl_divergence(batch.rollout_logprobs, batch.old_logprobs, batch.completion_mask)
         of_loss["rollout_kl"] = engine.detach()
+        difference = (batch.old_logprobs - batch.rollout_logprobs).masked_fill(~in_loss, 0.0)
+        metrics.add_largest("policy/rollout_difference_max", difference.abs(), in_loss)
+        weights = difference.clamp(-MOST_DIFFERENCE, MOST_DIFFERENCE).exp()
+        metrics.add_effective_sample_size("policy/rollout_ess", weights, in_loss)
     if terms.selected is not None:
         of_all["selected"] = terms.selected
-    trained = batch.completion_mask
-    in_loss = trained & (batch.advantages != 0)[:, None]
     for per_token, mask in ((of_all, trained), (of_loss, in_loss)):
         for name, values in per_token.items():
             if values is not None:

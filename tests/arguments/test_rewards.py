@@ -306,6 +306,8 @@ def test_judge(monkeypatch):
 
         async def __aexit__(self, *_: Any) -> None: ...
 
+        async def close(self) -> None: ...
+
         async def create(self, messages: Any, **settings: Any) -> Any:
             asked.append({**self.settings, **settings, "question": messages[0]["content"]})
             return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content="Score: 1"))])

@@ -12,6 +12,7 @@ from grpo_lightning.cli import main, parse
 from grpo_lightning.cli.config_errors import OTHER_NAMES
 from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.rewards import Reward
+from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.schedules import Schedule
 from tests.doc_keys import class_named
 from tests.pages import read, tables
@@ -57,15 +58,17 @@ def test_the_help_of_one_object_is_announced(keys):
 
 
 def test_the_keys_of_migrating_are_explained_where_the_page_says(keys):
-    """In `fit --help`, or, as arguments of a class, by the three flags that the page names."""
+    """In `fit --help`, or, as arguments of a class, by the four flags that the page names."""
     page = read("migrating.md")
     by_class = {Reward: "model.rewards", Callback: "trainer.callbacks", Schedule: "model.scheduler"}
+    by_class[VLLMEngine] = "model.engine"
+    of_one_class = {"model.scheduler": Schedule, "model.engine": VLLMEngine}
     for row in tables(page):
         for key in row.names(1) if row.heading in ("VLM-R1", "ms-swift", "TRL", "Loss names") else ():
             if key in keys or key in ("none", "not yet") or key.endswith((".yaml", "Strategy.config")):
                 continue
             owner = key.rpartition(".")[0]
-            kind = Schedule if owner == "model.scheduler" else class_named(owner or key)
+            kind = of_one_class.get(owner) or class_named(owner or key)
             (flag,) = [flag for base, flag in by_class.items() if issubclass(kind, base)]
             assert f"{flag}.help" in keys
             assert f"`--{flag}.help=" in page, key

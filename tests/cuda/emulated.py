@@ -115,6 +115,20 @@ class OnCuda(torch.Tensor):
     def cuda(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> OnCuda:
+        # torch's own would set the storage of an alias
+        if id(self) not in memo:
+            copied = on_cuda(on_host(self).detach().clone()).requires_grad_(self.requires_grad)
+            copied.__dict__.update(self.__dict__)
+            memo[id(self)] = copied
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __format__(self, spec: str) -> str:
+        return format(self.cpu(), spec)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return repr(self.cpu())
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
@@ -166,7 +180,7 @@ class Indexed(TorchFunctionMode):
             self.inherits = False
         if getattr(func, "__name__", "") in ("to", "cuda"):
             args = tuple(with_index(x) if isinstance(x, (str, torch.device)) else x for x in args)
-        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == CUDA:
+        if func in (torch.tensor, torch.as_tensor, torch.asarray, torch.frombuffer) and kwargs.get("device") == CUDA:
             return func(*args, **{**kwargs, "device": CPU}).to(CUDA)
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and is_here(args[0]):
             # C++ code would make the index of a list on the device of the data, which is the CPU
@@ -229,14 +243,14 @@ class EmulatedCuda(TorchDispatchMode):
             return self.to_host(args[0], kwargs.get("dtype"))
         self.check_devices(name, args, tensors)
         self.count(func, name, args, here, tensors)
+        written = kwargs.get("out", here[0] if here else None)
         args, kwargs = pytree.tree_map(lambda x: on_host(x) if isinstance(x, OnCuda) else x, (args, kwargs))
         with torch._C._DisableTorchDispatch():
             out = EMULATED.get(name, func)(*args, **kwargs)
         if device is not None and not goes_here:
             return out
         if func._schema.is_mutable and not name.startswith("_"):
-            mutable = here[0] if here else None
-            return mutable if isinstance(out, torch.Tensor) else out
+            return written if isinstance(out, torch.Tensor) else out
         return pytree.tree_map(lambda x: on_cuda(x) if type(x) is torch.Tensor else x, out)
 
     def check_devices(self, name: str, args: Any, tensors: list[torch.Tensor]) -> None:
@@ -245,7 +259,7 @@ class EmulatedCuda(TorchDispatchMode):
         if others and name in INDEXED:
             self.sync("index from the host")
             others = [x for x in tensors[2:] if not is_here(x) and x.dim()] if name != "index" else []
-        if others and name not in ("copy_", "_to_copy"):
+        if others and name not in ("copy_", "_to_copy") and not name.endswith("_like"):
             raise RuntimeError(
                 f"{name}: expected all tensors to be on the same device, but found at least two devices, cuda:0 and "
                 f"cpu {[tuple(x.shape) for x in others]}"
@@ -310,12 +324,15 @@ class EmulatedCuda(TorchDispatchMode):
         def recorded(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
             if is_here(query):
                 gqa = bool(kwargs.get("enable_gqa", False))
-                self.attention[backend(query.dtype, query.shape[-1], mask=attn_mask is not None, gqa=gqa)] += 1
+                casts = torch.is_autocast_enabled("cpu")  # which stands for the device
+                dtype = torch.get_autocast_dtype("cpu") if casts else query.dtype
+                self.attention[backend(dtype, query.shape[-1], mask=attn_mask is not None, gqa=gqa)] += 1
             return attend(query, key, value, attn_mask, *args, **kwargs)
 
         self.patches = [
             *(mock.patch.object(torch.cuda, n, return_value=answer) for n, answer in ANSWERS.items()),
             mock.patch.object(torch.optim.Optimizer, HEALTH_CHECK, return_value=None, create=True),
+            mock.patch.object(torch, "compile", refuse_to_compile),
             mock.patch.object(torch.cuda, "synchronize", synchronize),
             mock.patch.object(torch.autograd, "_engine_run_backward", backward),
             mock.patch.object(torch.autocast, "__init__", autocast),
@@ -339,6 +356,11 @@ class EmulatedCuda(TorchDispatchMode):
         for patch in reversed(self.patches):
             patch.stop()
         EmulatedCuda.active = None
+
+
+def refuse_to_compile(function: Any, **options: Any) -> Any:
+    """`torch.compile` of the device, which runs operations one by one."""
+    raise RuntimeError("the emulated device has no compiler")
 
 
 def running() -> EmulatedCuda:
@@ -372,7 +394,7 @@ def efficient_attention(
 
     Conditions (`attention.cu`, `kernel_forward.h`): equal numbers of heads, contiguous last dimensions, a bias of the
     query's dtype, expanded to the scores' shape, whose strides and start are multiples of 8 numbers in 16 bits and of 4
-    in 32. The log-sum-exps are padded to a multiple of 32 queries.
+    in 32. The output is stored as [B, q, heads, head size]; the log-sum-exps are padded to a multiple of 32 queries.
     """
     assert (dropout_p, is_causal) == (0, False)
     assert query.shape[1] == keys.shape[1] == values.shape[1], "the kernel has no GQA"
@@ -385,7 +407,7 @@ def efficient_attention(
         scores = scores + bias.float()
     padding = -query.shape[2] % 32 if compute_log_sumexp else -query.shape[2]
     sums = torch.nn.functional.pad(scores.logsumexp(-1), (0, padding), value=float("inf"))
-    output = (scores.softmax(-1) @ values.float()).to(query.dtype)
+    output = (scores.softmax(-1) @ values.float()).to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2)
     nothing = torch.zeros((), dtype=torch.int64)
     return output, sums, nothing, nothing
 

@@ -2,6 +2,9 @@
 
 Counted per decoding step, as the difference of rollouts of 32 and of 64 tokens in which no completion ends:
 synchronisations; and launches of three parts: the model's forward, `TokenSampler`, and the rest of the loop.
+
+The emulated device has no compiler, so that the sampler's operations run one by one, as where a compilation fails. The
+kernels of the fused draw are counted in the code that inductor generates for an H100 (`compiled.py`).
 """
 
 from collections import Counter
@@ -13,8 +16,10 @@ from transformers import DynamicCache
 
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.rollout.fused import compile_draw
 from grpo_lightning.rollout.local_engine import LocalEngine
-from grpo_lightning.rollout.token_sampler import TokenSampler
+from grpo_lightning.rollout.token_sampler import DrawSettings, NextToken, TokenSampler
+from tests.cuda.compiled import launches_on_cuda
 from tests.cuda.emulated import EmulatedCuda
 from tests.marks import SLOW
 from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
@@ -22,21 +27,36 @@ from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
 PROMPTS = [[5, 6, 7] * 4, [8, 9], [11, 12, 13, 14]]
 LAYERS = 2
 SYNCS_PER_STEP = 0.1
-LOOP_LAUNCHES = 12
+STEP_LAUNCHES = 12
+"""Launches per step outside the model, with a fused draw."""
+
+LOOP_LAUNCHES = 3
 """Launches per step outside the model and the sampler."""
 
-SAMPLER_LAUNCHES = 51
-"""Launches per step of the sampler without filters but a suppressed token, in 16 bits."""
+SYNCS_PER_JOIN = 34
+"""Synchronisations when rows leave, and prompts are prefilled and join instead; the prefill has 2 per layer."""
 
-ATTENTION_LAUNCHES = 12
+SAMPLER_LAUNCHES = 42
+"""Launches per step of the sampler without filters but a suppressed token, in 16 bits, if the draw is not fused."""
+
+CHOICE_LAUNCHES = 1
+"""Launches of the sampler outside the draw: the random numbers of the open rows."""
+
+FUSED_LAUNCHES = 8
+"""Kernels of a fused draw without filters; seven for few rows, and four if there are more rows than processors."""
+
+FUSED_FILTERED = 16
+"""Kernels and operators of a fused draw with one filter."""
+
+ATTENTION_LAUNCHES = 9
 """Launches per layer and step of attention to shared prompts, in 16 bits, beyond those of the model's own attention."""
 
 
 class Engine(LocalEngine):
     """Counts launches by part."""
 
-    def __init__(self, gpu=None):
-        super().__init__()
+    def __init__(self, gpu=None, max_rows=None):
+        super().__init__(max_rows)
         self.gpu, self.launches = gpu, Counter()
 
     def forward(self, ids, **arguments):
@@ -46,11 +66,11 @@ class Engine(LocalEngine):
         return logits
 
 
-def sample(engine, model, length=64, way="shared", **settings):
+def sample(engine, model, length=64, way="shared", prompts=PROMPTS, **settings):
     engine.connect(model, tiny_tokenizer(), Sharding())
     engine.way = way
     sampling = SamplingParams(max_completion_length=length, **settings)
-    groups = engine.generate(PROMPTS, 4, sampling, seeds=[0, 1, 2])
+    groups = engine.generate(prompts, 4, sampling, seeds=list(range(len(prompts))))
     return [completion.token_ids for group in groups for completion in group]
 
 
@@ -123,3 +143,88 @@ def test_what_a_decoding_step_waits_for_and_launches(monkeypatch):
     assert cost["model"] <= own + ATTENTION_LAUNCHES * LAYERS, (cost, own)
     assert cost["sampler"] <= SAMPLER_LAUNCHES
     assert cost["loop"] <= LOOP_LAUNCHES
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=SLOW)])
+def test_prompts_that_join(dtype):
+    """The completions of the CPU; the host waits for the device at looks and when prompts join."""
+    model = tiny_model("qwen2", num_hidden_layers=LAYERS, dtype=dtype)
+    model.generation_config.eos_token_id = list(range(2, 9))
+    prompts = [[token] * length for token, length in zip(range(40, 48), [3, 9, 17, 5] * 2, strict=True)]
+    want = sample(Engine(), model, 20, prompts=prompts)
+    with EmulatedCuda() as gpu:
+        engine, prefills, steps = Engine(gpu, max_rows=9), [], []
+        usual = engine.forward
+
+        def forward(ids, **arguments):
+            (steps if ids.shape[1] == 1 else prefills).append(ids.shape)
+            return usual(ids, **arguments)
+
+        engine.forward = forward
+        model.to("cuda")
+        gpu.reset()
+        got = sample(engine, model, 20, prompts=prompts)
+        syncs = gpu.syncs.total()
+    assert len(prefills) > 3
+    assert all(length % 8 == 0 for _, length in prefills)
+    assert syncs <= SYNCS_PER_STEP * len(steps) + SYNCS_PER_JOIN * len(prefills), gpu.syncs
+    if dtype == torch.float32:
+        assert got == want
+
+
+# ------------------------------------------------------------------------------------------------------ the fused draw
+
+VOCABULARY = 151_936
+PADDING = range(151_665, VOCABULARY)
+"""Of Qwen2.5: logits, and ids without a token, which are never sampled."""
+
+
+def kernels_of(rows, vocabulary=VOCABULARY, **sampling):
+    """Launches of a fused draw on an H100, by name."""
+    settings = DrawSettings.of(SamplingParams(**sampling))
+
+    def run(device):
+        history = torch.zeros(rows, 5, dtype=torch.long, device=device)
+        logits = torch.zeros(rows, vocabulary, dtype=torch.bfloat16, device=device)
+        uniforms = torch.zeros(rows, dtype=torch.float64, device=device)
+        compile_draw(NextToken(settings, vocabulary, device))(history, logits, uniforms)
+
+    return launches_on_cuda(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rows", "settings"),
+    [
+        pytest.param(64, {}, id="plain"),
+        pytest.param(8, {"temperature": 0.7}, id="temperature"),
+        pytest.param(512, {"suppress_tokens": [*PADDING]}, id="padding"),
+        pytest.param(64, {"suppress_tokens": [7, *PADDING], "temperature": 0.7}, id="suppressed"),
+        pytest.param(64, {"vocabulary": 32_001}, id="padded"),
+    ],
+)
+def test_a_fused_draw_without_filters_is_a_few_kernels(rows, settings):
+    """Every operation is in a Triton kernel, the cumulative sums too. On the CPU, inductor leaves these to torch."""
+    kernels = kernels_of(rows, **settings)
+    assert {name.partition("_")[0] for name in kernels} == {"triton"}
+    # `pick` pads vocabularies that are no multiple of 128 tokens, which takes a kernel more.
+    spare = "vocabulary" in settings
+    assert kernels.total() <= FUSED_LAUNCHES + spare
+    assert kernels.total() + CHOICE_LAUNCHES + LOOP_LAUNCHES <= STEP_LAUNCHES + spare
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "operators"),
+    [
+        ({"top_k": 50}, {"torch.ops.aten.topk.default"}),
+        ({"top_p": 0.9}, {"torch.ops.aten.sort.stable", "aten.scatter_.src"}),
+        ({"min_p": 0.1}, {"torch.ops.aten.topk.default"}),
+        ({"repetition_penalty": 1.2}, set()),
+    ],
+    ids=["top-k", "top-p", "min-p", "penalty"],
+)
+def test_a_fused_draw_with_a_filter_leaves_the_sort_to_torch(settings, operators):
+    kernels = kernels_of(64, **settings)
+    assert {name for name in kernels if not name.startswith("triton")} == operators
+    assert kernels.total() <= FUSED_FILTERED

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 
 from grpo_lightning import PolicyLoader
@@ -17,7 +18,8 @@ from grpo_lightning.core import ranks
 from grpo_lightning.objective import Objective
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from tests.distributed.runs import fit, make_module
-from tests.light_rewards import vowel_share
+from tests.early_calls import Calls
+from tests.light_rewards import varies_if_open, vowel_share
 
 OPEN, EQUAL = "open", "equal"
 
@@ -55,6 +57,9 @@ class Found(L.Callback):
         self.groups: list[Any] = []
         self.metrics: dict[str, float] = {}
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        pl_module.reward_set.pool.wait()  # otherwise no reward starts early in the first rollout
+
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
         if not self.metrics:
             groups, advantages = pl_module.rollout.groups, pl_module.rollout.advantages
@@ -64,11 +69,19 @@ class Found(L.Callback):
             self.metrics = {name: float(trainer.callback_metrics[f"rollout/{name}"]) for name in names}
 
 
-def run(strategy: str, folder: Path, case: str, ranks_per_group: int = 1) -> tuple[list[Any], dict[str, float]]:
+def run(
+    strategy: str,
+    folder: Path,
+    case: str,
+    ranks_per_group: int = 1,
+    *,
+    reward: Any = differs_if_open,
+    is_early: bool = True,
+) -> tuple[list[Any], dict[str, float]]:
     """Train a step on a case. Returns: this rank's groups (prompt, completions, advantages) and the metrics."""
     module = make_module(
         PolicyLoader(str(folder / "policy")),
-        [differs_if_open],
+        [reward],
         length=6,
         lr=0.1,
         objective=Objective(beta=0.04),
@@ -76,9 +89,26 @@ def run(strategy: str, folder: Path, case: str, ranks_per_group: int = 1) -> tup
         num_generations=3,
         ranks_per_group=ranks_per_group,
     )
+    module.reward_set.starts_early = is_early
     found = Found()
     fit(module, prompts_of(case), strategy, max_steps=2, max_epochs=1, callbacks=[found])
     return found.groups, found.metrics
+
+
+def early_and_late(strategy: str, folder: Path) -> dict[str, Any]:
+    """What is found on this rank, and the number of early calls and of those not used.
+
+    With calls of the rewards during sampling, after it, and with groups that the ranks share. Workers can load the
+    reward, unlike those of this file.
+    """
+    ways: dict[str, Any] = {"early": {}, "late": {"is_early": False}, "shared": {"ranks_per_group": 2}}
+    found = {}
+    for way, options in ways.items():
+        with pytest.MonkeyPatch.context() as patch:
+            calls = Calls(patch)
+            groups = run(strategy, folder, "one rank some rounds", reward=varies_if_open, **options)
+            found[way] = groups, calls.num_early, calls.num_unused
+    return found
 
 
 def main(strategy: str, folder: str) -> None:
@@ -87,6 +117,7 @@ def main(strategy: str, folder: str) -> None:
     found = {case: run(strategy, Path(folder), case) for case in CASES}
     torch.save(found, Path(folder) / f"{strategy}-{ranks.rank()}.pt")
     if strategy != "one":
+        torch.save(early_and_late(strategy, Path(folder)), Path(folder) / f"{strategy}-early-{ranks.rank()}.pt")
         found = {case: run(strategy, Path(folder), case, ranks_per_group=2) for case in SHARED}
         torch.save(found, Path(folder) / f"{strategy}-shared-{ranks.rank()}.pt")
 

@@ -56,6 +56,13 @@ def test_two_ranks_train_on_what_one_device_does(folder: Path, strategy: str):
         for (*_, advantages), (*_, of_one) in zip(groups, want, strict=True):
             assert advantages == pytest.approx(of_one), case
 
+    for rank in (0, 1):
+        early = torch.load(folder / f"{strategy}-early-{rank}.pt")
+        (found, num_early, num_unused), (late, *late_counts) = early["early"], early["late"]
+        assert found == late
+        assert (num_early >= 2, num_unused, late_counts) == (True, 0, [0, 0])
+        assert early["shared"][1:] == (0, 0), "no rank has a complete group while it samples"
+
 
 def test_no_good_group_gives_way(folder: Path):
     for case, (groups, _) in torch.load(folder / "one-0.pt").items():

@@ -195,21 +195,25 @@ def test_a_device_without_the_kernel_multiplies_matrices(monkeypatch, caplog):
     key_heads=st.sampled_from([1, 2]),
     data=st.data(),
 )
-def test_any_rows_may_leave_at_any_step(lengths, size, key_heads, data):
+def test_any_rows_may_leave_and_join_at_any_step(lengths, size, key_heads, data):
     """Held against dense attention of each row over its prompt and its own tokens."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape):
         return torch.randn(shape, generator=generator)
 
-    longest = max(lengths)
-    mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
-    prefilled = SamplingCache()
-    states = random(2, len(lengths), key_heads, longest, 8)
-    prefilled.update(states[0], states[1], 0)
-    prompt_of = torch.arange(len(lengths)).repeat_interleave(size)
-    cache = SharedPrompts(nn.Identity(), prefilled, mask, prompt_of, 70)
-    seen = [states[:, prompt, :, longest - lengths[prompt] :] for prompt in prompt_of.tolist()]
+    def prefilled(lengths):
+        """A cache of prompts, and the keys and values that each row sees."""
+        longest = max(lengths)
+        mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
+        prefilled = SamplingCache()
+        states = random(2, len(lengths), key_heads, longest, 8)
+        prefilled.update(states[0], states[1], 0)
+        prompt_of = torch.arange(len(lengths)).repeat_interleave(size)
+        cache = SharedPrompts(nn.Identity(), prefilled, mask, prompt_of, 70)
+        return cache, [states[:, prompt, :, longest - lengths[prompt] :] for prompt in prompt_of.tolist()]
+
+    cache, seen = prefilled(lengths)
     for _ in range(data.draw(st.integers(1, 70), label="steps")):
         cache.next_token()
         query, new = random(len(seen), 4, 1, 8), random(2, len(seen), key_heads, 1, 8)
@@ -223,6 +227,11 @@ def test_any_rows_may_leave_at_any_step(lengths, size, key_heads, data):
             keep = packed(kept)
             cache.select(keep)
             seen = [seen[row] for row in keep]
+        if data.draw(st.integers(0, 5)) == 0:
+            new, seen_by_new = prefilled(data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)))
+            cache.join(new)
+            seen += seen_by_new
+            assert cache.prompts[0].keys.shape[2] == max(len(mask[mask]) for mask in cache.mask)
 
 
 @given(st.sets(st.integers(0, 30), min_size=1))

@@ -73,7 +73,7 @@ def test_what_is_sampled_has_the_log_probs_of_the_scorer(kernels, family):
     model.set_attn_implementation("flash_attention_2")
     engine = LocalEngine()
     engine.connect(model, tiny_tokenizer(), loading.Sharding())
-    engine.check(Scorer())
+    engine.check_logprobs(Scorer())
     assert engine.way == ("repeated" if unshared_reason(model) else "shared")
     before = dict(kernels.calls)
     with torch.autocast("cpu", torch.bfloat16):

@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_lightning.policy.completion_logprobs import Scorer, SlicedHead
+from grpo_lightning.policy import probe
+from grpo_lightning.policy.completion_logprobs import Scorer, SlicedHead, leaves_out_masks
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.probe import choose_head, choose_path, measure, probe_difference
 from tests.families import families
@@ -295,6 +296,20 @@ def whole_because(model, scorer=None):
     scorer, reason = choose_head(scorer or Scorer(chunk_size=3, checkpoint_chunks=True), model)
     assert scorer == Scorer(chunk_size=3, checkpoint_chunks=True, head_chunk_size=None)
     return reason
+
+
+def test_on_a_gpu_the_prompt_pass_is_probed_with_masks_and_without(monkeypatch):
+    found = []
+
+    def probe_difference(*_):
+        found.append(leaves_out_masks.get())
+        return torch.tensor([1e-6, 1.0 if found[-1] else 0.0])
+
+    monkeypatch.setattr(probe, "probe_difference", probe_difference)
+    monkeypatch.setattr(probe, "compute_device", lambda _: torch.device("cuda"))
+    assert probe.slices_difference(tiny_model(), Scorer()).max() == 1.0
+    assert found == [False, True]
+    assert not leaves_out_masks.get()
 
 
 def test_whole_logits_on_request():

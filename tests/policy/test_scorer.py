@@ -49,6 +49,21 @@ def test_extended_equals_dense(family, generations):
         assert worst_difference(got, want) < floor, scorer
 
 
+@pytest.mark.parametrize(("family", "masks"), [("qwen2", False), ("gemma3", True)])
+def test_prompts_of_different_lengths_need_no_mask_with_full_attention(family, masks):
+    """The prompt pass has its padding behind the prompts. Sliding windows are stored as they end, padding in front."""
+    model, batch = tiny_model(family), ragged_batch(lengths=(20, 10, 5))
+    given = []
+    model.register_forward_pre_hook(lambda _, args, inputs: given.append(inputs), with_kwargs=True)
+    Scorer()(model, batch, temperature=1.0)
+    prompts = given[0]
+    assert bool(prompts["attention_mask"].all()) != masks
+    if not masks:
+        for ids, real, mask in zip(prompts["input_ids"], batch.prompt_ids, batch.prompt_mask, strict=True):
+            assert ids[: mask.sum()].tolist() == real[mask].tolist()
+    assert torch.equal(given[1]["attention_mask"][::3, :20].bool(), batch.prompt_mask), "in front of the completions"
+
+
 def test_a_wrong_position_turns_the_equality_red(monkeypatch):
     """Completions at the padded instead of the real prompt length: no loss curve would show it, this test does."""
     model, batch = tiny_model("qwen2"), ragged_batch(seed=1)
@@ -90,7 +105,7 @@ def test_prompts_are_embedded_once_per_pass(checkpointing):
 
 
 def trained(model, checkpointing):
-    """A scorer in chunks of 4 with this checkpointing, and the calls of the last layer, told apart by a mark."""
+    """A scorer in chunks of 4 with this checkpointing, and the rows of every call of the last layer."""
     if checkpointing == "layers":
         checkpoint_layers(model)
     calls = []
@@ -120,6 +135,31 @@ def test_checkpointed_forwards_run_again_in_the_backward_pass_alone(checkpointin
     (-(logprobs * row_weights(batch)).sum() / batch.completion_mask.sum()).backward()
     assert sorted(calls) == recomputed
     assert worst_difference({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, want) < 1e-5
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
+@pytest.mark.parametrize("checkpointing", ["none", "chunks", "layers"])
+def test_checkpointing_recomputes_a_prompt_once_and_keeps_the_gradients(checkpointing, chunk_size):
+    """Token positions that run through each layer. Without shared prompts, they would be 16 rows of 20 + 8."""
+    batch = ragged_batch(lengths=(20, 10), generations=8)
+    _, want = loss_and_gradients(tiny_model("qwen2"), batch, Scorer(chunk_size=chunk_size), row_weights(batch))
+    model = tiny_model("qwen2").train()
+    if checkpointing == "layers":
+        checkpoint_layers(model)
+    shapes = [[] for _ in model.model.layers]
+    for layer, found in zip(model.model.layers, shapes, strict=True):
+        # A recomputed layer is called by its `forward`, which hooks do not see: count what is inside.
+        layer.self_attn.q_proj.register_forward_hook(lambda _, inputs, __, found=found: found.append(inputs[0].shape))
+    scorer = Scorer(chunk_size=chunk_size, checkpoint_chunks=checkpointing == "chunks")
+    _, got = loss_and_gradients(model, batch, scorer, row_weights(batch))
+    assert worst_difference(got, want) < 1e-6
+    masks = [batch.attention_mask if rows is None else batch.attention_mask[rows] for rows in scorer.chunks(batch)]
+    of_completions = sum(len(mask) * max(int(mask.sum(1).max()) - 1, 2) for mask in masks)
+    passes = {"none": (1, 1), "chunks": (1, 2), "layers": (2, 2)}[checkpointing]
+    for found in shapes:
+        of_prompts = sum(shape[0] * shape[1] for shape in found if shape[1] == 20)
+        of_all = sum(shape[0] * shape[1] for shape in found)
+        assert (of_prompts, of_all - of_prompts) == (passes[0] * 2 * 20, passes[1] * of_completions)
 
 
 def test_sampling_runs_no_layer_twice():

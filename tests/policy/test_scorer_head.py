@@ -76,7 +76,7 @@ def test_slices_equal_whole_logits(kind, path):
             for ours, theirs in zip(got, want, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=2e-6)
         _, found = loss_and_gradients(model, batch, changed, weights)
-        assert whole_difference(found, gradients) < 2e-6, changed  # 1.1e-6 on some processors
+        assert whole_difference(found, gradients) < 4e-6, changed  # prompts are padded in front for whole logits
         assert worst_difference(found, gradients) < 1e-5, changed
 
 
@@ -260,7 +260,7 @@ def test_lora():
     _, got = loss_and_gradients(model, batch, scorer, row_weights(batch))
     assert want
     assert all("lora_" in name for name in want)
-    assert worst_difference(got, want) < 1e-6
+    assert worst_difference(got, want) < 4e-6  # prompts are padded in front for whole logits
 
 
 def test_lora_on_the_head_takes_whole_logits_where_each_module_is_gathered_alone():
@@ -323,3 +323,15 @@ def test_tokens_that_are_never_drawn_have_no_share(head_chunk_size):
     entropy = -(logprobs.exp() * logprobs).nan_to_num(0).sum(-1)
     torch.testing.assert_close(without.entropy[0][mask], entropy, atol=1e-5, rtol=0)
     assert (without.logprobs[0][mask] > plain.logprobs[0][mask]).all()
+
+
+def test_latents_of_another_size_are_sliced():
+    """DeepSeek caches latents of different sizes instead of keys and values."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    latents = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    config = AutoConfig.for_model(
+        "deepseek_v3", vocab_size=64, first_k_dense_replace=1, num_key_value_heads=4, **sizes, **latents
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    scorer, reason = choose_head(Scorer("extended"), model)
+    assert scorer.logit_scale is not None, reason

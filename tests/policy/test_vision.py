@@ -137,6 +137,9 @@ def test_images_are_encoded_once_per_pass(family):
     assert calls == [2]
     loss_and_gradients(vlm.model, batch, DENSE, row_weights(batch))
     assert calls == [2, 16]  # what it saves
+    checkpoint_layers(vlm.model.train())
+    loss_and_gradients(vlm.model, batch, Scorer(chunk_size=4), row_weights(batch))
+    assert calls == [2, 16, 2]
 
 
 @pytest.mark.parametrize("family", families(EXTENDED))

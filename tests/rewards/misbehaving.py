@@ -170,6 +170,22 @@ def tells_the_step(completions, trainer_state, log_extra):
     return process(completions, log_extra, lambda name, value: None)
 
 
+def tells_the_step_and_limit(completions, path, trainer_state, max_completion_length, log_extra):
+    """What it was called with."""
+    log_extra("said", [f"{text} {path[0]} {trainer_state} {max_completion_length}" for text in completions])
+    return [1.0] * len(completions)
+
+
+def varies_with_the_step(completions, trainer_state, max_completion_length, finish_reasons, log_extra, log_metric):
+    """What a call is told about the run and about each completion."""
+    log_extra("end", finish_reasons)
+    log_metric("step", trainer_state.global_step)
+    return [
+        float(len(text) * (trainer_state.global_step + 1) / max_completion_length + (reason == "length"))
+        for text, reason in zip(completions, finish_reasons, strict=True)
+    ]
+
+
 def has_torch(completions):
     """1 if its process has loaded torch, which takes seconds and gigabytes of addresses."""
     return [float("torch" in sys.modules)] * len(completions)

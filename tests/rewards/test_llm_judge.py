@@ -19,13 +19,19 @@ from typing import Any
 import pytest
 
 from grpo_lightning.core.types import Completion, Group, Prompt
-from grpo_lightning.rewards import ByMethod, LLMJudge, RewardSet, WeightedReward
+from grpo_lightning.rewards import ByMethod, LLMJudge, RewardSet, Scores, WeightedReward
 from grpo_lightning.rewards import llm_judge as judge
 from grpo_lightning.rewards.llm_judge import reply_text, score_in
 
 pytest.importorskip("openai")
 
 KEY = "GRPO_TEST_KEY"
+
+
+class Server(ThreadingHTTPServer):
+    """Accepts many connections at the same time."""
+
+    request_queue_size = 64
 
 
 class Endpoint:
@@ -38,7 +44,7 @@ class Endpoint:
         self.keys: list[str] = []
         self.at_once = self.most_at_once = 0
         self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server = Server(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
         self._server.block_on_close = False
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
@@ -328,3 +334,132 @@ def test_replies_of_every_shape_have_a_text():
         assert reply_text(found) == text, content
     for choices in ([], None, "abc", [SimpleNamespace()], [SimpleNamespace(message=None)], {"a": 1}):
         assert "choices" in reply_text(SimpleNamespace(choices=choices)), choices
+
+
+# ------------------------------------------------------------------------------------------------- while others decode
+
+
+def by_prompt(count: int, size: int, solution: str | None = "4") -> list[Group]:
+    """Groups whose completions have texts of their own, except for the last two."""
+    texts = [[f"{number}-{g}" for g in range(size - 1)] for number in range(count)]
+    return [group([*own, own[-1]], solution=solution) for own in texts]
+
+
+def judged_early(rewards: RewardSet, batch: list[Group], early: list[Group]) -> Scores:
+    """Score a batch after early queries for some groups."""
+    with rewards.early_calls([each.prompt for each in batch]):
+        for each in early:
+            assert rewards.early is not None
+            rewards.early.start(each)
+        return rewards.score(batch)
+
+
+@pytest.mark.parametrize("method", [False, True])
+def test_queries_of_a_group_start_while_others_are_sampled(endpoint: Endpoint, method: bool):
+    if method:
+        pytest.importorskip("math_verify")
+    batch = by_prompt(3, 4)
+    for each in batch:
+        each.prompt.columns = {**each.prompt.columns, **({"accu_reward_method": "llm"} if method else {})}
+    judge = LLMJudge("m", endpoint.url)
+    rewards = RewardSet([ByMethod({"llm": judge}) if method else judge])
+    with rewards.early_calls([each.prompt for each in batch]):
+        for number, each in enumerate(batch[:2], 1):
+            assert rewards.early is not None
+            rewards.early.start(each)
+            deadline = time.monotonic() + 30
+            while len(endpoint.requests) < 4 * number and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert len(endpoint.requests) == 4 * number
+        assert rewards.score(batch).total.tolist() == [[1] * 4] * 3
+    assert len(endpoint.requests) == 12, "each completion is asked for once"
+
+
+def test_scores_warnings_and_metrics_are_those_of_late_queries(endpoint: Endpoint, caplog: pytest.LogCaptureFixture):
+    def reply(question: str) -> Any:
+        number, _, g = graded(question).partition("-")
+        return 500 if number == "1" or g == "2" else "?" if g == "1" else f"0.{number}"
+
+    endpoint.reply = reply
+    batch = [*by_prompt(4, 5), *by_prompt(1, 5, None)]
+    rewards = RewardSet([LLMJudge("m", endpoint.url, max_retries=0)])
+    found = []
+    for early in ([], batch, batch[2:0:-1], [*by_prompt(1, 3), batch[0]]):
+        caplog.clear()
+        scores = judged_early(rewards, batch, early)
+        messages = [record.getMessage() for record in caplog.records]
+        assert len(messages) == 2
+        found.append((scores.total.nan_to_num(-1).tolist(), scores.metrics, scores.failures, messages))
+    assert found[0] == found[1] == found[2] == found[3]
+    assert found[0][1] == {"llm_judge/failed": pytest.approx((5 + 3 * 2) / 20)}
+
+
+def test_failed_queries_are_not_repeated_and_stop_the_run_only_if_all_of_the_batch_fail(endpoint: Endpoint):
+    batch = by_prompt(2, 3)
+    rewards = RewardSet([LLMJudge("m", endpoint.url, max_retries=1)])
+    endpoint.reply = lambda question: 503 if graded(question).startswith("0") else "1"
+    scores = judged_early(rewards, batch, batch)
+    assert scores.by_reward["llm_judge"][0].isnan().all()
+    assert len(endpoint.requests) == 2 * 3 + 3
+    endpoint.reply = lambda question: 503
+    with pytest.raises(RuntimeError, match=r"All 6 calls to the judge 'm' .* failed"):
+        judged_early(rewards, batch, batch)
+    assert len(endpoint.requests) == 2 * 3 + 3 + 2 * 6
+
+
+def test_the_limit_of_concurrent_queries_holds_for_all_groups_together(endpoint: Endpoint):
+    def slowly(question: str) -> str:
+        time.sleep(0.03)
+        return "1"
+
+    endpoint.reply = slowly
+    batch = by_prompt(6, 4)
+    judged_early(RewardSet([LLMJudge("m", endpoint.url, concurrency=3)]), batch, batch[:5])
+    assert 2 <= endpoint.most_at_once <= 3
+    assert len(endpoint.requests) == 24
+
+
+def test_queries_of_no_use_are_cancelled(endpoint: Endpoint):
+    release = threading.Event()
+
+    def hang(question: str) -> str:
+        release.wait(20)
+        return "1"
+
+    endpoint.reply = hang
+    judge = LLMJudge("m", endpoint.url)
+    rewards, batch = RewardSet([judge]), by_prompt(2, 3)
+    with contextlib.suppress(ZeroDivisionError), rewards.early_calls([each.prompt for each in batch]):
+        assert rewards.early is not None
+        rewards.early.start(batch[0])
+        while not endpoint.requests:
+            time.sleep(0.01)
+        raise ZeroDivisionError
+    release.set()
+    deadline = time.monotonic() + 30
+    while judge._queries is None or judge._queries.early:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    endpoint.reply = lambda question: "0.5"
+    assert judged_early(rewards, batch, batch[1:]).total.tolist() == [[0.5] * 3] * 2
+
+
+def test_the_queries_of_a_batch_share_a_client(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch):
+    """With a client per prompt, each would open connections of its own."""
+    import openai
+
+    made = []
+
+    class Counted(openai.AsyncOpenAI):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            made.append(self)
+
+    monkeypatch.setattr(openai, "AsyncOpenAI", Counted)
+    batch = by_prompt(5, 3)
+    judged_early(RewardSet([LLMJudge("m", endpoint.url)]), batch, batch[:4])
+    assert len(made) == 1
+    deadline = time.monotonic() + 30
+    while not made[0].is_closed():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -357,13 +357,16 @@ def test_shards_are_left_when_sampling_fails(either):
 
 
 def test_a_rank_that_is_done_keeps_step(monkeypatch):
-    """Another rank needs two waves and all tokens: this one makes as many calls, and its completions stay.
+    """Another rank decodes for 10 steps, before which a prompt joins twice: this one makes as many calls.
 
     Where transformers' `generate` decodes, it asks the process group itself: see tests/distributed.
     """
     model = tiny_model("qwen2", num_hidden_layers=2)
-    monkeypatch.setattr("grpo_lightning.core.ranks.max_over_ranks", lambda values: values.clamp(min=2))
-    monkeypatch.setattr("grpo_lightning.core.ranks.is_any", lambda flag: True)
+    others = iter([[3], [1, 0], [1, 1], [0, 1], *[[1, 0]] * 6, [0, 0]])
+    monkeypatch.setattr(
+        "grpo_lightning.core.ranks.max_over_ranks", lambda values: values.maximum(torch.tensor(next(others)))
+    )
+    monkeypatch.setattr("grpo_lightning.core.ranks.is_any", lambda flag: flag)
     monkeypatch.setattr("grpo_lightning.core.ranks.world_size", lambda: 2)
     model.generation_config.eos_token_id = list(range(2, 60))
     sampling = SamplingParams(max_completion_length=6)
@@ -371,9 +374,10 @@ def test_a_rank_that_is_done_keeps_step(monkeypatch):
     assert max(len(ids) for group in token_ids(want) for ids in group) < 6
     engine, calls = LocalEngine(gather_for_generation=False), []
     engine.connect(model, tiny_tokenizer(), Pretended())
-    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs["input_ids"].shape), with_kwargs=True)
     assert token_ids(engine.generate(make_prompts(), 2, sampling, seeds=[0, 1, 2])) == token_ids(want)
-    assert len(calls) == 2 * 6
+    assert len(calls) == 3 + 9
+    assert calls[-1] == (1, 1), "a dummy token"
 
 
 @pytest.mark.parametrize("value", ["always", 1, None])
@@ -652,8 +656,9 @@ def moved(monkeypatch, name, nats):
     decode = getattr(LocalEngine, name)
 
     def decode_wrongly(self, *args):
-        rows = decode(self, *args)
-        return [dataclasses.replace(row, logprobs=[value + nats for value in row.logprobs]) for row in rows]
+        return [
+            dataclasses.replace(row, logprobs=[value + nats for value in row.logprobs]) for row in decode(self, *args)
+        ]
 
     monkeypatch.setattr(LocalEngine, name, decode_wrongly)
 
@@ -664,14 +669,14 @@ def test_sampling_of_every_family_agrees_with_its_scoring(family):
     model.generation_config.eos_token_id = list(range(2, 14))
     engine = connected(model)
     before = engine.way
-    engine.check(Scorer(choose_path(model)[0], never=(5, 119)))
+    engine.check_logprobs(Scorer(choose_path(model)[0], never=(5, 119)))
     assert engine.way == before
 
 
 def test_a_cache_that_gives_other_logprobs_gives_way_to_generate(monkeypatch, caplog):
     moved(monkeypatch, "decode", 0.01)
     engine = connected(tiny_model("qwen2"))
-    engine.check(Scorer())
+    engine.check_logprobs(Scorer())
     assert engine.way == "generate"
     assert "a probe of sampling with a KV cache that keeps each prompt once differs by 1.0e-02 nats" in caplog.text
     assert "a probe of sampling with a KV cache that repeats each prompt G times differs by 1.0e-02" in engine.reason
@@ -684,7 +689,7 @@ def test_sampling_that_cannot_agree_is_refused_by_name(monkeypatch):
     with pytest.raises(
         ValueError, match=r"model type qwen2 cannot be trained with the local engine: .* by 2.0e-02 nats"
     ):
-        connected(tiny_model("qwen2")).check(Scorer())
+        connected(tiny_model("qwen2")).check_logprobs(Scorer())
 
 
 def test_padding_that_enters_the_state_is_found(monkeypatch):
@@ -695,7 +700,7 @@ def test_padding_that_enters_the_state_is_found(monkeypatch):
     )
     engine = connected(tiny_model("qwen2"))
     with pytest.raises(ValueError, match="model type qwen2 cannot be trained with the local engine"):
-        engine.check(Scorer())
+        engine.check_logprobs(Scorer())
 
 
 def test_a_cache_that_a_model_refuses_gives_way_to_its_own():
@@ -704,7 +709,7 @@ def test_a_cache_that_a_model_refuses_gives_way_to_its_own():
     )
     model = AutoModelForCausalLM.from_config(config).eval()
     engine = connected(model)
-    engine.check(Scorer("dense"))
+    engine.check_logprobs(Scorer("dense"))
     assert "raised ValueError: MiniMax uses cache of its own" in engine.reason
 
 
@@ -714,7 +719,7 @@ def test_a_model_that_cannot_be_sampled_from_is_refused_by_name(monkeypatch):
 
     monkeypatch.setattr(LocalEngine, "decode_with_generate", broken)
     with pytest.raises(ValueError, match=r"type mamba2 cannot be sampled: .* `generate` raised ValueError: wrong sh"):
-        connected(tiny_model("mamba2")).check(Scorer("dense"))
+        connected(tiny_model("mamba2")).check_logprobs(Scorer("dense"))
 
 
 def test_a_run_checks_its_engine_and_leaves_no_trace(monkeypatch):

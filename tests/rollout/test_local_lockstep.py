@@ -93,9 +93,11 @@ def test_the_choice_is_said_on_the_first_rank(caplog, monkeypatch):
 
 
 def test_ranks_wait_for_each_other_only_if_they_must(monkeypatch):
-    """Here the others have three waves, and an open row."""
+    """Here the others have three waves, and open rows but no prompts that wait."""
     monkeypatch.setattr(local_engine.ranks, "max_over_ranks", lambda values: values.clamp(min=3))
-    monkeypatch.setattr(local_engine.ranks, "is_any", lambda flag: True)
     together, alone = Lockstep(is_needed=True), Lockstep(is_needed=False)
     assert (together.num_waves(1), together.num_waves(4), alone.num_waves(1)) == (3, 4, 1)
-    assert (together.continues(False), alone.continues(False), alone.continues(True)) == (True, False, True)
+    monkeypatch.setattr(local_engine.ranks, "max_over_ranks", lambda flags: flags.clamp(min=torch.tensor([1, 0])))
+    assert together.agree(False, False) == [True, False]
+    assert together.agree(False, True) == [True, True]
+    assert alone.agree(False, True) == [False, True]

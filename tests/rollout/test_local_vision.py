@@ -63,7 +63,7 @@ def test_what_is_drawn_is_what_is_scored(family, is_frozen):
     vlm = tiny_vlms.build(family)
     if is_frozen:
         freeze_vision(vlm.model)
-    source = source_of(vlm, max_rows=6)  # two waves
+    source = source_of(vlm, max_rows=6)  # the third prompt joins
     prompts = [prompt_of(*parts) for parts in SCENARIOS["mixed"]]
     sampling = SamplingParams(max_completion_length=8, temperature=0.7)
     groups = source.sample(prompts, 3, sampling, [5, 6, 7])
@@ -79,7 +79,7 @@ def test_what_is_drawn_is_what_is_scored(family, is_frozen):
     torch.testing.assert_close(batch.rollout_logprobs[mask], logprobs[mask], rtol=0, atol=CLOSE.get(family, 2e-5))
 
 
-def test_each_wave_encodes_its_images_once():
+def test_each_prefill_encodes_its_images_once():
     vlm = tiny_vlms.build("qwen2_5_vl")
     calls = []
     inner_model(vlm.model).visual.register_forward_pre_hook(
@@ -90,10 +90,26 @@ def test_each_wave_encodes_its_images_once():
     sampling = SamplingParams(max_completion_length=4)
     at_once = source_of(vlm).sample(prompts, 4, sampling, seeds)
     assert calls == [3]
-    in_waves = source_of(vlm, max_rows=4).sample(prompts, 4, sampling, seeds)
-    assert calls == [3, 1, 2]  # the first wave has no image
-    for one, other in zip(at_once, in_waves, strict=True):
+    one_by_one = source_of(vlm, max_rows=4).sample(prompts, 4, sampling, seeds)
+    assert calls == [3, 1, 2]  # the first prompt has no image
+    for one, other in zip(at_once, one_by_one, strict=True):
         assert [c.token_ids for c in one.completions] == [c.token_ids for c in other.completions]
+
+
+@pytest.mark.parametrize("family", families(tiny_vlms.FAMILIES))
+def test_prompts_with_images_join(family):
+    """Each has its own positions, and each image is encoded once."""
+    vlm = tiny_vlms.build(family)
+    prompts = [prompt_of(*parts) for parts in [*SCENARIOS["mixed"], *SCENARIOS["one image"], *SCENARIOS["no image"]]]
+    vlm.model.generation_config.eos_token_id = list(range(2, 40))
+    sampling = SamplingParams(max_completion_length=12)
+    want = source_of(vlm).sample(prompts, 3, sampling, list(range(7)))
+    assert len({len(c.token_ids) for group in want for c in group.completions}) > 3
+    got = source_of(vlm, max_rows=5).sample(prompts, 3, sampling, list(range(7)))
+    for one, other in zip(got, want, strict=True):
+        assert [c.token_ids for c in one.completions] == [c.token_ids for c in other.completions]
+        for a, b in zip(one.completions, other.completions, strict=True):
+            torch.testing.assert_close(a.logprobs, b.logprobs, rtol=0, atol=CLOSE.get(family, 2e-5))
 
 
 def test_a_family_without_a_record_is_sampled_by_generate(monkeypatch, caplog):

@@ -228,6 +228,8 @@ def test_completions_without_an_advantage_have_a_kl_and_no_ratio():
     assert values["policy/ratio_clamped"] == pytest.approx(1 / 3)
     assert values["policy/clip_fraction"] == pytest.approx(2 / 3)
     assert values["policy/rollout_kl"] == pytest.approx(0.5 + math.log(2) - 1)
+    assert values["policy/rollout_difference_max"] == pytest.approx(math.log(2))  # not 9: that token is not trained
+    assert values["policy/rollout_ess"] == pytest.approx(1)  # all weights are equal
     assert values["policy/rollout_weight"] == pytest.approx(2)
     assert values["policy/rollout_corrected"] == pytest.approx(1 / 3)
 
@@ -249,6 +251,54 @@ def test_a_correction_by_hand():
     assert found["policy/rollout_kl"] == pytest.approx(0.5 + math.log(2) - 1)
     assert found["policy/rollout_weight"] == pytest.approx(1.0)
     assert found["policy/rollout_corrected"] == pytest.approx(1 / 3)
+
+
+def mismatch(old, rollout, mask):
+    """What is logged of old log-probs [1, T] and those of the engine."""
+    metrics = StepMetrics()
+    for old_row, row, kept in zip(old, rollout, mask, strict=True):  # one micro-batch each
+        batch, terms = update_of(micro_batch([list(map(bool, kept))]), 1.0)
+        batch.old_logprobs, batch.rollout_logprobs = torch.tensor([old_row]), torch.tensor([row])
+        batch.advantages = torch.ones(1)
+        add_update(metrics, batch, terms)
+    return metrics.pop()
+
+
+def test_the_mismatch_of_rollout_and_trainer_by_hand():
+    """Weights 1/2, 1 and 2 of the trained tokens: ESS = (3.5)^2 / (3 x 5.25) = 7/9; two micro-batches."""
+    half = math.log(0.5)
+    found = mismatch([[half, 0.0, 9.0], [0.0, 5.0, 5.0]], [[0.0, 0.0, 0.0], [half, 0.0, 0.0]], [[1, 1, 0], [1, 0, 0]])
+    assert found["policy/rollout_ess"] == pytest.approx(3.5**2 / (3 * 5.25))
+    assert found["policy/rollout_difference_max"] == pytest.approx(math.log(2))
+
+
+def test_an_engine_that_agrees_has_no_mismatch():
+    found = mismatch([[-1.0, -2.0, -3.0]], [[-1.0, -2.0, -3.0]], [[1, 1, 1]])
+    assert (found["policy/rollout_difference_max"], found["policy/rollout_ess"]) == (0, pytest.approx(1))
+
+
+def test_one_token_that_the_engine_got_wrong_takes_the_effective_sample_size():
+    """A weight beside which all others vanish: one token of four counts. It stays finite."""
+    found = mismatch([[0.0, -1.0, -1.0, -1.0]], [[-500.0, -1.0, -1.0, -1.0]], [[1, 1, 1, 1]])
+    assert found["policy/rollout_ess"] == pytest.approx(1 / 4, rel=1e-6)
+    assert found["policy/rollout_difference_max"] == pytest.approx(500)
+
+
+def test_the_effective_sample_size_is_over_the_tokens_of_all_ranks():
+    weights = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 9.0])]
+    masks = [torch.tensor([True, True]), torch.tensor([True, False])]
+    ranks = []
+    for own, mask in zip(weights, masks, strict=True):
+        metrics = StepMetrics()
+        metrics.add_effective_sample_size("ess", own, mask)
+        metrics.add_largest("largest", own, mask)
+        ranks.append(metrics.tallies)
+    assert values_of(ranks) == {"ess": pytest.approx(36 / (3 * 14)), "largest": 3}
+    empty = StepMetrics()
+    empty.add_effective_sample_size("ess", weights[0], ~masks[0])
+    empty.add_largest("largest", weights[0], ~masks[0])
+    assert values_of([empty.tallies]) == {}
+    assert values_of([*ranks, empty.tallies])["largest"] == 3
 
 
 def test_an_idle_micro_batch_changes_no_mean():

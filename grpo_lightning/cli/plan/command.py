@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jsonargparse import Namespace
 
     from grpo_lightning.cli.plan.batches import BatchPlan, RunPlan
-    from grpo_lightning.cli.plan.memory import MemorySettings
+    from grpo_lightning.cli.plan.memory import MemorySettings, SamplingSize
     from grpo_lightning.cli.plan.model import ModelSizes
     from grpo_lightning.core.types import Prompt
     from grpo_lightning.data.datamodule import PromptDataModule
@@ -118,7 +118,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
     precision = memory.precision_of(config.trainer.precision, loader.dtype)
     width = 4 if division.stage or sizes.num_adapters else precision.weights
     optimizer_bytes, remarks = memory.optimizer_bytes(module.optimizer_factory, config.model.get("optimizer"), width)
-    rows, in_wave = sampling_size(module.engine, batches)
+    sampling = sampling_size(module.engine, batches, shares_prompts=sizes.shares_prompts)
     worst = batches.shapes(prompt_tokens, completion_tokens)[0]
     settings = memory.MemorySettings(
         memory.ScoredBatch(
@@ -133,8 +133,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
         precision,
         optimizer_bytes,
         division,
-        sampling_rows=rows,
-        sampling_prompts=in_wave,
+        sampling=sampling,
         checkpointing=loader.activation_checkpointing,
         has_float32_head=loader.head_dtype == "float32",
         is_eager=is_eager,
@@ -142,13 +141,14 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
         accumulates=batches.accumulate_grad_batches > 1,
         offloaded=frozenset(module.offload),
     )
-    total = report.device_bytes(own.device_gib) or ASSUMED_DEVICE_GIB * memory.GIB
+    vllm = vllm_share(module.engine)
+    total = (report.device_bytes(own.device_gib) or ASSUMED_DEVICE_GIB * memory.GIB) * (1 - vllm)
     settings, more = resolve_gathering(settings, sizes, module.engine, None if is_on_cpu else total / memory.GIB)
     reward_parts, not_counted = memory.reward_parts(module.reward_set.rewards)
     parts = memory.memory_parts(sizes, settings) + reward_parts
-    remarks = [*model_remarks(sizes, loader, rows), *remarks, *more, *not_counted]
+    remarks = [*model_remarks(sizes, loader), *engine_remarks(module.engine), *remarks, *more, *not_counted]
     report.print_lines(console, "Tokens", report.token_lines(settings, why_tokens))
-    refusal = report.print_memory(console, sizes, settings, parts, remarks, own.device_gib)
+    refusal = report.print_memory(console, sizes, settings, parts, remarks, own.device_gib, vllm)
     if refusal is not None and not (is_on_cpu and own.device_gib is None):
         print(f"\nerror: {refusal}", file=sys.stderr)
         raise SystemExit(1)
@@ -479,17 +479,26 @@ def run_length(trainer: Namespace, batches: BatchPlan, num_prompts: int | None) 
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
-def sampling_size(engine: Any, batches: BatchPlan) -> tuple[int, int]:
-    """(Completions, prompts) that the policy decodes at the same time; (0, 0) with an external engine."""
+def sampling_size(engine: Any, batches: BatchPlan, *, shares_prompts: bool) -> SamplingSize:
+    """The largest numbers of completions and prompts during sampling; 0 with an external engine.
+
+    With `max_rows` and prompts that share their keys and values, the newest prompt has G open rows, and each other open
+    prompt has at least one: at most 1 + max_rows - G prompts are open.
+    """
+    from grpo_lightning.cli.plan.memory import SamplingSize
     from grpo_lightning.rollout.local_engine import LocalEngine
 
     if not isinstance(engine, LocalEngine):
-        return 0, 0
+        return SamplingSize()
     prompts = batches.batch_size
     of_prompt = batches.completions_per_rank // prompts
-    if engine.max_rows is not None:
-        prompts = min(prompts, max(1, engine.max_rows // of_prompt))
-    return prompts * of_prompt, prompts
+    if engine.max_rows is None:
+        return SamplingSize(prompts * of_prompt, prompts, prompts)
+    prefilled = min(prompts, max(1, engine.max_rows // of_prompt))
+    if not shares_prompts:  # decoded in waves
+        return SamplingSize(prefilled * of_prompt, prefilled, prefilled)
+    rows = min(prompts * of_prompt, max(engine.max_rows, of_prompt))
+    return SamplingSize(rows, min(prompts, 1 + rows - of_prompt), prefilled)
 
 
 def resolve_gathering(
@@ -504,7 +513,7 @@ def resolve_gathering(
     from grpo_lightning.cli.plan.memory import GIB, peak, state_parts
     from grpo_lightning.rollout.local_engine import LARGEST_SHARE
 
-    if not settings.division.gathers_layers or not settings.sampling_rows:
+    if not settings.division.gathers_layers or not settings.sampling.rows:
         return settings, []
     choice, remarks = engine.gather_for_generation, []
     everything = model.num_weights * settings.widths.compute / GIB
@@ -527,7 +536,25 @@ def resolve_gathering(
     return dataclasses.replace(settings, gathers_for_sampling=choice), remarks
 
 
-def model_remarks(model: ModelSizes, loader: PolicyLoader, sampling_rows: int) -> list[str]:
+def vllm_share(engine: Any) -> float:
+    """Fraction of the device's memory that vLLM takes in the training process."""
+    from grpo_lightning.rollout.vllm.engine import VLLMEngine
+
+    return engine.gpu_memory_utilization if isinstance(engine, VLLMEngine) and engine.mode == "colocate" else 0.0
+
+
+def engine_remarks(engine: Any) -> list[str]:
+    """Remarks on the memory of engines other than the policy itself, which is not counted."""
+    from grpo_lightning.rollout.local_engine import LocalEngine
+
+    if isinstance(engine, LocalEngine):
+        return []
+    if share := vllm_share(engine):
+        return [f"the device also holds vLLM, in {share:.0%} of its memory (engine.gpu_memory_utilization)"]
+    return ["an external engine samples, whose memory is not counted"]
+
+
+def model_remarks(model: ModelSizes, loader: PolicyLoader) -> list[str]:
     """Remarks on memory that is not counted, and on the training of the vision tower."""
     remarks = []
     if model.num_adapters:
@@ -537,8 +564,6 @@ def model_remarks(model: ModelSizes, loader: PolicyLoader, sampling_rows: int) -
         )
     if model.num_linear_layers:
         remarks.append(f"{model.num_linear_layers} layers keep a recurrent state, which is not counted")
-    if not sampling_rows:
-        remarks.append("an external engine samples, whose memory is not counted")
     if model.num_vision_weights:
         how = "frozen, because policy.lora trains the language model only" if loader.lora else "frozen"
         if model.has_trained_tower or loader.freeze_vision_modules:

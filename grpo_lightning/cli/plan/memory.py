@@ -295,6 +295,19 @@ class ScoredBatch:
         return [Pass(self.num_prompts, self.prompt_length, self.prompt_length), *chunks]
 
 
+class SamplingSize(NamedTuple):
+    """The largest numbers of completions and prompts during sampling; 0 with an external engine."""
+
+    rows: int = 0
+    """Completions decoded at the same time."""
+
+    prompts: int = 0
+    """Prompts of which completions are decoded at the same time."""
+
+    prefilled: int = 0
+    """Prompts prefilled together."""
+
+
 @dataclass(frozen=True)
 class MemorySettings:
     """The settings of a run that determine its memory, apart from the model."""
@@ -307,10 +320,7 @@ class MemorySettings:
     """Bytes of optimizer state per trained weight."""
 
     division: Division = field(default_factory=Division)
-    sampling_rows: int = 0
-    """Completions decoded at the same time; 0 with an external engine."""
-
-    sampling_prompts: int = 0
+    sampling: SamplingSize = field(default_factory=SamplingSize)
     checkpointing: Checkpointing = "none"
     is_eager: bool = False
     has_reference: bool = True
@@ -539,15 +549,14 @@ def autocast_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 def sampling_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     """Memory of decoding: the full KV cache, a second copy of one of its layers, and the next-token scores."""
-    batch, widths, rows = settings.batch, settings.widths, settings.sampling_rows
+    batch, widths, (rows, prompts, prefilled) = settings.batch, settings.widths, settings.sampling
     longest, layers = batch.completion_length - 1, len(model.windows)  # the last token is never fed back
     cache, how = cache_bytes(model, rows, batch.prompt_length + longest, widths), "repeated for its completions"
     if model.shares_prompts:
-        cache = cache_bytes(model, settings.sampling_prompts, batch.prompt_length, widths)
+        cache = cache_bytes(model, prompts, batch.prompt_length, widths)
         cache, how = cache + cache_bytes(model, rows, longest, widths), "once"
     scores = 4 * rows * model.vocab_size * 4
-    prompts = settings.sampling_prompts * batch.prompt_length
-    prefill = prompts * 4 * widths.compute * (model.intermediate_size + model.hidden_size)
+    prefill = prefilled * batch.prompt_length * 4 * widths.compute * (model.intermediate_size + model.hidden_size)
     how = f"{rows} completions x {longest:,} tokens, {layers} layers, each prompt {how}"
     return [
         Part("key-value cache", cache, SAMPLING, how, is_estimate=model.num_linear_layers > 0),
@@ -608,7 +617,8 @@ def layer_bytes(model: ModelSizes, size: Pass, precision: Precision, *, is_eager
                       eager attention: its scores                    (4 + c) a per token of the context
         feed-forward  gate, up, activated gate and product           4 c i; without a gate 2 c i
 
-    For Llama and Qwen2, the count is within 2 % of measured bytes. Models with additional norms (Qwen3, Gemma 3) or
+    For Llama and Qwen2, the count is within 2 % of measured bytes, or up to 4 % above them: a prompt pass without a
+    mask keeps keys and values once per key head, not per query head. Models with additional norms (Qwen3, Gemma 3) or
     experts keep more activations, which are not counted.
     """
     c, h, heads = precision.compute, model.hidden_size, model.num_heads * model.head_dim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -165,8 +166,9 @@ def print_memory(
     parts: list[Part],
     remarks: list[str],
     device_gib: float | None,
+    vllm_share: float = 0.0,
 ) -> str | None:
-    """Print the table of parts, the peak, and the comparison with the device.
+    """Print the table of parts, the peak, and the comparison with the device, of which vLLM takes a fraction.
 
     Returns:
         If the run does not fit, an error message that lists settings which reduce memory. None if the run may fit, or
@@ -189,17 +191,19 @@ def print_memory(
     table.add_row("together", *total, f"highest: {highest}", style="bold")
     console.print()
     console.print(table)
-    compared = device_line(peaks[highest], device_gib)
+    compared = device_line(peaks[highest], device_gib, vllm_share)
     if model.has_trained_tower:
         compared += " The activations of the trained vision tower come on top."
     for note in [*memory_notes(model, settings, remarks), *cpu_lines(parts), compared]:
         console.print(note, markup=False)
-    if not compared.startswith(verdict(2)):
+    if not compared.startswith(verdict(math.inf)):
         return None
     total_bytes = device_bytes(device_gib)
     assert total_bytes is not None
-    too_high = [moment for moment in MOMENTS if peaks[moment] > total_bytes]
+    too_high = [moment for moment in MOMENTS if peaks[moment] > total_bytes * (1 - vllm_share)]
     lines = [f"{moment}: {'; '.join(levers(model, settings, moment))}" for moment in too_high]
+    if vllm_share:
+        lines.append("every phase: a smaller engine.gpu_memory_utilization")
     return "\n".join([f"{compared} Settings that reduce memory, by phase:", *lines])
 
 
@@ -234,12 +238,18 @@ def device_bytes(device_gib: float | None) -> float | None:
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
-def device_line(needed: int, device_gib: float | None) -> str:
-    """Compare the needed bytes with the device's memory."""
+def device_line(needed: int, device_gib: float | None, vllm_share: float = 0.0) -> str:
+    """Compare the needed bytes with the device's memory, of which vLLM takes a fraction."""
     total = device_bytes(device_gib)
     if total is None:
         return "No CUDA device to compare with; set its memory with --device_gib N."
-    line = f"{verdict(needed / total)}: {needed / GIB:.1f}"
+    left = total * (1 - vllm_share)
+    line = f"{verdict(needed / left if left else math.inf)}: {needed / GIB:.1f}"
+    if vllm_share:
+        return (
+            f"{line} GiB of the {left / GIB:.1f} GiB that vLLM leaves of {total / GIB:.1f} GiB "
+            "(engine.gpu_memory_utilization)."
+        )
     if device_gib is not None:
         return f"{line} of {device_gib:g} GiB."
     name = torch.cuda.get_device_properties(0).name
@@ -258,7 +268,7 @@ def levers(model: ModelSizes, settings: MemorySettings, moment: str) -> list[str
     found = [
         (batch.num_completions > 1, UPDATE, "a larger trainer.accumulate_grad_batches (the update stays the same)"),
         (settings.checkpointing == "none", UPDATE, "policy.activation_checkpointing: layers"),
-        (settings.sampling_prompts > 1, SAMPLING, "model.engine.max_rows: sample in several waves"),
+        (settings.sampling.prompts > 1, SAMPLING, "model.engine.max_rows: decode fewer completions at a time"),
         (has_copy and "reference" not in settings.offloaded, SAMPLING, "model.offload: [reference, optimizer]"),
         (has_copy, ALWAYS, "objective.beta: 0, which needs no reference"),
         (

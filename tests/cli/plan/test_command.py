@@ -14,6 +14,7 @@ from grpo_lightning.cli.plan import command as plan
 from grpo_lightning.cli.plan.batches import BatchPlan
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rollout.local_engine import LocalEngine
+from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from tests.cli.plan.real_shapes import llama_1b, published
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -188,11 +189,21 @@ def test_memory_in_gib_for_a_published_model(recipe, said):
     assert "│ reference │" not in out
 
 
-@pytest.mark.parametrize(("max_rows", "size"), [(None, (8, 2)), (5, (4, 1)), (3, (4, 1)), (100, (8, 2))])
-def test_the_engines_rows_bound_what_is_decoded_at_once(max_rows, size):
-    batches = BatchPlan(2, 4)
-    assert plan.sampling_size(LocalEngine(max_rows), batches) == size
-    assert plan.sampling_size(object(), batches) == (0, 0)
+@pytest.mark.parametrize(
+    ("max_rows", "shared", "in_waves"),
+    [
+        (None, (20, 5, 5), (20, 5, 5)),
+        (9, (9, 5, 2), (8, 2, 2)),  # e.g. 5 open rows of 4 prompts, and the 4 rows of the newest prompt
+        (6, (6, 3, 1), (4, 1, 1)),
+        (3, (4, 1, 1), (4, 1, 1)),
+        (100, (20, 5, 5), (20, 5, 5)),
+    ],
+)
+def test_the_engines_rows_bound_what_is_decoded_at_once(max_rows, shared, in_waves):
+    batches = BatchPlan(5, 4)
+    assert plan.sampling_size(LocalEngine(max_rows), batches, shares_prompts=True) == shared
+    assert plan.sampling_size(LocalEngine(max_rows), batches, shares_prompts=False) == in_waves
+    assert plan.sampling_size(object(), batches, shares_prompts=True) == (0, 0, 0)
 
 
 # --------------------------------------------------------------------------------------------------------- many devices
@@ -200,6 +211,24 @@ def test_the_engines_rows_bound_what_is_decoded_at_once(max_rows, size):
 
 def policy_of(**settings):
     return {"class_path": "grpo_lightning.PolicyLoader", "init_args": {"name": "./llama", **settings}}
+
+
+def test_the_memory_of_vllm_is_named():
+    assert plan.engine_remarks(LocalEngine()) == []
+    (remark,) = plan.engine_remarks(VLLMEngine(gpu_memory_utilization=0.4))
+    assert remark == "the device also holds vLLM, in 40% of its memory (engine.gpu_memory_utilization)"
+    assert plan.engine_remarks(VLLMEngine("server")) == ["an external engine samples, whose memory is not counted"]
+
+
+def test_the_memory_of_vllm_counts_in_the_verdict(recipe, said, capsys):
+    """A tiny policy fits into half of 8 GiB, and not beside a vLLM that takes all of them."""
+    engine = {"class_path": "grpo_lightning.VLLMEngine", "init_args": {"gpu_memory_utilization": 0.5}}
+    out = said([*recipe(engine=engine), "--device_gib", "8"])
+    assert re.search(r"It fits: 0\.0 GiB of the 4\.0 GiB that vLLM leaves of 8\.0 GiB", out)
+    engine["init_args"]["gpu_memory_utilization"] = 1.0
+    with pytest.raises(SystemExit):
+        said([*recipe(engine=engine), "--device_gib", "8"])
+    assert "every phase: a smaller engine.gpu_memory_utilization" in capsys.readouterr().err
 
 
 def test_lora_is_planned(recipe, said):

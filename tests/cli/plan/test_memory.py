@@ -8,6 +8,8 @@ import json
 import pytest
 import torch
 
+from grpo_lightning.cli.plan.batches import BatchPlan
+from grpo_lightning.cli.plan.command import sampling_size
 from grpo_lightning.cli.plan.memory import (
     ALWAYS,
     TRAINING,
@@ -16,6 +18,7 @@ from grpo_lightning.cli.plan.memory import (
     Part,
     Pass,
     Precision,
+    SamplingSize,
     ScoredBatch,
     activation_bytes,
     cache_bytes,
@@ -377,7 +380,8 @@ def test_activations_are_at_most_what_autograd_keeps(family, path, precision, le
     kept = saved_bytes(model, Scorer(path), ragged_batch(2, 3, 40, 24), is_mixed=precision == "bf16-mixed")
     found, batch = loaded_sizes(model), ScoredBatch(2, 6, 40, 24, path)
     predicted = activation_bytes(found, batch, precision_of(precision, "float32")) + logits_bytes(found, batch)[0]
-    assert least <= predicted / kept <= 1.02
+    # Without a mask, the prompt pass keeps its keys and values once per key head, which is not subtracted.
+    assert least <= predicted / kept <= (1.04 if path == "extended" else 1.02)
 
 
 def test_temporary_memory_of_adapters_by_hand():
@@ -490,11 +494,12 @@ def test_the_cache_is_the_engines(monkeypatch, family, precision):
     caches = []
 
     def kept(cache_class):
-        def make(*args):
-            caches.append(cache_class(*args))
-            return caches[-1]
+        class Kept(cache_class):
+            def __init__(self, *args):
+                super().__init__(*args)
+                caches.append(self)
 
-        return make
+        return Kept
 
     for name in ("SharedPrompts", "RepeatedPrompts"):
         monkeypatch.setattr(local_engine, name, kept(getattr(local_engine, name)))
@@ -511,15 +516,38 @@ def test_the_cache_is_the_engines(monkeypatch, family, precision):
         states = [x for layer in cache.cache.layers for x in (layer.keys, layer.values)]
     batch = dataclasses.replace(BATCH, prompt_length=12, completion_length=6)
     widths = precision_of(precision, "float32")
-    settings = MemorySettings(batch, widths, sampling_rows=6, sampling_prompts=2)
+    settings = MemorySettings(batch, widths, sampling=SamplingSize(6, 2, 2))
     planned = {part.name: part for part in memory_parts(loaded_sizes(model), settings)}["key-value cache"]
     assert planned.num_bytes == sum(x.nbytes for x in states)
 
 
+def test_prompts_that_join_stay_within_the_planned_cache(monkeypatch):
+    """With the tensors that rows and prompts have left in: their memory is used again at the next join."""
+    model, held = tiny_model("llama"), []
+    model.generation_config.eos_token_id = list(range(2, 30))
+    feed = LocalEngine.feed
+
+    def measured(self, rows, step, placed):
+        feed(self, rows, step, placed)
+        pairs = rows.cache.prompts + rows.cache.own
+        held.append(sum(x.untyped_storage().nbytes() for pair in pairs for x in pair))
+
+    monkeypatch.setattr(LocalEngine, "feed", measured)
+    engine, num_prompts = LocalEngine(max_rows=7), 20
+    engine.connect(model, tiny_tokenizer(), Sharding())
+    engine.generate(
+        [[5] * 12] * num_prompts, 3, SamplingParams(max_completion_length=6), seeds=list(range(num_prompts))
+    )
+    batch = dataclasses.replace(BATCH, prompt_length=12, completion_length=6)
+    size = sampling_size(engine, BatchPlan(num_prompts, 3), shares_prompts=True)
+    assert size == (7, 5, 2)
+    settings = MemorySettings(batch, FP32, sampling=size)
+    planned = {part.name: part for part in memory_parts(loaded_sizes(model), settings)}["key-value cache"]
+    assert 0.7 * planned.num_bytes < max(held) <= planned.num_bytes
+
+
 def test_nothing_is_decoded_by_another_engine():
-    names = {
-        part.name for part in memory_parts(MODEL, MemorySettings(BATCH, FP32, sampling_rows=8, sampling_prompts=2))
-    }
+    names = {part.name for part in memory_parts(MODEL, MemorySettings(BATCH, FP32, sampling=SamplingSize(8, 2, 2)))}
     assert names >= {"key-value cache", "growing the cache", "next-token scores"}
     others = {part.name for part in memory_parts(MODEL, MemorySettings(BATCH, FP32))}
     assert names - others == {"key-value cache", "growing the cache", "next-token scores"}

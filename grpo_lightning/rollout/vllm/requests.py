@@ -1,0 +1,146 @@
+"""Requests to vLLM and its answers: sampling settings by vLLM's names, seeds, and completions.
+
+`LLM.generate` and the server's route `/v1/completions` take the same settings, so both modes of the engine share this
+file. vLLM is not imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo_lightning.core.seeding import derived_seed
+from grpo_lightning.core.types import Completion, SamplingParams
+
+LEAST_TEMPERATURE = 0.01
+"""vLLM raises lower temperatures to this value, except 0 (greedy)."""
+
+SUPPRESSED = -100.0
+"""Logit bias of suppressed tokens, the lowest that vLLM's server accepts. exp(-100) is below the precision of float32,
+so that the log-probs of all other tokens are those of a softmax without the suppressed tokens."""
+
+
+MOST_SUPPRESSED = 1024
+"""Logit biases that vLLM's sampler on GPUs takes per request."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion to sample."""
+
+    prompt_ids: list[int]
+    settings: dict[str, Any]
+    """Arguments of `vllm.SamplingParams`, which are also fields of the server's requests."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A sampled completion as vLLM returns it."""
+
+    token_ids: list[int]
+    """[T] sampled tokens, including the stop token."""
+
+    logprobs: list[float]
+    """[T] nats."""
+
+    finish_reason: str | None
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Check that vLLM samples from exactly the distribution that `LocalEngine` samples from.
+
+    Raises:
+        ValueError: If it does not: for more suppressed tokens than vLLM takes, for temperatures that vLLM raises, and
+            for `min_p` together with `top_p`, because vLLM applies `min_p` first, and then takes `top_p` of the mass
+            that is left.
+    """
+    if len(set(sampling.suppress_tokens)) > MOST_SUPPRESSED:
+        raise ValueError(
+            f"sampling.suppress_tokens and the tokens that a policy never samples (padding of its vocabulary) are "
+            f"{len(set(sampling.suppress_tokens)):,} tokens, and vLLM suppresses at most {MOST_SUPPRESSED:,}: suppress "
+            "fewer tokens, or use LocalEngine."
+        )
+    if sampling.is_greedy:
+        return
+    if sampling.temperature < LEAST_TEMPERATURE:
+        raise ValueError(
+            f"sampling.temperature is {sampling.temperature}, and vLLM raises temperatures below {LEAST_TEMPERATURE} "
+            f"to that value: set it to 0 (greedy) or at least {LEAST_TEMPERATURE}, or use LocalEngine."
+        )
+    if sampling.min_p and sampling.top_p < 1:
+        raise ValueError(
+            f"sampling.min_p ({sampling.min_p}) and sampling.top_p ({sampling.top_p}) are both set: vLLM applies them "
+            "in the opposite order, which keeps other tokens. Set only one of them, or use LocalEngine."
+        )
+
+
+def sampling_settings(sampling: SamplingParams, stop_ids: Sequence[int]) -> dict[str, Any]:
+    """Translate sampling settings to vLLM's names. Everything is set, so that no default of a model or server applies.
+
+    Args:
+        sampling: Settings that `check_sampling` accepts.
+        stop_ids: Tokens that end a completion.
+    """
+    is_greedy = sampling.is_greedy
+    return {
+        "n": 1,
+        "max_tokens": sampling.max_completion_length,
+        "min_tokens": 0,
+        "temperature": sampling.temperature,
+        "top_p": 1.0 if is_greedy else sampling.top_p,
+        "top_k": 0 if is_greedy else sampling.top_k,
+        "min_p": 0.0 if is_greedy else sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logit_bias": dict.fromkeys(sampling.suppress_tokens, SUPPRESSED) or None,
+        "stop": list(sampling.stop_strings),
+        "stop_token_ids": list(stop_ids),
+        # `stop_token_ids` has the model's end-of-sequence tokens already.
+        "ignore_eos": True,
+        # The log-prob of the sampled token only.
+        "logprobs": 0,
+        "skip_special_tokens": True,
+    }
+
+
+def requests_of(
+    prompts: Sequence[list[int]], seeds: Sequence[int], part: range, settings: dict[str, Any]
+) -> list[Request]:
+    """One request per completion, in the order of the prompts.
+
+    The seed of a request follows from the seed of the prompt and the index of the completion in its group. The random
+    numbers of a completion therefore depend neither on the other prompts of the batch nor on the part of the group
+    that is sampled. vLLM's prefix cache computes a prompt once for its requests.
+
+    Args:
+        prompts: N prompts, unpadded token ids.
+        seeds: N seeds, one per prompt.
+        part: Indices, among the G completions of a prompt, of those to sample.
+        settings: The result of `sampling_settings`.
+    """
+    return [
+        Request(ids, settings | {"seed": derived_seed(seed, index)})
+        for ids, seed in zip(prompts, seeds, strict=True)
+        for index in part
+    ]
+
+
+def completion_of(answer: Answer, sampling: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> Completion:
+    """Convert an answer to a completion. The policy's own tokenizer decodes the text.
+
+    Raises:
+        RuntimeError: If the answer was aborted, has another number of log-probs than tokens, or has a suppressed token.
+    """
+    ids, logprobs, reason = answer.token_ids, answer.logprobs, answer.finish_reason
+    if reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM ended a completion after {len(ids)} tokens with the reason {reason!r}: see its log.")
+    if not ids or len(ids) != len(logprobs):
+        raise RuntimeError(f"vLLM returned a completion of {len(ids)} tokens with {len(logprobs)} log-probs.")
+    if wrong := sorted(set(sampling.suppress_tokens) & set(ids)):
+        raise RuntimeError(f"vLLM sampled the suppressed token {wrong[0]}. Another client may have changed the server.")
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return Completion(list(ids), list(logprobs), "stop" if reason == "stop" else "length", text)

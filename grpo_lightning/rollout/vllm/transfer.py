@@ -1,0 +1,240 @@
+"""Weight transfer: backends that are registered with vLLM, and the trainer's end of a broadcast.
+
+vLLM receives weights by pluggable backends. Its own backend `nccl` needs GPUs. `register` adds two backends: `tensors`
+hands over tensors within one process, and `gloo` broadcasts over TCP, also without GPUs. `gloo` has the messages and
+the concurrency of `nccl`: the server's workers wait for each tensor while the trainer broadcasts it. The trainer's code
+is the same for both, apart from the process group.
+
+vLLM calls `register` in each of its processes, through the entry point `vllm.general_plugins` of this package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class BroadcastGroup(Protocol):
+    """A process group of the trainer (rank 0) and the server's workers."""
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Send a tensor of rank 0 to the other ranks, which receive it into theirs."""
+
+
+class GlooGroup:
+    """A group over TCP, next to the global process groups of torch and vLLM.
+
+    Args:
+        host: Address of rank 0.
+        port: Free port of rank 0.
+        rank: This process: 0 is the trainer.
+        world_size: Number of processes in the group.
+        timeout: Seconds that each operation may take.
+    """
+
+    def __init__(self, host: str, port: int, rank: int, world_size: int, timeout: float) -> None:
+        limit = timedelta(seconds=timeout)
+        distributed: Any = torch.distributed  # whose stubs lack these names
+        store = distributed.TCPStore(host, port, world_size, is_master=rank == 0, timeout=limit)
+        self.group: Any = distributed.ProcessGroupGloo(store, rank, world_size, limit)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Broadcast a tensor of the CPU, or a copy of another tensor."""
+        options: Any = torch.distributed.BroadcastOptions()
+        options.rootRank = 0
+        self.group.broadcast([tensor.cpu().contiguous()], options).wait()
+
+
+class NCCLGroup:
+    """The trainer's end of vLLM's backend `nccl`, on the current CUDA device.
+
+    Args:
+        host: Address of the trainer.
+        port: Free port of the trainer.
+        rank: This process: 0 is the trainer.
+        world_size: Number of processes in the group.
+        timeout: Not used: vLLM's communicator has its own limits.
+    """
+
+    def __init__(self, host: str, port: int, rank: int, world_size: int, timeout: float) -> None:
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        group = StatelessProcessGroup.create(host=host, port=port, rank=rank, world_size=world_size)
+        self.device = torch.cuda.current_device()
+        self.communicator = PyNcclCommunicator(group, device=self.device)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Broadcast a tensor, from the GPU."""
+        on_device = tensor.to(f"cuda:{self.device}").contiguous()
+        self.communicator.broadcast(on_device, src=0, stream=torch.cuda.current_stream())
+
+
+GROUPS: dict[str, type[GlooGroup | NCCLGroup]] = {"gloo": GlooGroup, "nccl": NCCLGroup}
+"""The trainer's process group by the name of the server's backend."""
+
+
+def describe(group: list[tuple[str, Tensor]]) -> dict[str, Any]:
+    """The message that announces a group of weights to the server's workers, before they are broadcast."""
+    return {
+        "names": [name for name, _ in group],
+        "dtype_names": [str(weight.dtype).removeprefix("torch.") for _, weight in group],
+        "shapes": [list(weight.shape) for _, weight in group],
+    }
+
+
+# ------------------------------------------------------------------------------------------------- in vLLM's processes
+
+
+def register() -> None:
+    """Register the backends `tensors` and `gloo` with vLLM; does nothing in releases without weight transfer."""
+    try:
+        from vllm.distributed.weight_transfer.base import WeightTransferEngine
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError:  # an older vLLM in whose environment this package is installed: it must start nevertheless
+        return
+    for name, kind in (("tensors", InProcess), ("gloo", Broadcast)):
+        backend = type(kind.__name__, (kind, WeightTransferEngine), {})
+        with contextlib.suppress(ValueError):  # vLLM loads its plugins several times in a process
+            WeightTransferEngineFactory.register_engine(name, backend)
+
+
+@dataclass
+class NoInit:
+    """A backend in one process has nothing to set up."""
+
+
+@dataclass
+class Tensors:
+    """Named weights as tensors."""
+
+    weights: list[tuple[str, Tensor]] = field(default_factory=list)
+
+
+@dataclass
+class GroupInit:
+    """Where the trainer opens the group. The fields are those of `nccl`, with a timeout in seconds."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    timeout: float = 600.0
+
+
+@dataclass
+class Announced:
+    """Weights that the trainer broadcasts next. The fields are those of `nccl`."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+class Reload:
+    """Loads full weights layer by layer, and checks that every weight of the model got a value.
+
+    `register` combines this class with vLLM's own base, which sets the attributes.
+    """
+
+    init_info_cls: type = NoInit
+    update_info_cls: type
+    model: Any
+    model_config: Any
+    parallel_config: Any
+    device: torch.device
+    expected: set[str]
+    loaded: set[str]
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        """Set up the connection."""
+
+    def start_weight_update(self) -> None:
+        """Start to collect the weights of each layer."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self.expected, self.loaded = {name for name, _ in self.model.named_parameters()}, set()
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: Any) -> None:
+        """Load one group of weights."""
+        self.loaded |= set(self.model.load_weights(self.received(update_info)) or ())
+
+    def finish_weight_update(self) -> None:
+        """Put the collected weights into place. Raises: RuntimeError if a weight is missing."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+        repack_heads(self.model)
+        if missing := sorted(self.expected - self.loaded):
+            raise RuntimeError(
+                f"The trainer sent no value for {missing[0]}, and {len(missing) - 1} more of the {len(self.expected)} "
+                "weights: the policy and vLLM's model differ."
+            )
+
+    def received(self, update_info: Any) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the weights of one message."""
+        raise NotImplementedError
+
+    def shutdown(self) -> None:
+        """Close the connection."""
+
+
+class InProcess(Reload):
+    """Backend `tensors`: the trainer's tensors themselves."""
+
+    update_info_cls = Tensors
+
+    def received(self, update_info: Tensors) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the given tensors."""
+        yield from update_info.weights
+
+
+class Broadcast(Reload):
+    """Backend `gloo`: each weight is broadcast by the trainer."""
+
+    init_info_cls = GroupInit
+    update_info_cls = Announced
+    group: GlooGroup | None = None
+
+    def init_transfer_engine(self, init_info: GroupInit) -> None:
+        """Join the trainer's group; a resumed trainer opens a new one."""
+        parallel = self.parallel_config
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank + init_info.rank_offset
+        address = init_info.master_address, init_info.master_port
+        self.group = GlooGroup(*address, rank, init_info.world_size, init_info.timeout)
+
+    def received(self, update_info: Announced) -> Iterator[tuple[str, Tensor]]:
+        """Receive the announced weights one by one."""
+        if self.group is None:
+            raise RuntimeError("The trainer has not opened a group: call /init_weight_transfer_engine first.")
+        announced = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
+        for name, dtype, shape in announced:
+            weight = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+            self.group.broadcast(weight)
+            yield name, weight.to(self.device)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self.group = None
+
+
+def repack_heads(model: nn.Module) -> None:
+    """On a CPU, repack the weights of the vocabulary heads, which vLLM does only for heads that received weights.
+
+    A head that is tied to the embeddings receives none, and its packed copy would keep the old values.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)

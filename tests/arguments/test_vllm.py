@@ -1,0 +1,130 @@
+"""Arguments of VLLMEngine: other options for vLLM in the process, or other calls of a server."""
+
+from __future__ import annotations
+
+import socket
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_lightning.core.types import SamplingParams
+from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.rollout.vllm import server as vllm_server
+from grpo_lightning.rollout.vllm.engine import VLLMEngine
+from grpo_lightning.rollout.vllm.server import ServerError
+from tests.arguments.registry import case
+from tests.module_runs import SMALL
+from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.vllm.fakes import FakeLLM, fake_vllm, serving  # noqa: F401 - a fixture
+
+SAMPLING = SamplingParams(max_completion_length=4)
+
+
+def connected(engine: VLLMEngine, policy: Any = None) -> VLLMEngine:
+    """The engine with the weights of a tiny policy."""
+    policy = tiny_model(**SMALL) if policy is None else policy
+    engine.connect(policy, tiny_tokenizer(), Sharding())
+    engine.sync_weights(policy)
+    return engine
+
+
+def option(name: str, engine: VLLMEngine) -> Any:
+    """What vLLM is made with."""
+    connected(engine)
+    return FakeLLM.made[-1].fake.options[name]
+
+
+@case(VLLMEngine, "mode")
+def test_mode(fake_vllm):  # noqa: F811
+    connected(VLLMEngine("colocate"))
+    assert len(FakeLLM.made) == 1
+    with pytest.raises(ServerError, match="no vLLM server answers"):
+        connected(VLLMEngine("server"))
+    assert len(FakeLLM.made) == 1
+
+
+@case(VLLMEngine, "gpu_memory_utilization", "max_num_seqs", "enable_prefix_caching", "enforce_eager")
+def test_options_of_vllm(fake_vllm):  # noqa: F811
+    values = {
+        "gpu_memory_utilization": 0.6,
+        "max_num_seqs": 8,
+        "enable_prefix_caching": False,
+        "enforce_eager": True,
+    }
+    for name, value in values.items():
+        assert option(name, VLLMEngine()) != value
+        assert option(name, VLLMEngine(**{name: value})) == value
+
+
+@case(VLLMEngine, "dtype")
+def test_dtype(fake_vllm):  # noqa: F811
+    assert option("dtype", VLLMEngine()) == "float32"  # that of the policy
+    assert option("dtype", VLLMEngine(dtype="bfloat16")) == "bfloat16"
+    connected(VLLMEngine(), tiny_model(dtype=torch.bfloat16, **SMALL))
+    assert FakeLLM.made[-1].fake.options["dtype"] == "bfloat16"
+
+
+@case(VLLMEngine, "max_model_len")
+def test_max_model_len(fake_vllm):  # noqa: F811
+    long = [[5] * 40]
+    assert connected(VLLMEngine()).generate(long, 1, SAMPLING, seeds=[0])
+    with pytest.raises(ValueError, match="exceeds vLLM's max_model_len of 40"):
+        connected(VLLMEngine(max_model_len=40)).generate(long, 1, SAMPLING, seeds=[0])
+
+
+def url_of(**settings: Any) -> str:
+    return VLLMEngine("server", **settings).url
+
+
+@case(VLLMEngine, "base_url", "host", "port")
+def test_the_address_of_the_server():
+    assert url_of() == "http://127.0.0.1:8000"
+    assert url_of(host="node7") == "http://node7:8000"
+    assert url_of(port=9000) == "http://127.0.0.1:9000"
+    assert url_of(base_url="https://node8/vllm") == "https://node8/vllm"
+
+
+def free_port() -> int:
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return int(opened.getsockname()[1])
+
+
+@case(VLLMEngine, "timeout")
+def test_timeout():
+    policy, port = tiny_model(**SMALL), free_port()
+    with serving(policy.config) as server:
+        for timeout, is_too_short in ((30.0, False), (0.3, True)):
+            own = {"base_url": server.url, "weight_transfer_backend": "gloo", "group_port": port}
+            engine = connected(VLLMEngine("server", timeout=timeout, **own), policy)
+            server.delay = 0.6
+            if is_too_short:
+                with pytest.raises(ServerError, match=r"within model.engine.timeout \(0.3 seconds\)"):
+                    engine.generate([[5, 6]], 1, SAMPLING, seeds=[0])
+            else:
+                assert engine.generate([[5, 6]], 1, SAMPLING, seeds=[0])
+            server.delay = 0.0
+            engine.backend.group = None  # frees the port
+            time.sleep(0.1)
+
+
+@case(VLLMEngine, "weight_transfer_backend", "group_port")
+def test_where_and_how_the_servers_workers_join(monkeypatch):
+    joined = []
+
+    def group(name: str) -> Any:
+        def open_group(host: str, port: int, *_: Any) -> Any:
+            joined.append((name, port))
+            return SimpleNamespace(broadcast=lambda _: None)
+
+        return open_group
+
+    monkeypatch.setattr(vllm_server, "GROUPS", {name: group(name) for name in ("gloo", "nccl")})
+    policy, silent = tiny_model(**SMALL), ("/init_weight_transfer_engine", "/update_weights", "/finish_weight_update")
+    with serving(policy.config, answers=dict.fromkeys(silent)) as server:
+        for own in ({}, {"weight_transfer_backend": "gloo"}, {"group_port": 5000}):
+            connected(VLLMEngine("server", base_url=server.url, **own), policy)
+    assert joined == [("nccl", 51216), ("gloo", 51216), ("nccl", 5000)]

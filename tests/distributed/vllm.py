@@ -1,0 +1,40 @@
+"""A run that samples on a vLLM server, on one rank or two: `python -m tests.distributed.vllm STRATEGY URL FOLDER`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from grpo_lightning.core import ranks
+from grpo_lightning.rollout.vllm.engine import VLLMEngine
+from tests.distributed.harness import free_port
+from tests.distributed.runs import STRATEGIES
+from tests.module_runs import History, make_module, make_source, make_trainer, weights_of
+
+STEPS = 3
+
+
+def train(strategy: str, url: str, folder: Path) -> None:
+    """Train, and write down what was logged and the weights."""
+    devices, history = 1 if strategy == "one" else 2, History()
+    options = {"weight_transfer_backend": "gloo", "group_port": free_port(), "timeout": 60.0}
+    engine = VLLMEngine("server", base_url=url, **options)
+    module = make_module(policy=str(folder / "policy"), length=6, engine=engine)
+    trainer = make_trainer(devices=devices, strategy=STRATEGIES[strategy](), max_steps=STEPS, callbacks=[history])
+    trainer.fit(module, make_source(module, batch_size=4 // devices, shuffle=False))
+    if ranks.rank() == 0:
+        (folder / f"{strategy}.json").write_text(json.dumps(history.steps))
+        torch.save(weights_of(module), folder / f"{strategy}.pt")
+
+
+def main(strategy: str, url: str, folder: str) -> None:
+    """Train on this rank."""
+    torch.set_num_threads(1)
+    train(strategy, url, Path(folder))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,86 @@
+"""Start and stop a real `vllm serve` on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+START_SECONDS = 180
+
+FLAGS = [
+    *("--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256"),
+    # A seeded request whose prompt is split into chunks crashes vLLM on a CPU.
+    *("--max-num-seqs", "32", "--no-enable-chunked-prefill", "--disable-uvicorn-access-log"),
+    *("--enable-prefix-caching", "--block-size", "32"),
+]
+TRANSFER = ["--weight-transfer-config", json.dumps({"backend": "gloo"})]
+PROCESSED = ["--logprobs-mode", "processed_logprobs"]
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return int(opened.getsockname()[1])
+
+
+class Server:
+    """A `vllm serve` in a session of its own, so that a signal reaches all of its processes."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.port, self.log = free_port(), folder.parent / "server.log"
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--port", str(self.port)]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, *FLAGS, *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"},
+                start_new_session=True,
+            )
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until the server answers. Raises: RuntimeError with the end of its log."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end and self.process.poll() is None:
+            with contextlib.suppress(OSError), opener.open(f"{self.url}/health", timeout=2):
+                return
+            time.sleep(0.5)
+        self.close()
+        raise RuntimeError(f"vllm serve did not start:\n{self.log.read_text(errors='replace')[-4000:]}")
+
+    def kill(self) -> None:
+        """As `kill -9` of all processes of the server."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)
+
+    def close(self) -> None:
+        """End the server, first politely, so that it removes its shared memory."""
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(self.process.pid, signal.SIGTERM)
+            self.process.wait(20)
+        self.kill()
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *flags: str) -> Iterator[Server]:
+    """A server that is closed afterwards."""
+    server = Server(folder, *flags)
+    try:
+        yield server
+    finally:
+        server.close()

