@@ -374,8 +374,8 @@ def extended_chunks(
     else:
         arguments = {name: values.gather(-1, columns.expand_as(values)) for name, values in arguments.items()}
         ids, last, mask = ids.gather(1, columns), mask.sum(1) - 1, torch.ones_like(mask)
-    inputs = {"input_ids": ids, "attention_mask": mask.long(), "past_key_values": prefix, "use_cache": True}
-    inputs |= known_arguments(model, **arguments)
+    inputs = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": True}
+    inputs |= known_arguments(model, cache=prefix, **arguments)
     with seeing(model, batch.vision) as images, recording(routers) as routed:
         first = head.prompt_states(model, inputs | images, last)  # [N, 1, ...] predicts the first completion token
     if columns is not None:
@@ -404,9 +404,8 @@ def extended_chunks(
         arguments = {
             "input_ids": inputs,
             "attention_mask": seen,
-            "past_key_values": prefix.extend(fan),
             "use_cache": True,
-        } | known_arguments(model, position_ids=positions)
+        } | known_arguments(model, cache=prefix.extend(fan), position_ids=positions)
         with recording(routers) as routed:
             scores = head.score(model, arguments, aligned, ids, mask)
         if routers is None:

@@ -63,8 +63,18 @@ def forward_arguments(model_class: type[nn.Module]) -> frozenset[str]:
 
 
 def known_arguments(model: nn.Module, **arguments: Any) -> dict[str, Any]:
-    """Keep the arguments that the model's forward names."""
+    """Keep the arguments that the model's forward names; `cache` gets the name that the model has for it."""
+    if "cache" in arguments and (name := cache_argument(model)):
+        arguments[name] = arguments.pop("cache")
     return {name: value for name, value in arguments.items() if accepts(model, name)}
+
+
+def cache_argument(model: nn.Module) -> str | None:
+    """Name of the KV cache among the arguments of the model's forward; None if it takes no cache.
+
+    transformers 5.24 has renamed `past_key_values` to `cache`. Models with code of their own may have either name.
+    """
+    return next((name for name in ("cache", "past_key_values") if accepts(model, name)), None)
 
 
 def left_pad(rows: list[list[int]], pad_id: int, multiple: int = 1) -> tuple[Tensor, Tensor]:

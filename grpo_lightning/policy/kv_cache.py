@@ -3,8 +3,8 @@
 Scoring. `PrefixCache` is a write-once cache: the states of each prompt are stored once and only read afterwards.
 
     prefix = PrefixCache(model.config)                                   # the prompt pass fills it
-    model(**prompts, past_key_values=prefix, use_cache=True)
-    model(**completions, past_key_values=prefix.extend(rows), use_cache=True)   # the completion pass only reads
+    model(**prompts, cache=prefix, use_cache=True)
+    model(**completions, cache=prefix.extend(rows), use_cache=True)      # the completion pass only reads
 
 The prompt pass runs the prompts, and the completion pass runs the completions with the cache. The passes have separate
 cache objects, because activation checkpointing recomputes the prompt pass in the backward pass, after the completion
@@ -297,7 +297,7 @@ class DecodingCache(Protocol):
     """States of the open rows, which are the completions that are decoded together."""
 
     def next_token(self) -> dict[str, Any]:
-        """Make room for a token per row. Returns: the arguments of the model's forward for that token."""
+        """Make room for a token per row. Returns: arguments for `known_arguments` and the model's forward."""
 
     def decoding(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the model's forward reads this cache."""
@@ -352,7 +352,7 @@ class RepeatedPrompts:
     def next_token(self) -> dict[str, Any]:
         """See `DecodingCache.next_token`."""
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], 1)
-        return {"past_key_values": self.cache, "attention_mask": self.mask.long()}
+        return {"cache": self.cache, "attention_mask": self.mask.long()}
 
     def decoding(self) -> contextlib.AbstractContextManager[None]:
         """See `DecodingCache.decoding`."""
@@ -440,7 +440,7 @@ class SharedPrompts(Cache):
             columns = torch.arange(round_up(self.length, self.device), device=self.device)
             bias = masking_bias(columns < self.ages[:, None], self.own[0].keys.dtype)
             self.own_bias = bias[..., : self.length]
-        return {"past_key_values": self}
+        return {"cache": self}
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[None]:

@@ -31,6 +31,7 @@ from grpo_lightning.policy.hf import (
     accepts,
     attention_kernel,
     base_model,
+    cache_argument,
     compute_device,
     evaluating,
     running_module,
@@ -46,8 +47,8 @@ def no_cache_reason(model: nn.Module) -> str | None:
     base = base_model(model)
     if getattr(base.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
-    if not accepts(model, "past_key_values"):
-        return f"{type(base).__name__}.forward takes no past_key_values"
+    if cache_argument(model) is None:
+        return f"{type(base).__name__}.forward takes no KV cache"
     return unknown_reason(base.config)
 
 

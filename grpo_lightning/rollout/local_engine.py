@@ -352,7 +352,7 @@ class LocalEngine(RolloutEngine):
             logits = self.forward(
                 prompt_ids,
                 attention_mask=prompt_mask.long(),
-                past_key_values=prefilled,
+                cache=prefilled,
                 **placed.arguments,
                 **images,
             )

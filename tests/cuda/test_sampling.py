@@ -15,6 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from grpo_lightning.core.types import SamplingParams
+from grpo_lightning.policy.hf import known_arguments
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.fused import compile_draw
 from grpo_lightning.rollout.local_engine import LocalEngine
@@ -136,9 +137,10 @@ def test_what_a_decoding_step_waits_for_and_launches(monkeypatch):
     with EmulatedCuda() as gpu, torch.no_grad():
         model = tiny_model("qwen2", num_hidden_layers=LAYERS, dtype=torch.bfloat16).to("cuda")
         ids, cache = torch.full((12, 12), 5, device="cuda"), DynamicCache(config=model.config)
-        model(input_ids=ids, past_key_values=cache, use_cache=True)
+        cached = known_arguments(model, cache=cache) | {"use_cache": True}
+        model(input_ids=ids, **cached)
         gpu.reset()
-        model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
+        model(input_ids=ids[:, -1:], **cached)
         own = gpu.launches.total()
     assert cost["model"] <= own + ATTENTION_LAUNCHES * LAYERS, (cost, own)
     assert cost["sampler"] <= SAMPLER_LAUNCHES

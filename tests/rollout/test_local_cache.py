@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from grpo_lightning.core.types import SamplingParams
-from grpo_lightning.policy.hf import text_config
+from grpo_lightning.policy.hf import known_arguments, text_config
 from grpo_lightning.policy.kv_cache import SamplingCache
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout import local_engine
@@ -50,10 +50,10 @@ def test_under_autocast_the_same_numbers_take_half_the_memory(monkeypatch, famil
 def test_without_autocast_the_states_keep_their_type(dtype):
     model = tiny_model("qwen2", dtype=dtype)
     cache = SamplingCache(config=text_config(model))
-    model(torch.tensor([[5, 6, 7]]), past_key_values=cache, use_cache=True)
+    model(torch.tensor([[5, 6, 7]]), use_cache=True, **known_arguments(model, cache=cache))
     assert {layer.keys.dtype for layer in cache.layers} == {dtype}
 
 
 def test_models_that_cannot_fan_out_say_why():
     assert no_fan_out_reason(tiny_model("qwen2", num_hidden_layers=1)) is None
-    assert no_fan_out_reason(tiny_model("mamba2")) == "Mamba2ForCausalLM.forward takes no past_key_values"
+    assert no_fan_out_reason(tiny_model("mamba2")) == "Mamba2ForCausalLM.forward takes no KV cache"
