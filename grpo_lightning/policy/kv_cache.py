@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, cache_utils
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo_lightning.policy.hf import base_model, text_config
 
@@ -205,6 +205,12 @@ if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_sta
 if hasattr(cache_utils, "DummyLayer"):
     # The cache of a layer that shares the states of another layer.
     STORES[cache_utils.DummyLayer] = lambda layer: layer
+
+
+def stores_keys(config: PretrainedConfig) -> bool:
+    """True if a layer of the model has attention, so that its cache stores keys and values."""
+    layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    return not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers)
 
 
 class PrefixCache(Cache):

@@ -37,7 +37,7 @@ from grpo_lightning.policy.hf import (
     running_module,
     text_config,
 )
-from grpo_lightning.policy.kv_cache import PrefixCache
+from grpo_lightning.policy.kv_cache import PrefixCache, stores_keys
 from grpo_lightning.policy.routers import Routers
 from grpo_lightning.policy.sharding import computes_in_float32, is_partitioned
 
@@ -47,8 +47,8 @@ def no_cache_reason(model: nn.Module) -> str | None:
     base = base_model(model)
     if getattr(base.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
-    if cache_argument(model) is None:
-        return f"{type(base).__name__}.forward takes no KV cache"
+    if cache_argument(model) is None or not stores_keys(base.config):
+        return f"{type(base).__name__} has no KV cache"
     return unknown_reason(base.config)
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import ImageFeatures, PromptVision, VisionInputs
@@ -105,11 +106,12 @@ def concatenate_features(features: Sequence[ImageFeatures]) -> ImageFeatures:
     return features[0]._replace(levels=[torch.cat(parts) for parts in levels])
 
 
-class Outputs(SimpleNamespace):
-    """The output of `get_image_features`, with the fields that model forwards read."""
+@dataclass
+class Outputs(ModelOutput):
+    """The output of `get_image_features`, with the fields that model forwards read and pass on."""
 
-    pooler_output: Tensor | tuple[Tensor, ...]
-    deepstack_features: list[Tensor | tuple[Tensor, ...]]
+    pooler_output: Tensor | tuple[Tensor, ...] | None = None
+    deepstack_features: list[Tensor | tuple[Tensor, ...]] | None = None
 
 
 def make_outputs(features: ImageFeatures) -> Outputs:

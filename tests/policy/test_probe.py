@@ -33,7 +33,7 @@ def test_the_static_rule_refuses_models_without_a_key_value_cache():
     model = tiny_model("mamba2")
     path, reason = choose_path(model)
     assert path == "dense"
-    assert "takes no KV cache" in reason
+    assert "has no KV cache" in reason
     with pytest.raises(ValueError, match=r"policy.scoring is 'extended', but"):
         choose_path(model, "extended")
 
