@@ -28,7 +28,6 @@ from grpo_lightning.policy.completion_logprobs import (
 )
 from grpo_lightning.policy.families import unknown_reason
 from grpo_lightning.policy.hf import (
-    accepts,
     attention_kernel,
     base_model,
     cache_argument,

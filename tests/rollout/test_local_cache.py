@@ -43,7 +43,7 @@ def test_under_autocast_the_same_numbers_take_half_the_memory(monkeypatch, famil
     assert dtypes == {torch.bfloat16}
     assert size <= wide_size
     if family != "gpt2":  # it rotates nothing: its keys are narrow already
-        assert size == wide_size // 2
+        assert size in (wide_size // 2, wide_size * 2 // 3)  # values are float32 only before transformers 5.24
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
