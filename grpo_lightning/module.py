@@ -57,6 +57,7 @@ from grpo_lightning.rewards import RewardLike, RewardSet, RewardWorkers, Scores
 from grpo_lightning.rewards.base import TrainerState
 from grpo_lightning.rewards.scoring import Scoring
 from grpo_lightning.rollout import dynamic_sampling
+from grpo_lightning.rollout.asynchronous import InFlight
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling, resample, source_of
 from grpo_lightning.rollout.engine import RolloutEngine
 from grpo_lightning.rollout.groups import (
@@ -138,8 +139,12 @@ class GRPOLightningModule(L.LightningModule):
             part of the G completions. Meant for rollouts with fewer prompts than ranks.
         num_iterations: Epochs over each rollout (mu in the GRPO paper).
         updates_per_rollout: Optimizer steps per epoch over a rollout.
-        old_logprobs: Source of the old log-probs: "recompute" computes them with the weights that sampled the rollout;
-            "rollout" uses the engine's log-probs.
+        max_staleness: S, maximum number of rollouts by which sampling is ahead of training. 0 samples each rollout from
+            the current weights. 1 samples the next rollout in the background while the policy trains on this one, so
+            that it is trained on with weights one rollout newer. It needs an engine that has a copy of the weights:
+            `VLLMEngine` in mode "server".
+        old_logprobs: Source of the old log-probs: "recompute" computes them with the policy's weights at the start of
+            training on the rollout; "rollout" uses the engine's log-probs.
         dynamic_sampling: Settings for replacing the prompts of groups without a gradient (zero reward variance, or all
             tokens masked) by new prompts; null keeps all prompts.
         overlong_filter: How to treat truncated completions: "none" trains on them, "loss" masks them in the loss, and
@@ -178,6 +183,7 @@ class GRPOLightningModule(L.LightningModule):
         ranks_per_group: int = 1,
         num_iterations: int = 1,
         updates_per_rollout: int = 1,
+        max_staleness: int = 0,
         old_logprobs: OldLogprobs = "recompute",
         dynamic_sampling: DynamicSampling | None = None,
         overlong_filter: OverlongFilter = "none",
@@ -191,7 +197,8 @@ class GRPOLightningModule(L.LightningModule):
         self.reward_set = RewardSet(rewards, reward_weights, workers)
         self.engine: RolloutEngine = engine or LocalEngine()
         self.sampling = settings_of(SamplingParams, sampling, "model.sampling")
-        self.objective = settings_of(Objective, objective, "model.objective")
+        settings = settings_of(Objective, objective, "model.objective")
+        self.objective = settings.resolved(is_off_policy=max_staleness > 0 and old_logprobs == "recompute")
         self.validation = settings_of(Validation, validation, "model.validation")
         self.sync_reference = optional_settings(SyncReference, sync_reference, "model.sync_reference")
         self.dynamic_sampling = optional_settings(DynamicSampling, dynamic_sampling, "model.dynamic_sampling")
@@ -204,6 +211,7 @@ class GRPOLightningModule(L.LightningModule):
         self.shared_groups = SharedGroups(self.teams)
         self.num_iterations = num_iterations
         self.updates_per_rollout = updates_per_rollout
+        self.max_staleness = max_staleness
         self.old_logprobs = old_logprobs
         self.overlong_filter = overlong_filter
         self.seed = seed
@@ -214,6 +222,8 @@ class GRPOLightningModule(L.LightningModule):
         """This rank's latest rollout, for callbacks to inspect. Training reads `run.cycle` instead."""
         self.run = RunState(self.teams)
         self.is_connected = False
+        self.in_flight: InFlight | None = None
+        """Groups that are sampled in the background; None without `max_staleness`, and before training starts."""
         self.router_loss: RouterLoss | None = None
         """Load-balancing loss of a mixture of experts; None until training starts, and for a run without this loss."""
         self.warn_once = WarnOnce()
@@ -272,9 +282,11 @@ class GRPOLightningModule(L.LightningModule):
                 share prompts). The seed of a prompt follows from its index, so that completions do not depend on the
                 number of ranks.
         """
-        self.engine.sync_weights(self.policy)
         indices = self.teams.indices(len(prompts)) if indices is None else indices
-        seeds = [derived_seed(run_seed(self.seed), "rollout", self.run.rollout_index, index) for index in indices]
+        seeds = self.rollout_seeds(self.run.rollout_index, indices)
+        if self.in_flight is not None:
+            return self.take_in_flight(prompts, seeds, self.in_flight)
+        self.engine.sync_weights(self.policy)
         return Rollout(self.generate(prompts, self.num_generations, self.sampling, seeds))
 
     def score_rewards(self, rollout: Rollout) -> Rollout:
@@ -374,7 +386,7 @@ class GRPOLightningModule(L.LightningModule):
         with self.early_rewards(prompts):
             with self.phase("rollout"), offloaded(self.offload, self.policy, self.reference, self.trainer.optimizers):
                 rollout = self.sample(prompts) if indices is None else self.sample(prompts, indices)
-            add_rollout(self.metrics, rollout.groups)
+            add_rollout(self.metrics, rollout.groups, self.run.rollout_index, is_asynchronous=self.max_staleness > 0)
             mask_truncated(rollout.groups, self.overlong_filter)
             rollout = self.score_rewards(rollout)
         groups = rollout.groups
@@ -387,6 +399,51 @@ class GRPOLightningModule(L.LightningModule):
             self.add_ref_logprobs(rollout)
             rewards = rewards - self.objective.beta * kl_to_reference(groups).view_as(rewards)
         return Rollout(groups, scores, without_truncated(rewards, groups, self.overlong_filter))
+
+    def rollout_seeds(self, rollout_index: int, indices: Sequence[int]) -> list[int]:
+        """One seed per prompt of a rollout, by the prompts' positions among all prompts of the rollout."""
+        return [derived_seed(run_seed(self.seed), "rollout", rollout_index, index) for index in indices]
+
+    def take_in_flight(self, prompts: Sequence[Prompt], seeds: list[int], in_flight: InFlight) -> Rollout:
+        """Take the groups of N prompts that were sampled in the background, and request those of the next cycles.
+
+        Prompts that are not in flight are sampled now: at the start of a run, also of a resumed one, and if dynamic
+        sampling has used prompts of this cycle before. Collective.
+        """
+        in_flight.forget(self.run.rollout_index - self.max_staleness)
+        groups = in_flight.take(prompts)
+        self.engine.sync_weights(self.policy)
+        missing = [number for number, group in enumerate(groups) if group is None]
+        self.metrics.add_seconds("time/sampling", in_flight.seconds)
+        if ranks.is_any(bool(missing)):
+            with self.metrics.timed("sampling"):
+                chosen, chosen_seeds = [prompts[i] for i in missing], [seeds[i] for i in missing]
+                sampled = self.generate(chosen, self.num_generations, self.sampling, chosen_seeds)
+            for number, group in zip(missing, sampled, strict=True):
+                groups[number] = group
+        self.request_next_cycles(in_flight)
+        return Rollout([group for group in groups if group is not None])
+
+    def request_next_cycles(self, in_flight: InFlight) -> None:
+        """Start sampling the prompts of the next cycles in the background, from the weights that the engine has."""
+        trainer = self.trainer
+        source: Any = trainer.train_dataloader  # a PromptSource: `check_asynchronous` refuses others
+        count = int(min(self.max_staleness, self.cycle_shape.cycles_left(trainer.max_steps, trainer.global_step)))
+        num_epochs = trainer.max_epochs
+        epochs_left = None if num_epochs in (None, -1) else num_epochs - trainer.current_epoch - 1
+        cycles = source.next_cycles(count, epochs_left=epochs_left)
+        prompts = [prompt for cycle in cycles for prompt in cycle]
+        seeds = [
+            seed
+            for ahead, cycle in enumerate(cycles, 1)
+            for seed in self.rollout_seeds(self.run.rollout_index + ahead, self.teams.indices(len(cycle)))
+        ]
+        lacking = in_flight.lacking(prompts)
+        if lacking:
+            chosen = [prompts[i] for i in lacking]
+            groups = GroupSource(self.engine, self.encoder, self.sharding, self.run.rollout_index)
+            sample = groups.prepare(chosen, self.num_generations, self.sampling, [seeds[i] for i in lacking])
+            in_flight.request(chosen, sample, self.run.rollout_index)
 
     def start_cycle(self, rollout: Rollout) -> None:
         """Start training on a rollout: notify callbacks, add reference and old log-probs, make the micro-batches.
@@ -623,6 +680,7 @@ class GRPOLightningModule(L.LightningModule):
             checks.check_precision(self.loader, self.trainer)
             needs_more = self.dynamic_sampling is not None
             checks.check_teams(self.ranks_per_group, self.num_generations, self.engine, self.trainer.world_size)
+            checks.check_asynchronous(self.max_staleness, self.engine, self.ranks_per_group, self.trainer)
             checks.check_loader(
                 self.trainer, self.cycle_shape, self.num_generations, self.ranks_per_group, needs_more=needs_more
             )
@@ -636,6 +694,7 @@ class GRPOLightningModule(L.LightningModule):
         """Check settings, and warn about doubtful ones. Raises: ValueError if one is invalid; the message names it."""
         names, has_lora = self.reward_set.names, self.loader.trains_adapters
         checks.check_factories(optimizer=self.optimizer_factory, scheduler=self.scheduler_factory)
+        checks.check_staleness(self.max_staleness, self.old_logprobs, self.objective.rollout_correction)
         checks.check_counts(
             num_generations=self.num_generations,
             num_iterations=self.num_iterations,
@@ -781,6 +840,7 @@ class GRPOLightningModule(L.LightningModule):
             # The cycle may have been cut again for other ranks, and this run may have another `policy.chunk_size`.
             agree_on_chunks(self.run.cycle.micro_batches, self.scorer.num_chunks)
         self.run.record(self.trainer)
+        self.in_flight = InFlight() if self.max_staleness else None
         loader = self.trainer.train_dataloader
         if self.trainer.overfit_batches and isinstance(loader, PromptSource):  # type: ignore[attr-defined]
             loader.shuffle = False  # Lightning turns off shuffling only for DataLoaders

@@ -34,7 +34,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
@@ -267,6 +267,7 @@ class Objective:
     # Off-policy corrections
 
     rollout_correction: Literal[
+        "auto",
         "none",
         "token_truncate",
         "token_mask",
@@ -274,12 +275,14 @@ class Objective:
         "sequence_mask",
         "geometric_truncate",
         "geometric_mask",
-    ] = "none"
+    ] = "auto"
     """Off-policy correction: multiply the surrogate by a weight, the policy's probability of the sampled token divided
     by the engine's. `token` is one weight per token. `sequence` is one weight per completion, the product of its
     tokens' weights; `geometric` is their geometric mean. `truncate` clips weights to the range from
     `rollout_correction_low` to `rollout_correction_high`. `mask` masks the tokens or completions whose weights are
-    outside of this range. With `geometric`, set a narrow range, such as 0.99 to 1.01. VESPO does not multiply its loss
+    outside of this range. `auto` is "none", except for asynchronous rollouts (`max_staleness`): there it is
+    "token_truncate", or "sequence_truncate" if the loss needs one weight per completion. With `geometric`, set a narrow
+    range, such as 0.99 to 1.01. VESPO does not multiply its loss
     by the token weights, but includes them in the product of the completion's ratios. GMPO and the ratio `sequence`
     (not with CISPO) need one weight per completion, because their gradient reaches all its tokens."""
 
@@ -296,6 +299,19 @@ class Objective:
     def __post_init__(self) -> None:
         """Check choices, ranges and combinations. Raises: ValueError if one is invalid; the message says what to do."""
         check_objective(self)
+
+    def resolved(self, *, is_off_policy: bool) -> Objective:
+        """Replace the `rollout_correction` "auto" by that of a run.
+
+        Args:
+            is_off_policy: True if completions are sampled with older weights than those whose log-probs are the old
+                log-probs of the ratio.
+        """
+        if self.rollout_correction != "auto":
+            return self
+        levels, _ = correction_levels(self)
+        chosen: Any = f"{levels[0]}_truncate" if is_off_policy else "none"
+        return replace(self, rollout_correction=chosen)
 
     @property
     def high(self) -> float:
@@ -463,7 +479,7 @@ class Objective:
 
     def _rollout_weights(self, old_logprobs: Tensor, batch: MicroBatch, *, bounded: bool = True) -> Tensor | None:
         """Off-policy weights [B, T] or [B, 1], None without a `rollout_correction`. `bounded` applies their range."""
-        if self.rollout_correction == "none":
+        if self.rollout_correction in ("auto", "none"):
             return None
         level: Any
         outside: Any
@@ -792,26 +808,29 @@ def _check_correction(objective: Objective) -> None:
     If the loss is one per completion, its gradient reaches all tokens, so a weight of a token could not mask this token
     or correct its gradient: it would only scale the loss of the completion.
     """
-    own = SURROGATES[objective.surrogate]
-    surrogate = f"objective.surrogate {objective.surrogate!r}"
-    if own.folds_rollout_weights:
-        levels, reason = ["token"], f"{surrogate}, which multiplies the weights of the tokens itself"
-    elif own.is_per_completion:
-        levels, reason = ["sequence", "geometric"], f"{surrogate}, which has one loss per completion"
-    elif objective.has_loss_per_completion:
-        levels = ["sequence", "geometric"]
-        reason = (
-            "objective.ratio 'sequence', whose gradient reaches all tokens of a completion ('sequence_token' has the "
-            "same ratio, but a gradient per token, as verl's GSPO)"
-        )
-    else:
-        return
-    allowed = ["none", *(f"{level}_{outside}" for level in levels for outside in ("truncate", "mask"))]
+    levels, reason = correction_levels(objective)
+    allowed = ["auto", "none", *(f"{level}_{outside}" for level in levels for outside in ("truncate", "mask"))]
     if objective.rollout_correction not in allowed:
         raise ValueError(
             f"objective.rollout_correction must be one of {', '.join(allowed)} with {reason}; got "
             f"{objective.rollout_correction!r}."
         )
+
+
+def correction_levels(objective: Objective) -> tuple[list[str], str]:
+    """Levels of off-policy weights that the loss can use, the default first; and the reason, if not all can be used."""
+    own = SURROGATES[objective.surrogate]
+    surrogate = f"objective.surrogate {objective.surrogate!r}"
+    if own.folds_rollout_weights:
+        return ["token"], f"{surrogate}, which multiplies the weights of the tokens itself"
+    if own.is_per_completion:
+        return ["sequence", "geometric"], f"{surrogate}, which has one loss per completion"
+    if objective.has_loss_per_completion:
+        return ["sequence", "geometric"], (
+            "objective.ratio 'sequence', whose gradient reaches all tokens of a completion ('sequence_token' has the "
+            "same ratio, but a gradient per token, as verl's GSPO)"
+        )
+    return ["token", "sequence", "geometric"], ""
 
 
 def warn_of_length_weights(objective: Objective) -> None:

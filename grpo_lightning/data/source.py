@@ -171,11 +171,15 @@ class PromptSource:
         """The order of this epoch's prompts."""
         key = (self.epoch, self.shuffle)
         if self._order is None or self._order[0] != key:
-            seed = derived_seed(self.seed, "order", self.epoch) if self.shuffle else None
+            seed = self.order_seed(self.epoch)
             is_stream = isinstance(self.prompts, PromptStream)
             order = self.prompts.order(seed) if is_stream else ListedOrder(self.prompts, seed)  # type: ignore[union-attr, arg-type]
             self._order = key, order
         return self._order[1]
+
+    def order_seed(self, epoch: int) -> int | None:
+        """Seed of the order of an epoch; None without shuffling."""
+        return derived_seed(self.seed, "order", epoch) if self.shuffle else None
 
     def __iter__(self) -> Iterator[PromptBatch]:
         """Yield the batches of one epoch, or the rest of it after a resume."""
@@ -236,6 +240,29 @@ class PromptSource:
         """Peek at the next `size` prompts of this rank, fewer at the end of the epoch."""
         block, _ = self.order.take(self.prompts_used, size * self.world_size)
         return self.order.share(block[self.rank :: self.world_size])  # type: ignore[arg-type]
+
+    def next_cycles(self, count: int, *, epochs_left: int | None = None) -> list[list[Prompt]]:
+        """Peek at this rank's prompts in each of the next cycles, also those of the next epochs.
+
+        Of a stream, only cycles of this epoch are known. Dynamic sampling may use other prompts: it takes further
+        prompts from the same order.
+
+        Args:
+            count: Maximum number of cycles.
+            epochs_left: Epochs after this one in the run; None if the run has no limit.
+        """
+        cycles: list[list[Prompt]] = []
+        epoch, order, used = self.epoch, self.order, self.prompts_used
+        while len(cycles) < count:
+            block, used = order.take(used, self.prompts_per_rollout)
+            if len(block):
+                cycles.append(order.share(block[self.rank :: self.world_size]))  # type: ignore[arg-type]
+            elif isinstance(self.prompts, PromptStream) or epoch - self.epoch == epochs_left:
+                break
+            else:
+                epoch, used = epoch + 1, 0
+                order = ListedOrder(self.prompts, self.order_seed(epoch))
+        return cycles
 
     def read(self, block: Sequence[Any]) -> list[Prompt]:
         """Read prompts that `order.take` has returned; an image shared by several of them is read once."""

@@ -39,7 +39,20 @@ class GroupSource(NamedTuple):
         part: range | None = None,
         on_group: Callable[[Group], None] | None = None,
     ) -> list[Group]:
-        """Sample G completions for each of N prompts; the images of the prompts are read once, in this call.
+        """Sample G completions for each of N prompts: `prepare`, and then call what it returns."""
+        return self.prepare(prompts, num_generations, sampling, seeds, progress, part, on_group)()
+
+    def prepare(
+        self,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        sampling: SamplingParams,
+        seeds: list[int],
+        progress: Progress | None = None,
+        part: range | None = None,
+        on_group: Callable[[Group], None] | None = None,
+    ) -> Callable[[], list[Group]]:
+        """Encode N prompts; their images are read once, in this call.
 
         Args:
             prompts: N prompts.
@@ -51,6 +64,10 @@ class GroupSource(NamedTuple):
             part: Indices, among the G completions of a prompt, of those to sample; None for all G.
             on_group: Called with each group as soon as all its completions have ended, if `generate` of the engine has
                 an argument `on_group`.
+
+        Returns:
+            A function that samples G completions for each prompt, and returns the N groups. Asynchronous rollouts call
+            it in another thread.
 
         Raises:
             ValueError: If a prompt cannot be encoded, or is so long that no position is left for its completions.
@@ -74,15 +91,19 @@ class GroupSource(NamedTuple):
         more: dict[str, Any] = {"vision": vision, "part": part}
         if on_group is not None and "on_group" in inspect.signature(self.engine.generate).parameters:
             more["on_group"] = lambda number, completions: on_group(make_group(number, completions))
-        sampled = self.engine.generate(
-            [prompt.token_ids for prompt in encoded],
-            num_generations,
-            replace(sampling, suppress_tokens=sorted(never)),
-            seeds,
-            progress,
-            **{name: value for name, value in more.items() if value is not None},
-        )
-        return [make_group(*pair) for pair in zip(range(len(prompts)), sampled, strict=True)]
+
+        def sample() -> list[Group]:
+            sampled = self.engine.generate(
+                [prompt.token_ids for prompt in encoded],
+                num_generations,
+                replace(sampling, suppress_tokens=sorted(never)),
+                seeds,
+                progress,
+                **{name: value for name, value in more.items() if value is not None},
+            )
+            return [make_group(*pair) for pair in zip(range(len(prompts)), sampled, strict=True)]
+
+        return sample
 
 
 def kl_to_reference(groups: Sequence[Group]) -> Tensor:

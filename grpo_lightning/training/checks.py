@@ -163,7 +163,7 @@ def check_choices(old_logprobs: str, overlong_filter: str, rollout_correction: s
     ):
         if value not in (choices := get_args(kind)):
             raise ValueError(f"model.{name} must be one of {', '.join(choices)}, got {value!r}.")
-    if old_logprobs == "rollout" and rollout_correction != "none":
+    if old_logprobs == "rollout" and rollout_correction not in ("auto", "none"):
         raise ValueError(
             f"model.objective.rollout_correction is {rollout_correction!r}, but model.old_logprobs 'rollout' uses the "
             "engine's log-probs as the policy's: there is nothing to correct. Remove one of them."
@@ -424,6 +424,49 @@ def check_teams(ranks_per_group: int, num_generations: int, engine: RolloutEngin
             f"model.ranks_per_group is {ranks_per_group}, but `generate` of the engine {type(engine).__name__} has no "
             "argument `part`, with which a rank samples its part of a group. Add it (see RolloutEngine.generate), or "
             "set model.ranks_per_group to 1."
+        )
+
+
+def check_staleness(max_staleness: int, old_logprobs: str, rollout_correction: str) -> None:
+    """Check the range of `max_staleness`, and warn if nothing corrects for it. Raises: ValueError."""
+    if max_staleness < 0:
+        raise ValueError(
+            f"model.max_staleness must be at least 0 (0 samples from the current weights), got {max_staleness}."
+        )
+    if max_staleness and old_logprobs == "recompute" and rollout_correction == "none":
+        log.warning(
+            "model.max_staleness is %d with model.objective.rollout_correction 'none': completions of older weights "
+            "are trained on as if the current weights had sampled them, which biases the gradient. Remove the setting.",
+            max_staleness,
+        )
+
+
+def check_asynchronous(max_staleness: int, engine: RolloutEngine, ranks_per_group: int, trainer: L.Trainer) -> None:
+    """Check that rollouts can be sampled in the background, if `max_staleness` is above 0.
+
+    Raises:
+        ValueError: If the engine samples with the policy's own weights, ranks share groups, or the training loader does
+            not know the prompts of the next cycles.
+    """
+    if not max_staleness:
+        return
+    setting = f"model.max_staleness is {max_staleness}"
+    if not getattr(engine, "samples_in_background", False):
+        mode = f" (mode {engine.mode})" if hasattr(engine, "mode") else ""
+        raise ValueError(
+            f"{setting}, but {type(engine).__name__}{mode} cannot sample while the policy trains: set model.engine to "
+            "VLLMEngine with mode server, or model.max_staleness to 0."
+        )
+    if ranks_per_group > 1:
+        raise ValueError(
+            f"{setting}, and model.ranks_per_group is {ranks_per_group}: ranks that share groups cannot sample in the "
+            "background. Set one of them to its default."
+        )
+    loader = given_loader(trainer.fit_loop)
+    if isinstance(loader, DataLoader | list):
+        raise ValueError(
+            f"{setting}, but a {type(loader).__name__} does not know the prompts of the next rollouts: wrap the data "
+            "in grpo_lightning.PromptSource(data, ...)."
         )
 
 

@@ -169,13 +169,19 @@ MOST_DIFFERENCE = 20.0
 """Log-ratios beyond this count as this in the effective sample size, so that their exponential stays finite."""
 
 
-def add_rollout(metrics: StepMetrics, groups: Sequence[Group]) -> None:
+def add_rollout(
+    metrics: StepMetrics, groups: Sequence[Group], rollout_index: int, *, is_asynchronous: bool = False
+) -> None:
     """Add length (tokens), truncated fraction, entropy and tokens per second of a rollout's completions.
 
     `policy/entropy` is the mean entropy of the policy per sampled token, at the time of sampling.
     `rollout/tokens_per_second` is the number of tokens that all ranks sampled, divided by `time/rollout` of the slowest
     rank. `rollout/length_stopped` is the mean length of the completions that were not truncated: `rollout/length`
     includes truncated completions, which are shorter than the policy would have made them.
+
+    With asynchronous rollouts, `rollout/staleness` is the mean number of rollouts that were trained on between sampling
+    a group and training on it. `time/rollout` is then the time that training waits, and tokens per second are those of
+    `time/sampling`, most of which passes in the background.
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
@@ -186,7 +192,9 @@ def add_rollout(metrics: StepMetrics, groups: Sequence[Group]) -> None:
     metrics.add_extreme("rollout/length_max", lengths, max)
     metrics.add("policy/entropy", sum(entropy_of(completion) for completion in completions), sum(lengths))
     metrics.add("rollout/truncated", sum(c.is_truncated for c in completions), len(completions))
-    metrics.add_rate("rollout/tokens_per_second", sum(lengths), per="time/rollout")
+    metrics.add_rate("rollout/tokens_per_second", sum(lengths), "time/sampling" if is_asynchronous else "time/rollout")
+    if is_asynchronous:
+        metrics.add("rollout/staleness", sum(rollout_index - group.weight_version for group in groups), len(groups))
 
 
 def entropy_of(completion: Completion) -> float:

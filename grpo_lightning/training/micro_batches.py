@@ -9,6 +9,7 @@ completions of the entire update.
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -90,6 +91,18 @@ class CycleShape:
     def num_micro_steps(self) -> int:
         """Micro-steps of a cycle."""
         return self.accumulate_grad_batches * self.updates_per_rollout * self.num_iterations
+
+    def cycles_left(self, max_steps: int, num_steps: int) -> float:
+        """Number of cycles after the one that starts now, in a run of `max_steps` optimizer steps (-1: no limit).
+
+        Args:
+            max_steps: Optimizer steps of the run.
+            num_steps: Optimizer steps before this cycle.
+        """
+        if max_steps < 0:
+            return math.inf
+        per_cycle = self.updates_per_rollout * self.num_iterations
+        return max(0, math.ceil((max_steps - num_steps) / per_cycle) - 1)
 
     def wrong_loader(self, given: int, *, is_from_source: bool) -> str:
         """Error message for a loader that yields every batch `given` times, not `num_micro_steps` times."""

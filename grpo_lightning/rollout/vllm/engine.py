@@ -169,6 +169,11 @@ class VLLMEngine(RolloutEngine):
             )
 
     @property
+    def samples_in_background(self) -> bool:
+        """True if `generate` can be called in another thread while the policy trains (`model.max_staleness`)."""
+        return self.mode == "server"
+
+    @property
     def url(self) -> str:
         """Address of the server."""
         return self.base_url or f"http://{self.host}:{self.port}"
