@@ -531,7 +531,7 @@ def test_unknown_old_logprobs_are_an_error():
         ),
         (
             {"surrogate": "gmpo", "rollout_correction": "token_truncate"},
-            "must be one of none, sequence_truncate, .*, geometric_mask with objective.surrogate 'gmpo', which has one "
+            "must be one of auto, none, sequence_truncate, .*, geometric_mask with objective.surrogate 'gmpo', which has one "
             "loss per completion; got 'token_truncate'",
         ),
         (
@@ -540,7 +540,7 @@ def test_unknown_old_logprobs_are_an_error():
         ),
         (
             {"ratio": "sequence", "rollout_correction": "token_mask"},
-            "must be one of none, sequence_truncate, .*, geometric_mask with objective.ratio 'sequence', whose "
+            "must be one of auto, none, sequence_truncate, .*, geometric_mask with objective.ratio 'sequence', whose "
             r"gradient reaches all tokens of a completion \('sequence_token' has .*\); got 'token_mask'",
         ),
         (
@@ -563,14 +563,17 @@ def test_unknown_old_logprobs_are_an_error():
         ({"surrogate": "vespo", "ratio": "sequence"}, "ratio is 'sequence', but the vespo surrogate does not use it"),
         (
             {"surrogate": "vespo", "rollout_correction": "sequence_mask"},
-            "must be one of none, token_truncate, token_mask with objective.surrogate 'vespo', .*got 'sequence_mask'",
+            "must be one of auto, none, token_truncate, token_mask with objective.surrogate 'vespo', .*got 'sequence_mask'",
         ),
         ({"surrogate": "dppo_tv", "dppo_max_ratio": 1.0}, r"dppo_max_ratio must be above 1, got 1\.0"),
         ({"pass_k": 4}, "pass_k is 4, but the baseline is not pass_at_k"),
         ({"pass_k": 1, "baseline": "pass_at_k"}, r"pass_k must be at least 2 \(or null\), got 1"),
         ({"epsilon": 0.1, "surrogate": "reinforce"}, "epsilon is 0.1, but the reinforce surrogate does not use it"),
         ({"cispo_lower_bound": True}, "cispo_lower_bound is True, but the clip surrogate does not use it"),
-        ({"rollout_correction_high": 3.0}, r"rollout_correction_high is 3\.0, but rollout_correction is none"),
+        (
+            {"rollout_correction": "none", "rollout_correction_high": 3.0},
+            r"rollout_correction_high is 3\.0, but rollout_correction is none",
+        ),
         (
             {"rollout_correction": "token_mask", "rollout_correction_low": 2.0},
             r"rollout_correction_low must be at least 0 and below rollout_correction_high \(2\.0\), got 2\.0",

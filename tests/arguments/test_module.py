@@ -20,6 +20,7 @@ from grpo_lightning.schedules import Linear
 from grpo_lightning.training import actor
 from grpo_lightning.training.evaluation import Validation
 from tests.arguments.registry import case
+from tests.background_engine import BackgroundEngine
 from tests.module_runs import (
     PROMPTS,
     SMALL,
@@ -45,6 +46,14 @@ def drawn(module: GRPOLightningModule) -> list[list[list[int]]]:
     """The completions of the last rollout: [N][G] lists of token ids."""
     assert module.rollout is not None
     return [[completion.token_ids for completion in group.completions] for group in module.rollout.groups]
+
+
+@case(GRPOLightningModule, "max_staleness")
+def test_max_staleness():
+    engines = [BackgroundEngine(), BackgroundEngine()]
+    for engine, max_staleness in zip(engines, (0, 1), strict=True):
+        trained(3, engine=engine, max_staleness=max_staleness)
+    assert [[is_main for _, is_main in engine.calls[-3:]] for engine in engines] == [[True] * 3, [True, False, False]]
 
 
 def sum_of_ids(completion_ids):
