@@ -531,7 +531,7 @@ def test_unknown_old_logprobs_are_an_error():
         ),
         (
             {"surrogate": "gmpo", "rollout_correction": "token_truncate"},
-            "must be one of auto, none, sequence_truncate, .*, geometric_mask with objective.surrogate 'gmpo', which has one "
+            "must be one of auto, none, sequence_truncate, .*_mask with objective.surrogate 'gmpo', which has one "
             "loss per completion; got 'token_truncate'",
         ),
         (
@@ -563,7 +563,7 @@ def test_unknown_old_logprobs_are_an_error():
         ({"surrogate": "vespo", "ratio": "sequence"}, "ratio is 'sequence', but the vespo surrogate does not use it"),
         (
             {"surrogate": "vespo", "rollout_correction": "sequence_mask"},
-            "must be one of auto, none, token_truncate, token_mask with objective.surrogate 'vespo', .*got 'sequence_mask'",
+            "must be one of auto, none, token_truncate, token_mask with .*'vespo', .*got 'sequence_mask'",
         ),
         ({"surrogate": "dppo_tv", "dppo_max_ratio": 1.0}, r"dppo_max_ratio must be above 1, got 1\.0"),
         ({"pass_k": 4}, "pass_k is 4, but the baseline is not pass_at_k"),
