@@ -105,6 +105,10 @@ class Completion:
     """[T] nats: entropy of the policy's softmax at the sampling temperature when each token was sampled; None if the
     engine does not report it."""
 
+    weight_version: int | None = None
+    """Number of the weight update (1 for the first) after which the completion was sampled: the engine's number of
+    updates minus this number is its staleness. None if the engine has no copy of the weights."""
+
     @property
     def is_truncated(self) -> bool:
         """True if the length limit ended the completion."""

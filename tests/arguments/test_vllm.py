@@ -76,7 +76,7 @@ def test_max_model_len(fake_vllm):  # noqa: F811
 
 
 def url_of(**settings: Any) -> str:
-    return VLLMEngine("server", **settings).url
+    return VLLMEngine("server", **settings).urls[0]
 
 
 @case(VLLMEngine, "base_url", "host", "port")
@@ -107,7 +107,7 @@ def test_timeout():
             else:
                 assert engine.generate([[5, 6]], 1, SAMPLING, seeds=[0])
             server.delay = 0.0
-            engine.backend.group = None  # frees the port
+            engine.backend.servers[0].leave()  # frees the port
             time.sleep(0.1)
 
 
@@ -118,12 +118,14 @@ def test_where_and_how_the_servers_workers_join(monkeypatch):
     def group(name: str) -> Any:
         def open_group(host: str, port: int, *_: Any) -> Any:
             joined.append((name, port))
-            return SimpleNamespace(broadcast=lambda _: None)
+            return SimpleNamespace(broadcast=lambda _: None, close=lambda: None)
 
         return open_group
 
     monkeypatch.setattr(vllm_server, "GROUPS", {name: group(name) for name in ("gloo", "nccl")})
-    policy, silent = tiny_model(**SMALL), ("/init_weight_transfer_engine", "/update_weights", "/finish_weight_update")
+    policy = tiny_model(**SMALL)
+    silent = [f"/{name}" for name in ("init_weight_transfer_engine", "start_weight_update", "update_weights")]
+    silent.append("/finish_weight_update")
     with serving(policy.config, answers=dict.fromkeys(silent)) as server:
         for own in ({}, {"weight_transfer_backend": "gloo"}, {"group_port": 5000}):
             connected(VLLMEngine("server", base_url=server.url, **own), policy)

@@ -1,5 +1,7 @@
 """Requests to vLLM and its answers, by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from grpo_lightning.core.seeding import derived_seed
@@ -71,7 +73,8 @@ def test_the_seed_of_a_completion_depends_on_its_prompt_and_its_index_only():
     alone = requests_of([[5, 6]], [11], range(4), {})
     together = requests_of([[7], [5, 6]], [10, 11], range(4), {})
     part = requests_of([[5, 6]], [11], range(1, 4, 2), {})
-    assert together[4:] == alone
+    assert [replace(request, prompt=0) for request in together[4:]] == alone
+    assert [request.prompt for request in together] == [0] * 4 + [1] * 4
     assert part == [alone[1], alone[3]]
     assert len({request.settings["seed"] for request in together}) == 8
     assert alone[2].settings["seed"] == derived_seed(11, 2)
