@@ -210,7 +210,7 @@ class FakeServer:
     ) -> None:
         self.config, self.options = config, options
         self.name, self.hidden, self.answers = name, hidden, answers or {}
-        self.hidden += () if reports_spans else ("/inference/v1/generate",)
+        self.reports_spans = reports_spans
         self.lock = threading.Lock()
         self.delay = 0.0
         """Seconds before a completion is answered."""
@@ -364,6 +364,8 @@ class FakeServer:
         return {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason}]}
 
     def complete_tokens(self, body: dict[str, Any]) -> dict[str, Any]:
+        if not self.reports_spans:
+            raise RefusalError(403, "Scale-out endpoints are disabled.")
         ids, logprobs, reason, version = self.sample(body, body["token_ids"], body["sampling_params"])
         spans = [{"version": version, "start": 0, "end": len(ids)}]
         content = [{"token_id": token, "logprob": value} for token, value in zip(ids, logprobs, strict=True)]

@@ -49,6 +49,9 @@ DIED = "The server has probably died: see its log."
 class ServerError(RuntimeError):
     """The server cannot be reached, or refuses a request."""
 
+    status: int | None = None
+    """The HTTP status with which the server answered; None if it did not answer."""
+
 
 class UnavailableError(ServerError):
     """The connection broke, the server failed (5xx), or its answer took too long: another try may succeed."""
@@ -117,7 +120,9 @@ class Client:
             text = ""
         kind = UnavailableError if error.code >= 500 or error.code in BUSY else ServerError
         message = f"{self.url}{route} answered {error.code}: {text[:500]}"
-        return kind(f"{message} {remedy(error.code, text)}".rstrip())
+        found = kind(f"{message} {remedy(error.code, text)}".rstrip())
+        found.status = error.code
+        return found
 
     def late(self, route: str) -> str:
         """Message for a call that took too long."""
@@ -216,11 +221,11 @@ class Served:
         return f"--weight-transfer-config '{transfer}' --logprobs-mode processed_logprobs"
 
     def has_route(self, route: str) -> bool:
-        """True if the server has a route for POST requests: it then refuses an empty request for another reason."""
+        """True if the server has a route for POST requests: it then finds an empty request invalid."""
         try:
             self.client.post(route, {})
         except ServerError as error:
-            return " answered 404" not in str(error)
+            return error.status in (400, 422)  # 403: vLLM has the route, and it is turned off
         return True
 
     def reported_version(self, timeout: float | None = None) -> str:
