@@ -33,8 +33,11 @@ LOOKS = 20
 """Looks at the clock within `stall_seconds`."""
 
 
-class StallInterrupt(BaseException):
-    """Ends a rollout that makes no progress. Like KeyboardInterrupt, it passes code that catches every `Exception`."""
+class StallInterrupt(SystemExit):
+    """Ends a rollout that makes no progress; the process then prints the message, and exits with status 1.
+
+    Like KeyboardInterrupt, it passes code that catches every `Exception`, as engines and rewards may do.
+    """
 
 
 class Watchdog(L.Callback):

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Iterator
 from types import TracebackType
 
-from grpo_lightning.callbacks.watchdog import StallInterrupt
 from grpo_lightning.rewards.workers import RaisedError
 
 TRACEBACK = "GRPO_LIGHTNING_TRACEBACK"
@@ -48,9 +47,6 @@ def short_errors() -> Iterator[None]:
     """
     try:
         yield
-    except StallInterrupt as stall:
-        print(f"error: {stall}", file=sys.stderr)
-        raise SystemExit(1) from stall
     except Exception as raised:
         if is_of_lost_rank(raised) and os.environ.get(TRACEBACK, "0") in ("", "0"):
             print(f"rank {rank()}: stopped because another rank has exited; see its error message.", file=sys.stderr)

@@ -87,6 +87,38 @@ def test_the_address_of_the_server():
     assert url_of(base_url="https://node8/vllm") == "https://node8/vllm"
 
 
+@case(VLLMEngine, "max_retries")
+def test_max_retries():
+    policy, port = tiny_model(**SMALL), free_port()
+    with serving(policy.config) as server:
+        for max_retries in (0, 3):
+            own = {"base_url": server.url, "weight_transfer_backend": "gloo", "group_port": port}
+            engine = connected(VLLMEngine("server", max_retries=max_retries, **own), policy)
+            server.failures["/inference/v1/generate"] = [500]
+            if max_retries:
+                assert engine.generate([[5, 6]], 1, SAMPLING, seeds=[0])
+            else:
+                with pytest.raises(ServerError, match="answered 500"):
+                    engine.generate([[5, 6]], 1, SAMPLING, seeds=[0])
+            engine.backend.servers[0].leave()
+
+
+@case(VLLMEngine, "reconnect_timeout")
+def test_reconnect_timeout():
+    policy, port = tiny_model(**SMALL), free_port()
+    with serving(policy.config) as server:
+        for seconds in (0.1, 1.2):
+            own = {"base_url": server.url, "weight_transfer_backend": "gloo", "group_port": port}
+            engine = connected(VLLMEngine("server", reconnect_timeout=seconds, **own), policy)
+            server.kill()
+            started = time.monotonic()
+            with pytest.raises(ServerError, match=r"no vLLM server has answered"):
+                engine.generate([[5, 6]], 1, SAMPLING, seeds=[0])
+            assert (time.monotonic() - started >= 1.2) == (seconds == 1.2)
+            engine.backend.servers[0].leave()
+            server.restart()
+
+
 def free_port() -> int:
     with socket.socket() as opened:
         opened.bind(("127.0.0.1", 0))

@@ -168,10 +168,9 @@ def test_the_command_line_watches_unless_the_recipe_has_a_watchdog_of_its_own():
     assert not [each for each in default_callbacks("fit", settings, own) if isinstance(each, Watchdog)]
 
 
-def test_the_command_line_prints_the_error(capsys):
-    from grpo_lightning.cli.errors import short_errors
-
-    with pytest.raises(SystemExit) as ended, short_errors():
-        raise StallInterrupt("Rank 0: no progress.")
-    assert ended.value.code == 1
-    assert capsys.readouterr().err == "error: Rank 0: no progress.\n"
+def test_without_anybody_who_catches_it_the_message_is_printed():
+    start = "from grpo_lightning.callbacks.watchdog import StallInterrupt; raise StallInterrupt('Rank 0: no progress.')"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-W", "ignore", "-c", start]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (1, "Rank 0: no progress.\n")

@@ -10,6 +10,7 @@ import contextlib
 import json
 import random
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -52,6 +53,7 @@ class FakeVLLM:
         self.expected: set[str] = set()
         self.is_updating = False
         self.version = "default"
+        self.guides: list[Any] = []
 
     @property
     def max_model_len(self) -> int:
@@ -90,6 +92,7 @@ class FakeVLLM:
     def complete(self, prompt: list[int], settings: dict[str, Any]) -> tuple[list[int], list[float], str]:
         """One completion, sampled with the model's weights and the request's own seed."""
         assert settings["n"] == 1
+        self.guides.append(settings["structured_outputs"])
         assert "reset" in self.events[-2:] or not self.options.get("enable_prefix_caching"), self.events
         self.num_requests += 1
         bias = settings["logit_bias"] or {}
@@ -181,7 +184,10 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     """Put the fake in the place of the package `vllm`. `FakeLLM.made` has the engines."""
     module: Any = ModuleType("vllm")
     module.__version__, module.LLM, module.SamplingParams = VERSION, FakeLLM, dict
-    monkeypatch.setitem(__import__("sys").modules, "vllm", module)
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    params: Any = ModuleType("vllm.sampling_params")
+    params.StructuredOutputsParams = SimpleNamespace
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
     monkeypatch.setattr("grpo_lightning.rollout.vllm.transfer.register", lambda: None)
     FakeLLM.made.clear()
     return FakeLLM

@@ -34,6 +34,13 @@ def test_all_sampling_settings_are_translated():
     assert (settings["n"], settings["logprobs"]) == (1, 0)
 
 
+def test_a_regular_expression_becomes_structured_outputs():
+    assert sampling_settings(SamplingParams(), [])["structured_outputs"] is None
+    guided = SamplingParams(guided_regex="[0-9]+")
+    assert sampling_settings(guided, [])["structured_outputs"] == {"regex": "[0-9]+"}
+    check_sampling(guided)
+
+
 def test_greedy_sampling_has_no_filters():
     settings = sampling_settings(SamplingParams(temperature=0, top_p=0.5, top_k=3, min_p=0.1), [])
     assert (settings["temperature"], settings["top_p"], settings["top_k"], settings["min_p"]) == (0, 1, 0, 0)

@@ -10,16 +10,18 @@ import pytest
 import torch
 
 from grpo_lightning.core import ranks
+from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm import weights
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.requests import Request
 from grpo_lightning.rollout.vllm.server import INCOMPLETE, Served, ServerError, UnavailableError
 from grpo_lightning.rollout.vllm.servers import Job, Pending
-from tests.module_runs import SMALL
+from tests.module_runs import SMALL, make_module
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.vllm.fakes import RefusalError, fake_vllm, serving  # noqa: F401 - a fixture
-from tests.vllm.test_engine import PROMPTS, SAMPLING, free_port, step
+from tests.vllm.test_engine import PROMPTS, SAMPLING, check_run, free_port, step
 
 SEEDS = [1, 2, 3]
 TOKENS, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
@@ -147,6 +149,45 @@ def test_an_error_in_the_process_leaves_no_requests_behind(fake_vllm):  # noqa: 
         engine.generate(PROMPTS, 2, SAMPLING, SEEDS, on_group=fail)
     assert fake_vllm.made[-1].fake.events[-1] == "abort"
     assert not fake_vllm.made[-1].has_unfinished_requests()
+
+
+# ---------------------------------------------------------------------------------------------------- guided decoding
+
+
+@pytest.mark.parametrize("reports_spans", [True, False])
+def test_the_server_gets_the_regular_expression(start, reports_spans):
+    engine, _, server = start(options={"reports_spans": reports_spans})
+    engine.generate(PROMPTS[:1], 1, SamplingParams(max_completion_length=4, guided_regex="[0-9]+"), [1])
+    assert server.fake.guides == [{"regex": "[0-9]+"}]
+
+
+def test_vllm_in_the_process_gets_the_regular_expression(fake_vllm):  # noqa: F811
+    engine, policy = VLLMEngine(), tiny_model(**SMALL)
+    engine.connect(policy, tiny_tokenizer(), Sharding())
+    engine.sync_weights(policy)
+    engine.generate(PROMPTS[:1], 1, SamplingParams(max_completion_length=4, guided_regex="[0-9]+"), [1])
+    engine.generate(PROMPTS[:1], 1, SAMPLING, [1])
+    guided, free = fake_vllm.made[-1].fake.guides
+    assert (guided.regex, free) == ("[0-9]+", None)
+
+
+def test_the_local_engine_refuses_it_before_weights_load(monkeypatch):
+    guided = SamplingParams(max_completion_length=4, guided_regex="[0-9]+")
+    message = (
+        r"sampling.guided_regex is '\[0-9\]\+', and LocalEngine has no guided decoding: .* VLLMEngine, which has it"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_run(monkeypatch, LocalEngine(), sampling=guided)
+    local = LocalEngine()
+    local.connect(tiny_model(**SMALL), tiny_tokenizer(), Sharding())
+    with pytest.raises(ValueError, match=message):
+        local.generate(PROMPTS, 1, guided, SEEDS)
+
+
+def test_the_log_says_what_corrects_for_it(caplog):
+    make_module(sampling=SamplingParams(max_completion_length=4, guided_regex="[0-9]+"))
+    assert "model.objective.rollout_correction corrects for the difference" in caplog.text
+    assert caplog.text.count("guided_regex") == 1
 
 
 # --------------------------------------------------------------------------------------------------- several servers

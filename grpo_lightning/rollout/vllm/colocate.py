@@ -138,11 +138,9 @@ class Colocated:
         Args:
             requests: Requests by index.
         """
-        from vllm import SamplingParams
-
         needs_text = any(request.settings["stop"] for request in requests.values())
         prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests.values()]
-        settings = [SamplingParams(**each.settings, detokenize=needs_text) for each in requests.values()]
+        settings = [sampling_params(each.settings, detokenize=needs_text) for each in requests.values()]
         with untouched_state():
             names = self.llm.enqueue(prompts, settings, use_tqdm=False)
         # vLLM appends characters to the name of a request, which its outputs lack.
@@ -161,6 +159,18 @@ class Colocated:
     def decode(self, token_ids: list[int]) -> str:
         """Decode tokens as vLLM does when it looks for stop strings."""
         return str(self.llm.get_tokenizer().decode(token_ids))
+
+
+def sampling_params(settings: dict[str, Any], *, detokenize: bool) -> Any:
+    """Make vLLM's `SamplingParams` of the settings of a request."""
+    from vllm import SamplingParams
+
+    guide = settings["structured_outputs"]
+    if guide is not None:
+        from vllm.sampling_params import StructuredOutputsParams
+
+        guide = StructuredOutputsParams(**guide)
+    return SamplingParams(**settings | {"structured_outputs": guide}, detokenize=detokenize)
 
 
 def plain_name(name: str) -> str:

@@ -120,6 +120,7 @@ def sampling_settings(sampling: SamplingParams, stop_ids: Sequence[int]) -> dict
         # The log-prob of the sampled token only.
         "logprobs": 0,
         "skip_special_tokens": True,
+        "structured_outputs": None if sampling.guided_regex is None else {"regex": sampling.guided_regex},
     }
 
 

@@ -1,5 +1,6 @@
 """A real `vllm serve` in processes of its own, with weights by broadcast over TCP."""
 
+import re
 import time
 
 import pytest
@@ -14,7 +15,7 @@ from grpo_lightning.rollout.vllm import weights
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.server import ServerError
 from tests.module_runs import History, fit, make_module
-from tests.tiny_models import tiny_tokenizer
+from tests.tiny_models import EOS, tiny_tokenizer
 from tests.vllm.real.policies import PROMPTS, largest_gap, policy, step
 from tests.vllm.real.vllm_server import PROCESSED, SCALE_OUT, TRANSFER, free_port, serving
 
@@ -159,6 +160,29 @@ def test_an_update_that_failed_is_repaired_by_the_next_one(second, monkeypatch, 
     other = connected(second, model=model)
     other.sync_weights(model)
     assert largest_gap(model, PROMPTS, other.generate(PROMPTS, 2, SAMPLING, [1, 2, 3]), SAMPLING) < EXACT
+
+
+def test_guided_completions_match_and_their_log_probs_are_those_of_the_tokens_that_are_left(server):
+    """Up to three digits: the policy's log-probs, normalised over the tokens with which a match can go on."""
+    model = policy()
+    engine = connected(server, model=model)
+    engine.sync_weights(model)
+    sampling = SamplingParams(max_completion_length=20, guided_regex="[0-9]{1,3}")
+    texts = {token: tiny_tokenizer().decode([token]) for token in range(model.config.vocab_size)}
+    digits = {token for token, text in texts.items() if text.isdigit()}
+    groups = engine.generate(PROMPTS, 8, sampling, [1, 2, 3])
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for completion in group:
+            assert re.fullmatch(r"[0-9]{1,3}", completion.text)
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
+            for position, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+                left = sorted((digits if position < 3 else set()) | ({EOS} if position else set()))
+                expected = logits[position, left].log_softmax(-1)[left.index(token)]
+                assert logprob == pytest.approx(float(expected), abs=EXACT)
+                assert logprob > float(logits[position].log_softmax(-1)[token]) + EXACT
+    with pytest.raises(ServerError, match=r"answered 400: .*invalid regex"):
+        engine.generate(PROMPTS, 1, SamplingParams(guided_regex="[0-9"), [1, 2, 3])
 
 
 def test_refused_requests_are_explained(server):
