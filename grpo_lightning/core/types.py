@@ -105,6 +105,10 @@ class Completion:
     """[T] nats: entropy of the policy's softmax at the sampling temperature when each token was sampled; None if the
     engine does not report it."""
 
+    weight_version: int | None = None
+    """Number of the weight update (1 for the first) after which the completion was sampled: the engine's number of
+    updates minus this number is its staleness. None if the engine has no copy of the weights."""
+
     @property
     def is_truncated(self) -> bool:
         """True if the length limit ended the completion."""
@@ -237,6 +241,10 @@ class SamplingParams:
     stop_strings: list[str] = field(default_factory=list)
     """A completion ends with the token that completes one of these strings."""
 
+    guided_regex: str | None = None
+    """Regular expression that the text of each completion matches from its beginning to its end (only `VLLMEngine`).
+    Tokens that no match continues with are never sampled, and the log-probs are those of the tokens that are left."""
+
     def __post_init__(self) -> None:
         """Check every range. Raises: ValueError if a value is not allowed; the message names field, value and range."""
         limits = [
@@ -247,6 +255,7 @@ class SamplingParams:
             ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
             ("repetition_penalty", self.repetition_penalty > 0, "positive (1 is off)"),
             ("stop_strings", all(self.stop_strings), "free of empty strings"),
+            ("guided_regex", self.guided_regex != "", "a regular expression, or null"),
         ]
         check_ranges("sampling", self, limits)
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -42,6 +42,7 @@ from grpo_lightning.policy.kv_cache import (
     unshared_reason,
 )
 from grpo_lightning.policy.probe import compare, model_type, no_cache_reason, probe_batch, scored_alone
+from grpo_lightning.policy.settings import PolicySettings
 from grpo_lightning.policy.sharding import Sharding, full_shape
 from grpo_lightning.policy.vision import PlacedPrompts, place, seeing
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine
@@ -96,6 +97,13 @@ class LocalEngine(RolloutEngine):
         ]
         check_ranges("engine", self, limits)
         self.logged_gathering: bool | None = None
+
+    def check_run(
+        self, policy: PolicySettings, sampling: Sequence[SamplingParams], sharding: Sharding, world_size: int
+    ) -> None:
+        """Check that the engine has all sampling settings. Raises: ValueError."""
+        for each in sampling:
+            check_unguided(each)
 
     def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:
         """Store the policy and its stop tokens, and choose how to sample."""
@@ -188,6 +196,7 @@ class LocalEngine(RolloutEngine):
         """Sample G completions for every prompt, or a part of them; see `RolloutEngine.generate`."""
         if len(seeds) != len(prompts):
             raise ValueError(f"seeds must hold one seed per prompt: {len(prompts)} prompts, {len(seeds)} seeds.")
+        check_unguided(sampling)
         part = part or range(num_generations)
         rows: list[SampledRow] = []
         groups = SampledGroups(len(part), sampling.max_completion_length, self.completions, on_group)
@@ -717,6 +726,15 @@ class SampledGroups:
         self.completions[number] = self.build(rows)
         if self.on_group is not None:
             self.on_group(number, self.completions[number])
+
+
+def check_unguided(sampling: SamplingParams) -> None:
+    """Raise ValueError if completions have to match a regular expression, which only vLLM can guide them to."""
+    if sampling.guided_regex is not None:
+        raise ValueError(
+            f"sampling.guided_regex is {sampling.guided_regex!r}, and LocalEngine has no guided decoding: set "
+            "model.engine to VLLMEngine, which has it, or remove guided_regex."
+        )
 
 
 def choose_draw(device: torch.device) -> ChooseDraw:

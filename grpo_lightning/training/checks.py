@@ -188,6 +188,12 @@ def check_sampling(sampling: SamplingParams) -> None:
             ", ".join(f"{name}={value}" for name, value in reshaping.items()),
             sampling.temperature,
         )
+    if sampling.guided_regex is not None:
+        log.warning(
+            "Completions are sampled from the policy restricted to model.sampling.guided_regex (%s), and the policy "
+            "without the restriction is trained: model.objective.rollout_correction corrects for the difference.",
+            sampling.guided_regex,
+        )
 
 
 def check_validation(validation: Validation, reward_names: Sequence[str]) -> None:

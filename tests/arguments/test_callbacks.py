@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
+import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +25,10 @@ from grpo_lightning.callbacks import (
     LearningCurves,
     NewestCheckpoints,
     ProgressBar,
+    Watchdog,
     WritePredictions,
 )
+from grpo_lightning.callbacks.watchdog import StallInterrupt
 from grpo_lightning.core.types import Prompt
 from tests.arguments.registry import case, case_of_each
 from tests.module_runs import fit, make_module, make_source, make_trainer
@@ -49,6 +54,36 @@ def test_dirpath(owner, tmp_path):
         run(owner(dirpath=str(folder)))
     names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
     assert names[0] == names[1] != []
+
+
+@case(Watchdog, "stall_seconds", "grace_seconds", "dirpath")
+def test_the_watchdog(tmp_path, monkeypatch):
+    """How long it waits for progress and for the main thread, and where the checkpoint of a stalled run is."""
+    paths, exits = [], []
+    trainer = SimpleNamespace(
+        global_step=1,
+        checkpoint_callback=SimpleNamespace(dirpath="own"),
+        save_checkpoint=lambda path: paths.append(str(path.parent)),
+        strategy=SimpleNamespace(launcher=None),
+    )
+    monkeypatch.setattr(os, "_exit", exits.append)
+    monkeypatch.setattr(signal, "pthread_kill", lambda *_: None)
+
+    def seconds_to_exit(**settings: float) -> float:
+        callback = Watchdog(**{"stall_seconds": 0.2, "grace_seconds": 0.2} | settings)  # type: ignore[arg-type]
+        callback.on_train_start(trainer, None)  # type: ignore[arg-type]
+        callback.on_phase(trainer, "rollout")  # type: ignore[arg-type]
+        started, before = time.monotonic(), len(exits)
+        while len(exits) == before and time.monotonic() < started + 20:
+            time.sleep(0.01)
+        callback.rest()
+        return time.monotonic() - started
+
+    for settings in ({}, {"stall_seconds": 1.5}, {"grace_seconds": 1.5}):
+        assert (seconds_to_exit(**settings) > 1.5) == bool(settings)
+    for dirpath in (None, str(tmp_path)):
+        Watchdog(dirpath=dirpath).on_exception(trainer, None, StallInterrupt())  # type: ignore[arg-type]
+    assert paths == ["own", str(tmp_path)]
 
 
 def checkpoints(callback: Any) -> dict[str, bool]:

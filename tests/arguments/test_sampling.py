@@ -11,6 +11,7 @@ import pytest
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local_engine import LocalEngine
+from grpo_lightning.rollout.vllm.requests import sampling_settings
 from tests.arguments.registry import case
 from tests.module_runs import SMALL
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -68,6 +69,13 @@ def test_repetition_penalty():
         sampling = SamplingParams(max_completion_length=20, temperature=0.0, repetition_penalty=penalty)
         distinct[penalty] = len(set(PROMPT + draw(sampling)[0].token_ids))
     assert distinct[1.0] < distinct[1e6] == len(PROMPT) + 20  # no token twice, nor one of the prompt's
+
+
+@case(SamplingParams, "guided_regex")
+def test_guided_regex():
+    for regex in (None, "[0-9]+"):
+        guide = sampling_settings(SamplingParams(guided_regex=regex), [])["structured_outputs"]
+        assert guide == (None if regex is None else {"regex": regex})
 
 
 @case(SamplingParams, "suppress_tokens")

@@ -76,7 +76,7 @@ def test_max_model_len(fake_vllm):  # noqa: F811
 
 
 def url_of(**settings: Any) -> str:
-    return VLLMEngine("server", **settings).url
+    return VLLMEngine("server", **settings).urls[0]
 
 
 @case(VLLMEngine, "base_url", "host", "port")
@@ -85,6 +85,38 @@ def test_the_address_of_the_server():
     assert url_of(host="node7") == "http://node7:8000"
     assert url_of(port=9000) == "http://127.0.0.1:9000"
     assert url_of(base_url="https://node8/vllm") == "https://node8/vllm"
+
+
+@case(VLLMEngine, "max_retries")
+def test_max_retries():
+    policy, port = tiny_model(**SMALL), free_port()
+    with serving(policy.config) as server:
+        for max_retries in (0, 3):
+            own = {"base_url": server.url, "weight_transfer_backend": "gloo", "group_port": port}
+            engine = connected(VLLMEngine("server", max_retries=max_retries, **own), policy)
+            server.failures["/inference/v1/generate"] = [500]
+            if max_retries:
+                assert engine.generate([[5, 6]], 1, SAMPLING, seeds=[0])
+            else:
+                with pytest.raises(ServerError, match="answered 500"):
+                    engine.generate([[5, 6]], 1, SAMPLING, seeds=[0])
+            engine.backend.servers[0].leave()
+
+
+@case(VLLMEngine, "reconnect_timeout")
+def test_reconnect_timeout():
+    policy, port = tiny_model(**SMALL), free_port()
+    with serving(policy.config) as server:
+        for seconds in (0.1, 1.2):
+            own = {"base_url": server.url, "weight_transfer_backend": "gloo", "group_port": port}
+            engine = connected(VLLMEngine("server", reconnect_timeout=seconds, **own), policy)
+            server.kill()
+            started = time.monotonic()
+            with pytest.raises(ServerError, match=r"no vLLM server has answered"):
+                engine.generate([[5, 6]], 1, SAMPLING, seeds=[0])
+            assert (time.monotonic() - started >= 1.2) == (seconds == 1.2)
+            engine.backend.servers[0].leave()
+            server.restart()
 
 
 def free_port() -> int:
@@ -107,7 +139,7 @@ def test_timeout():
             else:
                 assert engine.generate([[5, 6]], 1, SAMPLING, seeds=[0])
             server.delay = 0.0
-            engine.backend.group = None  # frees the port
+            engine.backend.servers[0].leave()  # frees the port
             time.sleep(0.1)
 
 
@@ -118,12 +150,14 @@ def test_where_and_how_the_servers_workers_join(monkeypatch):
     def group(name: str) -> Any:
         def open_group(host: str, port: int, *_: Any) -> Any:
             joined.append((name, port))
-            return SimpleNamespace(broadcast=lambda _: None)
+            return SimpleNamespace(broadcast=lambda _: None, close=lambda: None)
 
         return open_group
 
     monkeypatch.setattr(vllm_server, "GROUPS", {name: group(name) for name in ("gloo", "nccl")})
-    policy, silent = tiny_model(**SMALL), ("/init_weight_transfer_engine", "/update_weights", "/finish_weight_update")
+    policy = tiny_model(**SMALL)
+    silent = [f"/{name}" for name in ("init_weight_transfer_engine", "start_weight_update", "update_weights")]
+    silent.append("/finish_weight_update")
     with serving(policy.config, answers=dict.fromkeys(silent)) as server:
         for own in ({}, {"weight_transfer_backend": "gloo"}, {"group_port": 5000}):
             connected(VLLMEngine("server", base_url=server.url, **own), policy)

@@ -1,7 +1,7 @@
 """A small vLLM made of transformers: the calls of `vllm.LLM` and the routes of `vllm serve` that the engine uses.
 
 It starts with random weights, as vLLM does with `load_format="dummy"`, loads what is sent to it, and samples with
-`LocalEngine`. The real vLLM is tested in `test_real_*.py`.
+`LocalEngine`. The server can fail in many ways (`FakeServer`). The real vLLM is tested in `tests/vllm/real`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -32,6 +34,10 @@ from tests.tiny_models import tiny_tokenizer
 VERSION = "0.32.0"
 
 
+class RefusalError(Exception):
+    """An HTTP status and a text with which the server answers."""
+
+
 class FakeVLLM:
     """A model with weights of its own, and a prefix cache that has to be reset after an update."""
 
@@ -45,33 +51,48 @@ class FakeVLLM:
         self.events: list[str] = []
         self.num_requests = 0
         self.expected: set[str] = set()
+        self.is_updating = False
+        self.version = "default"
+        self.guides: list[Any] = []
 
     @property
     def max_model_len(self) -> int:
         return self.options.get("max_model_len") or self.config.max_position_embeddings
 
     def start(self) -> None:
+        if self.is_updating:
+            raise RuntimeError("start_weight_update called while a weight update is already active.")
+        self.is_updating = True
         self.events.append("start")
         self.expected = {name for name, _ in self.model.named_parameters()}
 
     def load(self, weights: Any) -> None:
         own = dict(self.model.named_parameters())
         self.events.append("load")
+        if not self.is_updating:
+            raise RuntimeError("start_weight_update must be called before update_weights.")
         with torch.no_grad():
             for name, weight in weights:
                 if name not in own:
+                    self.is_updating = False
                     raise RuntimeError(f"the model has no weight {name}")
                 own[name].copy_(weight)
                 self.expected.discard(name)
 
     def finish(self) -> None:
+        """As `transfer.Reload`: a missing weight is an error the first time only, and the update stays active."""
+        if not self.is_updating:
+            raise RuntimeError("finish_weight_update called without a matching start_weight_update.")
         self.events.append("finish")
-        if self.expected:
-            raise RuntimeError(f"The trainer sent no value for {sorted(self.expected)[0]}")
+        missing, self.expected = sorted(self.expected), set()
+        if missing:
+            raise RuntimeError(f"The trainer sent no value for {missing[0]}")
+        self.is_updating = False
 
     def complete(self, prompt: list[int], settings: dict[str, Any]) -> tuple[list[int], list[float], str]:
         """One completion, sampled with the model's weights and the request's own seed."""
         assert settings["n"] == 1
+        self.guides.append(settings["structured_outputs"])
         assert "reset" in self.events[-2:] or not self.options.get("enable_prefix_caching"), self.events
         self.num_requests += 1
         bias = settings["logit_bias"] or {}
@@ -104,7 +125,9 @@ class FakeLLM:
 
         self.shake()
         self.fake = FakeVLLM(AutoConfig.from_pretrained(model), **options)
-        self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=self.fake.max_model_len))
+        self.llm_engine = self  # one class for both
+        self.model_config = SimpleNamespace(max_model_len=self.fake.max_model_len)
+        self.waiting: list[tuple[str, Any, Any]] = []
         FakeLLM.made.append(self)
 
     @staticmethod
@@ -133,16 +156,27 @@ class FakeLLM:
     def get_tokenizer(self) -> Any:
         return self.fake.tokenizer
 
-    def generate(self, prompts: Any, settings: Any, use_tqdm: bool) -> list[Any]:
+    def enqueue(self, prompts: Any, settings: Any, use_tqdm: bool) -> list[str]:
+        self.shake()
+        self.waiting = [(str(number), *each) for number, each in enumerate(zip(prompts, settings, strict=True))]
+        return [f"{number}-abcd" for number, _, _ in self.waiting]
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting)
+
+    def abort_request(self, names: list[str], internal: bool) -> None:
+        self.fake.events.append("abort")
+        self.waiting = []
+
+    def step(self) -> list[Any]:
+        """End the last request that waits: vLLM ends completions in any order."""
         self.shake()
         assert not torch.is_autocast_enabled("cpu")
-        outputs = []
-        for prompt, each in zip(prompts, settings, strict=True):
-            ids, logprobs, reason = self.fake.complete(prompt["prompt_token_ids"], each)
-            positions = [{token: SimpleNamespace(logprob=value)} for token, value in zip(ids, logprobs, strict=True)]
-            output = SimpleNamespace(token_ids=ids, logprobs=positions, finish_reason=reason)
-            outputs.append(SimpleNamespace(outputs=[output]))
-        return outputs
+        number, prompt, settings = self.waiting.pop()
+        ids, logprobs, reason = self.fake.complete(prompt["prompt_token_ids"], settings)
+        positions = [{token: SimpleNamespace(logprob=value)} for token, value in zip(ids, logprobs, strict=True)]
+        output = SimpleNamespace(token_ids=ids, logprobs=positions, finish_reason=reason)
+        return [SimpleNamespace(request_id=number, finished=True, outputs=[output])]
 
 
 @pytest.fixture
@@ -150,7 +184,10 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     """Put the fake in the place of the package `vllm`. `FakeLLM.made` has the engines."""
     module: Any = ModuleType("vllm")
     module.__version__, module.LLM, module.SamplingParams = VERSION, FakeLLM, dict
-    monkeypatch.setitem(__import__("sys").modules, "vllm", module)
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    params: Any = ModuleType("vllm.sampling_params")
+    params.StructuredOutputsParams = SimpleNamespace
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
     monkeypatch.setattr("grpo_lightning.rollout.vllm.transfer.register", lambda: None)
     FakeLLM.made.clear()
     return FakeLLM
@@ -164,6 +201,7 @@ class FakeServer:
         name: Name under which the model is served.
         hidden: Routes that answer 404.
         answers: Answers by route, instead of the server's own.
+        reports_spans: As with `--enable-scale-out`: the route for tokens, which reports versions of the weights.
     """
 
     def __init__(
@@ -173,16 +211,29 @@ class FakeServer:
         *,
         hidden: tuple[str, ...] = (),
         answers: dict[str, Any] | None = None,
+        reports_spans: bool = True,
         **options: Any,
     ) -> None:
-        self.fake = FakeVLLM(config, **options)
+        self.config, self.options = config, options
         self.name, self.hidden, self.answers = name, hidden, answers or {}
-        self.group: GlooGroup | None = None
-        self.is_paused = False
-        self.bodies: list[dict[str, Any]] = []
+        self.reports_spans = reports_spans
         self.lock = threading.Lock()
         self.delay = 0.0
         """Seconds before a completion is answered."""
+        self.failures: dict[str, list[int | str]] = {}
+        """By route, what the next calls get instead of an answer: an HTTP status, or "break" (of the connection)."""
+        self.before_completion: Callable[[int], None] = lambda count: None
+        """Called before each completion, with the number of earlier ones."""
+        self.http: Any = None
+        self.start(0)
+
+    def start(self, port: int) -> None:
+        """Start with the weights that the server has on disk, and without a group."""
+        self.fake = FakeVLLM(self.config, **self.options)
+        self.group: GlooGroup | None = None
+        self.is_paused = False
+        self.bodies: list[dict[str, Any]] = []
+        self.is_dead = False
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -199,18 +250,37 @@ class FakeServer:
             daemon_threads = True
             request_queue_size = 512  # connections at the same time; the default of 5 resets the others
 
-        self.http = Http(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+            def handle_error(self, *_: Any) -> None:
+                pass
+
+        self.http = Http(("127.0.0.1", port), Handler)
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.http.server_port}"
 
+    def kill(self) -> None:
+        """As `kill -9`: open connections break, and new ones are refused."""
+        self.is_dead = True
+        self.group = None
+        self.close()
+
+    def restart(self) -> None:
+        """Start again at the same port, with the weights on disk."""
+        self.start(self.http.server_port)
+
     def handle(self, request: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         """Answer a request."""
-        route = urlsplit(request.path).path
+        route, fake = urlsplit(request.path).path, self.fake
+        failure = self.failures[route].pop(0) if self.failures.get(route) else None
         status, answer = 200, None
-        if route in self.hidden:
+        if failure == "break":
+            request.connection.shutdown(socket.SHUT_RDWR)
+            return
+        if failure is not None:
+            status, answer = failure, {"error": "the engine has a problem"}
+        elif route in self.hidden:
             status, answer = 404, {"detail": "Not Found"}
         elif route in self.answers:
             answer = self.answers[route]
@@ -219,6 +289,13 @@ class FakeServer:
                 answer = self.routes()[route](body)
             except RuntimeError as error:
                 status, answer = 500, {"error": str(error)}
+            except RefusalError as error:
+                status, answer = error.args[0], {"error": error.args[1]}
+            except (AssertionError, KeyError, ValueError) as error:
+                status, answer = 400, {"error": f"{type(error).__name__}: {error}"}
+        if self.is_dead or fake is not self.fake:  # killed meanwhile
+            request.connection.shutdown(socket.SHUT_RDWR)
+            return
         content = b"" if answer is None else json.dumps(answer).encode()
         with contextlib.suppress(OSError):  # the client has given up
             request.send_response(status)
@@ -238,9 +315,12 @@ class FakeServer:
             "/resume": lambda _: self.pause(False),
             "/start_weight_update": lambda _: self.fake.start(),
             "/update_weights": self.receive,
-            "/finish_weight_update": lambda _: self.fake.finish(),
+            "/finish_weight_update": self.finish,
+            "/weight_info": lambda _: {"weight_version": self.fake.version},
+            "/update_weight_version": lambda body: self.label(body["new_version"]),
             "/reset_prefix_cache": lambda _: self.fake.events.append("reset") or {"success": True},
             "/v1/completions": self.complete,
+            "/inference/v1/generate": self.complete_tokens,
             "/detokenize": lambda body: {"prompt": self.fake.tokenizer.decode(body["tokens"])},
         }
 
@@ -266,14 +346,37 @@ class FakeServer:
 
         self.fake.load(list(received()))
 
-    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        assert not self.is_paused
+    def label(self, version: str) -> None:
+        self.fake.version = version
+
+    def finish(self, body: dict[str, Any]) -> None:
+        self.fake.finish()
+        self.label(body.get("weight_version", self.fake.version))
+
+    def sample(self, body: dict[str, Any], prompt: list[int], settings: dict[str, Any]) -> Any:
+        """Sample a completion. Returns: tokens, log-probs, finish reason, version of the weights."""
         assert body["model"] == self.name
-        self.bodies.append(body)
-        time.sleep(self.delay)
+        fake = self.fake
         with self.lock:  # forward passes of one small model
-            ids, logprobs, reason = self.fake.complete(body["prompt"], body)
+            assert not self.is_paused
+            self.before_completion(len(self.bodies))
+            self.bodies.append(settings | {"prompt": prompt})
+        time.sleep(self.delay)
+        with self.lock:
+            return (*fake.complete(prompt, settings), fake.version)
+
+    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        ids, logprobs, reason, _ = self.sample(body, body["prompt"], body)
         return {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason}]}
+
+    def complete_tokens(self, body: dict[str, Any]) -> dict[str, Any]:
+        if not self.reports_spans:
+            raise RefusalError(403, "Scale-out endpoints are disabled.")
+        ids, logprobs, reason, version = self.sample(body, body["token_ids"], body["sampling_params"])
+        spans = [{"version": version, "start": 0, "end": len(ids)}]
+        content = [{"token_id": token, "logprob": value} for token, value in zip(ids, logprobs, strict=True)]
+        choice = {"token_ids": ids, "logprobs": {"content": content}, "weight_versions": spans}
+        return {"choices": [choice | {"finish_reason": reason}]}
 
     def close(self) -> None:
         self.http.shutdown()
@@ -287,6 +390,8 @@ def serving(config: Any, *args: Any, **options: Any) -> Iterator[FakeServer]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("grpo_lightning.rollout.vllm.server.REFUSAL", 0.0)
+            for name in ("BACKOFF", "POLL"):
+                patch.setattr(f"grpo_lightning.rollout.vllm.servers.{name}", 0.01)
             yield server
     finally:
         server.close()

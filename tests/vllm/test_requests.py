@@ -1,5 +1,7 @@
 """Requests to vLLM and its answers, by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from grpo_lightning.core.seeding import derived_seed
@@ -30,6 +32,13 @@ def test_all_sampling_settings_are_translated():
     assert settings["logit_bias"] == {4: -100.0, 9: -100.0}
     assert (settings["stop"], settings["stop_token_ids"], settings["ignore_eos"]) == (["end"], [1, 2], True)
     assert (settings["n"], settings["logprobs"]) == (1, 0)
+
+
+def test_a_regular_expression_becomes_structured_outputs():
+    assert sampling_settings(SamplingParams(), [])["structured_outputs"] is None
+    guided = SamplingParams(guided_regex="[0-9]+")
+    assert sampling_settings(guided, [])["structured_outputs"] == {"regex": "[0-9]+"}
+    check_sampling(guided)
 
 
 def test_greedy_sampling_has_no_filters():
@@ -71,7 +80,8 @@ def test_the_seed_of_a_completion_depends_on_its_prompt_and_its_index_only():
     alone = requests_of([[5, 6]], [11], range(4), {})
     together = requests_of([[7], [5, 6]], [10, 11], range(4), {})
     part = requests_of([[5, 6]], [11], range(1, 4, 2), {})
-    assert together[4:] == alone
+    assert [replace(request, prompt=0) for request in together[4:]] == alone
+    assert [request.prompt for request in together] == [0] * 4 + [1] * 4
     assert part == [alone[1], alone[3]]
     assert len({request.settings["seed"] for request in together}) == 8
     assert alone[2].settings["seed"] == derived_seed(11, 2)

@@ -7,7 +7,7 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_lightning.policy.hf import base_model
 from grpo_lightning.rollout.vllm import transfer
-from grpo_lightning.rollout.vllm.requests import Answer, Request
+from grpo_lightning.rollout.vllm.requests import Answer, Arrivals, Request
 
 OLDEST = (0, 32)
 """First release of vLLM with the interface to update weights that this package uses."""
@@ -129,20 +129,53 @@ class Colocated:
             if not self.llm.reset_prefix_cache():
                 raise RuntimeError("vLLM could not reset its prefix cache: completions are still being sampled.")
 
-    def generate(self, requests: Sequence[Request]) -> list[Answer]:
-        """Sample one completion per request."""
-        from vllm import SamplingParams
+    def adopt(self, told: None) -> None:
+        """Take over nothing: each process has a vLLM of its own."""
 
-        needs_text = any(request.settings["stop"] for request in requests)
-        prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
-        settings = [SamplingParams(**request.settings, detokenize=needs_text) for request in requests]
+    def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
+        """Sample one completion per request; yields after every decoding step.
+
+        Args:
+            requests: Requests by index.
+        """
+        needs_text = any(request.settings["stop"] for request in requests.values())
+        prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests.values()]
+        settings = [sampling_params(each.settings, detokenize=needs_text) for each in requests.values()]
         with untouched_state():
-            outputs = self.llm.generate(prompts, settings, use_tqdm=False)
-        return [answer_of(output.outputs[0]) for output in outputs]
+            names = self.llm.enqueue(prompts, settings, use_tqdm=False)
+        # vLLM appends characters to the name of a request, which its outputs lack.
+        open_ = {key: index for name, index in zip(names, requests, strict=True) for key in (name, plain_name(name))}
+        engine, done = self.llm.llm_engine, 0
+        try:
+            while engine.has_unfinished_requests():
+                with untouched_state():
+                    outputs = [output for output in engine.step() if output.finished]
+                done += 1
+                yield Arrivals(done, [(open_[each.request_id], answer_of(each.outputs[0])) for each in outputs])
+        finally:
+            if engine.has_unfinished_requests():  # after an error, or Ctrl-C
+                engine.abort_request(names, internal=True)
 
     def decode(self, token_ids: list[int]) -> str:
         """Decode tokens as vLLM does when it looks for stop strings."""
         return str(self.llm.get_tokenizer().decode(token_ids))
+
+
+def sampling_params(settings: dict[str, Any], *, detokenize: bool) -> Any:
+    """Make vLLM's `SamplingParams` of the settings of a request."""
+    from vllm import SamplingParams
+
+    guide = settings["structured_outputs"]
+    if guide is not None:
+        from vllm.sampling_params import StructuredOutputsParams
+
+        guide = StructuredOutputsParams(**guide)
+    return SamplingParams(**settings | {"structured_outputs": guide}, detokenize=detokenize)
+
+
+def plain_name(name: str) -> str:
+    """Name of a request in vLLM's outputs."""
+    return name.rpartition("-")[0] or name
 
 
 def answer_of(output: Any) -> Answer:

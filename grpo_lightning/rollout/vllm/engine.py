@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import logging
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +26,24 @@ from grpo_lightning.policy.settings import PolicySettings
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine
 from grpo_lightning.rollout.local_engine import stop_ids
-from grpo_lightning.rollout.vllm import colocate, server, weights
+from grpo_lightning.rollout.vllm import colocate, servers, weights
 from grpo_lightning.rollout.vllm.requests import (
-    Answer,
+    Arrivals,
     Request,
     check_sampling,
     completion_of,
     requests_of,
     sampling_settings,
 )
+from grpo_lightning.rollout.vllm.server import ServerError, UnavailableError
+from grpo_lightning.rollout.vllm.servers import Servers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 log = logging.getLogger(__name__)
 
+Item = TypeVar("Item")
 Mode = Literal["colocate", "server"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 TransferBackend = Literal["nccl", "gloo"]
@@ -46,7 +53,10 @@ OF_MODE: dict[str, tuple[str, ...]] = {
         *("gpu_memory_utilization", "max_model_len", "max_num_seqs", "enable_prefix_caching"),
         *("enforce_eager", "dtype"),
     ),
-    "server": ("base_url", "host", "port", "timeout", "weight_transfer_backend", "group_port"),
+    "server": (
+        *("base_url", "host", "port", "timeout", "max_retries", "reconnect_timeout"),
+        *("weight_transfer_backend", "group_port"),
+    ),
 }
 """Settings that only one of the modes has. The server has flags of its own for those of `colocate`."""
 
@@ -62,14 +72,86 @@ class Backend(Protocol):
 
     max_model_len: int
 
-    def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> None:
-        """Load the policy's weights."""
+    def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> Any:
+        """Load the policy's weights. Returns: what the other ranks `adopt`."""
 
-    def generate(self, requests: Sequence[Request]) -> list[Answer]:
-        """Sample one completion per request."""
+    def adopt(self, told: Any) -> None:
+        """Take over the result of rank 0's `update`."""
+
+    def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
+        """Sample one completion per request, and yield them as they end. Some may be missing at the end."""
 
     def decode(self, token_ids: list[int]) -> str:
         """Decode tokens as vLLM does when it looks for stop strings."""
+
+
+class Batch:
+    """The completions of one call of `generate`, as they arrive.
+
+    Args:
+        prompts: N prompts.
+        part: Indices of the completions to sample, among the G of each prompt.
+        sampling: Sampling settings.
+        progress: Called with the decoding progress.
+        on_group: Called with each complete group.
+    """
+
+    def __init__(
+        self,
+        prompts: list[list[int]],
+        part: range,
+        sampling: SamplingParams,
+        progress: Progress | None,
+        on_group: OnGroup | None,
+    ) -> None:
+        self.prompts, self.part, self.sampling = prompts, part, sampling
+        self.progress, self.on_group = progress, on_group
+        self.completions: list[Completion | None] = [None] * (len(prompts) * len(part))
+        self.missing = dict.fromkeys(range(len(self.completions)))
+        self.num_tokens = 0
+
+    def add(self, index: int, completion: Completion) -> None:
+        """Add a completion; report its group if it is the last one."""
+        del self.missing[index]
+        self.completions[index] = completion
+        self.num_tokens += len(completion.token_ids)
+        number = index // len(self.part)
+        if self.on_group is not None and (group := self.group(number)):
+            self.on_group(number, group)
+
+    def report(self, steps: int) -> None:
+        """Report progress: decoding steps or, if they are not known, tokens per completion."""
+        if self.progress is not None:
+            longest = self.sampling.max_completion_length
+            self.progress(min(steps or self.num_tokens // len(self.completions), longest), longest)
+
+    def group(self, number: int) -> list[Completion]:
+        """The completions of a prompt; empty if one is missing."""
+        first = number * len(self.part)
+        found = [each for each in self.completions[first : first + len(self.part)] if each is not None]
+        return found if len(found) == len(self.part) else []
+
+    def groups(self) -> list[list[Completion]]:
+        """The completions of all prompts."""
+        return [self.group(number) for number in range(len(self.prompts))]
+
+
+def listed(value: Item | list[Item]) -> list[Item]:
+    """A setting that is one value or a list of values, as a list."""
+    return value if isinstance(value, list) else [value]
+
+
+def are_urls(values: list[str]) -> bool:
+    """True if all values are addresses of servers, and there is at least one."""
+    return bool(values) and all(value.startswith(("http://", "https://")) for value in values)
+
+
+def check_addresses(urls: list[str], group_port: int) -> None:
+    """Refuse servers that are named twice, and more servers than there are ports. Raises: ValueError."""
+    if twice := [url for url in dict.fromkeys(urls) if urls.count(url) > 1]:
+        raise ValueError(f"engine: the server {twice[0]} is named twice: name each server once.")
+    if group_port + len(urls) > 2**16:
+        raise ValueError(f"engine.group_port ({group_port}) leaves no ports for {len(urls)} servers: lower it.")
 
 
 class VLLMEngine(RolloutEngine):
@@ -88,14 +170,18 @@ class VLLMEngine(RolloutEngine):
         enable_prefix_caching: Compute a prompt once for all its completions, and common beginnings of prompts once.
         enforce_eager: Do not capture CUDA graphs: starts faster, needs less memory, and decodes more slowly.
         dtype: Dtype of vLLM's copy of the weights; "auto" is the dtype of the policy's weights.
-        base_url: Address of the server, instead of `host` and `port`.
-        host: Name or address of the server's machine.
-        port: Port of the server.
+        base_url: Address of the server, instead of `host` and `port`; or a list of several servers.
+        host: Name or address of the server's machine; or a list of several.
+        port: Port of the server; or a list of several.
         timeout: Seconds that a call of the server may take. The call of a completion includes its time in the server's
             queue.
+        max_retries: Times that a request or a weight update is repeated if the connection breaks, the server fails
+            (5xx) or does not answer in time.
+        reconnect_timeout: Seconds that a run waits for a server to come back, if all of them have died.
         weight_transfer_backend: How weights are sent to the server: "nccl" between GPUs, "gloo" over TCP. With "gloo",
             this package must be installed in the server's environment.
-        group_port: Free port of the training machine, through which the server's workers join the weight transfer.
+        group_port: Free port of the training machine, through which the server's workers join the weight transfer. The
+            next servers join through the next ports.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
@@ -108,10 +194,12 @@ class VLLMEngine(RolloutEngine):
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
         dtype: DType = "auto",
-        base_url: str | None = None,
-        host: str = "127.0.0.1",
-        port: int = 8000,
+        base_url: str | list[str] | None = None,
+        host: str | list[str] = "127.0.0.1",
+        port: int | list[int] = 8000,
         timeout: float = 600.0,
+        max_retries: int = 3,
+        reconnect_timeout: float = 300.0,
         weight_transfer_backend: TransferBackend = "nccl",
         group_port: int = 51216,
     ) -> None:
@@ -126,6 +214,8 @@ class VLLMEngine(RolloutEngine):
         self.host = host
         self.port = port
         self.timeout = timeout
+        self.max_retries = max_retries
+        self.reconnect_timeout = reconnect_timeout
         self.weight_transfer_backend = weight_transfer_backend
         self.group_port = group_port
         limits = [
@@ -134,18 +224,32 @@ class VLLMEngine(RolloutEngine):
             ("max_model_len", max_model_len is None or max_model_len >= 32, "at least 32, or null for the policy's"),
             ("max_num_seqs", max_num_seqs >= 1, "at least 1"),
             ("dtype", dtype in get_args(DType), f"one of {', '.join(get_args(DType))}"),
-            ("base_url", base_url is None or base_url.startswith(("http://", "https://")), "http://... or https://..."),
-            ("port", 0 < port < 2**16, "a port"),
+            (
+                "base_url",
+                base_url is None or are_urls(listed(base_url)),
+                "http://... or https://..., or a list of these",
+            ),
+            ("host", bool(listed(host)), "an address, or a list of addresses"),
+            ("port", bool(listed(port)) and all(0 < each < 2**16 for each in listed(port)), "a port"),
             ("timeout", timeout > 0, "above 0"),
+            ("max_retries", max_retries >= 0, "at least 0"),
+            ("reconnect_timeout", reconnect_timeout >= 0, "at least 0"),
             ("weight_transfer_backend", weight_transfer_backend in get_args(TransferBackend), "'nccl' or 'gloo'"),
             ("group_port", 0 < group_port < 2**16, "a port"),
         ]
         check_ranges("engine", self, limits)
         self._check_mode()
+        check_addresses(self.urls, group_port)
         self.backend: Backend | None = None
+        self.lock = threading.RLock()
+        """Held while completions are sampled, and while weights are sent: each waits for the other."""
+        self.syncing_thread: int | None = None
+        """Thread that has called `sync_weights` last."""
         self.sent: dict[str, int] | None = None
         """Checksums of the weights that vLLM has; None before the first update."""
         self.num_updates = 0
+        self.told: Any = None
+        """What the other ranks adopt after the last update."""
         self.decodes_alike: bool | None = None
 
     def _check_mode(self) -> None:
@@ -174,9 +278,19 @@ class VLLMEngine(RolloutEngine):
         return self.mode == "server"
 
     @property
-    def url(self) -> str:
-        """Address of the server."""
-        return self.base_url or f"http://{self.host}:{self.port}"
+    def urls(self) -> list[str]:
+        """Addresses of the servers."""
+        if self.base_url is not None:
+            return listed(self.base_url)
+        hosts, ports = listed(self.host), listed(self.port)
+        count = max(len(hosts), len(ports))
+        if any(len(each) not in (1, count) for each in (hosts, ports)):
+            raise ValueError(
+                f"engine.host and engine.port must have equally many values, or one, got {self.host!r} and "
+                f"{self.port!r}."
+            )
+        pairs = zip(hosts * (count // len(hosts)), ports * (count // len(ports)), strict=True)
+        return [f"http://{host}:{port}" for host, port in pairs]
 
     def check_run(
         self, policy: PolicySettings, sampling: Sequence[SamplingParams], sharding: Sharding, world_size: int
@@ -205,9 +319,8 @@ class VLLMEngine(RolloutEngine):
         elif self.backend is None:
             if self.weight_transfer_backend == "nccl":
                 colocate.check_installed(self.mode)
-            served = server.Served(self.url, self.timeout, self.weight_transfer_backend, self.group_port)
-            served.check(policy.name)
-            self.backend, limit = served, served.max_model_len
+            self.backend = self.connected(policy.name)
+            limit = self.backend.max_model_len
         longest = max(each.max_completion_length for each in sampling)
         positions = num_positions(config)
         if limit is not None and longest >= limit:
@@ -247,10 +360,22 @@ class VLLMEngine(RolloutEngine):
         if self.mode == "colocate":
             self.backend = colocate.Colocated(policy, tokenizer, self.options(policy))
         elif self.backend is None:  # used without `check_run`
-            served = server.Served(self.url, self.timeout, self.weight_transfer_backend, self.group_port)
-            served.check(None)
-            self.backend = served
+            self.backend = self.connected(None)
         self.sent = None
+
+    def connected(self, policy: str | None) -> Servers:
+        """The servers, after checks; `policy` is the policy's name, None if it is in memory. Raises: `Served.check`."""
+        found = Servers(
+            self.urls,
+            self.timeout,
+            self.weight_transfer_backend,
+            self.group_port,
+            self.max_retries,
+            self.reconnect_timeout,
+            first=ranks.rank(),
+        )
+        found.check(policy)
+        return found
 
     def options(self, policy: nn.Module) -> dict[str, Any]:
         """Arguments of `vllm.LLM`."""
@@ -267,27 +392,48 @@ class VLLMEngine(RolloutEngine):
     def sync_weights(self, policy: nn.Module) -> None:
         """Send the policy's weights to vLLM, if they have changed since the last call. Collective.
 
-        Rank 0 sends the weights to a server, while the other ranks wait, so that no rank samples meanwhile.
+        Rank 0 sends the weights to the servers, while the other ranks wait, so that no rank samples meanwhile. If
+        another thread of this process samples, the call waits until it has ended.
 
         Raises:
             RuntimeError: On every rank, if vLLM cannot load the weights. Rank 0 raises the original error.
         """
-        state = weights.state_of(policy)
-        if not ranks.is_any(state != self.sent):
-            return
-        self.sent = None  # an update that fails leaves some of the weights behind
-        self.num_updates += 1
-        error = self._update(policy) if ranks.rank() == 0 else None
-        problem = ranks.gather_objects(None if error is None else f"{type(error).__name__}: {error}")[0]
-        if problem is not None:
-            raise error or RuntimeError(problem)
-        self.sent = state
+        with self.lock:
+            self.syncing_thread = threading.get_ident()
+            state = weights.state_of(policy)
+            if not ranks.is_any(state != self.sent):
+                return
+            self.sent = None  # an update that fails leaves some of the weights behind
+            self.num_updates += 1
+            self._send(policy)
+            self.sent = state
+
+    def _send(self, policy: nn.Module) -> None:
+        """Send the weights of the last update to vLLM, again if that fails for a temporary reason. Collective.
+
+        Raises:
+            RuntimeError: On every rank, if vLLM cannot load the weights. Rank 0 raises the original error.
+        """
+        for failures in itertools.count(1):
+            error = self._update(policy) if ranks.rank() == 0 else None
+            is_temporary = isinstance(error, UnavailableError) and failures <= self.max_retries
+            own = None if error is None else f"{type(error).__name__}: {error}", is_temporary, self.told
+            problem, is_temporary, told = ranks.gather_objects(own)[0]
+            if problem is None:
+                assert self.backend is not None
+                self.backend.adopt(told)
+                return
+            if not is_temporary:
+                raise error or RuntimeError(problem)
+            if ranks.rank() == 0:
+                log.warning("The weights are sent again (%d of %d): %s", failures, self.max_retries, problem)
+                time.sleep(servers.BACKOFF * 2 ** (failures - 1))
 
     def _update(self, policy: nn.Module) -> Exception | None:
         """Send the weights. Returns: the error that this raised, of any kind, because the other ranks wait."""
         assert self.backend is not None
         try:
-            self.backend.update(weights.weight_groups(policy), self.num_updates)
+            self.told = self.backend.update(weights.weight_groups(policy), self.num_updates)
         except Exception as error:  # noqa: BLE001 - raised on every rank
             return error
         return None
@@ -306,35 +452,91 @@ class VLLMEngine(RolloutEngine):
     ) -> list[list[Completion]]:
         """Sample G completions for every prompt, or a part of them; see `RolloutEngine.generate`.
 
-        vLLM returns all completions at once, so `on_group` is called after sampling. The random numbers of a completion
-        do not depend on the other prompts of the batch. Its logits may differ in their last bits, because vLLM's
-        kernels round differently in batches of another size.
+        `on_group` and `progress` are called in the thread of the caller. The random numbers of a completion do not
+        depend on the other prompts of the batch, nor on the server. Its logits may differ in their last bits, because
+        vLLM's kernels round differently in batches of another size.
+
+        In the thread that has called `sync_weights`, the call is collective: the ranks agree on errors and on servers
+        that need the weights again. In another thread, weights are never sent, because training may be changing them,
+        and errors are raised on this rank only.
 
         Raises:
             ValueError: If a prompt is too long for vLLM, or the sampling settings are not supported.
-            RuntimeError: If vLLM fails.
+            RuntimeError: If vLLM fails, on every rank.
         """
-        if len(seeds) != len(prompts):
-            raise ValueError(f"seeds must hold one seed per prompt: {len(prompts)} prompts, {len(seeds)} seeds.")
         if vision is not None:
             raise ValueError("VLLMEngine does not support a multimodal policy yet: use LocalEngine.")
         if self.backend is None or self.sent is None:
             raise RuntimeError("vLLM has no weights yet: call sync_weights before generate.")
+        batch = Batch(prompts, part or range(num_generations), sampling, progress, on_group)
+        with self.lock:
+            remaining, rounds_without_answers = None, 0
+            while True:
+                error = None
+                try:
+                    self.sample(batch, seeds)
+                except Exception as raised:  # noqa: BLE001 - raised on every rank
+                    error = raised
+                num_missing = self.agree(error, batch)
+                if not num_missing:
+                    return batch.groups()
+                rounds_without_answers = rounds_without_answers + 1 if num_missing == remaining else 0
+                remaining = num_missing
+                if rounds_without_answers > self.max_retries:
+                    raise ServerError(
+                        f"{num_missing} completions could not be sampled: their servers have lost the weights "
+                        f"{rounds_without_answers} times in turn. See the servers' logs."
+                    )
+                if ranks.is_any(weights.state_of(self.policy) != self.sent):
+                    raise RuntimeError("The policy has changed since sync_weights: call it before generate.")
+                self._send(self.policy)
+
+    def sample(self, batch: Batch, seeds: list[int]) -> None:
+        """Sample the completions that the batch lacks, as far as vLLM has the weights. Raises: as `generate`."""
+        assert self.backend is not None
+        prompts, sampling = batch.prompts, batch.sampling
+        if len(seeds) != len(prompts):
+            raise ValueError(f"seeds must hold one seed per prompt: {len(prompts)} prompts, {len(seeds)} seeds.")
         check_sampling(sampling)
         self.check_lengths(prompts, sampling.max_completion_length)
         if sampling.stop_strings:
             self.check_decoding()
-        part = part or range(num_generations)
-        requests = requests_of(prompts, seeds, part, sampling_settings(sampling, self.stop_ids))
-        answers = self.backend.generate(requests) if requests else []
-        completions = [completion_of(answer, sampling, self.tokenizer) for answer in answers]
-        if progress and completions:
-            progress(max(len(completion.token_ids) for completion in completions), sampling.max_completion_length)
-        groups = [completions[i : i + len(part)] for i in range(0, len(completions), len(part))]
-        if on_group is not None:
-            for number, group in enumerate(groups):
-                on_group(number, group)
-        return groups
+        requests = requests_of(prompts, seeds, batch.part, sampling_settings(sampling, self.stop_ids))
+        missing = {index: requests[index] for index in batch.missing}
+        for done, answers in self.backend.generate(missing) if missing else ():
+            for index, answer in answers:
+                version = answer.weight_version or self.num_updates
+                batch.add(index, completion_of(replace(answer, weight_version=version), sampling, self.tokenizer))
+            batch.report(done)
+
+    def agree(self, error: Exception | None, batch: Batch) -> int:
+        """Exchange errors and the number of missing completions with the other ranks. Collective, see `generate`.
+
+        Returns:
+            Number of missing completions on all ranks.
+
+        Raises:
+            Exception: The error of this rank.
+            RuntimeError: The first error of another rank.
+        """
+        if threading.get_ident() != self.syncing_thread:
+            if error is not None:
+                raise error
+            if batch.missing:
+                raise ServerError(
+                    f"{len(batch.missing)} completions of the rollout that was sampled during training are missing: "
+                    "all servers have lost its weights, which the policy does not have any more. Resume the run from "
+                    "its last checkpoint (on the command line: --ckpt_path auto)."
+                )
+            return 0
+        own = None if error is None else f"{type(error).__name__}: {error}"
+        everyone = ranks.gather_objects((own, len(batch.missing)))
+        if error is not None:
+            raise error
+        for rank, (problem, _) in enumerate(everyone):
+            if problem is not None:
+                raise RuntimeError(f"Sampling failed on rank {rank}: {problem}")
+        return sum(count for _, count in everyone)
 
     def check_lengths(self, prompts: Sequence[list[int]], max_completion_length: int) -> None:
         """Raise ValueError if a prompt and its longest completion do not fit vLLM's `max_model_len`."""

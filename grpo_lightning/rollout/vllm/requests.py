@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from grpo_lightning.core.seeding import derived_seed
-from grpo_lightning.core.types import Completion, SamplingParams
+from grpo_lightning.core.types import Completion, FinishReason, SamplingParams
 
 LEAST_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this value, except 0 (greedy)."""
@@ -35,6 +35,9 @@ class Request:
     settings: dict[str, Any]
     """Arguments of `vllm.SamplingParams`, which are also fields of the server's requests."""
 
+    prompt: int = 0
+    """Index of the prompt among those of the call. One server samples all completions of a prompt."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -47,6 +50,19 @@ class Answer:
     """[T] nats."""
 
     finish_reason: str | None
+
+    weight_version: int | None = None
+    """Number of the update whose weights sampled the completion; None if vLLM has not reported it."""
+
+
+class Arrivals(NamedTuple):
+    """What vLLM has sampled since the last look."""
+
+    done: int
+    """Decoding steps that are done, or 0 if vLLM does not tell."""
+
+    answers: Sequence[tuple[int, Answer]]
+    """Completions that have ended: the index of the request, and the answer."""
 
 
 def check_sampling(sampling: SamplingParams) -> None:
@@ -104,6 +120,7 @@ def sampling_settings(sampling: SamplingParams, stop_ids: Sequence[int]) -> dict
         # The log-prob of the sampled token only.
         "logprobs": 0,
         "skip_special_tokens": True,
+        "structured_outputs": None if sampling.guided_regex is None else {"regex": sampling.guided_regex},
     }
 
 
@@ -123,8 +140,8 @@ def requests_of(
         settings: The result of `sampling_settings`.
     """
     return [
-        Request(ids, settings | {"seed": derived_seed(seed, index)})
-        for ids, seed in zip(prompts, seeds, strict=True)
+        Request(ids, settings | {"seed": derived_seed(seed, index)}, number)
+        for number, (ids, seed) in enumerate(zip(prompts, seeds, strict=True))
         for index in part
     ]
 
@@ -143,4 +160,5 @@ def completion_of(answer: Answer, sampling: SamplingParams, tokenizer: PreTraine
     if wrong := sorted(set(sampling.suppress_tokens) & set(ids)):
         raise RuntimeError(f"vLLM sampled the suppressed token {wrong[0]}. Another client may have changed the server.")
     text = tokenizer.decode(ids, skip_special_tokens=True)
-    return Completion(list(ids), list(logprobs), "stop" if reason == "stop" else "length", text)
+    ended: FinishReason = "stop" if reason == "stop" else "length"
+    return Completion(list(ids), list(logprobs), ended, text, weight_version=answer.weight_version)

@@ -1,19 +1,20 @@
-"""An external vLLM server (server mode): HTTP requests, weight updates and checks.
+"""One external vLLM server (server mode): HTTP requests, weight updates and checks.
 
 The server is a plain `vllm serve` with a weight transfer backend. It may run on other devices or another node.
+`servers.py` has what concerns several of them: balancing, retries, and servers that come back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
-import logging
 import socket
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,22 +25,40 @@ from grpo_lightning.rollout.vllm.colocate import check_version
 from grpo_lightning.rollout.vllm.requests import Answer, Request
 from grpo_lightning.rollout.vllm.transfer import GROUPS, BroadcastGroup, describe
 
-log = logging.getLogger(__name__)
-
-MOST_CONNECTIONS = 256
-"""Requests that wait for the server at the same time; the server decides how many of them it decodes together."""
-
 PATIENCE = 5
-"""Seconds to wait for an answer that explains a failure."""
+"""Seconds to wait for an answer that explains a failure, or that says that the server is well."""
 
 REFUSAL = 0.5
 """Seconds within which a server refuses to open the group for the weights, if it does."""
 
-DIED = "The server has probably died: see its log, start it again, and resume the run from its last checkpoint."
+INCOMPLETE = "incomplete"
+"""Version that a server reports during an update, and after an update that did not end."""
+
+TOKENS = "/inference/v1/generate"
+"""Route of a server with `--enable-scale-out`, which reports the version of the weights with each completion."""
+
+COMPLETIONS = "/v1/completions"
+"""Route that every server has."""
+
+BUSY = (408, 425, 429)
+"""HTTP statuses below 500 with which a server asks for another try."""
+
+DIED = "The server has probably died: see its log."
 
 
 class ServerError(RuntimeError):
     """The server cannot be reached, or refuses a request."""
+
+    status: int | None = None
+    """The HTTP status with which the server answered; None if it did not answer."""
+
+
+class UnavailableError(ServerError):
+    """The connection broke, the server failed (5xx), or its answer took too long: another try may succeed."""
+
+
+class LostWeightsError(UnavailableError):
+    """The server sampled from other weights than this run's: it has restarted, or another client has changed them."""
 
 
 class Client:
@@ -55,37 +74,55 @@ class Client:
         # Requests to the server never go through a proxy.
         self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def get(self, route: str) -> Any:
+    def get(self, route: str, timeout: float | None = None) -> Any:
         """Answer to a GET request."""
-        return self._call("GET", route, None)
+        return self._call("GET", route, None, timeout)
 
     def post(self, route: str, body: Any = None) -> Any:
         """Answer to a POST request."""
-        return self._call("POST", route, {} if body is None else body)
+        return self._call("POST", route, {} if body is None else body, None)
 
-    def _call(self, method: str, route: str, body: Any) -> Any:
-        """Send a request. Returns: the decoded JSON, or None if the answer is no JSON. Raises: ServerError."""
+    def _call(self, method: str, route: str, body: Any, timeout: float | None) -> Any:
+        """Send a request. Returns: the decoded JSON, or None if the answer is no JSON.
+
+        Raises:
+            UnavailableError: If another try may succeed.
+            ServerError: If the server refuses the request.
+        """
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + route, data, headers, method=method)  # noqa: S310 - checked scheme
         try:
-            with self.opener.open(request, timeout=self.timeout) as response:
+            with self.opener.open(request, timeout=timeout or self.timeout) as response:
                 content = response.read()
         except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace")[:500]
-            raise ServerError(f"{self.url}{route} answered {error.code}: {text}") from error
+            raise self.refusal(route, error) from error
         except TimeoutError as error:
-            raise ServerError(self.late(route)) from error
+            raise UnavailableError(self.late(route)) from error
         except urllib.error.URLError as error:
             if isinstance(error.reason, TimeoutError):
-                raise ServerError(self.late(route)) from error
-            raise ServerError(f"{self.url}{route} cannot be reached: {error.reason}.") from error
+                raise UnavailableError(self.late(route)) from error
+            raise UnavailableError(f"{self.url}{route} cannot be reached: {error.reason}.") from error
         except (OSError, http.client.HTTPException) as error:
-            raise ServerError(f"{self.url}{route}: the connection broke ({type(error).__name__}). {DIED}") from error
+            raise UnavailableError(
+                f"{self.url}{route}: the connection broke ({type(error).__name__}). {DIED}"
+            ) from error
         try:
             return json.loads(content)
         except ValueError:  # /health answers with an empty text
             return None
+
+    def refusal(self, route: str, error: urllib.error.HTTPError) -> ServerError:
+        """Error for an HTTP status: temporary for 5xx, and with a remedy for requests that vLLM refuses."""
+        try:
+            text = error.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException):  # the server died while it explained the error
+            text = ""
+        kind = UnavailableError if error.code >= 500 or error.code in BUSY else ServerError
+        message = f"{self.url}{route} answered {error.code}: {text[:500]}"
+        found = kind(f"{message} {remedy(error.code, text)}".rstrip())
+        found.status = error.code
+        return found
 
     def late(self, route: str) -> str:
         """Message for a call that took too long."""
@@ -95,8 +132,22 @@ class Client:
         )
 
 
+def remedy(status: int, text: str) -> str:
+    """What to do about a request that vLLM refuses; empty if its own message has to do."""
+    if status == 404 and "does not exist" in text:
+        return "The server was started with another model: start it with the policy."
+    if "maximum context length" in text or "maximum model length" in text:
+        return "Start the server with a larger --max-model-len, or set data.max_prompt_length."
+    if "KV cache" in text:
+        return (
+            "The server has too little memory for the KV cache: raise its --gpu-memory-utilization, or lower "
+            "--max-model-len or --max-num-seqs."
+        )
+    return ""
+
+
 class Served:
-    """The policy on a vLLM server, whose weights come from the trainer.
+    """The policy on one vLLM server, whose weights come from the trainer.
 
     Args:
         url: Address of the server.
@@ -108,7 +159,18 @@ class Served:
     def __init__(self, url: str, timeout: float, backend: str, group_port: int) -> None:
         self.client, self.backend, self.group_port = Client(url, timeout), backend, group_port
         self.group: BroadcastGroup | None = None
+        self.policy: str | None = None
         self.model, self.max_model_len = "", 0
+        self.version: str | None = None
+        """Version of this run's weights on the server; None if it has none of them."""
+        self.route = COMPLETIONS
+
+    @property
+    def url(self) -> str:
+        """Address of the server."""
+        return self.client.url
+
+    # --------------------------------------------------------------------------------------------------------- checks
 
     def check(self, policy: str | None) -> None:
         """Check server, version and model, before the policy's weights are loaded.
@@ -120,12 +182,13 @@ class Served:
             ServerError: If no vLLM server answers.
             ValueError: If the server is too old, serves another model, or accepts no weights.
         """
+        self.policy = policy
         url, serve = self.client.url, f"vllm serve {policy or 'MODEL'} {self.flags}"
         try:
             self.client.get("/health")
             version = self.client.get("/version")
         except ServerError as error:
-            raise ServerError(
+            raise type(error)(
                 f"model.engine: no vLLM server answers at {url}: {error} Start the server first "
                 f"(VLLM_SERVER_DEV_MODE=1 {serve}), or correct model.engine.base_url (host, port)."
             ) from error
@@ -143,17 +206,49 @@ class Served:
         self.model, self.max_model_len = str(own[0]["id"]), int(own[0]["max_model_len"])
         try:
             self.num_workers = int(self.client.get("/get_world_size")["world_size"])
+            self.reported_version()
         except ServerError as error:
             raise ValueError(
                 f"model.engine: the server at {url} has no routes for weight updates. Start it with: "
                 f"VLLM_SERVER_DEV_MODE=1 {serve}"
             ) from error
+        self.route = TOKENS if self.has_route(TOKENS) else COMPLETIONS
 
     @property
     def flags(self) -> str:
         """Flags that the server has to be started with."""
         transfer = json.dumps({"backend": self.backend})
         return f"--weight-transfer-config '{transfer}' --logprobs-mode processed_logprobs"
+
+    def has_route(self, route: str) -> bool:
+        """True if the server has a route for POST requests: it then finds an empty request invalid."""
+        try:
+            self.client.post(route, {})
+        except ServerError as error:
+            return error.status in (400, 422)  # 403: vLLM has the route, and it is turned off
+        return True
+
+    def reported_version(self, timeout: float | None = None) -> str:
+        """Version of the weights that the server has now, as the server reports it. Raises: ServerError."""
+        return str(self.client.get("/weight_info", timeout)["weight_version"])
+
+    def is_healthy(self) -> bool:
+        """True if the server answers."""
+        try:
+            self.client.get("/health", PATIENCE)
+        except ServerError:
+            return False
+        return True
+
+    def has_weights(self) -> bool:
+        """True if the server answers, and has the weights that this run has sent."""
+        try:
+            self.client.get("/health", PATIENCE)
+            return self.reported_version(PATIENCE) == self.version
+        except ServerError:
+            return False
+
+    # -------------------------------------------------------------------------------------------------------- weights
 
     def join(self) -> None:
         """Open the group through which the weights are sent; its rank 0 is the trainer.
@@ -180,29 +275,56 @@ class Served:
                 answer.result()
             self.group = GROUPS[self.backend](host, self.group_port, 0, info["world_size"], self.client.timeout)
         except RuntimeError as error:  # also torch's errors of stores and process groups
-            raise ServerError(
-                f"model.engine: the server's workers did not join the weight transfer group at {host}:"
-                f"{self.group_port} (backend {self.backend}): {problem_of(answer) or error}"
+            problem = problem_of(answer)
+            # Without an answer, the workers still try to reach this machine, and would not succeed the next time.
+            raise (ServerError if problem is None else type(problem))(
+                f"model.engine: the workers of the server at {self.url} did not join the weight transfer group at "
+                f"{host}:{self.group_port} (backend {self.backend}): {problem or error}"
             ) from error
         answer.result()
 
-    def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> None:
-        """Send the policy's weights to the server, one group at a time, while it samples nothing.
+    def leave(self) -> None:
+        """Close the group."""
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+
+    def begin_update(self) -> None:
+        """Begin to send weights: the server samples nothing until `finish_update`, and reports that it is incomplete.
+
+        A server that does not have this run's last weights has restarted, or belongs to another run: its workers then
+        join a new group.
 
         Raises:
-            ServerError: If the server cannot load the weights, or does not answer in time.
+            ServerError: If the server cannot be updated.
         """
-        if self.group is None:
+        reported = self.reported_version()
+        if self.group is None or reported != self.version:
+            self.leave()
+            self.check(self.policy)
             self.join()
+        self.version = None
         self.client.post("/pause?mode=wait")
-        self.client.post("/start_weight_update")
-        for group in groups:
-            self.send(group)
-        self.client.post("/finish_weight_update", {"weight_version": str(version)})
-        # An update does not invalidate the cache, which has keys and values of the old weights.
-        if not self.client.post("/reset_prefix_cache")["success"]:
-            raise ServerError(f"{self.client.url} could not reset its prefix cache: another client is using it.")
-        self.client.post("/resume")
+        self.client.post("/update_weight_version", {"new_version": INCOMPLETE})
+        if reported == INCOMPLETE:
+            self.end_update()
+        try:
+            self.client.post("/start_weight_update")
+        except UnavailableError:  # a trainer that was killed, and did not report what it did, left an update active
+            self.end_update()
+            self.client.post("/start_weight_update")
+
+    def end_update(self) -> None:
+        """End an update that did not finish, so that a new one can start.
+
+        vLLM refuses a new update while one is active. One that broke off while weights were received is not active any
+        more, but layers that got some of their weights wait for the others, and would take those of the new update
+        twice. Starting and finishing an update removes both. The layers then have any values, until they are sent.
+        """
+        for route in ("/start_weight_update", "/finish_weight_update", "/finish_weight_update"):
+            # In turn: an update is active already; weights are missing; the update has ended.
+            with contextlib.suppress(UnavailableError):
+                self.client.post(route)
 
     def send(self, group: list[tuple[str, Tensor]]) -> None:
         """Announce a group of weights to the server, and broadcast them while the server waits for them."""
@@ -212,33 +334,81 @@ class Served:
             for _, weight in group:
                 self.group.broadcast(weight)
         except RuntimeError as error:  # torch's errors of process groups
-            raise ServerError(
+            raise UnavailableError(
                 f"model.engine: sending weights to {self.client.url} failed: {problem_of(answer) or error}"
             ) from error
         answer.result()
 
-    def generate(self, requests: Sequence[Request]) -> list[Answer]:
-        """Sample one completion per request; all requests are sent at once, up to `MOST_CONNECTIONS`.
+    def finish_update(self, version: str) -> None:
+        """Put the weights that were sent into place, and let the server sample from them.
+
+        Args:
+            version: Name of the weights, which the server reports from now on.
 
         Raises:
-            ServerError: If the server dies, refuses a request or does not answer in time. The other requests are
-                dropped, as after Ctrl-C: nothing waits for their answers.
+            ServerError: If a weight is missing, or the server cannot sample.
         """
-        background = ThreadPoolExecutor(min(len(requests), MOST_CONNECTIONS))
-        try:
-            return [answer.result() for answer in [background.submit(self.complete, each) for each in requests]]
-        finally:
-            background.shutdown(wait=False, cancel_futures=True)
+        self.client.post("/finish_weight_update", {"weight_version": version})
+        # An update does not invalidate the cache, which has keys and values of the old weights.
+        if not self.client.post("/reset_prefix_cache")["success"]:
+            raise ServerError(f"{self.client.url} could not reset its prefix cache: another client is using it.")
+        self.client.post("/resume")
+        self.version = version
 
-    def complete(self, request: Request) -> Answer:
-        """Sample the completion of one request."""
-        body = request.settings | {"model": self.model, "prompt": request.prompt_ids, "return_token_ids": True}
-        (choice,) = self.client.post("/v1/completions", body)["choices"]
-        return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
+    # ------------------------------------------------------------------------------------------------------- sampling
+
+    def complete(self, request: Request, version: str) -> Answer:
+        """Sample the completion of one request.
+
+        Args:
+            request: The completion to sample.
+            version: Version of the weights that the server must have.
+
+        Raises:
+            LostWeightsError: If it was sampled from other weights.
+            UnavailableError: If the server fails, or aborts the request.
+            ServerError: If the server refuses the request.
+        """
+        if self.route == TOKENS:
+            body = {"model": self.model, "token_ids": request.prompt_ids, "sampling_params": request.settings}
+            (choice,) = self.client.post(TOKENS, body)["choices"]
+            logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+            versions = {str(span["version"]) for span in choice["weight_versions"] or [{"version": None}]}
+        else:
+            body = request.settings | {"model": self.model, "prompt": request.prompt_ids, "return_token_ids": True}
+            (choice,) = self.client.post(COMPLETIONS, body)["choices"]
+            logprobs = choice["logprobs"]["token_logprobs"]
+            # Asked for after sampling: every update has a name of its own, so that weights that were replaced
+            # meanwhile are noticed, even if they were replaced by the same values.
+            versions = {self.reported_version()}
+        if choice["finish_reason"] == "abort":
+            raise UnavailableError(f"{self.url} aborted a completion: another client may have paused the server.")
+        if versions != {version}:
+            raise LostWeightsError(
+                f"{self.url} sampled a completion from the weights {', '.join(sorted(versions))!r}, and this run has "
+                f"sent {version!r}: the server has restarted, or another client changes its weights."
+            )
+        return Answer(choice["token_ids"], logprobs, choice["finish_reason"], update_of(version))
 
     def decode(self, token_ids: list[int]) -> str:
         """Decode tokens as the server does when it looks for stop strings."""
         return str(self.client.post("/detokenize", {"model": self.model, "tokens": token_ids})["prompt"])
+
+
+def version_name(run: str, update: int, count: int) -> str:
+    """Name of the weights of an update.
+
+    Args:
+        run: Identifies this run among all that use the server.
+        update: Number of the update.
+        count: Number of times that this run has sent weights, so that no two of them have the same name.
+    """
+    return f"grpo-{run}-{update}-{count}"
+
+
+def update_of(version: str) -> int:
+    """Number of the update that has the name `version`."""
+    return int(version.split("-")[2])
 
 
 def in_background(call: Callable[[], Any]) -> Future[Any]:
@@ -257,12 +427,14 @@ def in_background(call: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-def problem_of(answer: Future[Any]) -> str | None:
-    """What the server answered to a request in the background, if that was an error; None if it has not answered."""
+def problem_of(answer: Future[Any]) -> ServerError | None:
+    """The error with which the server answered a request in the background; None if it has not answered."""
     try:
         answer.result(timeout=PATIENCE)
-    except (ServerError, FutureTimeoutError) as error:
-        return str(error) or None
+    except ServerError as error:
+        return error
+    except FutureTimeoutError:
+        return None
     return None
 
 
@@ -272,11 +444,15 @@ def is_same_model(policy: str, model: dict[str, Any]) -> bool:
 
 
 def own_address(url: str) -> str:
-    """Address of this machine as seen from the server: that of a connection to the server. Raises: ServerError."""
+    """Address of this machine as seen from the server: that of a connection to the server.
+
+    Raises:
+        UnavailableError: If the server cannot be reached.
+    """
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
         with socket.create_connection((parts.hostname or "", port), timeout=10) as connection:
             return str(connection.getsockname()[0])
     except OSError as error:
-        raise ServerError(f"{url} cannot be reached: {error}. {DIED}") from error
+        raise UnavailableError(f"{url} cannot be reached: {error}. {DIED}") from error

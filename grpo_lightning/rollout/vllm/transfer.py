@@ -26,6 +26,9 @@ class BroadcastGroup(Protocol):
     def broadcast(self, tensor: Tensor) -> None:
         """Send a tensor of rank 0 to the other ranks, which receive it into theirs."""
 
+    def close(self) -> None:
+        """Close the connections and free the port, even if a traceback still refers to the group."""
+
 
 class GlooGroup:
     """A group over TCP, next to the global process groups of torch and vLLM.
@@ -50,6 +53,10 @@ class GlooGroup:
         options.rootRank = 0
         self.group.broadcast([tensor.cpu().contiguous()], options).wait()
 
+    def close(self) -> None:
+        """Close the connections and free the port."""
+        self.group = None
+
 
 class NCCLGroup:
     """The trainer's end of vLLM's backend `nccl`, on the current CUDA device.
@@ -68,12 +75,16 @@ class NCCLGroup:
 
         group = StatelessProcessGroup.create(host=host, port=port, rank=rank, world_size=world_size)
         self.device = torch.cuda.current_device()
-        self.communicator = PyNcclCommunicator(group, device=self.device)
+        self.communicator: Any = PyNcclCommunicator(group, device=self.device)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Broadcast a tensor, from the GPU."""
         on_device = tensor.to(f"cuda:{self.device}").contiguous()
         self.communicator.broadcast(on_device, src=0, stream=torch.cuda.current_stream())
+
+    def close(self) -> None:
+        """Drop the communicator, which frees the port."""
+        self.communicator = None
 
 
 GROUPS: dict[str, type[GlooGroup | NCCLGroup]] = {"gloo": GlooGroup, "nccl": NCCLGroup}
@@ -167,14 +178,20 @@ class Reload:
         self.loaded |= set(self.model.load_weights(self.received(update_info)) or ())
 
     def finish_weight_update(self) -> None:
-        """Put the collected weights into place. Raises: RuntimeError if a weight is missing."""
+        """Put the collected weights into place. Raises: RuntimeError if a weight is missing, the first time only.
+
+        vLLM considers an update active until this method succeeds. The second call ends an update that has failed, so
+        that the trainer can start a new one (`Served.end_update`).
+        """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
         repack_heads(self.model)
-        if missing := sorted(self.expected - self.loaded):
+        missing, total = sorted(self.expected - self.loaded), len(self.expected)
+        self.expected = set()
+        if missing:
             raise RuntimeError(
-                f"The trainer sent no value for {missing[0]}, and {len(missing) - 1} more of the {len(self.expected)} "
+                f"The trainer sent no value for {missing[0]}, and {len(missing) - 1} more of the {total} "
                 "weights: the policy and vLLM's model differ."
             )
 

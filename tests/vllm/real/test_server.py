@@ -1,9 +1,10 @@
 """A real `vllm serve` in processes of its own, with weights by broadcast over TCP."""
 
-import threading
+import re
 import time
 
 import pytest
+import torch
 
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy.completion_logprobs import Scorer
@@ -14,9 +15,9 @@ from grpo_lightning.rollout.vllm import weights
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.server import ServerError
 from tests.module_runs import History, fit, make_module
-from tests.tiny_models import tiny_tokenizer
+from tests.tiny_models import EOS, tiny_tokenizer
 from tests.vllm.real.policies import PROMPTS, largest_gap, policy, step
-from tests.vllm.real.vllm_server import PROCESSED, TRANSFER, free_port, serving
+from tests.vllm.real.vllm_server import PROCESSED, SCALE_OUT, TRANSFER, free_port, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 SAMPLING = SamplingParams(max_completion_length=12)
@@ -35,18 +36,25 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    """One server for the file."""
-    with serving(folder, *TRANSFER, *PROCESSED) as running:
+    """The first server of the file. It reports the version of the weights with each completion."""
+    with serving(folder, *TRANSFER, *PROCESSED, *SCALE_OUT) as running:
         yield running
 
 
-def engine_of(server, **options):
+@pytest.fixture(scope="module")
+def second(folder):
+    """The second server of the file, without the route of the first. Its log-probs are those of temperature 1."""
+    with serving(folder, *TRANSFER) as running:
+        yield running
+
+
+def engine_of(*servers, **options):
     settings = {"weight_transfer_backend": "gloo", "group_port": free_port(), "timeout": 60.0} | options
-    return VLLMEngine("server", base_url=server.url, **settings)
+    return VLLMEngine("server", base_url=[server.url for server in servers], **settings)
 
 
-def connected(server, model, **options):
-    engine = engine_of(server, **options)
+def connected(*servers, model, **options):
+    engine = engine_of(*servers, **options)
     engine.connect(model, tiny_tokenizer(), Sharding())
     return engine
 
@@ -54,7 +62,7 @@ def connected(server, model, **options):
 @pytest.mark.parametrize("has_lora", [False, True])
 def test_after_each_of_three_updates_the_log_probs_are_those_of_the_new_policy(server, has_lora):
     model = add_adapters(policy(), LoRA(rank=4)) if has_lora else policy()
-    engine = connected(server, model)
+    engine = connected(server, model=model)
     for update in range(4):
         engine.sync_weights(model)
         groups = engine.generate(PROMPTS, 4, SAMPLING, seeds=[1, 2, 3])
@@ -73,7 +81,7 @@ def test_after_each_of_three_updates_the_log_probs_are_those_of_the_new_policy(s
 )
 def test_the_log_probs_are_those_of_the_distribution_that_is_sampled(server, settings):
     model = policy()
-    engine = connected(server, model)
+    engine = connected(server, model=model)
     engine.sync_weights(model)
     sampling = SamplingParams(max_completion_length=12, **settings)
     groups = engine.generate(PROMPTS, 4, sampling, seeds=[1, 2, 3])
@@ -93,39 +101,142 @@ def test_a_run_trains(server, folder):
     assert min(history.of("policy/rollout_ess")) > 1 - 1e-5
 
 
-def test_killing_the_server_ends_the_rollout_with_an_error(server):
+def test_two_servers_sample_the_completions_of_one(server, second):
+    """The servers have different routes, and get the weights one after the other."""
+    model = policy()
+    step(model, 11)
+    prompts, seeds = [*PROMPTS, *([7 + i, 9, 11] for i in range(5))], list(range(8))
+    one = connected(server, model=model)
+    one.sync_weights(model)
+    expected = one.generate(prompts, 4, SAMPLING, seeds)
+    two = connected(server, second, model=model)
+    two.sync_weights(model)
+    reported, seen = {}, []
+    groups = two.generate(
+        prompts, 4, SAMPLING, seeds, progress=lambda *pair: seen.append(pair), on_group=reported.__setitem__
+    )
+    assert [each.route for each in two.backend.servers] == ["/inference/v1/generate", "/v1/completions"]
+    assert reported == dict(enumerate(groups))
+    assert len(seen) == 32
+    assert [[c.token_ids for c in group] for group in groups] == [[c.token_ids for c in group] for group in expected]
+    assert {c.weight_version for group in groups for c in group} == {1}
+    assert largest_gap(model, prompts, groups, SAMPLING) < EXACT
+    # The first engine does not know these weights: it sends its own again, and samples the same.
+    again = one.generate(prompts[:1], 4, SAMPLING, seeds[:1])
+    assert [c.token_ids for c in again[0]] == [c.token_ids for c in expected[0]]
+    assert one.backend.num_sends == 2
+
+
+def test_a_server_without_processed_log_probs_is_found(second):
+    engine = connected(second, model=policy())
+    with pytest.raises(ValueError, match="Start the server with --logprobs-mode processed_logprobs"):
+        engine.check_logprobs(Scorer("extended"))
+
+
+@pytest.mark.parametrize("failure", ["a missing group", "broken off"])
+def test_an_update_that_failed_is_repaired_by_the_next_one(second, monkeypatch, failure):
+    """A layer that got some of its weights, and an update that never finished, as of a trainer that was killed."""
+    model, groups = policy(), weights.weight_groups
+    step(model, 5)
+    engine = connected(second, model=model, max_retries=0)
+
+    def some(model):
+        first, *others = groups(model)
+        if failure == "a missing group":
+            return others
+        return broken_off([first, others[0][: len(others[0]) // 2]])
+
+    def broken_off(parts):
+        yield from parts
+        raise KeyError("the trainer died")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "weight_groups", some)
+        with pytest.raises((ServerError, KeyError)):
+            engine.sync_weights(model)
+    with pytest.raises(RuntimeError, match="vLLM has no weights yet"):
+        engine.generate(PROMPTS, 1, SAMPLING, seeds=[1, 2, 3])
+    engine.backend.servers[0].leave()
+    other = connected(second, model=model)
+    other.sync_weights(model)
+    assert largest_gap(model, PROMPTS, other.generate(PROMPTS, 2, SAMPLING, [1, 2, 3]), SAMPLING) < EXACT
+
+
+def test_guided_completions_match_and_their_log_probs_are_those_of_the_tokens_that_are_left(server):
+    """Up to three digits: the policy's log-probs, normalised over the tokens with which a match can go on."""
+    model = policy()
+    engine = connected(server, model=model)
+    engine.sync_weights(model)
+    sampling = SamplingParams(max_completion_length=20, guided_regex="[0-9]{1,3}")
+    texts = {token: tiny_tokenizer().decode([token]) for token in range(model.config.vocab_size)}
+    digits = {token for token, text in texts.items() if text.isdigit()}
+    groups = engine.generate(PROMPTS, 8, sampling, [1, 2, 3])
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for completion in group:
+            assert re.fullmatch(r"[0-9]{1,3}", completion.text)
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
+            for position, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+                left = sorted((digits if position < 3 else set()) | ({EOS} if position else set()))
+                expected = logits[position, left].log_softmax(-1)[left.index(token)]
+                assert logprob == pytest.approx(float(expected), abs=EXACT)
+                assert logprob > float(logits[position].log_softmax(-1)[token]) + EXACT
+    with pytest.raises(ServerError, match=r"answered 400: .*invalid regex"):
+        engine.generate(PROMPTS, 1, SamplingParams(guided_regex="[0-9"), [1, 2, 3])
+
+
+def test_refused_requests_are_explained(server):
+    model = policy()
+    engine = connected(server, model=model)
+    engine.sync_weights(model)
+    engine.backend.max_model_len = 1000  # otherwise the engine itself refuses it
+    with pytest.raises(ServerError, match=r"answered 400: .*Start the server with a larger --max-model-len"):
+        engine.generate([[5] * 300], 1, SAMPLING, [1])
+    engine.backend.servers[0].model = "other"
+    with pytest.raises(ServerError, match=r"answered 404: .*started with another model"):
+        engine.generate(PROMPTS, 1, SAMPLING, [1, 2, 3])
+
+
+def test_a_server_that_is_killed_and_started_again_does_not_change_the_rollout(server):
+    """kill -9 in the middle of a rollout. The server comes back at the same port, with the weights on disk."""
+    model = policy()
+    step(model, 3)
+    engine = connected(server, model=model)
+    engine.sync_weights(model)
+    sampling = SamplingParams(max_completion_length=200, suppress_tokens=[1])
+    prompts, seeds = PROMPTS[:2] * 4, list(range(8))
+    expected = engine.generate(prompts, 16, sampling, seeds)
+    reported = []
+
+    def on_group(number, group):
+        if not reported:
+            server.kill()
+            server.start()
+        reported.append(number)
+
+    groups = engine.generate(prompts, 16, sampling, seeds, on_group=on_group)
+    assert sorted(reported) == list(range(8))
+    assert engine.backend.num_sends == 2
+    assert [[c.token_ids for c in group] for group in groups] == [[c.token_ids for c in group] for group in expected]
+    gaps = torch.tensor([c.logprobs for group in groups for c in group])
+    gaps -= torch.tensor([c.logprobs for group in expected for c in group])
+    assert gaps.abs().max() < EXACT
+
+
+def test_a_server_that_does_not_come_back_ends_the_rollout_with_an_error(server):
     """The last test of this server."""
     model = policy()
-    engine = connected(server, model, timeout=20.0)
+    engine = connected(server, model=model, reconnect_timeout=2.0)
     engine.sync_weights(model)
-    failures = []
+    sampling = SamplingParams(max_completion_length=200, suppress_tokens=[1])
+    killed = []
 
-    def sample():
-        try:
-            engine.generate(PROMPTS[:2], 256, SamplingParams(max_completion_length=240, suppress_tokens=[1]), [1, 2])
-        except ServerError as error:
-            failures.append(str(error))
+    def on_group(*_):
+        server.kill()
+        killed.append(time.monotonic())
 
-    rollout = threading.Thread(target=sample)
-    rollout.start()
-    time.sleep(2)
-    started = time.monotonic()
-    server.kill()
-    rollout.join(60)
-    assert time.monotonic() - started < 30
-    assert len(failures) == 1
-    assert "the connection broke" in failures[0] or "cannot be reached" in failures[0]
-
-
-def test_a_server_without_processed_log_probs_and_a_missing_group_of_layers_are_found(folder, monkeypatch):
-    """Both in one test, because a server takes half a minute to start."""
-    with serving(folder, *TRANSFER) as server:
-        model = policy()
-        engine = connected(server, model)
-        with pytest.raises(ValueError, match="Start the server with --logprobs-mode processed_logprobs"):
-            engine.check_logprobs(Scorer("extended"))
-        groups = weights.weight_groups
-        monkeypatch.setattr(weights, "weight_groups", lambda model: list(groups(model))[1:])
-        step(model, 1)
-        with pytest.raises(ServerError):
-            engine.sync_weights(model)
+    with pytest.raises(
+        ServerError, match=r"no vLLM server has answered for model.engine.reconnect_timeout \(2 seconds\)"
+    ):
+        engine.generate(PROMPTS[:2] * 4, 16, sampling, list(range(8)), on_group=on_group)
+    assert time.monotonic() - killed[0] < 20

@@ -24,6 +24,7 @@ FLAGS = [
 ]
 TRANSFER = ["--weight-transfer-config", json.dumps({"backend": "gloo"})]
 PROCESSED = ["--logprobs-mode", "processed_logprobs"]
+SCALE_OUT = ["--enable-scale-out"]
 
 
 def free_port() -> int:
@@ -40,16 +41,21 @@ class Server:
         self.port, self.log = free_port(), folder.parent / "server.log"
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--port", str(self.port)]
-        with self.log.open("wb") as log:
+        self.command = [*command, *FLAGS, *flags]
+        self.start()
+        self.wait()
+
+    def start(self) -> None:
+        """Start at the same port as before. Nothing waits until the server is ready."""
+        with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*command, *FLAGS, *flags],
+                self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"},
                 start_new_session=True,
             )
-        self.wait()
 
     def wait(self) -> None:
         """Wait until the server answers. Raises: RuntimeError with the end of its log."""

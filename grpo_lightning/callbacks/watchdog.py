@@ -1,0 +1,177 @@
+"""Watchdog: ends a run whose rollout hangs, so that a scheduler can restart it."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning as L
+
+from grpo_lightning.core import ranks
+from grpo_lightning.training.signals import end_launched
+
+log = logging.getLogger(__name__)
+
+WATCHED = "rollout"
+"""The phase in which engines report progress: sampling, with the update of the engine's weights before it."""
+
+SIGNALS = ("SIGUSR2", "SIGUSR1", "SIGVTALRM")
+"""The first of these signals that nothing else handles interrupts the main thread."""
+
+EXIT_STATUS = 75
+"""Exit status if the main thread does not react: EX_TEMPFAIL, "try again later"."""
+
+LOOKS = 20
+"""Looks at the clock within `stall_seconds`."""
+
+
+class StallInterrupt(SystemExit):
+    """Ends a rollout that makes no progress; the process then prints the message, and exits with status 1.
+
+    Like KeyboardInterrupt, it passes code that catches every `Exception`, as engines and rewards may do.
+    """
+
+
+class Watchdog(L.Callback):
+    """Ends a training run whose rollout makes no progress for `stall_seconds`, with any engine.
+
+    Progress is the begin of the rollout, and each call of `on_decode`: a decoding step, or a completion of a server.
+    On a stall, the rank logs it, writes the Python stacks of all its threads to stderr, and interrupts its main thread.
+    If this runs Python code, or waits in a way that signals interrupt, the run ends with an error; in a run with one
+    process, a checkpoint of the last optimizer step is saved first. Otherwise, after `grace_seconds`, the process exits
+    at once, with status 75. Ranks started by the same command are ended too; torchrun and SLURM end the others.
+
+    Rewards and updates are not watched: they report no progress while they run.
+
+    Args:
+        stall_seconds: Seconds without progress; null turns the watchdog off.
+        grace_seconds: Seconds that the main thread has to end the run, which includes saving the checkpoint.
+        dirpath: Folder of the checkpoint; null is that of the run's other checkpoints. Without these, none is saved.
+    """
+
+    def __init__(
+        self, stall_seconds: float | None = 1800.0, grace_seconds: float = 300.0, dirpath: str | None = None
+    ) -> None:
+        limits = {"stall_seconds": stall_seconds is None or stall_seconds > 0, "grace_seconds": grace_seconds > 0}
+        for name, is_valid in limits.items():
+            if not is_valid:
+                off = ", or null" * (name == "stall_seconds")
+                raise ValueError(f"Watchdog.{name} must be above 0{off}, got {locals()[name]}.")
+        self.stall_seconds, self.grace_seconds, self.dirpath = stall_seconds, grace_seconds, dirpath
+        self.phase, self.detail = "", ""
+        self.since = 0.0
+        self.old_handler: tuple[signal.Signals, Any] | None = None
+        self.stop = threading.Event()
+        self.message: str | None = None
+        """What is wrong, once a stall was found."""
+
+    # ------------------------------------------------------------------------------------------------------- progress
+
+    def on_phase(self, trainer: L.Trainer, phase: str) -> None:
+        """Record the phase that begins."""
+        self.phase, self.detail, self.since = phase, "", time.monotonic()
+
+    def on_decode(self, trainer: L.Trainer, done: int, total: int) -> None:
+        """Record progress."""
+        self.detail, self.since = f" after {done} of at most {total} tokens per completion", time.monotonic()
+
+    def on_rollout(self, *_: Any) -> None:
+        """Record that the rollout has ended."""
+        self.phase = ""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Record that the training step has ended."""
+        self.phase = ""
+
+    # ------------------------------------------------------------------------------------------------------ the clock
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start to watch. Without a free signal, or outside the main thread, nothing can interrupt the main thread."""
+        self.phase, self.message = "", None
+        if self.stall_seconds is None:
+            return
+        if threading.current_thread() is threading.main_thread():
+            free = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
+            free = [signum for signum in free if signal.getsignal(signum) == signal.SIG_DFL]
+            if free:
+                self.old_handler = free[0], signal.signal(free[0], self.interrupt)
+        self.stop = threading.Event()
+        thread = threading.Thread(target=self.watch, args=(trainer, self.stop), name="watchdog", daemon=True)
+        thread.start()
+
+    def watch(self, trainer: L.Trainer, stop: threading.Event) -> None:
+        """Look at the clock until training ends or a rollout makes no progress; runs in a thread of its own."""
+        assert self.stall_seconds is not None
+        while not stop.wait(self.stall_seconds / LOOKS):
+            seconds = time.monotonic() - self.since
+            if self.phase == WATCHED and seconds > self.stall_seconds:
+                self.end(trainer, stop, seconds)
+                return
+
+    def end(self, trainer: L.Trainer, stop: threading.Event, seconds: float) -> None:
+        """End the run: interrupt the main thread, and exit if it does not end the run in time."""
+        self.message = (
+            f"Rank {ranks.rank()}: the {self.phase} before step {trainer.global_step + 1} has made no progress for "
+            f"{seconds:.0f} seconds{self.detail} (Watchdog.stall_seconds)."
+        )
+        log.error("%s The stacks of all threads follow.", self.message)
+        faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+        if self.old_handler is not None:
+            signal.pthread_kill(threading.main_thread().ident or 0, self.old_handler[0])
+            if stop.wait(self.grace_seconds):
+                return
+        log.error(
+            "Rank %d: the main thread does not react, so the process exits. Resume the run from its newest checkpoint "
+            "(on the command line: --ckpt_path auto).",
+            ranks.rank(),
+        )
+        end_launched(trainer, seconds=0)
+        logging.shutdown()
+        os._exit(EXIT_STATUS)
+
+    def interrupt(self, signum: int, frame: FrameType | None) -> None:
+        """Signal handler: end the rollout. Raises: StallInterrupt, unless the signal came from elsewhere."""
+        if self.message is None:
+            log.warning("%s is ignored: during training, the watchdog uses it.", signal.Signals(signum).name)
+            return
+        raise StallInterrupt(self.message)
+
+    # -------------------------------------------------------------------------------------------------------- the end
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """After a stall, save a checkpoint; it has the state at the end of the last optimizer step."""
+        if isinstance(exception, StallInterrupt):
+            folder = self.folder(trainer)
+            if ranks.world_size() > 1:
+                log.error("Resume the run from its newest checkpoint: with several ranks, a stalled run saves none.")
+            elif folder is not None:
+                path = folder / f"stalled-step={trainer.global_step}.ckpt"
+                trainer.save_checkpoint(path)
+                log.error("Saved %s. To resume, use the same command and --ckpt_path auto.", path)
+        self.rest()
+
+    def on_train_end(self, *_: Any) -> None:
+        """Stop to watch."""
+        self.rest()
+
+    def rest(self) -> None:
+        """Stop the thread, and put the old signal handler back."""
+        self.stop.set()
+        if self.old_handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(*self.old_handler)
+            self.old_handler = None
+
+    def folder(self, trainer: L.Trainer) -> Path | None:
+        """Folder of the checkpoint; None if the run saves no checkpoints."""
+        if self.dirpath is not None:
+            return Path(self.dirpath)
+        folder = getattr(trainer.checkpoint_callback, "dirpath", None)
+        return None if folder is None else Path(folder)

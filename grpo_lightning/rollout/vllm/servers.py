@@ -1,0 +1,298 @@
+"""Several vLLM servers as one: balanced requests, retries, and servers that die and come back.
+
+All servers get all weight updates. A completion does not depend on the server that samples it, because each request has
+a seed of its own: a request that failed is repeated, on the same server or another one, with the same result.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from grpo_lightning.rollout.vllm.requests import Answer, Arrivals, Request
+from grpo_lightning.rollout.vllm.server import (
+    LostWeightsError,
+    Served,
+    ServerError,
+    UnavailableError,
+    in_background,
+    update_of,
+    version_name,
+)
+
+log = logging.getLogger(__name__)
+
+MOST_CONNECTIONS = 256
+"""Requests that wait for a server at the same time; the server decides how many of them it decodes together."""
+
+BACKOFF = 1.0
+"""Seconds before the first retry; the next ones wait twice as long each."""
+
+POLL = 1.0
+"""Seconds between two looks at servers that have died."""
+
+RESUME = "Start it again, and resume the run from its last checkpoint (on the command line: --ckpt_path auto)."
+
+
+@dataclass(eq=False)
+class Job:
+    """A request, until it is answered."""
+
+    index: int
+    request: Request
+    failures: int = 0
+    due: float = 0.0
+    """Time (`time.monotonic`) before which it is not sent again."""
+    failed_on: Served | None = None
+    """Server that failed last: another one is tried next, if there is one."""
+
+
+@dataclass(eq=False)
+class Pending:
+    """The requests of a call that are not answered yet.
+
+    Args:
+        waiting: Requests that are not sent.
+        num_sent: Requests that each server works on, by address.
+        homes: Server of each prompt, by the index of the prompt.
+    """
+
+    waiting: list[Job]
+    num_sent: dict[str, int]
+    homes: dict[int, Served] = field(default_factory=dict)
+
+    def take(self, servers: Sequence[Served], now: float) -> Iterator[tuple[Job, Served]]:
+        """Iterate over the requests that can be sent now, with their servers, and count them as sent.
+
+        All requests of a prompt go to one server, whose prefix cache then computes the prompt once. The server of a new
+        prompt is the one that works on the fewest requests; among equals, the first in the list.
+        """
+        kept = []
+        for position, job in enumerate(self.waiting):
+            free = [server for server in servers if self.num_sent[server.url] < MOST_CONNECTIONS]
+            if not free:
+                kept += self.waiting[position:]
+                break
+            home = self.homes.get(job.request.prompt)
+            if home is None or home not in servers or home is job.failed_on:
+                others = [server for server in free if server is not job.failed_on]
+                home = min(others or free, key=lambda server: self.num_sent[server.url])
+            if job.due > now or home not in free:
+                kept.append(job)
+                continue
+            self.homes[job.request.prompt] = home
+            self.num_sent[home.url] += 1
+            yield job, home
+        self.waiting = kept
+
+
+class Servers:
+    """The policy on vLLM servers, whose weights come from the trainer.
+
+    Args:
+        urls: Addresses of the servers.
+        timeout: Seconds that a call may take.
+        backend: The servers' weight transfer backend, "nccl" or "gloo".
+        group_port: Free port of this machine for the group of trainer and first server; the next servers have the next
+            ports.
+        max_retries: Times that a request is repeated after a temporary failure.
+        reconnect_timeout: Seconds to wait for a server if all of them have died.
+        first: Index of the server that gets the first prompt, so that not all ranks begin with the same one.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        timeout: float,
+        backend: str,
+        group_port: int,
+        max_retries: int,
+        reconnect_timeout: float,
+        first: int = 0,
+    ) -> None:
+        self.servers = [Served(url, timeout, backend, group_port + number) for number, url in enumerate(urls)]
+        self.max_retries, self.reconnect_timeout, self.first = max_retries, reconnect_timeout, first
+        self.run = secrets.token_hex(4)
+        self.num_sends = 0
+        self.max_model_len = 0
+
+    @property
+    def names(self) -> str:
+        """Addresses of all servers, for messages."""
+        return ", ".join(server.url for server in self.servers)
+
+    def check(self, policy: str | None) -> None:
+        """Check all servers, before the policy's weights are loaded. Raises: as `Served.check`."""
+        for server in self.servers:
+            server.check(policy)
+        self.max_model_len = min(server.max_model_len for server in self.servers)
+
+    # -------------------------------------------------------------------------------------------------------- weights
+
+    def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> dict[str, str | None]:
+        """Send the policy's weights to the servers that lack them, one group at a time.
+
+        A server that does not answer is left out, and gets the weights of the next update.
+
+        Args:
+            groups: The weights; iterated over once, for all servers.
+            version: Number of the update.
+
+        Returns:
+            What `adopt` takes on the other ranks.
+
+        Raises:
+            UnavailableError: If no server has got the weights, but may get them by another try.
+            ServerError: If a server cannot load the weights, or none has answered for `reconnect_timeout` seconds.
+        """
+        self.num_sends += 1
+        name = version_name(self.run, version, self.num_sends)
+        self.wait_for_one()
+        lacking = [server for server in self.servers if not (is_at(server, version) and server.has_weights())]
+        problems: dict[str, UnavailableError] = {}
+
+        def on_each(call: Callable[[Served], None]) -> None:
+            for server in lacking:
+                if server.url not in problems:
+                    try:
+                        call(server)
+                    except UnavailableError as error:  # the others go on
+                        problems[server.url] = error
+                        server.version = None
+
+        on_each(Served.begin_update)
+        for group in groups:
+            on_each(lambda server, group=group: server.send(group))  # type: ignore[misc]
+        on_each(lambda server: server.finish_update(name))
+        for url, problem in problems.items():
+            log.warning("The server at %s did not get the weights of update %d: %s", url, version, problem)
+        if not any(is_at(server, version) for server in self.servers):
+            raise next(iter(problems.values()))
+        return {server.url: server.version for server in self.servers}
+
+    def adopt(self, versions: Mapping[str, str | None]) -> None:
+        """Take over from rank 0 which weights the servers have.
+
+        Args:
+            versions: Version of this run's weights by address; None for a server that has none of them.
+        """
+        for server in self.servers:
+            server.version = versions[server.url]
+
+    def wait_for_one(self) -> None:
+        """Wait until a server answers. Raises: ServerError if none does for `reconnect_timeout` seconds."""
+        end, is_told = time.monotonic() + self.reconnect_timeout, False
+        while True:
+            looks = [in_background(server.is_healthy) for server in self.servers]
+            if any(look.result() for look in looks):
+                return
+            if time.monotonic() > end:
+                raise ServerError(
+                    f"model.engine: no vLLM server has answered for model.engine.reconnect_timeout "
+                    f"({self.reconnect_timeout:g} seconds): {self.names}. {RESUME}"
+                )
+            if not is_told:
+                log.warning(
+                    "No vLLM server answers (%s). The run waits for %g seconds until one is started again.",
+                    self.names,
+                    self.reconnect_timeout,
+                )
+                is_told = True
+            time.sleep(POLL)
+
+    # ------------------------------------------------------------------------------------------------------- sampling
+
+    def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
+        """Sample one completion per request, and yield each as soon as it has arrived.
+
+        Requests that fail for a temporary reason are repeated on a server that has the weights. If none has them any
+        more, this ends early: the caller sends the weights again (`update`), and asks for the missing completions.
+
+        Args:
+            requests: Requests by index.
+
+        Raises:
+            ServerError: If a server refuses a request, or a request has failed `max_retries` + 1 times. The other
+                requests are dropped, as after Ctrl-C: nothing waits for their answers.
+        """
+        jobs = [Job(index, request) for index, request in requests.items()]
+        order = [*self.servers[self.first % len(self.servers) :], *self.servers[: self.first % len(self.servers)]]
+        pending = Pending(jobs, {server.url: 0 for server in order})
+        arrived: queue.SimpleQueue[tuple[Job, Served, Answer | BaseException]] = queue.SimpleQueue()
+        while True:
+            able = [server for server in order if server.version is not None]
+            for job, server in pending.take(able, time.monotonic()):
+                send_in_background(job, server, arrived)
+            if not any(pending.num_sent.values()) and not (pending.waiting and able):
+                return
+            try:
+                job, server, answer = arrived.get(timeout=POLL if pending.waiting else None)
+            except queue.Empty:  # a request that failed may be due
+                continue
+            pending.num_sent[server.url] -= 1
+            if isinstance(answer, Answer):
+                yield Arrivals(0, [(job.index, answer)])
+                continue
+            self.judge(job, server, answer)
+            pending.waiting.append(job)
+
+    def judge(self, job: Job, server: Served, error: BaseException) -> None:
+        """Decide what follows from a failed request: the loss of the server, or another try.
+
+        Raises:
+            BaseException: The error itself, if it is not temporary.
+            ServerError: If the request has failed too often.
+        """
+        if not isinstance(error, UnavailableError):
+            raise error
+        job.failures, job.failed_on = job.failures + 1, server
+        if job.failures > self.max_retries:
+            raise ServerError(f"{error} The request has failed {job.failures} times.") from error
+        if server.version is None:  # known from another request
+            return
+        if isinstance(error, LostWeightsError) or not server.has_weights():
+            log.warning("The server at %s is not used any more until it has the weights again: %s", server.url, error)
+            server.version = None
+        else:
+            seconds = BACKOFF * 2 ** (job.failures - 1)
+            log.warning(
+                "A request is repeated in %g seconds (%d of %d): %s", seconds, job.failures, self.max_retries, error
+            )
+            job.due = time.monotonic() + seconds
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Decode tokens as the servers do when they look for stop strings; empty if they differ."""
+        able = [server for server in self.servers if server.version is not None]
+        texts = {server.decode(token_ids) for server in able or self.servers}
+        return texts.pop() if len(texts) == 1 else ""
+
+
+def is_at(server: Served, update: int) -> bool:
+    """True if a server has got the weights of an update."""
+    return server.version is not None and update_of(server.version) == update
+
+
+def send_in_background(job: Job, server: Served, arrived: queue.SimpleQueue[Any]) -> None:
+    """Send a request in a thread of its own, which puts the answer or the error into a queue.
+
+    The thread is a daemon, so that neither the end of the rollout nor that of the process waits for it.
+    """
+    version = server.version
+    assert version is not None
+
+    def run() -> None:
+        try:
+            result: Answer | BaseException = server.complete(job.request, version)
+        except BaseException as error:  # noqa: BLE001 - raised or handled in the thread of the rollout
+            result = error
+        arrived.put((job, server, result))
+
+    threading.Thread(target=run, daemon=True).start()
