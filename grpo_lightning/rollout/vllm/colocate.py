@@ -80,6 +80,14 @@ def check_version(version: str, subject: str) -> None:
         raise ValueError(f"VLLMEngine needs vLLM {oldest} or newer, and {subject} is {version}: upgrade vLLM.")
 
 
+IMAGE_OPTIONS = {
+    # vLLM would otherwise normalise pixels in the vision tower, with constants that `load_format="dummy"` replaces by
+    # random numbers.
+    "mm_device_do_normalize": False,
+}
+"""Arguments of `vllm.LLM` for multimodal policies."""
+
+
 class Colocated:
     """An `LLM` of vLLM in this process, whose weights come from the policy in memory.
 
@@ -87,12 +95,21 @@ class Colocated:
         policy: The policy, whose config vLLM gets. vLLM allocates the weights and fills them in at the first update.
         tokenizer: The policy's tokenizer.
         options: Arguments of `vllm.LLM`.
+        processor: The processor of a multimodal policy.
     """
 
-    def __init__(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> None:
+    def __init__(
+        self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], processor: Any = None
+    ) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="grpo-vllm-")
-        folder = Path(self.folder.name)
-        base_model(policy).config.save_pretrained(folder)
+        folder, model = Path(self.folder.name), base_model(policy)
+        # Models that were not loaded from a checkpoint do not name their class in the config.
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        if processor is not None:
+            processor.save_pretrained(folder)
+            options = options | IMAGE_OPTIONS
+        self.has_images = processor is not None
         tokenizer.save_pretrained(folder)
         # The engine runs in this process, and not in a child process that could not see the policy's tensors.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -125,7 +142,9 @@ class Colocated:
             for group in groups:
                 self.llm.update_weights({"update_info": {"weights": group}})
             self.llm.finish_weight_update(weight_version=str(version))
-            # An update does not invalidate the cache, which has keys and values of the old weights.
+            # An update does not invalidate the caches, which have image features, keys and values of the old weights.
+            if self.has_images:
+                self.llm.llm_engine.reset_encoder_cache()
             if not self.llm.reset_prefix_cache():
                 raise RuntimeError("vLLM could not reset its prefix cache: completions are still being sampled.")
 
@@ -134,22 +153,33 @@ class Colocated:
         from vllm import SamplingParams
 
         needs_text = any(request.settings["stop"] for request in requests)
-        prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
+        prompts = [prompt_of(request) for request in requests]
         settings = [SamplingParams(**request.settings, detokenize=needs_text) for request in requests]
         with untouched_state():
             outputs = self.llm.generate(prompts, settings, use_tqdm=False)
-        return [answer_of(output.outputs[0]) for output in outputs]
+        return [
+            answer_of(output.outputs[0], list(output.prompt_token_ids) if request.images else None)
+            for request, output in zip(requests, outputs, strict=True)
+        ]
 
     def decode(self, token_ids: list[int]) -> str:
         """Decode tokens as vLLM does when it looks for stop strings."""
         return str(self.llm.get_tokenizer().decode(token_ids))
 
 
-def answer_of(output: Any) -> Answer:
+def prompt_of(request: Request) -> dict[str, Any]:
+    """The prompt of a request as vLLM's `TokensPrompt`. vLLM recognises an image by its pixels, and encodes it once."""
+    if request.images is None:
+        return {"prompt_token_ids": request.prompt_ids}
+    images = request.images
+    return {"prompt_token_ids": images.unexpanded_ids, "multi_modal_data": {"image": images.images}}
+
+
+def answer_of(output: Any, prompt_ids: list[int] | None = None) -> Answer:
     """Convert vLLM's `CompletionOutput`."""
     ids = list(output.token_ids)
     logprobs = [position[token].logprob for position, token in zip(output.logprobs, ids, strict=True)]
-    return Answer(ids, logprobs, output.finish_reason)
+    return Answer(ids, logprobs, output.finish_reason, prompt_ids)
 
 
 def device_options() -> dict[str, Any]:

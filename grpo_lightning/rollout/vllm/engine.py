@@ -15,14 +15,16 @@ from transformers import PreTrainedTokenizerBase
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import Completion, MicroBatch, SamplingParams, VisionInputs, check_ranges
 from grpo_lightning.policy.completion_logprobs import Scorer
-from grpo_lightning.policy.families import sees_images
-from grpo_lightning.policy.hf import compute_device, num_positions
+from grpo_lightning.policy.encoder import Encoder
+from grpo_lightning.policy.families import FAMILIES, family_of, sees_images
+from grpo_lightning.policy.hf import base_model, compute_device, left_pad, num_positions
 from grpo_lightning.policy.probe import probe_mode
 from grpo_lightning.policy.settings import PolicySettings
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.tokenizer import load_processor
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine
 from grpo_lightning.rollout.local_engine import stop_ids
-from grpo_lightning.rollout.vllm import colocate, server, weights
+from grpo_lightning.rollout.vllm import colocate, images, server, weights
 from grpo_lightning.rollout.vllm.requests import (
     Answer,
     Request,
@@ -44,7 +46,7 @@ TransferBackend = Literal["nccl", "gloo"]
 OF_MODE: dict[str, tuple[str, ...]] = {
     "colocate": (
         *("gpu_memory_utilization", "max_model_len", "max_num_seqs", "enable_prefix_caching"),
-        *("enforce_eager", "dtype"),
+        *("enforce_eager", "dtype", "limit_mm_per_prompt"),
     ),
     "server": ("base_url", "host", "port", "timeout", "weight_transfer_backend", "group_port"),
 }
@@ -88,6 +90,8 @@ class VLLMEngine(RolloutEngine):
         enable_prefix_caching: Compute a prompt once for all its completions, and common beginnings of prompts once.
         enforce_eager: Do not capture CUDA graphs: starts faster, needs less memory, and decodes more slowly.
         dtype: Dtype of vLLM's copy of the weights; "auto" is the dtype of the policy's weights.
+        limit_mm_per_prompt: Maximum images of a prompt, for example {image: 2}; null uses vLLM's own limit. A limit
+            lets vLLM start with less memory.
         base_url: Address of the server, instead of `host` and `port`.
         host: Name or address of the server's machine.
         port: Port of the server.
@@ -108,6 +112,7 @@ class VLLMEngine(RolloutEngine):
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
         dtype: DType = "auto",
+        limit_mm_per_prompt: dict[str, int] | None = None,
         base_url: str | None = None,
         host: str = "127.0.0.1",
         port: int = 8000,
@@ -122,6 +127,7 @@ class VLLMEngine(RolloutEngine):
         self.enable_prefix_caching = enable_prefix_caching
         self.enforce_eager = enforce_eager
         self.dtype = dtype
+        self.limit_mm_per_prompt = limit_mm_per_prompt
         self.base_url = base_url
         self.host = host
         self.port = port
@@ -134,6 +140,12 @@ class VLLMEngine(RolloutEngine):
             ("max_model_len", max_model_len is None or max_model_len >= 32, "at least 32, or null for the policy's"),
             ("max_num_seqs", max_num_seqs >= 1, "at least 1"),
             ("dtype", dtype in get_args(DType), f"one of {', '.join(get_args(DType))}"),
+            (
+                "limit_mm_per_prompt",
+                limit_mm_per_prompt is None
+                or (set(limit_mm_per_prompt) == {"image"} and limit_mm_per_prompt["image"] >= 1),
+                "{image: 1} or more, or null for vLLM's own limit (there is no video or audio)",
+            ),
             ("base_url", base_url is None or base_url.startswith(("http://", "https://")), "http://... or https://..."),
             ("port", 0 < port < 2**16, "a port"),
             ("timeout", timeout > 0, "above 0"),
@@ -147,6 +159,8 @@ class VLLMEngine(RolloutEngine):
         """Checksums of the weights that vLLM has; None before the first update."""
         self.num_updates = 0
         self.decodes_alike: bool | None = None
+        self.processor: Any = None
+        """The processor of a multimodal policy; None before `check_run`, and for text-only policies."""
 
     def _check_mode(self) -> None:
         """Refuse settings of the other mode, which would have no effect. Raises: ValueError."""
@@ -193,6 +207,7 @@ class VLLMEngine(RolloutEngine):
         self._check_supported(policy, config, sharding, world_size)
         for each in sampling:
             check_sampling(each)
+        self.processor = load_processor(policy, config)
         limit = self.max_model_len
         if self.mode == "colocate":
             colocate.check_installed(self.mode)
@@ -202,6 +217,8 @@ class VLLMEngine(RolloutEngine):
                 colocate.check_installed(self.mode)
             served = server.Served(self.url, self.timeout, self.weight_transfer_backend, self.group_port)
             served.check(policy.name)
+            if self.processor is not None:
+                served.check_images()
             self.backend, limit = served, served.max_model_len
         longest = max(each.max_completion_length for each in sampling)
         positions = num_positions(config)
@@ -219,8 +236,11 @@ class VLLMEngine(RolloutEngine):
         self, policy: PolicySettings, config: PretrainedConfig, sharding: Sharding, world_size: int
     ) -> None:
         """Refuse runs that are not supported yet. Raises: ValueError."""
+        family = family_of(config)
+        known = ", ".join(kind for kind, record in FAMILIES.items() if record.has_vllm)
         unsupported = {
-            "a multimodal policy": sees_images(config),
+            f"multimodal policies of type {config.model_type} (only {known})": sees_images(config)
+            and not (family and family.has_vllm),
             f"policy.quantization {policy.quantization!r}": policy.quantization != "none",
             "policy.lora.use_dora": policy.lora is not None and policy.lora.use_dora,
             f"{world_size} processes with mode colocate": self.mode == "colocate" and world_size > 1,
@@ -240,7 +260,11 @@ class VLLMEngine(RolloutEngine):
                 "Neither the generation config nor the tokenizer has a stop token: every completion will be truncated."
             )
         if self.mode == "colocate":
-            self.backend = colocate.Colocated(policy, tokenizer, self.options(policy))
+            if self.processor is None and sees_images(base_model(policy).config):
+                raise ValueError(
+                    "The policy is multimodal: call VLLMEngine.check_run, which loads its processor, first."
+                )
+            self.backend = colocate.Colocated(policy, tokenizer, self.options(policy), self.processor)
         elif self.backend is None:  # used without `check_run`
             served = server.Served(self.url, self.timeout, self.weight_transfer_backend, self.group_port)
             served.check(None)
@@ -257,6 +281,12 @@ class VLLMEngine(RolloutEngine):
             "max_num_seqs": self.max_num_seqs,
             "enable_prefix_caching": self.enable_prefix_caching,
             "enforce_eager": self.enforce_eager,
+            # Without a limit of 0, vLLM would reserve memory for videos.
+            **(
+                {}
+                if self.processor is None
+                else {"limit_mm_per_prompt": {"video": 0} | (self.limit_mm_per_prompt or {})}
+            ),
         }
 
     def sync_weights(self, policy: nn.Module) -> None:
@@ -311,8 +341,6 @@ class VLLMEngine(RolloutEngine):
         """
         if len(seeds) != len(prompts):
             raise ValueError(f"seeds must hold one seed per prompt: {len(prompts)} prompts, {len(seeds)} seeds.")
-        if vision is not None:
-            raise ValueError("VLLMEngine does not support a multimodal policy yet: use LocalEngine.")
         if self.backend is None or self.sent is None:
             raise RuntimeError("vLLM has no weights yet: call sync_weights before generate.")
         check_sampling(sampling)
@@ -320,8 +348,12 @@ class VLLMEngine(RolloutEngine):
         if sampling.stop_strings:
             self.check_decoding()
         part = part or range(num_generations)
-        requests = requests_of(prompts, seeds, part, sampling_settings(sampling, self.stop_ids))
+        seen = None if vision is None else self.read_images(vision)
+        requests = requests_of(prompts, seeds, part, sampling_settings(sampling, self.stop_ids), seen)
         answers = self.backend.generate(requests) if requests else []
+        for request, answer in zip(requests, answers, strict=True):
+            if request.images is not None:
+                images.check_prompt_ids(request.images, request.prompt_ids, answer.prompt_ids, self.image_remedy)
         completions = [completion_of(answer, sampling, self.tokenizer) for answer in answers]
         if progress and completions:
             progress(max(len(completion.token_ids) for completion in completions), sampling.max_completion_length)
@@ -330,6 +362,21 @@ class VLLMEngine(RolloutEngine):
             for number, group in enumerate(groups):
                 on_group(number, group)
         return groups
+
+    def read_images(self, vision: VisionInputs) -> list[images.PromptImages | None]:
+        """Read the images of N prompts. Raises: ValueError if a prompt has more than `limit_mm_per_prompt`."""
+        images.check_counts(vision, (self.limit_mm_per_prompt or {}).get("image"))
+        return [images.images_of(prompt, self.tokenizer) for prompt in vision.prompts]
+
+    @property
+    def image_remedy(self) -> str:
+        """What to do if vLLM resizes images to other sizes than the policy."""
+        if self.mode == "colocate" or self.processor is None:
+            return "Use a processor that AutoProcessor loads unchanged from its files, or use LocalEngine."
+        return (
+            "Set the limits of model.policy (min_pixels, max_pixels, max_anyres_num) for the server too: start it with "
+            f"{images.processor_flag(self.processor)}."
+        )
 
     def check_lengths(self, prompts: Sequence[list[int]], max_completion_length: int) -> None:
         """Raise ValueError if a prompt and its longest completion do not fit vLLM's `max_model_len`."""
@@ -393,25 +440,40 @@ class VLLMEngine(RolloutEngine):
     @torch.no_grad()
     def probe_difference(self, scorer: Scorer) -> Tensor:
         """|difference| of vLLM's and the scorer's log-probs, for 2 prompts x 2 completions: [sampled tokens], nats."""
-        device, size = compute_device(self.policy), self.policy.get_input_embeddings().weight.shape[0]  # type: ignore[operator,union-attr]
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(size, (2, 8), generator=generator, device="cpu")
+        device = compute_device(self.policy)
+        prompts, vision = self.probe_prompts(scorer)
+        ids, mask = left_pad(prompts, pad_id=0)
         # Stop tokens are suppressed, so that all completions have the same length.
         never = tuple(sorted({*scorer.never, *self.stop_ids}))
         sampling = SamplingParams(max_completion_length=8, temperature=PROBE_TEMPERATURE, suppress_tokens=list(never))
-        groups = self.generate(ids.tolist(), 2, sampling, seeds=[0, 1])
+        groups = self.generate(prompts, 2, sampling, seeds=[0, 1], vision=vision)
         rows = [completion for group in groups for completion in group]
         everything = torch.ones(len(rows), 8, dtype=torch.bool, device=device)
         logprobs = torch.tensor([row.logprobs for row in rows], device=device)
         batch = MicroBatch(
             prompt_ids=ids.to(device),
-            prompt_mask=torch.ones_like(ids, dtype=torch.bool).to(device),
+            prompt_mask=mask.to(device),
             prompt_index=torch.tensor([0, 0, 1, 1], device=device),
             completion_ids=torch.tensor([row.token_ids for row in rows], device=device),
             attention_mask=everything,
             completion_mask=everything,
             advantages=logprobs.new_ones(len(rows)),
             rollout_logprobs=logprobs,
+            vision=vision,
         )
         scores = dataclasses.replace(scorer, never=never)(self.policy, batch, temperature=PROBE_TEMPERATURE).logprobs
         return (logprobs - scores).abs().flatten()
+
+    def probe_prompts(self, scorer: Scorer) -> tuple[list[list[int]], VisionInputs | None]:
+        """Make two prompts of random tokens; for a multimodal policy, the second one is an image and a word."""
+        size = self.policy.get_input_embeddings().weight.shape[0]  # type: ignore[operator,union-attr]
+        # A prompt without images must not have image tokens.
+        known = torch.tensor(sorted(set(range(size)) - set(scorer.never)), device="cpu")
+        generator = torch.Generator().manual_seed(0)
+        prompts = known[torch.randint(len(known), (2, 8), generator=generator, device="cpu")].tolist()
+        if self.processor is None:
+            return prompts, None
+        encoder = Encoder(self.tokenizer, self.processor, base_model(self.policy).config)
+        encoded = encoder(images.probe_prompt())
+        vision = encoder.vision_inputs([None, encoded.vision], needs_blank=False)
+        return [prompts[0], encoded.token_ids], vision

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_lightning.core.seeding import derived_seed
 from grpo_lightning.core.types import Completion, SamplingParams
+from grpo_lightning.rollout.vllm.images import PromptImages
 
 LEAST_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this value, except 0 (greedy)."""
@@ -35,6 +36,9 @@ class Request:
     settings: dict[str, Any]
     """Arguments of `vllm.SamplingParams`, which are also fields of the server's requests."""
 
+    images: PromptImages | None = None
+    """The images of the prompt; None if it has none."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -47,6 +51,9 @@ class Answer:
     """[T] nats."""
 
     finish_reason: str | None
+
+    prompt_ids: list[int] | None = None
+    """[L] tokens of the prompt that vLLM computed; only of prompts with images."""
 
 
 def check_sampling(sampling: SamplingParams) -> None:
@@ -108,7 +115,11 @@ def sampling_settings(sampling: SamplingParams, stop_ids: Sequence[int]) -> dict
 
 
 def requests_of(
-    prompts: Sequence[list[int]], seeds: Sequence[int], part: range, settings: dict[str, Any]
+    prompts: Sequence[list[int]],
+    seeds: Sequence[int],
+    part: range,
+    settings: dict[str, Any],
+    images: Sequence[PromptImages | None] | None = None,
 ) -> list[Request]:
     """One request per completion, in the order of the prompts.
 
@@ -121,10 +132,11 @@ def requests_of(
         seeds: N seeds, one per prompt.
         part: Indices, among the G completions of a prompt, of those to sample.
         settings: The result of `sampling_settings`.
+        images: The images of the N prompts; None if no prompt has any.
     """
     return [
-        Request(ids, settings | {"seed": derived_seed(seed, index)})
-        for ids, seed in zip(prompts, seeds, strict=True)
+        Request(ids, settings | {"seed": derived_seed(seed, index)}, seen)
+        for ids, seed, seen in zip(prompts, seeds, images or [None] * len(prompts), strict=True)
         for index in part
     ]
 

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from torch import Tensor
 
 from grpo_lightning.rollout.vllm.colocate import check_version
+from grpo_lightning.rollout.vllm.images import PromptImages
 from grpo_lightning.rollout.vllm.requests import Answer, Request
 from grpo_lightning.rollout.vllm.transfer import GROUPS, BroadcastGroup, describe
 
@@ -28,6 +29,9 @@ log = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 256
 """Requests that wait for the server at the same time; the server decides how many of them it decodes together."""
+
+IMAGE_ROUTE = "/inference/v1/generate"
+"""The server's route for token ids together with images. The OpenAI routes tokenize text, or take no images."""
 
 PATIENCE = 5
 """Seconds to wait for an answer that explains a failure."""
@@ -109,6 +113,8 @@ class Served:
         self.client, self.backend, self.group_port = Client(url, timeout), backend, group_port
         self.group: BroadcastGroup | None = None
         self.model, self.max_model_len = "", 0
+        self.has_images = False
+        """True if prompts may have images (`check_images`)."""
 
     def check(self, policy: str | None) -> None:
         """Check server, version and model, before the policy's weights are loaded.
@@ -148,6 +154,19 @@ class Served:
                 f"model.engine: the server at {url} has no routes for weight updates. Start it with: "
                 f"VLLM_SERVER_DEV_MODE=1 {serve}"
             ) from error
+
+    def check_images(self) -> None:
+        """Check that the server takes images together with token ids. Raises: ValueError if not."""
+        self.has_images = True
+        try:
+            self.client.post(IMAGE_ROUTE, {})
+        except ServerError as error:
+            # The request is invalid, so that a server that has the route refuses it as such.
+            if not any(f" answered {code}:" in str(error) for code in (400, 422)):
+                raise ValueError(
+                    f"model.engine: the server at {self.client.url} does not take images with token ids "
+                    f"({IMAGE_ROUTE}). Start it with {self.flags} --enable-scale-out ({error})"
+                ) from error
 
     @property
     def flags(self) -> str:
@@ -199,7 +218,9 @@ class Served:
         for group in groups:
             self.send(group)
         self.client.post("/finish_weight_update", {"weight_version": str(version)})
-        # An update does not invalidate the cache, which has keys and values of the old weights.
+        # An update does not invalidate the caches, which have image features, keys and values of the old weights.
+        if self.has_images:
+            self.client.post("/reset_encoder_cache")
         if not self.client.post("/reset_prefix_cache")["success"]:
             raise ServerError(f"{self.client.url} could not reset its prefix cache: another client is using it.")
         self.client.post("/resume")
@@ -232,9 +253,25 @@ class Served:
 
     def complete(self, request: Request) -> Answer:
         """Sample the completion of one request."""
+        if request.images is not None:
+            return self.complete_with_images(request, request.images)
         body = request.settings | {"model": self.model, "prompt": request.prompt_ids, "return_token_ids": True}
         (choice,) = self.client.post("/v1/completions", body)["choices"]
         return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
+
+    def complete_with_images(self, request: Request, images: PromptImages) -> Answer:
+        """Sample the completion of a prompt with images, whose placeholders the server expands."""
+        body = {
+            "model": self.model,
+            "token_ids": images.unexpanded_ids,
+            "content_parts": images.content_parts,
+            "sampling_params": request.settings,
+            "return_token_ids": True,
+        }
+        answer = self.client.post(IMAGE_ROUTE, body)
+        (choice,) = answer["choices"]
+        logprobs = [position["logprob"] for position in choice["logprobs"]["content"]]
+        return Answer(choice["token_ids"], logprobs, choice["finish_reason"], answer["prompt_token_ids"])
 
     def decode(self, token_ids: list[int]) -> str:
         """Decode tokens as the server does when it looks for stop strings."""
