@@ -6,7 +6,9 @@ It starts with random weights, as vLLM does with `load_format="dummy"`, loads wh
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import io
 import json
 import random
 import threading
@@ -20,9 +22,12 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from grpo_lightning.core.types import SamplingParams
+from grpo_lightning.core.types import EncodedPrompt, PromptVision, SamplingParams
+from grpo_lightning.policy.encoder import Encoder
+from grpo_lightning.policy.hf import num_positions
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm.requests import SUPPRESSED
@@ -33,22 +38,30 @@ VERSION = "0.32.0"
 
 
 class FakeVLLM:
-    """A model with weights of its own, and a prefix cache that has to be reset after an update."""
+    """A model with weights of its own, and caches that have to be reset after an update.
 
-    def __init__(self, config: Any, **options: Any) -> None:
+    Args:
+        config: Config of the model.
+        processor: Processor of a multimodal model.
+        options: Arguments of `vllm.LLM`.
+    """
+
+    def __init__(self, config: Any, processor: Any = None, **options: Any) -> None:
         self.options = options
         self.config = config
+        auto = AutoModelForCausalLM if processor is None else AutoModelForImageTextToText
         with torch.random.fork_rng():
             torch.manual_seed(99)
-            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        self.tokenizer = tiny_tokenizer()
+            self.model = auto.from_config(config, dtype=torch.float32).eval()
+        self.tokenizer = tiny_tokenizer() if processor is None else processor.tokenizer
+        self.encoder = Encoder(self.tokenizer, processor, config)
         self.events: list[str] = []
         self.num_requests = 0
         self.expected: set[str] = set()
 
     @property
     def max_model_len(self) -> int:
-        return self.options.get("max_model_len") or self.config.max_position_embeddings
+        return self.options.get("max_model_len") or num_positions(self.config)
 
     def start(self) -> None:
         self.events.append("start")
@@ -69,7 +82,14 @@ class FakeVLLM:
         if self.expected:
             raise RuntimeError(f"The trainer sent no value for {sorted(self.expected)[0]}")
 
-    def complete(self, prompt: list[int], settings: dict[str, Any]) -> tuple[list[int], list[float], str]:
+    def expand(self, prompt: list[int], images: list[Any]) -> EncodedPrompt:
+        """A prompt with one placeholder per image, as the model takes it."""
+        assert "reset_encoder" in self.events[-2:], self.events
+        return self.encoder.with_images(self.encoder.process(self.tokenizer.decode(prompt), images, ""), images)
+
+    def complete(
+        self, prompt: list[int], settings: dict[str, Any], vision: PromptVision | None = None
+    ) -> tuple[list[int], list[float], str]:
         """One completion, sampled with the model's weights and the request's own seed."""
         assert settings["n"] == 1
         assert "reset" in self.events[-2:] or not self.options.get("enable_prefix_caching"), self.events
@@ -90,7 +110,8 @@ class FakeVLLM:
         self.model.generation_config.eos_token_id = settings["stop_token_ids"]
         engine.connect(self.model, self.tokenizer, Sharding())
         engine.stop_ids = settings["stop_token_ids"]
-        ((found,),) = engine.generate([prompt], 1, sampling, [settings["seed"]])
+        vision = self.encoder.vision_inputs([vision], needs_blank=False)
+        ((found,),) = engine.generate([prompt], 1, sampling, [settings["seed"]], vision=vision)
         return found.token_ids, found.logprobs, found.finish_reason
 
 
@@ -100,11 +121,16 @@ class FakeLLM:
     made: list[FakeLLM] = []  # noqa: RUF012 - emptied by the fixture
 
     def __init__(self, model: str, **options: Any) -> None:
-        from transformers import AutoConfig
+        from transformers import AutoConfig, AutoProcessor
 
         self.shake()
-        self.fake = FakeVLLM(AutoConfig.from_pretrained(model), **options)
-        self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=self.fake.max_model_len))
+        config = AutoConfig.from_pretrained(model)
+        processor = AutoProcessor.from_pretrained(model) if hasattr(config, "vision_config") else None
+        self.fake = FakeVLLM(config, processor, **options)
+        self.llm_engine = SimpleNamespace(
+            model_config=SimpleNamespace(max_model_len=self.fake.max_model_len),
+            reset_encoder_cache=lambda: self.fake.events.append("reset_encoder"),
+        )
         FakeLLM.made.append(self)
 
     @staticmethod
@@ -138,10 +164,14 @@ class FakeLLM:
         assert not torch.is_autocast_enabled("cpu")
         outputs = []
         for prompt, each in zip(prompts, settings, strict=True):
-            ids, logprobs, reason = self.fake.complete(prompt["prompt_token_ids"], each)
+            prompt_ids, vision = prompt["prompt_token_ids"], None
+            if images := prompt.get("multi_modal_data", {}).get("image"):
+                encoded = self.fake.expand(prompt_ids, images)
+                prompt_ids, vision = encoded.token_ids, encoded.vision
+            ids, logprobs, reason = self.fake.complete(prompt_ids, each, vision)
             positions = [{token: SimpleNamespace(logprob=value)} for token, value in zip(ids, logprobs, strict=True)]
             output = SimpleNamespace(token_ids=ids, logprobs=positions, finish_reason=reason)
-            outputs.append(SimpleNamespace(outputs=[output]))
+            outputs.append(SimpleNamespace(outputs=[output], prompt_token_ids=prompt_ids))
         return outputs
 
 
@@ -164,6 +194,7 @@ class FakeServer:
         name: Name under which the model is served.
         hidden: Routes that answer 404.
         answers: Answers by route, instead of the server's own.
+        processor: Processor of a multimodal model.
     """
 
     def __init__(
@@ -173,9 +204,10 @@ class FakeServer:
         *,
         hidden: tuple[str, ...] = (),
         answers: dict[str, Any] | None = None,
+        processor: Any = None,
         **options: Any,
     ) -> None:
-        self.fake = FakeVLLM(config, **options)
+        self.fake = FakeVLLM(config, processor, **options)
         self.name, self.hidden, self.answers = name, hidden, answers or {}
         self.group: GlooGroup | None = None
         self.is_paused = False
@@ -219,6 +251,8 @@ class FakeServer:
                 answer = self.routes()[route](body)
             except RuntimeError as error:
                 status, answer = 500, {"error": str(error)}
+            except ValueError as error:
+                status, answer = 400, {"error": str(error)}
         content = b"" if answer is None else json.dumps(answer).encode()
         with contextlib.suppress(OSError):  # the client has given up
             request.send_response(status)
@@ -240,7 +274,9 @@ class FakeServer:
             "/update_weights": self.receive,
             "/finish_weight_update": lambda _: self.fake.finish(),
             "/reset_prefix_cache": lambda _: self.fake.events.append("reset") or {"success": True},
+            "/reset_encoder_cache": lambda _: self.fake.events.append("reset_encoder"),
             "/v1/completions": self.complete,
+            "/inference/v1/generate": self.complete_with_images,
             "/detokenize": lambda body: {"prompt": self.fake.tokenizer.decode(body["tokens"])},
         }
 
@@ -274,6 +310,20 @@ class FakeServer:
         with self.lock:  # forward passes of one small model
             ids, logprobs, reason = self.fake.complete(body["prompt"], body)
         return {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason}]}
+
+    def complete_with_images(self, body: dict[str, Any]) -> dict[str, Any]:
+        if "token_ids" not in body:
+            raise ValueError("token_ids: Field required")
+        assert body["model"] == self.name
+        assert body["return_token_ids"]
+        self.bodies.append(body)
+        files = [base64.b64decode(part["url"].partition(",")[2]) for part in body["content_parts"]]
+        with self.lock:
+            encoded = self.fake.expand(body["token_ids"], [Image.open(io.BytesIO(file)) for file in files])
+            ids, logprobs, reason = self.fake.complete(encoded.token_ids, body["sampling_params"], encoded.vision)
+        content = [{"logprob": value} for value in logprobs]
+        choice = {"token_ids": ids, "logprobs": {"content": content}, "finish_reason": reason}
+        return {"choices": [choice], "prompt_token_ids": encoded.token_ids}
 
     def close(self) -> None:
         self.http.shutdown()

@@ -139,4 +139,4 @@ def image_limits(processor: Any) -> dict[str, Any]:
 
 def processor_flag(processor: Any) -> str:
     """The flag of `vllm serve` that gives the server's processor the limits of the policy's processor."""
-    return f"--mm-processor-kwargs '{json.dumps(image_limits(processor))}'"
+    return f"--mm-processor-kwargs '{json.dumps(image_limits(processor), sort_keys=True)}'"

@@ -1,4 +1,7 @@
-"""Prompts with images in the real vLLM in this process."""
+"""Prompts with images in the real vLLM, in this process and on a server."""
+
+import dataclasses
+import shlex
 
 import pytest
 
@@ -7,13 +10,16 @@ from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.families import freeze_vision
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm import colocate, requests
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
+from grpo_lightning.rollout.vllm.images import processor_flag
 from tests.light_rewards import capitals
 from tests.module_runs import History, fit, make_module
 from tests.tiny_vlms import picture
 from tests.vision_prompts import SCENARIOS, encoder_of, prompt_of
 from tests.vllm.real.policies import largest_vision_gap, sampled_groups, step, vlm
+from tests.vllm.real.vllm_server import PROCESSED, TRANSFER, free_port, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 SAMPLING = SamplingParams(max_completion_length=8, temperature=0.7)
@@ -131,3 +137,70 @@ def test_a_run_trains(is_frozen):
     assert max(map(abs, history.of("policy/rollout_kl"))) < 1e-6
     assert max(history.of("policy/rollout_difference_max")) < EXACT
     assert max(history.of("policy/grad_norm")) > 0
+
+
+# ---------------------------------------------------------------------------------------------------------- a server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """One server for the file, whose folder limits images to 4 tokens; the flag of the policy's limits lifts this."""
+    tiny, folder = vlm(), tmp_path_factory.mktemp("policy") / "tiny"
+    flag = shlex.split(processor_flag(tiny.processor))
+    tiny.model.save_pretrained(folder)
+    tiny.processor.image_processor.size["longest_edge"] = 4 * 28 * 28
+    tiny.processor.save_pretrained(folder)
+    with serving(folder, *TRANSFER, *PROCESSED, "--enable-scale-out", *flag) as running:
+        yield running
+
+
+def connected(server, tiny, **limits):
+    engine = VLLMEngine(
+        "server", base_url=server.url, weight_transfer_backend="gloo", group_port=free_port(), timeout=60.0
+    )
+    engine.check_run(PolicyLoader(model=tiny.model, tokenizer=tiny.processor, **limits), [SAMPLING], Sharding(), 1)
+    engine.connect(tiny.model, encoder_of(tiny).tokenizer, Sharding())
+    return engine
+
+
+def test_log_probs_of_a_server_are_the_policys_before_and_after_two_updates_of_the_tower_too(server):
+    tiny = vlm()
+    engine = connected(server, tiny)
+    for update in range(3):
+        engine.sync_weights(tiny.model)
+        for prompts in SCENARIOS.values():
+            groups = sampled_groups(engine, tiny, prompts, SAMPLING)
+            assert largest_vision_gap(tiny, groups, SAMPLING) < EXACT
+        # Only the tower at first: its features of the last images are of the old weights.
+        step(tiny.model if update else tiny.model.model.visual, update)
+        assert largest_vision_gap(tiny, groups, SAMPLING) > 100 * EXACT
+
+
+def test_the_settings_of_a_server_are_those_of_the_request(server):
+    """Every other setting of a request passes through another route than that of prompts without images."""
+    tiny = vlm()
+    engine = connected(server, tiny)
+    engine.sync_weights(tiny.model)
+    greedy = dataclasses.replace(SAMPLING, temperature=0.0)
+    prompts = SCENARIOS["one image"]
+    local = LocalEngine()
+    local.connect(tiny.model, encoder_of(tiny).tokenizer, Sharding())
+    ours, theirs = (sampled_groups(each, tiny, prompts, greedy, num_generations=1) for each in (engine, local))
+    assert [group.completions[0].token_ids for group in ours] == [group.completions[0].token_ids for group in theirs]
+    suppressed = dataclasses.replace(SAMPLING, suppress_tokens=list(range(2, 200)))
+    for group in sampled_groups(engine, tiny, prompts, suppressed):
+        assert all(token not in range(2, 200) for completion in group.completions for token in completion.token_ids)
+    once, again = (sampled_groups(engine, tiny, prompts, SAMPLING) for _ in range(2))
+    assert [c.token_ids for g in once for c in g.completions] == [c.token_ids for g in again for c in g.completions]
+    assert len({tuple(c.token_ids) for g in once for c in g.completions}) == 6
+
+
+def test_a_server_with_other_limits_is_found(server):
+    tiny = vlm()
+    engine = connected(server, tiny, max_pixels=4 * 28 * 28)
+    engine.sync_weights(tiny.model)
+    tiny.processor.image_processor.size["longest_edge"] = 4 * 28 * 28
+    with pytest.raises(
+        RuntimeError, match=r"23 tokens .* and 27 tokens for vLLM: .*\"longest_edge\": 3136"
+    ):
+        sampled_groups(engine, tiny, [[picture(0), "hi"]], SAMPLING)
