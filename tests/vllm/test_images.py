@@ -78,9 +78,7 @@ def test_a_prompt_that_vllm_resizes_differently_is_an_error(connect):
     engine = connect(vlm)
     engine.sync_weights(vlm.model)
     vlm.processor.image_processor.size["longest_edge"] = 4 * 28 * 28
-    with pytest.raises(
-        RuntimeError, match=r"\(84x56 pixels\) has 23 tokens .* 27 tokens for vLLM: .*resize"
-    ):
+    with pytest.raises(RuntimeError, match=r"\(84x56 pixels\) has 23 tokens .* 27 tokens for vLLM: .*resize"):
         sampled_groups(engine, vlm, [[picture(0), "hi"]], SAMPLING)
 
 

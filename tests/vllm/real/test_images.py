@@ -200,7 +200,5 @@ def test_a_server_with_other_limits_is_found(server):
     engine = connected(server, tiny, max_pixels=4 * 28 * 28)
     engine.sync_weights(tiny.model)
     tiny.processor.image_processor.size["longest_edge"] = 4 * 28 * 28
-    with pytest.raises(
-        RuntimeError, match=r"23 tokens .* and 27 tokens for vLLM: .*\"longest_edge\": 3136"
-    ):
+    with pytest.raises(RuntimeError, match=r"23 tokens .* and 27 tokens for vLLM: .*\"longest_edge\": 3136"):
         sampled_groups(engine, tiny, [[picture(0), "hi"]], SAMPLING)
