@@ -78,8 +78,9 @@ class VLLMEngine(RolloutEngine):
     """Samples with vLLM.
 
     The policy's full weights are sent to vLLM before each rollout, one decoder layer at a time; adapters are merged
-    out of place (W + s B A). The policy must be text-only and without experts, and its weights must not be sharded (one
-    device, DDP, or ZeRO-1 and 2). With mode "colocate", the run must have one process.
+    out of place (W + s B A). The policy must have no experts, and its weights must not be sharded (one device, DDP, or
+    ZeRO-1 and 2). vLLM itself processes images, and the resulting token ids are checked. With mode "colocate", the run
+    must have one process.
 
     Args:
         mode: "colocate" runs vLLM in the training process, on the same device. "server" uses an external `vllm serve`.
@@ -336,8 +337,9 @@ class VLLMEngine(RolloutEngine):
         kernels round differently in batches of another size.
 
         Raises:
-            ValueError: If a prompt is too long for vLLM, or the sampling settings are not supported.
-            RuntimeError: If vLLM fails.
+            ValueError: If a prompt is too long for vLLM or has too many images, or the sampling settings are not
+                supported.
+            RuntimeError: If vLLM fails, or computes other token ids for a prompt with images than the policy.
         """
         if len(seeds) != len(prompts):
             raise ValueError(f"seeds must hold one seed per prompt: {len(prompts)} prompts, {len(seeds)} seeds.")

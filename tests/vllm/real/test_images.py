@@ -9,6 +9,8 @@ from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.families import freeze_vision
 from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.lora import LoRA
+from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm import colocate, requests
@@ -47,6 +49,18 @@ def test_log_probs_are_the_policys_before_and_after_two_updates_of_the_tower_too
         assert largest_vision_gap(tiny, groups, SAMPLING) < EXACT
         step(tiny.model, update)
         assert largest_vision_gap(tiny, groups, SAMPLING) > 100 * EXACT  # the old policy's no more
+
+
+def test_adapters_are_merged(engine):
+    """The vision tower is frozen, as with every adapter."""
+    tiny = vlm()
+    tiny = tiny._replace(model=add_adapters(tiny.model, LoRA(rank=4)))
+    for update in range(2):
+        engine.sync_weights(tiny.model)
+        groups = sampled_groups(engine, tiny, SCENARIOS["mixed"], SAMPLING)
+        assert largest_vision_gap(tiny, groups, SAMPLING) < EXACT
+        step(tiny.model, update)
+        assert largest_vision_gap(tiny, groups, SAMPLING) > 100 * EXACT
 
 
 def test_image_features_of_an_old_tower_are_dropped(engine):
