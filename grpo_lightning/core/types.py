@@ -329,6 +329,13 @@ class PromptVision:
     num_image_tokens: int = 0
     """Number of placeholder tokens of all images in the prompt."""
 
+    sources: Sequence[ImageRef] = ()
+    """References to the images, for engines that process images themselves."""
+
+    text: str = ""
+    """The rendered prompt with one placeholder per image, for engines that process images themselves; empty without
+    images."""
+
     features: ImageFeatures | None = None
     """Image features, once a frozen vision tower has computed them."""
 

@@ -110,9 +110,11 @@ class Encoder:
                 f"{where or prompt.label} has images and token_ids: prompts with images cannot be truncated. Remove "
                 "token_ids."
             )
-        images = [image.read() for image in prompt.images]
-        outputs = self.process(self.render(prompt, where), images, where or prompt.label)
-        return self.with_images(outputs, images)
+        images, text = [image.read() for image in prompt.images], self.render(prompt, where)
+        encoded = self.with_images(self.process(text, images, where or prompt.label), images)
+        assert encoded.vision is not None
+        encoded.vision.sources, encoded.vision.text = prompt.images, text
+        return encoded
 
     def check(self, prompt: Prompt, where: str = "") -> None:
         """Raise ValueError if a prompt contains video or audio, or contains an image and the policy is text-only.

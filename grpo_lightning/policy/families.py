@@ -51,6 +51,9 @@ class Family:
     unused: tuple[str, ...] = ()
     """Names of vision-tower modules whose outputs are unused, so that these modules never get a gradient."""
 
+    has_vllm: bool = False
+    """True if vLLM's log-probs of this family have been compared with the policy's, for prompts with images."""
+
 
 QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 GLM_TOKENS = (
@@ -59,13 +62,17 @@ GLM_TOKENS = (
 )
 
 FAMILIES: Mapping[str, Family] = {
-    "qwen2_vl": Family(("visual",), QWEN_TOKENS, "norm1000", "pixels"),
-    "qwen2_5_vl": Family(("visual",), QWEN_TOKENS, "resized", "pixels"),
-    "qwen3_vl": Family(("visual",), QWEN_TOKENS, "norm1000", "pixels"),
+    "qwen2_vl": Family(("visual",), QWEN_TOKENS, "norm1000", "pixels", has_vllm=True),
+    "qwen2_5_vl": Family(("visual",), QWEN_TOKENS, "resized", "pixels", has_vllm=True),
+    "qwen3_vl": Family(("visual",), QWEN_TOKENS, "norm1000", "pixels", has_vllm=True),
     "qwen3_vl_moe": Family(("visual",), QWEN_TOKENS, "norm1000", "pixels"),
     "qwen3_5": Family(("visual",), QWEN_TOKENS, "norm1000", "pixels"),
     "internvl": Family(
-        ("vision_tower", "multi_modal_projector"), ("<img>", "</img>", "<IMG_CONTEXT>", "<video>"), "norm1000", "tiles"
+        ("vision_tower", "multi_modal_projector"),
+        ("<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
+        "norm1000",
+        "tiles",
+        has_vllm=True,
     ),
     "glm4v": Family(("visual",), GLM_TOKENS, "norm1000", "pixels", pixel_count=2),  # an image is two frames
     "glm4v_moe": Family(("visual",), GLM_TOKENS, "norm1000", "pixels", pixel_count=2),

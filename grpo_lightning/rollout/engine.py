@@ -70,10 +70,14 @@ class RolloutEngine(Protocol):
 
     # An engine may lack what follows.
 
-    samples_in_background: bool = False
-    """True if `generate` can be called in another thread while the policy trains, because the engine has a copy of the
-    weights. `sync_weights` must then wait until the completions in flight have ended. Asynchronous rollouts
-    (`model.max_staleness`) need such an engine."""
+    @property
+    def samples_in_background(self) -> bool:
+        """True if `generate` can be called in another thread while the policy trains.
+
+        The engine then has a copy of the weights, and `sync_weights` waits until the completions in flight have ended.
+        Asynchronous rollouts (`model.max_staleness`) need such an engine.
+        """
+        return False
 
     def check_run(
         self, policy: PolicySettings, sampling: Sequence[SamplingParams], sharding: Sharding, world_size: int

@@ -11,14 +11,18 @@ import pytest
 import torch
 
 from grpo_lightning.core.types import SamplingParams
+from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.vllm import server as vllm_server
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.server import ServerError
+from tests import tiny_vlms
 from tests.arguments.registry import case
 from tests.module_runs import SMALL
 from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.vision_prompts import SCENARIOS, encoder_of
 from tests.vllm.fakes import FakeLLM, fake_vllm, serving  # noqa: F401 - a fixture
+from tests.vllm.real.policies import sampled_groups
 
 SAMPLING = SamplingParams(max_completion_length=4)
 
@@ -73,6 +77,27 @@ def test_max_model_len(fake_vllm):  # noqa: F811
     assert connected(VLLMEngine()).generate(long, 1, SAMPLING, seeds=[0])
     with pytest.raises(ValueError, match="exceeds vLLM's max_model_len of 40"):
         connected(VLLMEngine(max_model_len=40)).generate(long, 1, SAMPLING, seeds=[0])
+
+
+@case(VLLMEngine, "limit_mm_per_prompt")
+def test_limit_mm_per_prompt(fake_vllm):  # noqa: F811
+    """Two images in a prompt."""
+    vlm = tiny_vlms.build("qwen2_5_vl")
+    prompts = SCENARIOS["several images"][:1]
+    for limit, is_too_low in ((None, False), ({"image": 1}, True)):
+        engine = VLLMEngine(limit_mm_per_prompt=limit)
+        engine.check_run(PolicyLoader(model=vlm.model, tokenizer=vlm.processor), [SAMPLING], Sharding(), 1)
+        engine.connect(vlm.model, encoder_of(vlm).tokenizer, Sharding())
+        engine.sync_weights(vlm.model)
+        assert FakeLLM.made[-1].fake.options["limit_mm_per_prompt"] == {"video": 0} | (limit or {})
+        if is_too_low:
+            with pytest.raises(ValueError, match=r"has 2 images, and engine.limit_mm_per_prompt allows 1"):
+                sampled_groups(engine, vlm, prompts, SAMPLING, num_generations=1)
+        else:
+            assert sampled_groups(engine, vlm, prompts, SAMPLING, num_generations=1)
+    for limit in ({"image": 0}, {"video": 1}, {}):
+        with pytest.raises(ValueError, match=r"engine.limit_mm_per_prompt must be"):
+            VLLMEngine(limit_mm_per_prompt=limit)
 
 
 def url_of(**settings: Any) -> str:

@@ -6,7 +6,10 @@ It starts with random weights, as vLLM does with `load_format="dummy"`, loads wh
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import copy
+import io
 import json
 import random
 import socket
@@ -22,9 +25,12 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from grpo_lightning.core.types import SamplingParams
+from grpo_lightning.core.types import EncodedPrompt, PromptVision, SamplingParams
+from grpo_lightning.policy.encoder import Encoder
+from grpo_lightning.policy.hf import num_positions
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm.requests import SUPPRESSED
@@ -39,15 +45,24 @@ class RefusalError(Exception):
 
 
 class FakeVLLM:
-    """A model with weights of its own, and a prefix cache that has to be reset after an update."""
+    """A model with weights of its own, and caches that have to be reset after an update.
 
-    def __init__(self, config: Any, **options: Any) -> None:
+    Args:
+        config: Config of the model.
+        processor: Processor of a multimodal model.
+        options: Arguments of `vllm.LLM`.
+    """
+
+    def __init__(self, config: Any, processor: Any = None, **options: Any) -> None:
         self.options = options
         self.config = config
+        auto = AutoModelForCausalLM if processor is None else AutoModelForImageTextToText
         with torch.random.fork_rng():
             torch.manual_seed(99)
-            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        self.tokenizer = tiny_tokenizer()
+            # A config of its own: sampling changes it for a while, and several servers sample at the same time.
+            self.model = auto.from_config(copy.deepcopy(config), dtype=torch.float32).eval()
+        self.tokenizer = tiny_tokenizer() if processor is None else processor.tokenizer
+        self.encoder = Encoder(self.tokenizer, processor, config)
         self.events: list[str] = []
         self.num_requests = 0
         self.expected: set[str] = set()
@@ -57,7 +72,7 @@ class FakeVLLM:
 
     @property
     def max_model_len(self) -> int:
-        return self.options.get("max_model_len") or self.config.max_position_embeddings
+        return self.options.get("max_model_len") or num_positions(self.config)
 
     def start(self) -> None:
         if self.is_updating:
@@ -89,7 +104,14 @@ class FakeVLLM:
             raise RuntimeError(f"The trainer sent no value for {missing[0]}")
         self.is_updating = False
 
-    def complete(self, prompt: list[int], settings: dict[str, Any]) -> tuple[list[int], list[float], str]:
+    def expand(self, prompt: list[int], images: list[Any]) -> EncodedPrompt:
+        """A prompt with one placeholder per image, as the model takes it."""
+        assert "reset_encoder" in self.events[-2:], self.events
+        return self.encoder.with_images(self.encoder.process(self.tokenizer.decode(prompt), images, ""), images)
+
+    def complete(
+        self, prompt: list[int], settings: dict[str, Any], vision: PromptVision | None = None
+    ) -> tuple[list[int], list[float], str]:
         """One completion, sampled with the model's weights and the request's own seed."""
         assert settings["n"] == 1
         self.guides.append(settings["structured_outputs"])
@@ -111,7 +133,8 @@ class FakeVLLM:
         self.model.generation_config.eos_token_id = settings["stop_token_ids"]
         engine.connect(self.model, self.tokenizer, Sharding())
         engine.stop_ids = settings["stop_token_ids"]
-        ((found,),) = engine.generate([prompt], 1, sampling, [settings["seed"]])
+        vision = self.encoder.vision_inputs([vision], needs_blank=False)
+        ((found,),) = engine.generate([prompt], 1, sampling, [settings["seed"]], vision=vision)
         return found.token_ids, found.logprobs, found.finish_reason
 
 
@@ -121,10 +144,12 @@ class FakeLLM:
     made: list[FakeLLM] = []  # noqa: RUF012 - emptied by the fixture
 
     def __init__(self, model: str, **options: Any) -> None:
-        from transformers import AutoConfig
+        from transformers import AutoConfig, AutoProcessor
 
         self.shake()
-        self.fake = FakeVLLM(AutoConfig.from_pretrained(model), **options)
+        config = AutoConfig.from_pretrained(model)
+        processor = AutoProcessor.from_pretrained(model) if hasattr(config, "vision_config") else None
+        self.fake = FakeVLLM(config, processor, **options)
         self.llm_engine = self  # one class for both
         self.model_config = SimpleNamespace(max_model_len=self.fake.max_model_len)
         self.waiting: list[tuple[str, Any, Any]] = []
@@ -173,10 +198,17 @@ class FakeLLM:
         self.shake()
         assert not torch.is_autocast_enabled("cpu")
         number, prompt, settings = self.waiting.pop()
-        ids, logprobs, reason = self.fake.complete(prompt["prompt_token_ids"], settings)
+        prompt_ids, vision = prompt["prompt_token_ids"], None
+        if images := prompt.get("multi_modal_data", {}).get("image"):
+            encoded = self.fake.expand(prompt_ids, images)
+            prompt_ids, vision = encoded.token_ids, encoded.vision
+        ids, logprobs, reason = self.fake.complete(prompt_ids, settings, vision)
         positions = [{token: SimpleNamespace(logprob=value)} for token, value in zip(ids, logprobs, strict=True)]
         output = SimpleNamespace(token_ids=ids, logprobs=positions, finish_reason=reason)
-        return [SimpleNamespace(request_id=number, finished=True, outputs=[output])]
+        return [SimpleNamespace(request_id=number, finished=True, outputs=[output], prompt_token_ids=prompt_ids)]
+
+    def reset_encoder_cache(self) -> None:
+        self.fake.events.append("reset_encoder")
 
 
 @pytest.fixture
@@ -202,6 +234,7 @@ class FakeServer:
         hidden: Routes that answer 404.
         answers: Answers by route, instead of the server's own.
         reports_spans: As with `--enable-scale-out`: the route for tokens, which reports versions of the weights.
+        processor: Processor of a multimodal model.
     """
 
     def __init__(
@@ -212,9 +245,10 @@ class FakeServer:
         hidden: tuple[str, ...] = (),
         answers: dict[str, Any] | None = None,
         reports_spans: bool = True,
+        processor: Any = None,
         **options: Any,
     ) -> None:
-        self.config, self.options = config, options
+        self.config, self.processor, self.options = config, processor, options
         self.name, self.hidden, self.answers = name, hidden, answers or {}
         self.reports_spans = reports_spans
         self.lock = threading.Lock()
@@ -229,7 +263,7 @@ class FakeServer:
 
     def start(self, port: int) -> None:
         """Start with the weights that the server has on disk, and without a group."""
-        self.fake = FakeVLLM(self.config, **self.options)
+        self.fake = FakeVLLM(self.config, self.processor, **self.options)
         self.group: GlooGroup | None = None
         self.is_paused = False
         self.bodies: list[dict[str, Any]] = []
@@ -319,6 +353,7 @@ class FakeServer:
             "/weight_info": lambda _: {"weight_version": self.fake.version},
             "/update_weight_version": lambda body: self.label(body["new_version"]),
             "/reset_prefix_cache": lambda _: self.fake.events.append("reset") or {"success": True},
+            "/reset_encoder_cache": lambda _: self.fake.events.append("reset_encoder"),
             "/v1/completions": self.complete,
             "/inference/v1/generate": self.complete_tokens,
             "/detokenize": lambda body: {"prompt": self.fake.tokenizer.decode(body["tokens"])},
@@ -353,17 +388,17 @@ class FakeServer:
         self.fake.finish()
         self.label(body.get("weight_version", self.fake.version))
 
-    def sample(self, body: dict[str, Any], prompt: list[int], settings: dict[str, Any]) -> Any:
+    def sample(self, body: dict[str, Any], prompt: list[int], settings: dict[str, Any], vision: Any = None) -> Any:
         """Sample a completion. Returns: tokens, log-probs, finish reason, version of the weights."""
         assert body["model"] == self.name
         fake = self.fake
         with self.lock:  # forward passes of one small model
             assert not self.is_paused
             self.before_completion(len(self.bodies))
-            self.bodies.append(settings | {"prompt": prompt})
+            self.bodies.append(settings | {"prompt": prompt, "content_parts": body.get("content_parts")})
         time.sleep(self.delay)
         with self.lock:
-            return (*fake.complete(prompt, settings), fake.version)
+            return (*fake.complete(prompt, settings, vision), fake.version)
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         ids, logprobs, reason, _ = self.sample(body, body["prompt"], body)
@@ -372,11 +407,18 @@ class FakeServer:
     def complete_tokens(self, body: dict[str, Any]) -> dict[str, Any]:
         if not self.reports_spans:
             raise RefusalError(403, "Scale-out endpoints are disabled.")
-        ids, logprobs, reason, version = self.sample(body, body["token_ids"], body["sampling_params"])
+        prompt, vision = body["token_ids"], None
+        if parts := body.get("content_parts"):
+            assert body["return_token_ids"]
+            files = [base64.b64decode(part["url"].partition(",")[2]) for part in parts]
+            with self.lock:
+                encoded = self.fake.expand(prompt, [Image.open(io.BytesIO(file)) for file in files])
+            prompt, vision = encoded.token_ids, encoded.vision
+        ids, logprobs, reason, version = self.sample(body, prompt, body["sampling_params"], vision)
         spans = [{"version": version, "start": 0, "end": len(ids)}]
         content = [{"token_id": token, "logprob": value} for token, value in zip(ids, logprobs, strict=True)]
         choice = {"token_ids": ids, "logprobs": {"content": content}, "weight_versions": spans}
-        return {"choices": [choice | {"finish_reason": reason}]}
+        return {"choices": [choice | {"finish_reason": reason}], "prompt_token_ids": prompt}
 
     def close(self) -> None:
         self.http.shutdown()

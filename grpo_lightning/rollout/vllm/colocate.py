@@ -80,6 +80,14 @@ def check_version(version: str, subject: str) -> None:
         raise ValueError(f"VLLMEngine needs vLLM {oldest} or newer, and {subject} is {version}: upgrade vLLM.")
 
 
+IMAGE_OPTIONS = {
+    # vLLM would otherwise normalise pixels in the vision tower, with constants that `load_format="dummy"` replaces by
+    # random numbers.
+    "mm_device_do_normalize": False,
+}
+"""Arguments of `vllm.LLM` for multimodal policies."""
+
+
 class Colocated:
     """An `LLM` of vLLM in this process, whose weights come from the policy in memory.
 
@@ -87,12 +95,21 @@ class Colocated:
         policy: The policy, whose config vLLM gets. vLLM allocates the weights and fills them in at the first update.
         tokenizer: The policy's tokenizer.
         options: Arguments of `vllm.LLM`.
+        processor: The processor of a multimodal policy.
     """
 
-    def __init__(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> None:
+    def __init__(
+        self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], processor: Any = None
+    ) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="grpo-vllm-")
-        folder = Path(self.folder.name)
-        base_model(policy).config.save_pretrained(folder)
+        folder, model = Path(self.folder.name), base_model(policy)
+        # Models that were not loaded from a checkpoint do not name their class in the config.
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        if processor is not None:
+            processor.save_pretrained(folder)
+            options = options | IMAGE_OPTIONS
+        self.has_images = processor is not None
         tokenizer.save_pretrained(folder)
         # The engine runs in this process, and not in a child process that could not see the policy's tensors.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -125,7 +142,9 @@ class Colocated:
             for group in groups:
                 self.llm.update_weights({"update_info": {"weights": group}})
             self.llm.finish_weight_update(weight_version=str(version))
-            # An update does not invalidate the cache, which has keys and values of the old weights.
+            # An update does not invalidate the caches, which have image features, keys and values of the old weights.
+            if self.has_images:
+                self.llm.llm_engine.reset_encoder_cache()
             if not self.llm.reset_prefix_cache():
                 raise RuntimeError("vLLM could not reset its prefix cache: completions are still being sampled.")
 
@@ -139,7 +158,7 @@ class Colocated:
             requests: Requests by index.
         """
         needs_text = any(request.settings["stop"] for request in requests.values())
-        prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests.values()]
+        prompts = [prompt_of(request) for request in requests.values()]
         settings = [sampling_params(each.settings, detokenize=needs_text) for each in requests.values()]
         with untouched_state():
             names = self.llm.enqueue(prompts, settings, use_tqdm=False)
@@ -151,7 +170,7 @@ class Colocated:
                 with untouched_state():
                     outputs = [output for output in engine.step() if output.finished]
                 done += 1
-                yield Arrivals(done, [(open_[each.request_id], answer_of(each.outputs[0])) for each in outputs])
+                yield Arrivals(done, [(open_[each.request_id], answer_of(each)) for each in outputs])
         finally:
             if engine.has_unfinished_requests():  # after an error, or Ctrl-C
                 engine.abort_request(names, internal=True)
@@ -178,11 +197,20 @@ def plain_name(name: str) -> str:
     return name.rpartition("-")[0] or name
 
 
+def prompt_of(request: Request) -> dict[str, Any]:
+    """The prompt of a request as vLLM's `TokensPrompt`. vLLM recognises an image by its pixels, and encodes it once."""
+    if request.images is None:
+        return {"prompt_token_ids": request.prompt_ids}
+    images = request.images
+    return {"prompt_token_ids": images.unexpanded_ids, "multi_modal_data": {"image": images.images}}
+
+
 def answer_of(output: Any) -> Answer:
-    """Convert vLLM's `CompletionOutput`."""
-    ids = list(output.token_ids)
-    logprobs = [position[token].logprob for position, token in zip(output.logprobs, ids, strict=True)]
-    return Answer(ids, logprobs, output.finish_reason)
+    """Convert the only completion of vLLM's `RequestOutput`."""
+    (completion,) = output.outputs
+    ids = list(completion.token_ids)
+    logprobs = [position[token].logprob for position, token in zip(completion.logprobs, ids, strict=True)]
+    return Answer(ids, logprobs, completion.finish_reason, prompt_ids=list(output.prompt_token_ids))
 
 
 def device_options() -> dict[str, Any]:

@@ -19,14 +19,16 @@ from transformers import PreTrainedTokenizerBase
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import Completion, MicroBatch, SamplingParams, VisionInputs, check_ranges
 from grpo_lightning.policy.completion_logprobs import Scorer
-from grpo_lightning.policy.families import sees_images
-from grpo_lightning.policy.hf import compute_device, num_positions
+from grpo_lightning.policy.encoder import Encoder
+from grpo_lightning.policy.families import FAMILIES, family_of, sees_images
+from grpo_lightning.policy.hf import base_model, compute_device, left_pad, num_positions
 from grpo_lightning.policy.probe import probe_mode
 from grpo_lightning.policy.settings import PolicySettings
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.tokenizer import load_processor
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine
 from grpo_lightning.rollout.local_engine import stop_ids
-from grpo_lightning.rollout.vllm import colocate, servers, weights
+from grpo_lightning.rollout.vllm import colocate, images, servers, weights
 from grpo_lightning.rollout.vllm.requests import (
     Arrivals,
     Request,
@@ -51,7 +53,7 @@ TransferBackend = Literal["nccl", "gloo"]
 OF_MODE: dict[str, tuple[str, ...]] = {
     "colocate": (
         *("gpu_memory_utilization", "max_model_len", "max_num_seqs", "enable_prefix_caching"),
-        *("enforce_eager", "dtype"),
+        *("enforce_eager", "dtype", "limit_mm_per_prompt"),
     ),
     "server": (
         *("base_url", "host", "port", "timeout", "max_retries", "reconnect_timeout"),
@@ -94,6 +96,7 @@ class Batch:
         sampling: Sampling settings.
         progress: Called with the decoding progress.
         on_group: Called with each complete group.
+        vision: The images of the prompts.
     """
 
     def __init__(
@@ -103,7 +106,11 @@ class Batch:
         sampling: SamplingParams,
         progress: Progress | None,
         on_group: OnGroup | None,
+        vision: VisionInputs | None = None,
     ) -> None:
+        self.vision = vision
+        self.images: list[images.PromptImages | None] | None = None
+        """The images of the N prompts, once they are read; None without images."""
         self.prompts, self.part, self.sampling = prompts, part, sampling
         self.progress, self.on_group = progress, on_group
         self.completions: list[Completion | None] = [None] * (len(prompts) * len(part))
@@ -158,8 +165,9 @@ class VLLMEngine(RolloutEngine):
     """Samples with vLLM.
 
     The policy's full weights are sent to vLLM before each rollout, one decoder layer at a time; adapters are merged
-    out of place (W + s B A). The policy must be text-only and without experts, and its weights must not be sharded (one
-    device, DDP, or ZeRO-1 and 2). With mode "colocate", the run must have one process.
+    out of place (W + s B A). The policy must have no experts, and its weights must not be sharded (one device, DDP, or
+    ZeRO-1 and 2). vLLM itself processes images, and the resulting token ids are checked. With mode "colocate", the run
+    must have one process.
 
     Args:
         mode: "colocate" runs vLLM in the training process, on the same device. "server" uses an external `vllm serve`.
@@ -170,6 +178,8 @@ class VLLMEngine(RolloutEngine):
         enable_prefix_caching: Compute a prompt once for all its completions, and common beginnings of prompts once.
         enforce_eager: Do not capture CUDA graphs: starts faster, needs less memory, and decodes more slowly.
         dtype: Dtype of vLLM's copy of the weights; "auto" is the dtype of the policy's weights.
+        limit_mm_per_prompt: Maximum images of a prompt, for example {image: 2}; null uses vLLM's own limit. A limit
+            lets vLLM start with less memory.
         base_url: Address of the server, instead of `host` and `port`; or a list of several servers.
         host: Name or address of the server's machine; or a list of several.
         port: Port of the server; or a list of several.
@@ -194,6 +204,7 @@ class VLLMEngine(RolloutEngine):
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
         dtype: DType = "auto",
+        limit_mm_per_prompt: dict[str, int] | None = None,
         base_url: str | list[str] | None = None,
         host: str | list[str] = "127.0.0.1",
         port: int | list[int] = 8000,
@@ -210,6 +221,7 @@ class VLLMEngine(RolloutEngine):
         self.enable_prefix_caching = enable_prefix_caching
         self.enforce_eager = enforce_eager
         self.dtype = dtype
+        self.limit_mm_per_prompt = limit_mm_per_prompt
         self.base_url = base_url
         self.host = host
         self.port = port
@@ -224,6 +236,12 @@ class VLLMEngine(RolloutEngine):
             ("max_model_len", max_model_len is None or max_model_len >= 32, "at least 32, or null for the policy's"),
             ("max_num_seqs", max_num_seqs >= 1, "at least 1"),
             ("dtype", dtype in get_args(DType), f"one of {', '.join(get_args(DType))}"),
+            (
+                "limit_mm_per_prompt",
+                limit_mm_per_prompt is None
+                or (set(limit_mm_per_prompt) == {"image"} and limit_mm_per_prompt["image"] >= 1),
+                "{image: 1} or more, or null for vLLM's own limit (there is no video or audio)",
+            ),
             (
                 "base_url",
                 base_url is None or are_urls(listed(base_url)),
@@ -251,6 +269,8 @@ class VLLMEngine(RolloutEngine):
         self.told: Any = None
         """What the other ranks adopt after the last update."""
         self.decodes_alike: bool | None = None
+        self.processor: Any = None
+        """The processor of a multimodal policy; None before `check_run`, and for text-only policies."""
 
     def _check_mode(self) -> None:
         """Refuse settings of the other mode, which would have no effect. Raises: ValueError."""
@@ -312,6 +332,7 @@ class VLLMEngine(RolloutEngine):
         self._check_supported(policy, config, sharding, world_size)
         for each in sampling:
             check_sampling(each)
+        self.processor = load_processor(policy, config)
         limit = self.max_model_len
         if self.mode == "colocate":
             colocate.check_installed(self.mode)
@@ -320,6 +341,8 @@ class VLLMEngine(RolloutEngine):
             if self.weight_transfer_backend == "nccl":
                 colocate.check_installed(self.mode)
             self.backend = self.connected(policy.name)
+            if self.processor is not None:
+                self.backend.check_images()
             limit = self.backend.max_model_len
         longest = max(each.max_completion_length for each in sampling)
         positions = num_positions(config)
@@ -337,8 +360,11 @@ class VLLMEngine(RolloutEngine):
         self, policy: PolicySettings, config: PretrainedConfig, sharding: Sharding, world_size: int
     ) -> None:
         """Refuse runs that are not supported yet. Raises: ValueError."""
+        family = family_of(config)
+        known = ", ".join(kind for kind, record in FAMILIES.items() if record.has_vllm)
         unsupported = {
-            "a multimodal policy": sees_images(config),
+            f"multimodal policies of type {config.model_type} (only {known})": sees_images(config)
+            and not (family and family.has_vllm),
             f"policy.quantization {policy.quantization!r}": policy.quantization != "none",
             "policy.lora.use_dora": policy.lora is not None and policy.lora.use_dora,
             f"{world_size} processes with mode colocate": self.mode == "colocate" and world_size > 1,
@@ -358,7 +384,11 @@ class VLLMEngine(RolloutEngine):
                 "Neither the generation config nor the tokenizer has a stop token: every completion will be truncated."
             )
         if self.mode == "colocate":
-            self.backend = colocate.Colocated(policy, tokenizer, self.options(policy))
+            if self.processor is None and sees_images(base_model(policy).config):
+                raise ValueError(
+                    "The policy is multimodal: call VLLMEngine.check_run, which loads its processor, first."
+                )
+            self.backend = colocate.Colocated(policy, tokenizer, self.options(policy), self.processor)
         elif self.backend is None:  # used without `check_run`
             self.backend = self.connected(None)
         self.sent = None
@@ -387,6 +417,12 @@ class VLLMEngine(RolloutEngine):
             "max_num_seqs": self.max_num_seqs,
             "enable_prefix_caching": self.enable_prefix_caching,
             "enforce_eager": self.enforce_eager,
+            # Without a limit of 0, vLLM would reserve memory for videos.
+            **(
+                {}
+                if self.processor is None
+                else {"limit_mm_per_prompt": {"video": 0} | (self.limit_mm_per_prompt or {})}
+            ),
         }
 
     def sync_weights(self, policy: nn.Module) -> None:
@@ -461,14 +497,14 @@ class VLLMEngine(RolloutEngine):
         and errors are raised on this rank only.
 
         Raises:
-            ValueError: If a prompt is too long for vLLM, or the sampling settings are not supported.
-            RuntimeError: If vLLM fails, on every rank.
+            ValueError: If a prompt is too long for vLLM or has too many images, or the sampling settings are not
+                supported.
+            RuntimeError: On every rank, if vLLM fails, or computes other token ids for a prompt with images than the
+                policy.
         """
-        if vision is not None:
-            raise ValueError("VLLMEngine does not support a multimodal policy yet: use LocalEngine.")
         if self.backend is None or self.sent is None:
             raise RuntimeError("vLLM has no weights yet: call sync_weights before generate.")
-        batch = Batch(prompts, part or range(num_generations), sampling, progress, on_group)
+        batch = Batch(prompts, part or range(num_generations), sampling, progress, on_group, vision)
         with self.lock:
             remaining, rounds_without_answers = None, 0
             while True:
@@ -501,10 +537,15 @@ class VLLMEngine(RolloutEngine):
         self.check_lengths(prompts, sampling.max_completion_length)
         if sampling.stop_strings:
             self.check_decoding()
-        requests = requests_of(prompts, seeds, batch.part, sampling_settings(sampling, self.stop_ids))
+        if batch.vision is not None and batch.images is None:
+            batch.images = self.read_images(batch.vision)
+        settings = sampling_settings(sampling, self.stop_ids)
+        requests = requests_of(prompts, seeds, batch.part, settings, batch.images)
         missing = {index: requests[index] for index in batch.missing}
         for done, answers in self.backend.generate(missing) if missing else ():
             for index, answer in answers:
+                if (seen := requests[index].images) is not None:
+                    images.check_prompt_ids(seen, requests[index].prompt_ids, answer.prompt_ids, self.image_remedy)
                 version = answer.weight_version or self.num_updates
                 batch.add(index, completion_of(replace(answer, weight_version=version), sampling, self.tokenizer))
             batch.report(done)
@@ -537,6 +578,21 @@ class VLLMEngine(RolloutEngine):
             if problem is not None:
                 raise RuntimeError(f"Sampling failed on rank {rank}: {problem}")
         return sum(count for _, count in everyone)
+
+    def read_images(self, vision: VisionInputs) -> list[images.PromptImages | None]:
+        """Read the images of N prompts. Raises: ValueError if a prompt has more than `limit_mm_per_prompt`."""
+        images.check_counts(vision, (self.limit_mm_per_prompt or {}).get("image"))
+        return [images.images_of(prompt, self.tokenizer) for prompt in vision.prompts]
+
+    @property
+    def image_remedy(self) -> str:
+        """What to do if vLLM resizes images to other sizes than the policy."""
+        if self.mode == "colocate" or self.processor is None:
+            return "Use a processor that AutoProcessor loads unchanged from its files, or use LocalEngine."
+        return (
+            "Set the limits of model.policy (min_pixels, max_pixels, max_anyres_num) for the server too: start it with "
+            f"{images.processor_flag(self.processor)}."
+        )
 
     def check_lengths(self, prompts: Sequence[list[int]], max_completion_length: int) -> None:
         """Raise ValueError if a prompt and its longest completion do not fit vLLM's `max_model_len`."""
@@ -600,25 +656,40 @@ class VLLMEngine(RolloutEngine):
     @torch.no_grad()
     def probe_difference(self, scorer: Scorer) -> Tensor:
         """|difference| of vLLM's and the scorer's log-probs, for 2 prompts x 2 completions: [sampled tokens], nats."""
-        device, size = compute_device(self.policy), self.policy.get_input_embeddings().weight.shape[0]  # type: ignore[operator,union-attr]
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(size, (2, 8), generator=generator, device="cpu")
+        device = compute_device(self.policy)
+        prompts, vision = self.probe_prompts(scorer)
+        ids, mask = left_pad(prompts, pad_id=0)
         # Stop tokens are suppressed, so that all completions have the same length.
         never = tuple(sorted({*scorer.never, *self.stop_ids}))
         sampling = SamplingParams(max_completion_length=8, temperature=PROBE_TEMPERATURE, suppress_tokens=list(never))
-        groups = self.generate(ids.tolist(), 2, sampling, seeds=[0, 1])
+        groups = self.generate(prompts, 2, sampling, seeds=[0, 1], vision=vision)
         rows = [completion for group in groups for completion in group]
         everything = torch.ones(len(rows), 8, dtype=torch.bool, device=device)
         logprobs = torch.tensor([row.logprobs for row in rows], device=device)
         batch = MicroBatch(
             prompt_ids=ids.to(device),
-            prompt_mask=torch.ones_like(ids, dtype=torch.bool).to(device),
+            prompt_mask=mask.to(device),
             prompt_index=torch.tensor([0, 0, 1, 1], device=device),
             completion_ids=torch.tensor([row.token_ids for row in rows], device=device),
             attention_mask=everything,
             completion_mask=everything,
             advantages=logprobs.new_ones(len(rows)),
             rollout_logprobs=logprobs,
+            vision=vision,
         )
         scores = dataclasses.replace(scorer, never=never)(self.policy, batch, temperature=PROBE_TEMPERATURE).logprobs
         return (logprobs - scores).abs().flatten()
+
+    def probe_prompts(self, scorer: Scorer) -> tuple[list[list[int]], VisionInputs | None]:
+        """Make two prompts of random tokens; for a multimodal policy, the second one is an image and a word."""
+        size = self.policy.get_input_embeddings().weight.shape[0]  # type: ignore[operator,union-attr]
+        # A prompt without images must not have image tokens.
+        known = torch.tensor(sorted(set(range(size)) - set(scorer.never)), device="cpu")
+        generator = torch.Generator().manual_seed(0)
+        prompts = known[torch.randint(len(known), (2, 8), generator=generator, device="cpu")].tolist()
+        if self.processor is None:
+            return prompts, None
+        encoder = Encoder(self.tokenizer, self.processor, base_model(self.policy).config)
+        encoded = encoder(images.probe_prompt())
+        vision = encoder.vision_inputs([None, encoded.vision], needs_blank=False)
+        return [prompts[0], encoded.token_ids], vision

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_lightning.core.seeding import derived_seed
 from grpo_lightning.core.types import Completion, FinishReason, SamplingParams
+from grpo_lightning.rollout.vllm.images import PromptImages
 
 LEAST_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this value, except 0 (greedy)."""
@@ -38,6 +39,9 @@ class Request:
     prompt: int = 0
     """Index of the prompt among those of the call. One server samples all completions of a prompt."""
 
+    images: PromptImages | None = None
+    """The images of the prompt; None if it has none."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -53,6 +57,9 @@ class Answer:
 
     weight_version: int | None = None
     """Number of the update whose weights sampled the completion; None if vLLM has not reported it."""
+
+    prompt_ids: list[int] | None = None
+    """[L] tokens of the prompt that vLLM computed; None if it does not report them."""
 
 
 class Arrivals(NamedTuple):
@@ -125,7 +132,11 @@ def sampling_settings(sampling: SamplingParams, stop_ids: Sequence[int]) -> dict
 
 
 def requests_of(
-    prompts: Sequence[list[int]], seeds: Sequence[int], part: range, settings: dict[str, Any]
+    prompts: Sequence[list[int]],
+    seeds: Sequence[int],
+    part: range,
+    settings: dict[str, Any],
+    images: Sequence[PromptImages | None] | None = None,
 ) -> list[Request]:
     """One request per completion, in the order of the prompts.
 
@@ -138,10 +149,11 @@ def requests_of(
         seeds: N seeds, one per prompt.
         part: Indices, among the G completions of a prompt, of those to sample.
         settings: The result of `sampling_settings`.
+        images: The images of the N prompts; None if no prompt has any.
     """
     return [
-        Request(ids, settings | {"seed": derived_seed(seed, index)}, number)
-        for number, (ids, seed) in enumerate(zip(prompts, seeds, strict=True))
+        Request(ids, settings | {"seed": derived_seed(seed, index)}, number, seen)
+        for number, (ids, seed, seen) in enumerate(zip(prompts, seeds, images or [None] * len(prompts), strict=True))
         for index in part
     ]
 

@@ -164,6 +164,8 @@ class Served:
         self.version: str | None = None
         """Version of this run's weights on the server; None if it has none of them."""
         self.route = COMPLETIONS
+        self.has_images = False
+        """True if prompts may have images (`check_images`)."""
 
     @property
     def url(self) -> str:
@@ -213,6 +215,15 @@ class Served:
                 f"VLLM_SERVER_DEV_MODE=1 {serve}"
             ) from error
         self.route = TOKENS if self.has_route(TOKENS) else COMPLETIONS
+
+    def check_images(self) -> None:
+        """Check that the server takes images together with token ids. Raises: ValueError if not."""
+        self.has_images = True
+        if self.route != TOKENS:
+            raise ValueError(
+                f"model.engine: the server at {self.url} does not take images with token ids ({TOKENS}). Start it with "
+                f"{self.flags} --enable-scale-out"
+            )
 
     @property
     def flags(self) -> str:
@@ -349,7 +360,9 @@ class Served:
             ServerError: If a weight is missing, or the server cannot sample.
         """
         self.client.post("/finish_weight_update", {"weight_version": version})
-        # An update does not invalidate the cache, which has keys and values of the old weights.
+        # An update does not invalidate the caches, which have image features, keys and values of the old weights.
+        if self.has_images:
+            self.client.post("/reset_encoder_cache")
         if not self.client.post("/reset_prefix_cache")["success"]:
             raise ServerError(f"{self.client.url} could not reset its prefix cache: another client is using it.")
         self.client.post("/resume")
@@ -369,9 +382,16 @@ class Served:
             UnavailableError: If the server fails, or aborts the request.
             ServerError: If the server refuses the request.
         """
-        if self.route == TOKENS:
-            body = {"model": self.model, "token_ids": request.prompt_ids, "sampling_params": request.settings}
-            (choice,) = self.client.post(TOKENS, body)["choices"]
+        prompt_ids = None
+        if self.route == TOKENS or request.images is not None:
+            body: dict[str, Any] = {"model": self.model, "token_ids": request.prompt_ids}
+            body["sampling_params"] = request.settings
+            if request.images is not None:  # the server expands the placeholders
+                parts = {"token_ids": request.images.unexpanded_ids, "content_parts": request.images.content_parts}
+                body |= parts | {"return_token_ids": True}
+            answer = self.client.post(TOKENS, body)
+            prompt_ids = answer.get("prompt_token_ids")
+            (choice,) = answer["choices"]
             logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
             versions = {str(span["version"]) for span in choice["weight_versions"] or [{"version": None}]}
         else:
@@ -388,7 +408,7 @@ class Served:
                 f"{self.url} sampled a completion from the weights {', '.join(sorted(versions))!r}, and this run has "
                 f"sent {version!r}: the server has restarted, or another client changes its weights."
             )
-        return Answer(choice["token_ids"], logprobs, choice["finish_reason"], update_of(version))
+        return Answer(choice["token_ids"], logprobs, choice["finish_reason"], update_of(version), prompt_ids)
 
     def decode(self, token_ids: list[int]) -> str:
         """Decode tokens as the server does when it looks for stop strings."""

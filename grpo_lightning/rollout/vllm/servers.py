@@ -135,6 +135,11 @@ class Servers:
             server.check(policy)
         self.max_model_len = min(server.max_model_len for server in self.servers)
 
+    def check_images(self) -> None:
+        """Check that all servers take images. Raises: as `Served.check_images`."""
+        for server in self.servers:
+            server.check_images()
+
     # -------------------------------------------------------------------------------------------------------- weights
 
     def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> dict[str, str | None]:

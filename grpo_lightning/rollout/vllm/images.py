@@ -1,0 +1,142 @@
+"""Prompts with images for vLLM, which runs the policy's processor on the images itself.
+
+vLLM gets the token ids of the prompt with one placeholder per image, and the images as the policy's processor gets
+them. It must then compute the token ids that the policy's processor computes (`check_prompt_ids`).
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+import json
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo_lightning.core.images import ImageRef
+from grpo_lightning.core.types import Prompt, PromptVision, VisionInputs
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class PromptImages:
+    """The images of a prompt; all completions of the prompt share this object.
+
+    Args:
+        images: The images, upright and in RGB.
+        unexpanded_ids: The prompt's tokens with one placeholder per image.
+    """
+
+    def __init__(self, images: list[Image], unexpanded_ids: list[int]) -> None:
+        self.images, self.unexpanded_ids = images, unexpanded_ids
+        self._lock = threading.Lock()
+
+    @property
+    def content_parts(self) -> list[dict[str, str]]:
+        """The images as PNG files in URLs, for a server. They are encoded once, in the first thread that asks."""
+        with self._lock:
+            return self._content_parts
+
+    @functools.cached_property
+    def _content_parts(self) -> list[dict[str, str]]:
+        return [{"type": "image_url", "url": data_url(image)} for image in self.images]
+
+    @property
+    def sizes(self) -> str:
+        """The sizes of the images, for messages."""
+        return ", ".join(f"{image.width}x{image.height}" for image in self.images)
+
+
+def images_of(vision: PromptVision, tokenizer: PreTrainedTokenizerBase) -> PromptImages | None:
+    """Read the images of a prompt; None if it has none. Raises: ImageError as `ImageRef.read`."""
+    if not vision.sources:
+        return None
+    ids: Any = tokenizer(vision.text, add_special_tokens=False)["input_ids"]
+    return PromptImages([source.read() for source in vision.sources], list(ids))
+
+
+def data_url(image: Image) -> str:
+    """An image as a URL that contains its PNG file: PNG keeps all pixels."""
+    file = io.BytesIO()
+    image.save(file, "PNG", compress_level=1)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def probe_prompt() -> Prompt:
+    """Make a prompt with an image in which neither rows, nor columns, nor colours are alike."""
+    import PIL.Image
+
+    waves = PIL.Image.radial_gradient("L")
+    colours = PIL.Image.merge(
+        "RGB", (waves, PIL.Image.linear_gradient("L"), waves.crop((0, 0, 90, 200)).resize(waves.size))
+    )
+    content = [{"type": "image"}, {"type": "text", "text": "what?"}]
+    return Prompt(
+        [{"role": "user", "content": content}], images=[ImageRef(colours.resize((168, 112)))], where="the probe"
+    )
+
+
+def check_counts(vision: VisionInputs, limit: int | None) -> None:
+    """Check the number of images per prompt.
+
+    Args:
+        vision: The vision inputs of the prompts.
+        limit: Most images of a prompt that vLLM takes; None if unknown.
+
+    Raises:
+        ValueError: If a prompt has more images.
+    """
+    most = max((len(prompt.sources) for prompt in vision.prompts), default=0)
+    if limit is not None and most > limit:
+        raise ValueError(
+            f"A prompt has {most} images, and engine.limit_mm_per_prompt allows {limit}: set it to {{image: {most}}} "
+            "or remove it."
+        )
+
+
+def check_prompt_ids(images: PromptImages, prompt_ids: Sequence[int], got: Sequence[int] | None, remedy: str) -> None:
+    """Check that vLLM computed the prompt whose completions are scored.
+
+    Args:
+        images: The images of the prompt.
+        prompt_ids: [L] tokens of the prompt, as the policy's processor encodes it.
+        got: Tokens of the prompt that vLLM computed.
+        remedy: What to do about different image sizes.
+
+    Raises:
+        RuntimeError: If the tokens differ. The message states the number of tokens on both sides.
+    """
+    if got is None:
+        raise RuntimeError("vLLM did not report the token ids of a prompt with images (prompt_token_ids).")
+    if list(got) == list(prompt_ids):
+        return
+    if len(got) != len(prompt_ids):
+        raise RuntimeError(
+            f"A prompt with {len(images.images)} image(s) ({images.sizes} pixels) has {len(prompt_ids)} tokens for the "
+            f"policy and {len(got)} tokens for vLLM: their processors resize images to different sizes, or cut them "
+            f"into different numbers of tiles. {remedy}"
+        )
+    first = next(i for i, (own, other) in enumerate(zip(prompt_ids, got, strict=True)) if own != other)
+    raise RuntimeError(
+        f"A prompt with {len(images.images)} image(s) has {len(prompt_ids)} tokens for the policy and for vLLM, but "
+        f"token {first} is {prompt_ids[first]} for the policy and {got[first]} for vLLM: their tokenizers differ. "
+        f"{remedy}"
+    )
+
+
+def image_limits(processor: Any) -> dict[str, Any]:
+    """Settings of a processor that determine the number of tokens of an image, by the processor's names."""
+    images = processor.image_processor
+    if getattr(images, "crop_to_patches", False):
+        return {name: getattr(images, name) for name in ("crop_to_patches", "min_patches", "max_patches")}
+    size = images.size
+    return {"size": {key: value for key, value in dict(size).items() if value is not None}}
+
+
+def processor_flag(processor: Any) -> str:
+    """The flag of `vllm serve` that gives the server's processor the limits of the policy's processor."""
+    return f"--mm-processor-kwargs '{json.dumps(image_limits(processor), sort_keys=True)}'"

@@ -1,0 +1,187 @@
+"""Prompts with images against a small vLLM made of transformers (`fakes.py`), which runs its own processor."""
+
+import base64
+import copy
+import io
+import socket
+
+import pytest
+import torch
+from PIL import Image
+
+from grpo_lightning.core.types import PromptVision, SamplingParams
+from grpo_lightning.policy.completion_logprobs import Scorer
+from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.rollout.vllm import images
+from grpo_lightning.rollout.vllm.engine import VLLMEngine
+from tests import tiny_vlms
+from tests.light_rewards import capitals
+from tests.module_runs import History, fit, make_module
+from tests.tiny_vlms import picture
+from tests.vision_prompts import SCENARIOS, encoder_of, prompt_of
+from tests.vllm.fakes import FakeLLM, fake_vllm, serving  # noqa: F401 - a fixture
+from tests.vllm.real.policies import largest_vision_gap, sampled_groups, step
+
+SAMPLING = SamplingParams(max_completion_length=4, temperature=0.7)
+EXACT = 1e-4
+"""Nats by which float32 log-probs of two implementations may differ."""
+
+
+def free_port():
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return int(opened.getsockname()[1])
+
+
+def loader_of(vlm, **settings):
+    return PolicyLoader(model=vlm.model, tokenizer=vlm.processor, **settings)
+
+
+@pytest.fixture(params=["colocate", "server"])
+def connect(request, fake_vllm):  # noqa: F811
+    """Makes an engine of each mode that samples a multimodal policy."""
+    servers = []
+
+    def make(vlm, engine_options=None, loader=None, **server_options):
+        if request.param == "server":
+            servers.append(serving(vlm.model.config, processor=copy.deepcopy(vlm.processor), **server_options))
+            url = servers[-1].__enter__().url
+            settings = {"base_url": url, "weight_transfer_backend": "gloo", "group_port": free_port(), "timeout": 20}
+            engine = VLLMEngine("server", **settings)
+        else:
+            engine = VLLMEngine("colocate", **engine_options or {})
+        engine.check_run(loader or loader_of(vlm), [SAMPLING], Sharding(), 1)
+        engine.connect(vlm.model, encoder_of(vlm).tokenizer, Sharding())
+        return engine
+
+    yield make
+    for each in servers:
+        each.__exit__(None, None, None)
+
+
+def test_log_probs_are_the_policys_before_and_after_an_update(connect):
+    """Prompts without, with one and with several images; the vision tower is trained too."""
+    vlm = tiny_vlms.build("qwen2_5_vl")
+    engine = connect(vlm)
+    for update in range(2):
+        engine.sync_weights(vlm.model)
+        groups = sampled_groups(engine, vlm, SCENARIOS["mixed"], SAMPLING, num_generations=2)
+        assert largest_vision_gap(vlm, groups, SAMPLING) < EXACT
+        step(vlm.model, update)
+        assert largest_vision_gap(vlm, groups, SAMPLING) > EXACT
+
+
+def test_a_prompt_that_vllm_resizes_differently_is_an_error(connect):
+    """The policy resizes images to at most 4 tokens, and vLLM to at most 12."""
+    vlm = tiny_vlms.build("qwen2_5_vl")
+    engine = connect(vlm)
+    engine.sync_weights(vlm.model)
+    vlm.processor.image_processor.size["longest_edge"] = 4 * 28 * 28
+    with pytest.raises(RuntimeError, match=r"\(84x56 pixels\) has 23 tokens .* 27 tokens for vLLM: .*resize"):
+        sampled_groups(engine, vlm, [[picture(0), "hi"]], SAMPLING)
+
+
+def test_the_servers_flag_has_the_limits_of_the_run(fake_vllm):  # noqa: F811
+    vlm = tiny_vlms.build("qwen2_5_vl")
+    with serving(vlm.model.config, processor=vlm.processor) as server:
+        engine = VLLMEngine("server", base_url=server.url, weight_transfer_backend="gloo")
+        engine.check_run(loader_of(vlm, max_pixels=9408), [SAMPLING], Sharding(), 1)
+        flag = """--mm-processor-kwargs '{"size": {"longest_edge": 9408, "shortest_edge": 784}}'"""
+        assert flag in engine.image_remedy
+
+
+def test_a_server_without_the_route_for_images_is_refused():
+    vlm = tiny_vlms.build("qwen2_5_vl")
+    with serving(vlm.model.config, processor=vlm.processor, hidden=("/inference/v1/generate",)) as server:
+        engine = VLLMEngine("server", base_url=server.url, weight_transfer_backend="gloo")
+        with pytest.raises(ValueError, match=r"does not take images with token ids .* --enable-scale-out"):
+            engine.check_run(loader_of(vlm), [SAMPLING], Sharding(), 1)
+
+
+def test_the_processor_is_needed(fake_vllm):  # noqa: F811
+    vlm = tiny_vlms.build("qwen2_5_vl")
+    with pytest.raises(ValueError, match=r"call VLLMEngine.check_run"):
+        VLLMEngine().connect(vlm.model, encoder_of(vlm).tokenizer, Sharding())
+
+
+def test_vllm_normalises_no_pixels_and_reserves_no_memory_for_videos(fake_vllm):  # noqa: F811
+    vlm = tiny_vlms.build("qwen2_5_vl")
+    engine = VLLMEngine()
+    engine.check_run(loader_of(vlm), [SAMPLING], Sharding(), 1)
+    engine.connect(vlm.model, encoder_of(vlm).tokenizer, Sharding())
+    options = FakeLLM.made[-1].fake.options
+    assert options["mm_device_do_normalize"] is False
+    assert options["limit_mm_per_prompt"] == {"video": 0}
+
+
+def test_the_probe_compares_a_prompt_with_an_image(connect, monkeypatch):
+    vlm = tiny_vlms.build("qwen2_5_vl")
+    engine, scorer = connect(vlm), Scorer("extended", never=encoder_of(vlm).never_sampled)
+    engine.check_logprobs(scorer)
+    step(vlm.model.model.visual, 1)
+    monkeypatch.setattr(engine, "sync_weights", lambda policy: None)  # vLLM has another tower
+    with pytest.raises(ValueError, match="differ from the policy's"):
+        engine.check_logprobs(scorer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_a_run_trains(fake_vllm, mode):  # noqa: F811
+    vlm, history = tiny_vlms.build("qwen2_5_vl"), History()
+    with serving(vlm.model.config, processor=vlm.processor) as server:
+        options = {"base_url": server.url, "weight_transfer_backend": "gloo", "group_port": free_port()}
+        engine = VLLMEngine(mode, **(options if mode == "server" else {}))
+        module = make_module(engine=engine, policy=vlm.model, tokenizer=vlm.processor, rewards=[capitals], lr=0.05)
+        prompts = [prompt_of(*parts, index=i) for i, parts in enumerate(SCENARIOS["mixed"])]
+        fit(module, prompts, batch_size=3, max_steps=2, callbacks=[history])
+    assert max(map(abs, history.of("policy/rollout_kl"))) < 1e-6
+    assert max(history.of("policy/rollout_difference_max")) < EXACT
+
+
+# ------------------------------------------------------------------------------------------------------- the functions
+
+
+def test_an_image_of_a_request_has_its_pixels():
+    image = picture(0)
+    prompt = images.PromptImages([image], [1, 2])
+    (part,) = prompt.content_parts
+    kind, _, data = part["url"].partition(",")
+    assert (part["type"], kind) == ("image_url", "data:image/png;base64")
+    assert Image.open(io.BytesIO(base64.b64decode(data))).tobytes() == image.tobytes()
+    assert prompt.content_parts is prompt.content_parts  # encoded once
+
+
+def test_images_are_read_with_one_placeholder_each():
+    vlm = tiny_vlms.build("qwen2_5_vl")
+    encoder, prompt = encoder_of(vlm), prompt_of(picture(0), "and", picture(1, 84, 56), "differ?")
+    encoded = encoder(prompt)
+    seen = images.images_of(encoded.vision, encoder.tokenizer)
+    assert seen.unexpanded_ids.count(vlm.model.config.image_token_id) == 2
+    assert len(encoded.token_ids) == len(seen.unexpanded_ids) - 2 + encoded.vision.num_image_tokens
+    assert seen.sizes == "84x56, 56x84"
+    assert images.images_of(PromptVision(), encoder.tokenizer) is None
+
+
+def test_wrong_prompt_tokens_are_named():
+    seen = images.PromptImages([picture(0)], [1])
+    images.check_prompt_ids(seen, [1, 2, 3], [1, 2, 3], "Fix it.")
+    with pytest.raises(RuntimeError, match=r"has 3 tokens for the policy and 2 tokens for vLLM: .* Fix it."):
+        images.check_prompt_ids(seen, [1, 2, 3], [1, 2], "Fix it.")
+    with pytest.raises(RuntimeError, match=r"token 1 is 2 for the policy and 4 for vLLM: their tokenizers differ"):
+        images.check_prompt_ids(seen, [1, 2, 3], [1, 4, 3], "Fix it.")
+    with pytest.raises(RuntimeError, match=r"did not report the token ids"):
+        images.check_prompt_ids(seen, [1, 2, 3], None, "Fix it.")
+
+
+def test_the_flag_limits_tiles():
+    vlm = tiny_vlms.build("internvl")
+    flag = """--mm-processor-kwargs '{"crop_to_patches": true, "max_patches": 3, "min_patches": 1}'"""
+    assert images.processor_flag(vlm.processor) == flag
+
+
+def test_the_image_of_the_probe_is_irregular():
+    (image,) = (ref.read() for ref in images.probe_prompt().images)
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(image.height, image.width, 3).float()
+    for dim in range(3):
+        assert (pixels - pixels.flip(dim)).abs().mean() > 1
