@@ -176,7 +176,7 @@ def test_wrong_prompt_tokens_are_named():
 
 def test_the_flag_limits_tiles():
     vlm = tiny_vlms.build("internvl")
-    flag = """--mm-processor-kwargs '{"crop_to_patches": true, "min_patches": 1, "max_patches": 3}'"""
+    flag = """--mm-processor-kwargs '{"crop_to_patches": true, "max_patches": 3, "min_patches": 1}'"""
     assert images.processor_flag(vlm.processor) == flag
 
 
