@@ -301,16 +301,22 @@ class Objective:
         check_objective(self)
 
     def resolved(self, *, is_off_policy: bool) -> Objective:
-        """Replace the `rollout_correction` "auto" by that of a run.
+        """Replace the `rollout_correction` "auto" by that of a run that needs a correction.
 
         Args:
             is_off_policy: True if completions are sampled with older weights than those whose log-probs are the old
                 log-probs of the ratio.
+
+        Raises:
+            ValueError: If limits of the correction are set, and the run needs none.
         """
         if self.rollout_correction != "auto":
             return self
+        if not is_off_policy:
+            replace(self, rollout_correction="none")  # checks the limits
+            return self
         levels, _ = correction_levels(self)
-        chosen: Any = f"{levels[0]}_truncate" if is_off_policy else "none"
+        chosen: Any = f"{levels[0]}_truncate"
         return replace(self, rollout_correction=chosen)
 
     @property

@@ -23,8 +23,9 @@ from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
+from tests.background_engine import BackgroundEngine
 from tests.doc_keys import keys_in, problem
-from tests.module_runs import PROMPTS, SMALL, make_module, make_source, make_trainer
+from tests.module_runs import PROMPTS, SMALL, History, fit, make_module, make_source, make_trainer
 from tests.pages import DOCS, TableRow, blocks, prose, read, tables
 from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
 
@@ -129,6 +130,10 @@ def test_metrics_named_are_logged():
     trainer.fit(module, make_source(module), PromptSource(PROMPTS[:2], 2))
     pattern = r"`((?:reward|policy|rollout|val)/[\w/]+)`"
     named = {name for page in PAGES for name in re.findall(pattern, prose(read(page)))}
+    asynchronous = History()
+    fit(make_module(engine=BackgroundEngine(), max_staleness=1), max_steps=1, callbacks=[asynchronous])
+    assert "rollout/staleness" in named & {*asynchronous.steps[0]}
+    named -= {"rollout/staleness"}
     assert {"reward/mean", "policy/kl", "val/reward"} <= named
     assert sorted(named - {*trainer.callback_metrics} - LOGGED_BY_REWARDS) == []
     table = read("grpo.md").partition("## What is logged")[2].partition("## Questions")[0]

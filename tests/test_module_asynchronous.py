@@ -170,9 +170,9 @@ def test_the_correction_is_on_by_default_where_rollouts_are_asynchronous():
             engine=BackgroundEngine(), max_staleness=max_staleness, objective=objective or Objective(), **options
         ).objective.rollout_correction
 
-    assert chosen(0) == "none"
+    assert chosen(0) == "auto"
     assert chosen(1) == "token_truncate"
-    assert chosen(1, old_logprobs="rollout") == "none"
+    assert chosen(1, old_logprobs="rollout") == "auto"
     assert chosen(1, Objective(ratio="sequence", aggregate="sequence")) == "sequence_truncate"
     assert chosen(1, Objective(rollout_correction="token_mask")) == "token_mask"
     with pytest.raises(ValueError, match=r"rollout_correction_high is 3.0, but rollout_correction is none"):

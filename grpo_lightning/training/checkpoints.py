@@ -184,6 +184,7 @@ KEPT_ARGUMENTS = (
     "ranks_per_group",
     "num_iterations",
     "updates_per_rollout",
+    "max_staleness",
     "old_logprobs",
     "overlong_filter",
     "seed",

@@ -170,7 +170,7 @@ MOST_DIFFERENCE = 20.0
 
 
 def add_rollout(
-    metrics: StepMetrics, groups: Sequence[Group], rollout_index: int, *, is_asynchronous: bool = False
+    metrics: StepMetrics, groups: Sequence[Group], rollout_index: int = 0, *, is_asynchronous: bool = False
 ) -> None:
     """Add length (tokens), truncated fraction, entropy and tokens per second of a rollout's completions.
 
