@@ -250,6 +250,7 @@ NOT_ONE_TO_ONE = {
     "steps_per_generation",
     "num_generations_eval",
     "generation_kwargs",
+    "vllm_structured_outputs_regex",  # handed to vLLM, in TRL too; tests/vllm/real compares the log-probs
     "vllm_importance_sampling_correction",  # with the mode, one setting
     "vllm_importance_sampling_cap",  # an old name
     "loss_type",
@@ -882,6 +883,7 @@ COMPUTED = {
 NOTHING_TO_COMPUTE = {
     "max_completion_length",
     "generation_kwargs",
+    "vllm_structured_outputs_regex",  # handed to vLLM, in TRL too; tests/vllm/real compares the log-probs
     "optimizers",  # names of classes
     "optim",
     "optim_args",

@@ -259,8 +259,6 @@ class VLLMEngine(RolloutEngine):
         self._check_mode()
         check_addresses(self.urls, group_port)
         self.backend: Backend | None = None
-        self.lock = threading.RLock()
-        """Held while completions are sampled, and while weights are sent: each waits for the other."""
         self.syncing_thread: int | None = None
         """Thread that has called `sync_weights` last."""
         self.sent: dict[str, int] | None = None
@@ -378,6 +376,9 @@ class VLLMEngine(RolloutEngine):
         """Start vLLM (colocate), or keep the connection to the server. Raises: ValueError as `weights.check_policy`."""
         weights.check_policy(policy)
         self.policy, self.tokenizer = policy, tokenizer
+        # Held while completions are sampled, and while weights are sent: each waits for the other. Made here, so that
+        # an engine that is not connected can be pickled.
+        self.lock = threading.RLock()
         self.stop_ids = stop_ids(policy, tokenizer)
         if not self.stop_ids:
             log.warning(

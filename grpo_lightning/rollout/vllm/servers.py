@@ -160,8 +160,12 @@ class Servers:
         """
         self.num_sends += 1
         name = version_name(self.run, version, self.num_sends)
-        self.wait_for_one()
-        lacking = [server for server in self.servers if not (is_at(server, version) and server.has_weights())]
+        awake = self.wait_for_one()
+        for server in self.servers:
+            if server not in awake and server.version is not None:
+                log.warning("The server at %s does not answer, and is left out.", server.url)
+                server.version = None
+        lacking = [server for server in awake if not (is_at(server, version) and server.has_weights())]
         problems: dict[str, UnavailableError] = {}
 
         def on_each(call: Callable[[Served], None]) -> None:
@@ -192,13 +196,17 @@ class Servers:
         for server in self.servers:
             server.version = versions[server.url]
 
-    def wait_for_one(self) -> None:
-        """Wait until a server answers. Raises: ServerError if none does for `reconnect_timeout` seconds."""
+    def wait_for_one(self) -> list[Served]:
+        """Wait until a server answers. Returns: all that answer.
+
+        Raises:
+            ServerError: If none answers for `reconnect_timeout` seconds.
+        """
         end, is_told = time.monotonic() + self.reconnect_timeout, False
         while True:
             looks = [in_background(server.is_healthy) for server in self.servers]
-            if any(look.result() for look in looks):
-                return
+            if awake := [server for server, look in zip(self.servers, looks, strict=True) if look.result()]:
+                return awake
             if time.monotonic() > end:
                 raise ServerError(
                     f"model.engine: no vLLM server has answered for model.engine.reconnect_timeout "
