@@ -1,13 +1,15 @@
-"""Two ranks that sample on one vLLM server train as one device does."""
+"""Two ranks that sample with vLLM, on one server or each with a vLLM of its own, train as one device does."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig
 
-from tests.distributed.harness import run_ranks
+from tests.distributed import vllm_colocate
+from tests.distributed.harness import once, run_ranks
 from tests.distributed.steps import save_policy
 from tests.distributed.vllm import STEPS, train
 from tests.marks import SLOW, only
@@ -27,7 +29,7 @@ def trained(strategy: str, folder: Path) -> tuple[list[dict[str, float]], dict[s
 
 
 @SLOW
-@pytest.mark.parametrize("strategy", only([], ["ddp", "zero2"]))
+@pytest.mark.parametrize("strategy", only([], ["ddp", "zero2", "zero3", "fsdp2"]))
 def test_two_ranks_on_a_server_train_as_one_device(strategy, tmp_path):
     save_policy(tmp_path)
     steps, weights = trained("one", tmp_path)
@@ -38,3 +40,65 @@ def test_two_ranks_on_a_server_train_as_one_device(strategy, tmp_path):
     assert own.keys() == weights.keys()
     for name, weight in weights.items():
         torch.testing.assert_close(own[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+
+
+# ------------------------------------------------------------------------------------- colocate, with the fake vLLM
+
+EXACT = ["full", "lora", "a rank without prompts"]
+BROKEN = ["late", "dropped", "failing"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Runs all cases of a strategy, once. Returns what a case logged, the errors of the ranks, and the weights."""
+    folder = tmp_path_factory.mktemp("colocate")
+    vllm_colocate.save_policy(folder)
+
+    @once
+    def run(strategy: str) -> None:
+        names = EXACT if strategy == "one" else EXACT + BROKEN
+        world_size = 1 if strategy == "one" else 2
+        run_ranks("tests.distributed.vllm_colocate", "FAKE", strategy, folder, *names, world_size=world_size)
+
+    def result(strategy: str, name: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        run(strategy)
+        path = folder / f"{strategy}, {name}"
+        return json.loads(path.with_suffix(".json").read_text()), torch.load(path.with_suffix(".pt"))
+
+    return result
+
+
+STRATEGIES = only(["zero3"], ["ddp", "zero2", "zero3", "fsdp2"])
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_ranks_with_a_vllm_each_train_as_one_device(results, strategy, name):
+    """Also the completions are those of one device: they follow from the seeds of the prompts."""
+    (one, weights), (two, own) = results("one", name), results(strategy, name)
+    assert len(two["steps"]) == vllm_colocate.STEPS
+    for metric in ("reward/mean", "rollout/length", "policy/entropy"):
+        values = [[step[metric] for step in found["steps"]] for found in (one, two)]
+        assert values[1] == pytest.approx(values[0], rel=1e-4), metric
+    assert max(step["policy/rollout_difference_max"] for step in two["steps"]) < 1e-4
+    assert own.keys() == weights.keys()
+    for key, weight in weights.items():
+        torch.testing.assert_close(own[key], weight, rtol=1e-3, atol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_weights_that_come_late_or_not_at_all_are_found_with_two_ranks(results, strategy):
+    late, dropped = results(strategy, "late")[0], results(strategy, "dropped")[0]
+    differences = [step["policy/rollout_difference_max"] for step in late["steps"]]
+    assert differences[0] < 1e-4
+    assert min(differences[1:]) > 0.1
+    for error in dropped["errors"]:
+        assert "The trainer sent no value for model.layers.0." in error
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_error_of_one_rank_raises_on_all_ranks(results, strategy):
+    """The other ranks would otherwise wait in the collective of the next layer."""
+    first, last = results(strategy, "failing")[0]["errors"]
+    assert last == "KeyError: 'a fault of the last rank'"
+    assert first == f"RuntimeError: {last}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import threading
 import time
@@ -38,6 +39,8 @@ class FakeVLLM:
     def __init__(self, config: Any, **options: Any) -> None:
         self.options = options
         self.config = config
+        self.launched = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK")}
+        self.scratch = torch.empty(1)
         with torch.random.fork_rng():
             torch.manual_seed(99)
             self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -145,15 +148,20 @@ class FakeLLM:
         return outputs
 
 
-@pytest.fixture
-def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
+def install_fake(patch: pytest.MonkeyPatch) -> type[FakeLLM]:
     """Put the fake in the place of the package `vllm`. `FakeLLM.made` has the engines."""
     module: Any = ModuleType("vllm")
     module.__version__, module.LLM, module.SamplingParams = VERSION, FakeLLM, dict
-    monkeypatch.setitem(__import__("sys").modules, "vllm", module)
-    monkeypatch.setattr("grpo_lightning.rollout.vllm.transfer.register", lambda: None)
+    patch.setitem(__import__("sys").modules, "vllm", module)
+    patch.setattr("grpo_lightning.rollout.vllm.transfer.register", lambda: None)
     FakeLLM.made.clear()
     return FakeLLM
+
+
+@pytest.fixture
+def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
+    """`install_fake` for one test."""
+    return install_fake(monkeypatch)
 
 
 class FakeServer:

@@ -1,5 +1,7 @@
 """`VLLMEngine` against a small vLLM made of transformers (`fakes.py`): weights, completions, errors."""
 
+import contextlib
+import os
 import random
 import sys
 import threading
@@ -151,7 +153,7 @@ def test_log_probs_of_the_real_tests_are_those_of_the_policy():
 def test_weights_that_have_not_changed_are_not_sent_again(connect, monkeypatch):
     sent = []
     groups = weights.weight_groups
-    monkeypatch.setattr(weights, "weight_groups", lambda policy: sent.append(1) or groups(policy))
+    monkeypatch.setattr(weights, "weight_groups", lambda *args: sent.append(1) or groups(*args))
     engine, policy = connect()
     for expected in (1, 1):
         engine.sync_weights(policy)
@@ -163,7 +165,7 @@ def test_weights_that_have_not_changed_are_not_sent_again(connect, monkeypatch):
 
 def test_a_missing_group_of_layers_is_found(connect, monkeypatch):
     groups = weights.weight_groups
-    monkeypatch.setattr(weights, "weight_groups", lambda policy: list(groups(policy))[1:])
+    monkeypatch.setattr(weights, "weight_groups", lambda *args: list(groups(*args))[1:])
     engine, policy = connect()
     with pytest.raises(RuntimeError, match=r"no value for model\.layers\.0\."):
         engine.sync_weights(policy)
@@ -321,24 +323,18 @@ def test_settings_that_do_not_fit_are_refused_before_weights_load(fake_vllm, mon
         check_run(monkeypatch, VLLMEngine(**engine), **options)
 
 
-class Shards(Sharding):
-    is_sharded = True
-
-
 @pytest.mark.parametrize(
-    ("options", "sharding", "world_size", "what"),
+    ("options", "what"),
     [
-        ({}, Sharding(), 2, "2 processes with mode colocate"),
-        ({}, Shards(), 1, r"sharded weights \(FSDP2, ZeRO-3\)"),
-        ({"lora": {"use_dora": True}}, Sharding(), 1, "policy.lora.use_dora"),
-        ({"lora": {}, "quantization": "4bit"}, Sharding(), 1, "policy.quantization '4bit'"),
+        ({"lora": {"use_dora": True}}, "policy.lora.use_dora"),
+        ({"lora": {}, "quantization": "4bit"}, "policy.quantization '4bit'"),
     ],
 )
-def test_what_is_not_supported_is_refused_before_weights_load(tmp_path, options, sharding, world_size, what):
+def test_what_is_not_supported_is_refused_before_weights_load(tmp_path, options, what):
     tiny_model(**SMALL).config.save_pretrained(tmp_path)
     settings = PolicyLoader(str(tmp_path), **options)
     with pytest.raises(ValueError, match=f"VLLMEngine does not support {what} yet: use LocalEngine"):
-        VLLMEngine().check_run(settings, [SAMPLING], sharding, world_size)
+        VLLMEngine().check_run(settings, [SAMPLING], Sharding(), 1)
 
 
 def test_a_multimodal_policy_is_refused_before_weights_load(tmp_path):
@@ -347,15 +343,59 @@ def test_a_multimodal_policy_is_refused_before_weights_load(tmp_path):
         VLLMEngine().check_run(PolicyLoader(str(tmp_path)), [SAMPLING], Sharding(), 1)
 
 
-def test_an_update_that_fails_on_rank_0_raises_on_every_rank(fake_vllm, monkeypatch):  # noqa: F811
+def test_an_update_that_fails_on_rank_0_raises_on_every_rank(monkeypatch):
     """Otherwise the other ranks would wait for rank 0 in their next collective."""
+    policy = tiny_model(**SMALL)
+    with serving(policy.config) as running:
+        engine = served(running)
+        engine.connect(policy, tiny_tokenizer(), Sharding())
+        monkeypatch.setattr(ranks, "rank", lambda: 1)
+        monkeypatch.setattr(ranks, "gather_objects", lambda own: ["out of memory", own])
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.sync_weights(policy)
+        assert running.fake.events == []  # another rank sends nothing to the server
+
+
+def test_every_rank_hands_the_weights_to_its_own_vllm(fake_vllm, monkeypatch):  # noqa: F811
     engine, policy = VLLMEngine(), tiny_model(**SMALL)
-    engine.connect(policy, tiny_tokenizer(), Sharding())
     monkeypatch.setattr(ranks, "rank", lambda: 1)
-    monkeypatch.setattr(ranks, "gather_objects", lambda own: ["out of memory", own])
-    with pytest.raises(RuntimeError, match="out of memory"):
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    monkeypatch.setattr(ranks, "gather_objects", lambda own: [None, own])
+    monkeypatch.setattr(ranks, "is_any", lambda own: own)
+    monkeypatch.setattr(colocate, "current_device", lambda: 3)
+    engine.connect(policy, tiny_tokenizer(), Sharding())
+    engine.sync_weights(policy)
+    fake = engine.backend.llm.fake
+    assert "finish" in fake.events
+    assert fake.options["distributed_executor_backend"] == "external_launcher"
+    assert fake.launched == {"RANK": "1", "LOCAL_RANK": "3"}  # the device of the rank
+    assert not {"RANK", "LOCAL_RANK"} & os.environ.keys()
+
+
+def test_an_error_of_a_rank_does_not_keep_it_from_gathering(fake_vllm, monkeypatch):  # noqa: F811
+    """The other ranks wait for it in the collectives of the layers that are left."""
+    gathered = []
+
+    class Counting(Sharding):
+        @contextlib.contextmanager
+        def whole_group(self, parameters):
+            gathered.append(len(parameters))
+            yield [parameter.detach() for parameter in parameters]
+
+    engine, policy = VLLMEngine(), tiny_model(**SMALL)
+    engine.connect(policy, tiny_tokenizer(), Counting())
+    monkeypatch.setattr(engine.backend.llm, "update_weights", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         engine.sync_weights(policy)
-    assert engine.backend.llm.fake.events == []  # another rank sends nothing
+    assert len(gathered) == 3  # two layers and the rest
+
+
+def test_vllm_starts_without_the_default_device_of_lightning(fake_vllm):  # noqa: F811
+    with torch.device("meta"):
+        engine = VLLMEngine()
+        engine.connect(tiny_model(**SMALL), tiny_tokenizer(), Sharding())
+        assert torch.empty(1).is_meta
+    assert not engine.backend.llm.fake.scratch.is_meta
 
 
 @pytest.mark.parametrize("error", [ConnectionRefusedError("refused"), KeyError("name"), torch.OutOfMemoryError("full")])

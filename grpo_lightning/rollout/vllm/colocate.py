@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from grpo_lightning.core import ranks
 from grpo_lightning.policy.hf import base_model
+from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.vllm import transfer
 from grpo_lightning.rollout.vllm.requests import Answer, Request
 
@@ -81,15 +83,18 @@ def check_version(version: str, subject: str) -> None:
 
 
 class Colocated:
-    """An `LLM` of vLLM in this process, whose weights come from the policy in memory.
+    """An `LLM` of vLLM in this process, on the process's device, whose weights come from the policy in memory.
 
     Args:
         policy: The policy, whose config vLLM gets. vLLM allocates the weights and fills them in at the first update.
         tokenizer: The policy's tokenizer.
+        sharding: How the policy's weights are sharded; vLLM's own weights stay unsharded.
         options: Arguments of `vllm.LLM`.
     """
 
-    def __init__(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> None:
+    def __init__(
+        self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding, options: dict[str, Any]
+    ) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="grpo-vllm-")
         folder = Path(self.folder.name)
         base_model(policy).config.save_pretrained(folder)
@@ -99,7 +104,7 @@ class Colocated:
         from vllm import LLM
 
         transfer.register()
-        with untouched_state():
+        with untouched_state(), sharding.unsharded(), launched():
             self.llm: Any = LLM(
                 model=str(folder),
                 load_format="dummy",
@@ -110,6 +115,7 @@ class Colocated:
                 seed=0,
                 **options,
                 **device_options(),
+                **launch_options(),
             )
             self.llm.init_weight_transfer_engine({"init_info": {}})
         self.max_model_len = int(self.llm.llm_engine.model_config.max_model_len)
@@ -158,12 +164,37 @@ def device_options() -> dict[str, Any]:
     return {} if torch.cuda.is_available() else {"enable_chunked_prefill": False}
 
 
+def launch_options() -> dict[str, Any]:
+    """Arguments of `LLM` in a run with several processes: vLLM joins the trainer's process group."""
+    return {"distributed_executor_backend": "external_launcher"} if ranks.world_size() > 1 else {}
+
+
+@contextlib.contextmanager
+def launched() -> Iterator[None]:
+    """Context in which vLLM finds this process's rank and device where torchrun would write them."""
+    if ranks.world_size() == 1:
+        yield
+        return
+    own = {"RANK": str(ranks.rank()), "LOCAL_RANK": str(current_device() or 0)}
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 @contextlib.contextmanager
 def untouched_state() -> Iterator[None]:
-    """Context without autocast, after which the process's state is as before.
+    """Context without autocast and with torch's own default device, after which the process's state is as before.
 
-    Kept are the random states of torch, numpy and Python, torch's default dtype, grad mode, number of threads, and the
-    current CUDA device.
+    Lightning connects engines with the training device as torch's default device, on which vLLM would create tensors
+    that it needs on the CPU. Kept are the random states of torch, numpy and Python, torch's default dtype, grad mode,
+    number of threads, and the current CUDA device.
     """
     dtype, threads, own_random = torch.get_default_dtype(), torch.get_num_threads(), random.getstate()
     numpy = sys.modules.get("numpy")  # which this package does not import itself
@@ -174,7 +205,9 @@ def untouched_state() -> Iterator[None]:
         torch.set_grad_enabled(torch.is_grad_enabled()),
         torch.autocast("cpu", enabled=False),
         torch.autocast("cuda", enabled=False),
+        without_default_device(),
     ):
+        torch.set_default_dtype(torch.float32)
         try:
             yield
         finally:
@@ -186,3 +219,16 @@ def untouched_state() -> Iterator[None]:
                 torch.set_num_threads(threads)
             if devices and torch.cuda.current_device() != devices[0]:
                 torch.cuda.set_device(devices[0])
+
+
+@contextlib.contextmanager
+def without_default_device() -> Iterator[None]:
+    """Context without the modes that torch functions run in, among them `with torch.device(...)`."""
+    from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode  # no public interface
+
+    modes = [_pop_mode() for _ in _get_current_function_mode_stack()]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)

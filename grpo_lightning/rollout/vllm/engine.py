@@ -19,7 +19,7 @@ from grpo_lightning.policy.families import sees_images
 from grpo_lightning.policy.hf import compute_device, num_positions
 from grpo_lightning.policy.probe import probe_mode
 from grpo_lightning.policy.settings import PolicySettings
-from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.sharding import Sharding, full_shape
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine
 from grpo_lightning.rollout.local_engine import stop_ids
 from grpo_lightning.rollout.vllm import colocate, server, weights
@@ -75,12 +75,12 @@ class Backend(Protocol):
 class VLLMEngine(RolloutEngine):
     """Samples with vLLM.
 
-    The policy's full weights are sent to vLLM before each rollout, one decoder layer at a time; adapters are merged
-    out of place (W + s B A). The policy must be text-only and without experts, and its weights must not be sharded (one
-    device, DDP, or ZeRO-1 and 2). With mode "colocate", the run must have one process.
+    The policy's full weights are sent to vLLM before each rollout, one decoder layer at a time: sharded weights are
+    gathered, and adapters are merged out of place (W + s B A). The policy must be text-only and without experts.
 
     Args:
-        mode: "colocate" runs vLLM in the training process, on the same device. "server" uses an external `vllm serve`.
+        mode: "colocate" runs vLLM in the training process, on the same device: every rank has a vLLM of its own.
+            "server" uses an external `vllm serve`.
         gpu_memory_utilization: Fraction of the GPU's memory for vLLM: its copy of the weights and its KV cache.
         max_model_len: Maximum tokens of a prompt and its completion; null uses the policy's number of positions. A
             smaller number lets vLLM start with less memory.
@@ -190,13 +190,14 @@ class VLLMEngine(RolloutEngine):
             ValueError: If vLLM is too old, or policy, sampling settings, strategy or device are not supported.
         """
         config = policy.load_config()
-        self._check_supported(policy, config, sharding, world_size)
+        self._check_supported(policy, config)
         for each in sampling:
             check_sampling(each)
         limit = self.max_model_len
         if self.mode == "colocate":
             colocate.check_installed(self.mode)
-            colocate.check_device()
+            if world_size == 1:
+                colocate.check_device()
         elif self.backend is None:
             if self.weight_transfer_backend == "nccl":
                 colocate.check_installed(self.mode)
@@ -215,16 +216,12 @@ class VLLMEngine(RolloutEngine):
                 f"engine.max_model_len is {self.max_model_len}, and the policy has {positions} positions: lower it."
             )
 
-    def _check_supported(
-        self, policy: PolicySettings, config: PretrainedConfig, sharding: Sharding, world_size: int
-    ) -> None:
+    def _check_supported(self, policy: PolicySettings, config: PretrainedConfig) -> None:
         """Refuse runs that are not supported yet. Raises: ValueError."""
         unsupported = {
             "a multimodal policy": sees_images(config),
             f"policy.quantization {policy.quantization!r}": policy.quantization != "none",
             "policy.lora.use_dora": policy.lora is not None and policy.lora.use_dora,
-            f"{world_size} processes with mode colocate": self.mode == "colocate" and world_size > 1,
-            "sharded weights (FSDP2, ZeRO-3)": sharding.is_sharded,
         }
         for what, is_there in unsupported.items():
             if is_there:
@@ -233,14 +230,14 @@ class VLLMEngine(RolloutEngine):
     def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:
         """Start vLLM (colocate), or keep the connection to the server. Raises: ValueError as `weights.check_policy`."""
         weights.check_policy(policy)
-        self.policy, self.tokenizer = policy, tokenizer
+        self.policy, self.tokenizer, self.sharding = policy, tokenizer, sharding
         self.stop_ids = stop_ids(policy, tokenizer)
         if not self.stop_ids:
             log.warning(
                 "Neither the generation config nor the tokenizer has a stop token: every completion will be truncated."
             )
         if self.mode == "colocate":
-            self.backend = colocate.Colocated(policy, tokenizer, self.options(policy))
+            self.backend = colocate.Colocated(policy, tokenizer, sharding, self.options(policy))
         elif self.backend is None:  # used without `check_run`
             served = server.Served(self.url, self.timeout, self.weight_transfer_backend, self.group_port)
             served.check(None)
@@ -262,30 +259,37 @@ class VLLMEngine(RolloutEngine):
     def sync_weights(self, policy: nn.Module) -> None:
         """Send the policy's weights to vLLM, if they have changed since the last call. Collective.
 
-        Rank 0 sends the weights to a server, while the other ranks wait, so that no rank samples meanwhile.
+        Sharded weights are gathered one decoder layer at a time. In mode "colocate", every rank hands them to its own
+        vLLM. In mode "server", rank 0 sends them, while the other ranks wait, so that no rank samples meanwhile.
 
         Raises:
-            RuntimeError: On every rank, if vLLM cannot load the weights. Rank 0 raises the original error.
+            RuntimeError: On every rank, if vLLM of any rank cannot load the weights. That rank raises the original
+                error.
         """
-        state = weights.state_of(policy)
+        state = weights.state_of(policy, self.sharding)
         if not ranks.is_any(state != self.sent):
             return
         self.sent = None  # an update that fails leaves some of the weights behind
         self.num_updates += 1
-        error = self._update(policy) if ranks.rank() == 0 else None
-        problem = ranks.gather_objects(None if error is None else f"{type(error).__name__}: {error}")[0]
-        if problem is not None:
+        error = self._update(policy)
+        problems = ranks.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+        if problem := next(filter(None, problems), None):
             raise error or RuntimeError(problem)
         self.sent = state
 
     def _update(self, policy: nn.Module) -> Exception | None:
-        """Send the weights. Returns: the error that this raised, of any kind, because the other ranks wait."""
+        """Gather the weights on every rank, and send them. Returns: the error that sending raised, of any kind."""
         assert self.backend is not None
-        try:
-            self.backend.update(weights.weight_groups(policy), self.num_updates)
-        except Exception as error:  # noqa: BLE001 - raised on every rank
-            return error
-        return None
+        gathered = weights.gathered_groups(policy, self.sharding)
+        error = None
+        if self.mode == "colocate" or ranks.rank() == 0:
+            try:
+                self.backend.update(weights.weight_groups(policy, gathered), self.num_updates)
+            except Exception as failure:  # noqa: BLE001 - raised on every rank, once all have gathered all groups
+                error = failure
+        for _ in gathered:  # the other ranks wait for this one in the collectives of the groups that are left
+            pass
+        return error
 
     @torch.no_grad()
     def generate(
@@ -375,7 +379,7 @@ class VLLMEngine(RolloutEngine):
         self.sync_weights(self.policy)
         with probe_mode(self.policy):
             difference = float(ranks.max_over_ranks(self.probe_difference(scorer).mean()))
-        dtypes = {parameter.dtype for parameter in self.policy.parameters()}
+        dtypes = {self.sharding.gathered_dtype or parameter.dtype for parameter in self.policy.parameters()}
         if self.mode == "colocate" and self.dtype != "auto":
             dtypes.add(getattr(torch, self.dtype))
         is_server = self.mode == "server"  # whose dtype is not known
@@ -393,7 +397,7 @@ class VLLMEngine(RolloutEngine):
     @torch.no_grad()
     def probe_difference(self, scorer: Scorer) -> Tensor:
         """|difference| of vLLM's and the scorer's log-probs, for 2 prompts x 2 completions: [sampled tokens], nats."""
-        device, size = compute_device(self.policy), self.policy.get_input_embeddings().weight.shape[0]  # type: ignore[operator,union-attr]
+        device, size = compute_device(self.policy), full_shape(self.policy.get_input_embeddings().weight)[0]  # type: ignore[operator,union-attr]
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(size, (2, 8), generator=generator, device="cpu")
         # Stop tokens are suppressed, so that all completions have the same length.
