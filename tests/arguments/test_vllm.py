@@ -59,6 +59,23 @@ def test_options_of_vllm(fake_vllm):  # noqa: F811
         assert option(name, VLLMEngine(**{name: value})) == value
 
 
+@case(VLLMEngine, "tensor_parallel_size")
+def test_tensor_parallel_size(fake_vllm):  # noqa: F811
+    """What the ranks of a group do together: `tests/distributed/test_vllm.py`."""
+    policy = tiny_model(**SMALL)
+    for size in (1, 2):
+        VLLMEngine(tensor_parallel_size=size).connect(policy, tiny_tokenizer(), Sharding())
+        assert FakeLLM.made[-1].fake.options["tensor_parallel_size"] == size
+
+
+@case(VLLMEngine, "sleep_level")
+def test_sleep_level(fake_vllm):  # noqa: F811
+    for level in (0, 1, 2):
+        engine = connected(VLLMEngine(sleep_level=level))
+        engine.generate([[5, 6]], 1, SAMPLING, seeds=[0])
+        assert engine.backend.llm.fake.levels[1:] == ([level] if level else [])
+
+
 @case(VLLMEngine, "dtype")
 def test_dtype(fake_vllm):  # noqa: F811
     assert option("dtype", VLLMEngine()) == "float32"  # that of the policy

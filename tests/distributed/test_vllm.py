@@ -45,6 +45,12 @@ def test_two_ranks_on_a_server_train_as_one_device(strategy, tmp_path):
 # ------------------------------------------------------------------------------------- colocate, with the fake vLLM
 
 EXACT = ["full", "lora", "a rank without prompts"]
+TOGETHER = {
+    "tensor-parallel": "full",
+    "tensor-parallel, a rank without prompts": "a rank without prompts",
+    "tensor-parallel, shared groups": "full",
+}
+"""Cases of tensor-parallel groups, and those of one device with the same prompts."""
 BROKEN = ["late", "dropped", "failing"]
 
 
@@ -55,14 +61,13 @@ def results(tmp_path_factory):
     vllm_colocate.save_policy(folder)
 
     @once
-    def run(strategy: str) -> None:
-        names = EXACT if strategy == "one" else EXACT + BROKEN
-        world_size = 1 if strategy == "one" else 2
+    def run(strategy: str, world_size: int) -> None:
+        names = {1: EXACT, 2: [*EXACT, *TOGETHER, *BROKEN], 4: list(TOGETHER)[:2]}[world_size]
         run_ranks("tests.distributed.vllm_colocate", "FAKE", strategy, folder, *names, world_size=world_size)
 
-    def result(strategy: str, name: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        run(strategy)
-        path = folder / f"{strategy}, {name}"
+    def result(strategy: str, name: str, world_size: int = 2) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        run(strategy, 1 if strategy == "one" else world_size)
+        path = folder / f"{strategy} {1 if strategy == 'one' else world_size}, {name}"
         return json.loads(path.with_suffix(".json").read_text()), torch.load(path.with_suffix(".pt"))
 
     return result
@@ -75,7 +80,25 @@ STRATEGIES = only(["zero3"], ["ddp", "zero2", "zero3", "fsdp2"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_ranks_with_a_vllm_each_train_as_one_device(results, strategy, name):
     """Also the completions are those of one device: they follow from the seeds of the prompts."""
-    (one, weights), (two, own) = results("one", name), results(strategy, name)
+    compare(results("one", name), results(strategy, name))
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_tensor_parallel_groups_train_as_one_device(results, strategy, name):
+    """The fake asserts that the ranks of a group sample the same requests."""
+    compare(results("one", TOGETHER[name]), results(strategy, name))
+
+
+@SLOW
+@pytest.mark.parametrize("name", list(TOGETHER)[:2])
+def test_two_tensor_parallel_groups_train_as_one_device(results, name):
+    compare(results("one", TOGETHER[name]), results("ddp", name, 4))
+
+
+def compare(of_one: Any, of_several: Any) -> None:
+    """Compare metrics and weights of one device and of several ranks."""
+    (one, weights), (two, own) = of_one, of_several
     assert len(two["steps"]) == vllm_colocate.STEPS
     for metric in ("reward/mean", "rollout/length", "policy/entropy"):
         values = [[step[metric] for step in found["steps"]] for found in (one, two)]

@@ -35,7 +35,7 @@ class Case:
 
     policy: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
-    module: dict[str, Any] = field(default_factory=dict)
+    ranks_per_group: int = 1
     prompts: list[str] = field(default_factory=lambda: PROMPTS[:4])
     fault: str | None = None
     """What is broken deliberately."""
@@ -45,6 +45,9 @@ CASES: dict[str, Case] = {
     "full": Case(),
     "lora": Case(policy={"lora": LORA}),
     "a rank without prompts": Case(prompts=PROMPTS[:1]),
+    "tensor-parallel": Case(engine={"tensor_parallel_size": 2}),
+    "tensor-parallel, a rank without prompts": Case(engine={"tensor_parallel_size": 2}, prompts=PROMPTS[:1]),
+    "tensor-parallel, shared groups": Case(engine={"tensor_parallel_size": 2}, ranks_per_group=2),
     "late": Case(fault="late"),
     "dropped": Case(fault="dropped"),
     "failing": Case(fault="failing"),
@@ -79,10 +82,15 @@ def train(strategy: str, name: str, folder: Path) -> None:
     """Train, and write down what was logged, the error, and the weights."""
     case, history = CASES[name], History()
     options = {"enforce_eager": True, "max_num_seqs": 32} | case.engine
+    if num_ranks() == 1:
+        options.pop("tensor_parallel_size", None)
     loader = PolicyLoader(str(folder / "policy"), **case.policy)
-    module = make_module(policy=loader, length=8, lr=1e-2, engine=VLLMEngine(**options), **case.module)
+    per_group = min(num_ranks(), case.ranks_per_group)
+    engine = VLLMEngine(**options)
+    module = make_module(policy=loader, length=8, lr=1e-2, engine=engine, ranks_per_group=per_group)
     trainer = make_trainer(devices=num_ranks(), strategy=STRATEGIES[strategy](), max_steps=STEPS, callbacks=[history])
-    source = make_source(module, case.prompts, batch_size=4 // num_ranks(), shuffle=False)
+    size = 4 * module.ranks_per_group // num_ranks()
+    source = make_source(module, case.prompts, batch_size=size, shuffle=False, ranks_per_group=module.ranks_per_group)
     error = None
     with pytest.MonkeyPatch.context() as patch:
         break_engine(patch, case.fault)
@@ -95,7 +103,7 @@ def train(strategy: str, name: str, folder: Path) -> None:
     errors = ranks.gather_objects(error)
     own = {} if error else full_weights(module)
     if ranks.rank() == 0:
-        path = folder / f"{strategy}, {name}"
+        path = folder / f"{strategy} {num_ranks()}, {name}"
         path.with_suffix(".json").write_text(json.dumps({"steps": history.steps, "errors": errors}))
         torch.save(own, path.with_suffix(".pt"))
 

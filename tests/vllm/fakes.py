@@ -23,6 +23,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from grpo_lightning.core.ranks import Teams
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local_engine import LocalEngine
@@ -48,6 +49,23 @@ class FakeVLLM:
         self.events: list[str] = []
         self.num_requests = 0
         self.expected: set[str] = set()
+        self.asleep: set[str] = set()
+        self.levels: list[int] = []
+
+    def sleep(self, level: int) -> None:
+        assert not self.asleep
+        self.events.append("sleep")
+        self.levels.append(level)
+        self.asleep = {"weights", "kv_cache"}
+        if level == 2:
+            with torch.no_grad():
+                for weight in self.model.parameters():
+                    weight.fill_(torch.nan)
+
+    def wake_up(self, tags: list[str]) -> None:
+        assert set(tags) <= self.asleep
+        self.events.append(f"wake {' '.join(tags)}")
+        self.asleep -= set(tags)
 
     @property
     def max_model_len(self) -> int:
@@ -60,6 +78,7 @@ class FakeVLLM:
     def load(self, weights: Any) -> None:
         own = dict(self.model.named_parameters())
         self.events.append("load")
+        assert "weights" not in self.asleep
         with torch.no_grad():
             for name, weight in weights:
                 if name not in own:
@@ -75,7 +94,9 @@ class FakeVLLM:
     def complete(self, prompt: list[int], settings: dict[str, Any]) -> tuple[list[int], list[float], str]:
         """One completion, sampled with the model's weights and the request's own seed."""
         assert settings["n"] == 1
-        assert "reset" in self.events[-2:] or not self.options.get("enable_prefix_caching"), self.events
+        assert not self.asleep
+        others = [event for event in self.events if not event.startswith(("wake", "sleep"))]
+        assert "reset" in others[-1:] or not self.options.get("enable_prefix_caching"), self.events
         self.num_requests += 1
         bias = settings["logit_bias"] or {}
         assert set(bias.values()) <= {SUPPRESSED}
@@ -133,12 +154,21 @@ class FakeLLM:
         self.fake.events.append("reset")
         return True
 
+    def sleep(self, level: int) -> None:
+        self.fake.sleep(level)
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.fake.wake_up(tags)
+
     def get_tokenizer(self) -> Any:
         return self.fake.tokenizer
 
     def generate(self, prompts: Any, settings: Any, use_tqdm: bool) -> list[Any]:
         self.shake()
         assert not torch.is_autocast_enabled("cpu")
+        group = Teams(self.fake.options["tensor_parallel_size"])
+        requests = group.broadcast(group.gather((prompts, settings)))
+        assert all(each == requests[0] for each in requests), "the ranks of a tensor-parallel group differ"
         outputs = []
         for prompt, each in zip(prompts, settings, strict=True):
             ids, logprobs, reason = self.fake.complete(prompt["prompt_token_ids"], each)

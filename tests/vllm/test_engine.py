@@ -25,7 +25,7 @@ from grpo_lightning.rollout.vllm import server as vllm_server
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.server import ServerError, own_address
 from tests import tiny_vlms
-from tests.module_runs import SMALL, History, fit, make_module
+from tests.module_runs import SMALL, History, are_equal, fit, make_module, weights_of
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.vllm.fakes import fake_vllm, serving  # noqa: F401 - a fixture
 from tests.vllm.real import policies as real
@@ -148,6 +148,55 @@ def test_log_probs_of_the_real_tests_are_those_of_the_policy():
     sampling = SamplingParams(max_completion_length=4, temperature=0.7, top_k=5, suppress_tokens=[0])
     groups = local.generate(PROMPTS[:1], 2, sampling, [1])
     assert real.largest_gap(policy, PROMPTS[:1], groups, sampling) < 1e-5
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_vllm_sleeps_between_rollouts(fake_vllm, level):  # noqa: F811
+    """The fake asserts that nothing is loaded or sampled while it sleeps; level 2 fills its weights with NaN."""
+    engine, policy = VLLMEngine(sleep_level=level), tiny_model(**SMALL)
+    engine.connect(policy, tiny_tokenizer(), Sharding())
+    fake = engine.backend.llm.fake
+    for update in range(4):
+        assert bool(fake.asleep) == (level > 0)
+        engine.sync_weights(policy)
+        groups = engine.generate(PROMPTS, 2, SAMPLING, seeds=[1, 2, 3])
+        for prompt, group in zip(PROMPTS, groups, strict=True):
+            for completion in group:
+                assert completion.logprobs == pytest.approx(scored(policy, prompt, completion), abs=1e-4)
+        if update != 1:
+            step(policy, update)  # one rollout is sampled from unchanged weights
+    assert fake.levels == ([2] + [level] * 4 if level else [])
+    assert fake.events.count("start") == (4 if level == 2 else 3)
+    if level:
+        first = fake.events[: fake.events.index("reset") + 1]
+        assert [event for event in first if event != "load"] == [
+            *("sleep", "wake weights", "start", "finish", "wake kv_cache", "reset"),
+        ]
+
+
+def test_a_rank_without_prompts_sleeps_too(fake_vllm):  # noqa: F811
+    engine, policy = VLLMEngine(sleep_level=1), tiny_model(**SMALL)
+    engine.connect(policy, tiny_tokenizer(), Sharding())
+    engine.sync_weights(policy)
+    assert engine.generate([], 2, SAMPLING, seeds=[]) == []
+    assert engine.backend.llm.fake.asleep == {"weights", "kv_cache"}
+
+
+def test_sleep_and_offloading_change_no_weight(fake_vllm):  # noqa: F811
+    """Memory moves, and nothing else: the same weights and gradient norms, bit for bit, also with validation."""
+
+    def train(level, offload, **trainer):
+        engine, history = VLLMEngine(sleep_level=level), History()
+        module = make_module(engine=engine, lr=0.05, offload=offload)
+        fit(module, batch_size=2, max_steps=3, callbacks=[history], **trainer)
+        return weights_of(module), history.of("policy/grad_norm"), engine.backend.llm.fake
+
+    weights, norms, _ = train(0, [])
+    for level in (1, 2):
+        own, own_norms, fake = train(level, ["optimizer"])
+        assert are_equal(own, weights)
+        assert own_norms == norms
+        assert fake.asleep
 
 
 def test_weights_that_have_not_changed_are_not_sent_again(connect, monkeypatch):
@@ -337,6 +386,22 @@ def test_what_is_not_supported_is_refused_before_weights_load(tmp_path, options,
         VLLMEngine().check_run(settings, [SAMPLING], Sharding(), 1)
 
 
+@pytest.mark.parametrize(
+    ("size", "world_size", "message"),
+    [
+        (2, 1, "engine.tensor_parallel_size is 2, and the run has 1 processes"),
+        (4, 6, "engine.tensor_parallel_size is 4, and the run has 6 processes"),
+        (3, 6, "engine.tensor_parallel_size is 3, and the policy has 4 attention heads"),
+        (2, 4, None),
+    ],
+)
+def test_tensor_parallel_groups_must_divide_the_ranks(fake_vllm, tmp_path, size, world_size, message):  # noqa: F811
+    tiny_model(**SMALL).config.save_pretrained(tmp_path)
+    settings, engine = PolicyLoader(str(tmp_path)), VLLMEngine(tensor_parallel_size=size)
+    with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        engine.check_run(settings, [SAMPLING], Sharding(), world_size)
+
+
 def test_a_multimodal_policy_is_refused_before_weights_load(tmp_path):
     tiny_vlms.build("qwen2_5_vl")[0].config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="VLLMEngine does not support a multimodal policy yet"):
@@ -420,6 +485,9 @@ def test_an_error_of_any_kind_on_rank_0_reaches_the_other_ranks(fake_vllm, monke
         ({"mode": "external"}, r"engine.mode must be 'colocate' or 'server', got 'external'"),
         ({"gpu_memory_utilization": 0}, "engine.gpu_memory_utilization must be above 0 and at most 1, got 0"),
         ({"max_model_len": 8}, "engine.max_model_len must be at least 32"),
+        ({"tensor_parallel_size": 0}, "engine.tensor_parallel_size must be at least 1"),
+        ({"mode": "server", "tensor_parallel_size": 2}, "engine.tensor_parallel_size is 2, which has no effect with"),
+        ({"sleep_level": 3}, "engine.sleep_level must be 0, 1 or 2, got 3"),
         ({"max_num_seqs": 0}, "engine.max_num_seqs must be at least 1"),
         ({"dtype": "int8"}, "engine.dtype must be one of auto, float32, bfloat16, float16, got 'int8'"),
         ({"mode": "server", "base_url": "localhost:8000"}, "engine.base_url must be http://"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import sys
@@ -90,10 +91,16 @@ class Colocated:
         tokenizer: The policy's tokenizer.
         sharding: How the policy's weights are sharded; vLLM's own weights stay unsharded.
         options: Arguments of `vllm.LLM`.
+        sleep_level: The level that `sleep` will be called with.
     """
 
     def __init__(
-        self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding, options: dict[str, Any]
+        self,
+        policy: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        sharding: Sharding,
+        options: dict[str, Any],
+        sleep_level: int = 0,
     ) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="grpo-vllm-")
         folder = Path(self.folder.name)
@@ -114,37 +121,62 @@ class Colocated:
                 weight_transfer_config={"backend": "tensors"},
                 seed=0,
                 **options,
-                **device_options(),
+                **device_options(sleep_level),
                 **launch_options(),
             )
             self.llm.init_weight_transfer_engine({"init_info": {}})
         self.max_model_len = int(self.llm.llm_engine.model_config.max_model_len)
+        self.asleep: list[str] = []
+        """Parts of vLLM's memory that are not allocated."""
+        # vLLM has no weights yet that level 1 would have to keep.
+        self.sleep(min(2 * sleep_level, 2))
 
     def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> None:
-        """Load the policy's weights, one group at a time.
+        """Load the policy's weights, one group at a time. If vLLM sleeps, this wakes it up.
 
         Raises:
             RuntimeError: If a weight is missing, or blocks of the prefix cache are still in use.
         """
+        self.wake_up("weights")
         with untouched_state():
             self.llm.start_weight_update()
             for group in groups:
                 self.llm.update_weights({"update_info": {"weights": group}})
             self.llm.finish_weight_update(weight_version=str(version))
+        self.wake_up("kv_cache")  # after the update, which needs memory itself
+        with untouched_state():
             # An update does not invalidate the cache, which has keys and values of the old weights.
             if not self.llm.reset_prefix_cache():
                 raise RuntimeError("vLLM could not reset its prefix cache: completions are still being sampled.")
 
     def generate(self, requests: Sequence[Request]) -> list[Answer]:
-        """Sample one completion per request."""
+        """Sample one completion per request. If vLLM sleeps at level 1, this wakes it up."""
         from vllm import SamplingParams
 
+        self.wake_up("weights")
+        self.wake_up("kv_cache")
         needs_text = any(request.settings["stop"] for request in requests)
         prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
         settings = [SamplingParams(**request.settings, detokenize=needs_text) for request in requests]
         with untouched_state():
             outputs = self.llm.generate(prompts, settings, use_tqdm=False)
         return [answer_of(output.outputs[0]) for output in outputs]
+
+    def sleep(self, level: int) -> None:
+        """Free vLLM's GPU memory: level 1 moves its weights to the CPU, 2 discards them, 0 does nothing."""
+        if level and not self.asleep:
+            with untouched_state():
+                self.llm.sleep(level=level)
+            self.asleep = ["weights", "kv_cache"]
+            free_unused_memory()
+
+    def wake_up(self, part: str) -> None:
+        """Allocate a part of vLLM's memory again, if it sleeps: "weights" or "kv_cache"."""
+        if part in self.asleep:
+            free_unused_memory()
+            with untouched_state():
+                self.llm.wake_up(tags=[part])
+            self.asleep.remove(part)
 
     def decode(self, token_ids: list[int]) -> str:
         """Decode tokens as vLLM does when it looks for stop strings."""
@@ -158,10 +190,20 @@ def answer_of(output: Any) -> Answer:
     return Answer(ids, logprobs, output.finish_reason)
 
 
-def device_options() -> dict[str, Any]:
+def device_options(sleep_level: int) -> dict[str, Any]:
     """Arguments of `LLM` that depend on the device."""
-    # On a CPU, vLLM crashes if a prompt of a seeded request is split into chunks.
-    return {} if torch.cuda.is_available() else {"enable_chunked_prefill": False}
+    if torch.cuda.is_available():
+        return {"enable_sleep_mode": sleep_level > 0}
+    # On a CPU, vLLM ignores sleep, refuses `enable_sleep_mode`, and crashes if a prompt of a seeded request is split
+    # into chunks.
+    return {"enable_chunked_prefill": False}
+
+
+def free_unused_memory() -> None:
+    """Return the memory of garbage and of torch's cache to the GPU, on which vLLM and training allocate in turn."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def launch_options() -> dict[str, Any]:

@@ -39,12 +39,13 @@ log = logging.getLogger(__name__)
 
 Mode = Literal["colocate", "server"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+SleepLevel = Literal[0, 1, 2]
 TransferBackend = Literal["nccl", "gloo"]
 
 OF_MODE: dict[str, tuple[str, ...]] = {
     "colocate": (
         *("gpu_memory_utilization", "max_model_len", "max_num_seqs", "enable_prefix_caching"),
-        *("enforce_eager", "dtype"),
+        *("enforce_eager", "dtype", "tensor_parallel_size", "sleep_level"),
     ),
     "server": ("base_url", "host", "port", "timeout", "weight_transfer_backend", "group_port"),
 }
@@ -88,6 +89,10 @@ class VLLMEngine(RolloutEngine):
         enable_prefix_caching: Compute a prompt once for all its completions, and common beginnings of prompts once.
         enforce_eager: Do not capture CUDA graphs: starts faster, needs less memory, and decodes more slowly.
         dtype: Dtype of vLLM's copy of the weights; "auto" is the dtype of the policy's weights.
+        tensor_parallel_size: Number of consecutive ranks that share one vLLM: its weights and KV cache are divided
+            between them, and they sample their prompts together. Must divide the number of ranks.
+        sleep_level: What vLLM does with its GPU memory while the policy trains. 0 keeps it; 1 moves vLLM's weights to
+            the CPU and discards the KV cache; 2 discards both, so that the weights are sent before every rollout.
         base_url: Address of the server, instead of `host` and `port`.
         host: Name or address of the server's machine.
         port: Port of the server.
@@ -108,6 +113,8 @@ class VLLMEngine(RolloutEngine):
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
         dtype: DType = "auto",
+        tensor_parallel_size: int = 1,
+        sleep_level: SleepLevel = 0,
         base_url: str | None = None,
         host: str = "127.0.0.1",
         port: int = 8000,
@@ -122,6 +129,8 @@ class VLLMEngine(RolloutEngine):
         self.enable_prefix_caching = enable_prefix_caching
         self.enforce_eager = enforce_eager
         self.dtype = dtype
+        self.tensor_parallel_size = tensor_parallel_size
+        self.sleep_level = sleep_level
         self.base_url = base_url
         self.host = host
         self.port = port
@@ -134,6 +143,8 @@ class VLLMEngine(RolloutEngine):
             ("max_model_len", max_model_len is None or max_model_len >= 32, "at least 32, or null for the policy's"),
             ("max_num_seqs", max_num_seqs >= 1, "at least 1"),
             ("dtype", dtype in get_args(DType), f"one of {', '.join(get_args(DType))}"),
+            ("tensor_parallel_size", tensor_parallel_size >= 1, "at least 1"),
+            ("sleep_level", sleep_level in get_args(SleepLevel), "0, 1 or 2"),
             ("base_url", base_url is None or base_url.startswith(("http://", "https://")), "http://... or https://..."),
             ("port", 0 < port < 2**16, "a port"),
             ("timeout", timeout > 0, "above 0"),
@@ -142,6 +153,8 @@ class VLLMEngine(RolloutEngine):
         ]
         check_ranges("engine", self, limits)
         self._check_mode()
+        self.group = ranks.Teams(tensor_parallel_size)
+        """The ranks of a tensor-parallel group. Unlike those of `ranks_per_group`, they have prompts of their own."""
         self.backend: Backend | None = None
         self.sent: dict[str, int] | None = None
         """Checksums of the weights that vLLM has; None before the first update."""
@@ -198,6 +211,7 @@ class VLLMEngine(RolloutEngine):
             colocate.check_installed(self.mode)
             if world_size == 1:
                 colocate.check_device()
+            self._check_groups(config, world_size)
         elif self.backend is None:
             if self.weight_transfer_backend == "nccl":
                 colocate.check_installed(self.mode)
@@ -227,6 +241,21 @@ class VLLMEngine(RolloutEngine):
             if is_there:
                 raise ValueError(f"VLLMEngine does not support {what} yet: use LocalEngine.")
 
+    def _check_groups(self, config: PretrainedConfig, world_size: int) -> None:
+        """Check that tensor-parallel groups can be formed. Raises: ValueError."""
+        size = self.tensor_parallel_size
+        heads = getattr(config.get_text_config(decoder=True), "num_attention_heads", size)
+        if world_size % size:
+            raise ValueError(
+                f"engine.tensor_parallel_size is {size}, and the run has {world_size} processes (trainer.devices, "
+                "trainer.num_nodes): it must divide their number."
+            )
+        if heads % size:
+            raise ValueError(
+                f"engine.tensor_parallel_size is {size}, and the policy has {heads} attention heads: it must divide "
+                "their number."
+            )
+
     def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:
         """Start vLLM (colocate), or keep the connection to the server. Raises: ValueError as `weights.check_policy`."""
         weights.check_policy(policy)
@@ -237,7 +266,7 @@ class VLLMEngine(RolloutEngine):
                 "Neither the generation config nor the tokenizer has a stop token: every completion will be truncated."
             )
         if self.mode == "colocate":
-            self.backend = colocate.Colocated(policy, tokenizer, sharding, self.options(policy))
+            self.backend = colocate.Colocated(policy, tokenizer, sharding, self.options(policy), self.sleep_level)
         elif self.backend is None:  # used without `check_run`
             served = server.Served(self.url, self.timeout, self.weight_transfer_backend, self.group_port)
             served.check(None)
@@ -254,6 +283,7 @@ class VLLMEngine(RolloutEngine):
             "max_num_seqs": self.max_num_seqs,
             "enable_prefix_caching": self.enable_prefix_caching,
             "enforce_eager": self.enforce_eager,
+            "tensor_parallel_size": self.tensor_parallel_size,
         }
 
     def sync_weights(self, policy: nn.Module) -> None:
@@ -325,7 +355,8 @@ class VLLMEngine(RolloutEngine):
             self.check_decoding()
         part = part or range(num_generations)
         requests = requests_of(prompts, seeds, part, sampling_settings(sampling, self.stop_ids))
-        answers = self.backend.generate(requests) if requests else []
+        answers = self._answer(requests)
+        self._sleep()
         completions = [completion_of(answer, sampling, self.tokenizer) for answer in answers]
         if progress and completions:
             progress(max(len(completion.token_ids) for completion in completions), sampling.max_completion_length)
@@ -334,6 +365,25 @@ class VLLMEngine(RolloutEngine):
             for number, group in enumerate(groups):
                 on_group(number, group)
         return groups
+
+    def _answer(self, requests: list[Request]) -> list[Answer]:
+        """Sample the completions of this rank's requests. Collective in a tensor-parallel group.
+
+        All ranks of the group hand the requests of all of them to vLLM, in the same order, and keep their own answers.
+        """
+        assert self.backend is not None
+        parts = self.group.broadcast(self.group.gather(requests))
+        together = [request for part in parts for request in part]
+        first = sum(map(len, parts[: self.group.member]))
+        answers = self.backend.generate(together) if together else []
+        return answers[first : first + len(requests)]
+
+    def _sleep(self) -> None:
+        """Hand vLLM's memory to training, until the next call of `sync_weights`."""
+        if isinstance(self.backend, colocate.Colocated):
+            self.backend.sleep(self.sleep_level)
+        if self.sleep_level == 2:
+            self.sent = None
 
     def check_lengths(self, prompts: Sequence[list[int]], max_completion_length: int) -> None:
         """Raise ValueError if a prompt and its longest completion do not fit vLLM's `max_model_len`."""

@@ -131,10 +131,11 @@ def test_a_missing_group_of_layers_is_found(engine, monkeypatch):
         engine.sync_weights(model)
 
 
-def train(folder, max_steps, ckpt_path=None):
+def train(folder, max_steps, ckpt_path=None, sleep_level=0, offload=()):
     """Train on the real engine, with checkpoints. Returns: what was logged, and the weights."""
     history = History()
-    module = make_module(engine=VLLMEngine(enforce_eager=True, max_num_seqs=32), policy=policy(), length=12, lr=1e-2)
+    engine = VLLMEngine(enforce_eager=True, max_num_seqs=32, sleep_level=sleep_level)
+    module = make_module(engine=engine, policy=policy(), length=12, lr=1e-2, offload=list(offload))
     saves = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     options = {"enable_checkpointing": True, "callbacks": [history, saves], "ckpt_path": ckpt_path}
     fit(module, batch_size=2, max_steps=max_steps, **options)
@@ -152,3 +153,8 @@ def test_a_run_trains_and_resumes_bit_for_bit(tmp_path):
     _, resumed = train(tmp_path / "resumed", 3, ckpt_path=tmp_path / "straight" / "step=2.ckpt")
     assert are_equal(resumed, straight)
     assert not are_equal(straight, dict(policy().named_parameters()))
+    # Sleep and offloading move memory, and change no weight. On a CPU, vLLM's scheduler sleeps, and its memory stays.
+    asleep, same = train(tmp_path / "asleep", 3, sleep_level=2, offload=["optimizer"])
+    assert max(asleep.of("policy/rollout_difference_max")) < EXACT
+    assert asleep.of("policy/grad_norm") == history.of("policy/grad_norm")
+    assert are_equal(same, straight)
