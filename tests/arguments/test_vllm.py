@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from grpo_lightning.core.types import SamplingParams
+from grpo_lightning.policy.lora import LoRA
+from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.vllm import server as vllm_server
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
@@ -74,6 +76,24 @@ def test_sleep_level(fake_vllm):  # noqa: F811
         engine = connected(VLLMEngine(sleep_level=level))
         engine.generate([[5, 6]], 1, SAMPLING, seeds=[0])
         assert engine.backend.llm.fake.levels[1:] == ([level] if level else [])
+
+
+@case(VLLMEngine, "enable_lora")
+def test_enable_lora(fake_vllm):  # noqa: F811
+    for is_enabled in (False, True):
+        policy = add_adapters(tiny_model(**SMALL), LoRA(rank=4))
+        engine = connected(VLLMEngine(enable_lora=is_enabled), policy)
+        assert bool(engine.backend.llm.fake.adapters) == is_enabled
+
+
+@case(VLLMEngine, "lora_folder")
+def test_lora_folder(tmp_path):
+    policy = add_adapters(tiny_model(**SMALL), LoRA(rank=4))
+    own = {"weight_transfer_backend": "gloo", "group_port": free_port(), "timeout": 20, "enable_lora": True}
+    with serving(policy.get_base_model().config) as server:
+        connected(VLLMEngine("server", base_url=server.url, lora_folder=str(tmp_path / "shared"), **own), policy)
+        (folder,) = (tmp_path / "shared").iterdir()
+        assert set(server.fake.adapters) == {folder.name}
 
 
 @case(VLLMEngine, "dtype")

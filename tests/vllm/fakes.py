@@ -10,10 +10,13 @@ import contextlib
 import json
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +24,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from grpo_lightning.core.ranks import Teams
@@ -51,6 +55,36 @@ class FakeVLLM:
         self.expected: set[str] = set()
         self.asleep: set[str] = set()
         self.levels: list[int] = []
+        self.adapters: dict[str, dict[str, torch.Tensor]] = {}
+
+    def add_adapter(self, name: str, folder: str) -> None:
+        """As vLLM, ignore an adapter whose name is known."""
+        self.events.append("adapter")
+        if name in self.adapters:
+            return
+        config = json.loads((Path(folder) / "adapter_config.json").read_text())
+        weights = load_file(Path(folder) / "adapter_model.safetensors")
+        scale = config["lora_alpha"] / config["r"]
+        assert config["r"] <= self.options.get("max_lora_rank", 512)
+        stems = {key.rsplit(".lora_", 1)[0] for key in weights}
+        self.adapters[name] = {
+            f"{stem.removeprefix('base_model.model.')}.weight": scale
+            * weights[f"{stem}.lora_B.weight"]
+            @ weights[f"{stem}.lora_A.weight"]
+            for stem in stems
+        }
+
+    @contextlib.contextmanager
+    def adapted(self, name: str | None) -> Iterator[None]:
+        """Context with an adapter added to the weights."""
+        own, deltas = dict(self.model.named_parameters()), self.adapters[name] if name else {}
+        before = {key: own[key].detach().clone() for key in deltas}
+        with torch.no_grad():
+            for key, delta in deltas.items():
+                own[key].add_(delta)
+            yield
+            for key, value in before.items():
+                own[key].copy_(value)
 
     def sleep(self, level: int) -> None:
         assert not self.asleep
@@ -118,6 +152,15 @@ class FakeVLLM:
         return found.token_ids, found.logprobs, found.finish_reason
 
 
+@dataclass
+class FakeLoRARequest:
+    """`vllm.lora.request.LoRARequest`."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
 class FakeLLM:
     """`vllm.LLM` in this process."""
 
@@ -128,7 +171,11 @@ class FakeLLM:
 
         self.shake()
         self.fake = FakeVLLM(AutoConfig.from_pretrained(model), **options)
-        self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=self.fake.max_model_len))
+        self.llm_engine = SimpleNamespace(
+            model_config=SimpleNamespace(max_model_len=self.fake.max_model_len),
+            add_lora=lambda request: self.fake.add_adapter(request.lora_name, request.lora_path),
+            remove_lora=lambda _: self.fake.adapters.clear(),
+        )
         FakeLLM.made.append(self)
 
     @staticmethod
@@ -163,7 +210,7 @@ class FakeLLM:
     def get_tokenizer(self) -> Any:
         return self.fake.tokenizer
 
-    def generate(self, prompts: Any, settings: Any, use_tqdm: bool) -> list[Any]:
+    def generate(self, prompts: Any, settings: Any, use_tqdm: bool, lora_request: Any) -> list[Any]:
         self.shake()
         assert not torch.is_autocast_enabled("cpu")
         group = Teams(self.fake.options["tensor_parallel_size"])
@@ -171,7 +218,8 @@ class FakeLLM:
         assert all(each == requests[0] for each in requests), "the ranks of a tensor-parallel group differ"
         outputs = []
         for prompt, each in zip(prompts, settings, strict=True):
-            ids, logprobs, reason = self.fake.complete(prompt["prompt_token_ids"], each)
+            with self.fake.adapted(lora_request and lora_request.lora_name):
+                ids, logprobs, reason = self.fake.complete(prompt["prompt_token_ids"], each)
             positions = [{token: SimpleNamespace(logprob=value)} for token, value in zip(ids, logprobs, strict=True)]
             output = SimpleNamespace(token_ids=ids, logprobs=positions, finish_reason=reason)
             outputs.append(SimpleNamespace(outputs=[output]))
@@ -182,7 +230,10 @@ def install_fake(patch: pytest.MonkeyPatch) -> type[FakeLLM]:
     """Put the fake in the place of the package `vllm`. `FakeLLM.made` has the engines."""
     module: Any = ModuleType("vllm")
     module.__version__, module.LLM, module.SamplingParams = VERSION, FakeLLM, dict
-    patch.setitem(__import__("sys").modules, "vllm", module)
+    requests: Any = ModuleType("vllm.lora.request")
+    requests.LoRARequest = FakeLoRARequest
+    for name, each in {"vllm": module, "vllm.lora": ModuleType("vllm.lora"), "vllm.lora.request": requests}.items():
+        patch.setitem(sys.modules, name, each)
     patch.setattr("grpo_lightning.rollout.vllm.transfer.register", lambda: None)
     FakeLLM.made.clear()
     return FakeLLM
@@ -279,6 +330,11 @@ class FakeServer:
             "/finish_weight_update": lambda _: self.fake.finish(),
             "/reset_prefix_cache": lambda _: self.fake.events.append("reset") or {"success": True},
             "/v1/completions": self.complete,
+            "/openapi.json": lambda _: {
+                "paths": {} if "/v1/load_lora_adapter" in self.hidden else dict.fromkeys(self.routes())
+            },
+            "/v1/load_lora_adapter": lambda body: self.fake.add_adapter(body["lora_name"], body["lora_path"]),
+            "/v1/unload_lora_adapter": lambda body: self.fake.adapters.pop(body["lora_name"]) and None,
             "/detokenize": lambda body: {"prompt": self.fake.tokenizer.decode(body["tokens"])},
         }
 
@@ -306,10 +362,12 @@ class FakeServer:
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         assert not self.is_paused
-        assert body["model"] == self.name
+        adapter = None if body["model"] == self.name else body["model"]
+        if adapter not in {None, *self.fake.adapters}:
+            raise RuntimeError(f"The model {adapter} does not exist.")
         self.bodies.append(body)
         time.sleep(self.delay)
-        with self.lock:  # forward passes of one small model
+        with self.lock, self.fake.adapted(adapter):  # forward passes of one small model
             ids, logprobs, reason = self.fake.complete(body["prompt"], body)
         return {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason}]}
 

@@ -49,14 +49,15 @@ def connect(request, fake_vllm):  # noqa: F811
 
     def make(policy=None, **options):
         policy = tiny_model(**SMALL) if policy is None else policy
+        own = {"enable_lora": True} if options.pop("enable_lora", False) else {}
         if request.param == "server":
             config = getattr(policy, "get_base_model", lambda: policy)().config
             servers.append(serving(config, **options))
             url = servers[-1].__enter__().url
             settings = {"base_url": url, "weight_transfer_backend": "gloo", "group_port": free_port(), "timeout": 20}
-            engine = VLLMEngine("server", **settings)
+            engine = VLLMEngine("server", **settings, **own)
         else:
-            engine = VLLMEngine("colocate", **options)
+            engine = VLLMEngine("colocate", **options, **own)
         engine.connect(policy, tiny_tokenizer(), Sharding())
         return engine, policy
 
@@ -148,6 +149,96 @@ def test_log_probs_of_the_real_tests_are_those_of_the_policy():
     sampling = SamplingParams(max_completion_length=4, temperature=0.7, top_k=5, suppress_tokens=[0])
     groups = local.generate(PROMPTS[:1], 2, sampling, [1])
     assert real.largest_gap(policy, PROMPTS[:1], groups, sampling) < 1e-5
+
+
+@pytest.mark.parametrize("lora", [LoRA(rank=4), LoRA(rank=6, alpha=5, use_rslora=True, target_modules=["q_proj"])])
+def test_adapters_are_sent_alone(connect, monkeypatch, lora):
+    """The base is sent once, and again only if it changes; every adapter has a name of its own."""
+    sent = []
+    for name in ("weight_groups", "adapter_weights"):
+        call = getattr(weights, name)
+        monkeypatch.setattr(weights, name, lambda *args, call=call, name=name: sent.append(name) or call(*args))
+    engine, policy = connect(add_adapters(tiny_model(**SMALL), lora), enable_lora=True)
+    for update in range(4):
+        engine.sync_weights(policy)
+        groups = engine.generate(PROMPTS, 2, SAMPLING, seeds=[1, 2, 3])
+        new = [pytest.approx(scored(policy, p, c), abs=1e-4) for p, g in zip(PROMPTS, groups, strict=True) for c in g]
+        assert [c.logprobs for group in groups for c in group] == new
+        assert sent == ["weight_groups"] + ["adapter_weights"] * (update + 1)
+        step(policy, update)
+    with torch.no_grad():
+        policy.get_base_model().model.norm.weight.mul_(1.5)
+    engine.sync_weights(policy)
+    groups = engine.generate(PROMPTS[:1], 1, SAMPLING, seeds=[1])
+    assert groups[0][0].logprobs == pytest.approx(scored(policy, PROMPTS[0], groups[0][0]), abs=1e-4)
+    assert sent[5:] == ["weight_groups", "adapter_weights"]
+    assert len(list(engine.backend.adapters.parent.glob("*policy-*"))) == 1  # old versions are removed
+
+
+def test_an_adapter_that_is_late_or_has_an_old_name_shows_in_the_log_probs(connect, monkeypatch):
+    engine, policy = connect(add_adapters(tiny_model(**SMALL), LoRA(rank=4)), enable_lora=True)
+    step(policy, 0)
+    engine.sync_weights(policy)
+    step(policy, 1)
+    monkeypatch.setattr(engine.backend, "load_adapter", lambda *_: None)
+    engine.sync_weights(policy)
+    ((late,),) = engine.generate(PROMPTS[:1], 1, SAMPLING, seeds=[1])
+    assert late.logprobs != pytest.approx(scored(policy, PROMPTS[0], late), abs=1e-2)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_vllm_sleeps_with_adapters(fake_vllm, level):  # noqa: F811
+    engine = VLLMEngine(sleep_level=level, enable_lora=True)
+    policy = add_adapters(tiny_model(**SMALL), LoRA(rank=4))
+    engine.connect(policy, tiny_tokenizer(), Sharding())
+    for update in range(3):
+        engine.sync_weights(policy)
+        ((found,),) = engine.generate(PROMPTS[:1], 1, SAMPLING, seeds=[1])
+        assert found.logprobs == pytest.approx(scored(policy, PROMPTS[0], found), abs=1e-4)
+        step(policy, update)
+    assert engine.backend.llm.fake.events.count("start") == (1 if level == 1 else 3)
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (None, "engine.enable_lora is true, and policy.lora is not set"),
+        ({"rank": 600}, "engine.enable_lora is true, policy.lora.rank is 600, and vLLM's largest rank is 512"),
+        ({"modules_to_save": ["lm_head"]}, r"policy.lora.modules_to_save \(\['lm_head'\]\) trains whole modules"),
+    ],
+)
+def test_adapters_that_cannot_be_sent_are_refused_before_weights_load(tmp_path, lora, message):
+    tiny_model(**SMALL).config.save_pretrained(tmp_path)
+    settings = PolicyLoader(str(tmp_path), lora=lora)
+    with pytest.raises(ValueError, match=message):
+        VLLMEngine(enable_lora=True).check_run(settings, [SAMPLING], Sharding(), 1)
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (LoRA(rank=4, target_modules=["q_proj", "lm_head"]), "lm_head is the embeddings or the head"),
+        (LoRA(rank=4, modules_to_save=["model.norm"]), "model.norm is trained completely"),
+        (None, "the policy has no adapters"),
+    ],
+)
+def test_adapters_in_memory_that_cannot_be_sent_are_refused(lora, message):
+    policy = tiny_model(**SMALL)
+    with pytest.raises(ValueError, match=message):
+        weights.check_adapter(policy if lora is None else add_adapters(policy, lora))
+
+
+def test_a_server_that_takes_no_adapters_is_refused_before_weights_load(monkeypatch, tmp_path):
+    policy = tiny_model(**SMALL)
+    policy.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    own = {"policy": PolicyLoader(str(tmp_path), lora=LoRA(rank=4))}
+    with serving(policy.config, name=str(tmp_path), hidden=("/v1/load_lora_adapter",)) as running:
+        with pytest.raises(ValueError, match=r"takes no adapters. Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
+            check_run(monkeypatch, served(running, enable_lora=True), **own)
+        running.hidden = ()
+        with pytest.raises(LoadedError):
+            check_run(monkeypatch, served(running, enable_lora=True), **own)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])

@@ -20,6 +20,7 @@ from grpo_lightning.core import ranks
 from grpo_lightning.policy.hf import base_model
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.vllm import transfer
+from grpo_lightning.rollout.vllm.adapters import AdapterFolders
 from grpo_lightning.rollout.vllm.requests import Answer, Request
 
 OLDEST = (0, 32)
@@ -126,6 +127,9 @@ class Colocated:
             )
             self.llm.init_weight_transfer_engine({"init_info": {}})
         self.max_model_len = int(self.llm.llm_engine.model_config.max_model_len)
+        self.adapters = AdapterFolders(folder)
+        self.adapter: Any = None
+        """vLLM's request for the newest adapter; None without adapters."""
         self.asleep: list[str] = []
         """Parts of vLLM's memory that are not allocated."""
         # vLLM has no weights yet that level 1 would have to keep.
@@ -144,8 +148,29 @@ class Colocated:
                 self.llm.update_weights({"update_info": {"weights": group}})
             self.llm.finish_weight_update(weight_version=str(version))
         self.wake_up("kv_cache")  # after the update, which needs memory itself
+        self.reset_cache()
+
+    def load_adapter(self, adapter: dict[str, Tensor], version: int) -> None:
+        """Load a new version of the adapter, and forget the one before.
+
+        Raises:
+            RuntimeError: If blocks of the prefix cache are still in use.
+        """
+        from vllm.lora.request import LoRARequest
+
+        self.wake_up("weights")
+        folder = self.adapters.write(adapter, version)
         with untouched_state():
-            # An update does not invalidate the cache, which has keys and values of the old weights.
+            if self.adapter is not None:
+                self.llm.llm_engine.remove_lora(self.adapter.lora_int_id)
+            self.adapter = LoRARequest(folder.name, version, str(folder))
+            self.llm.llm_engine.add_lora(self.adapter)
+        self.wake_up("kv_cache")
+        self.reset_cache()
+
+    def reset_cache(self) -> None:
+        """Drop keys and values of old weights, which an update does not invalidate. Raises: RuntimeError."""
+        with untouched_state():
             if not self.llm.reset_prefix_cache():
                 raise RuntimeError("vLLM could not reset its prefix cache: completions are still being sampled.")
 
@@ -159,7 +184,7 @@ class Colocated:
         prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
         settings = [SamplingParams(**request.settings, detokenize=needs_text) for request in requests]
         with untouched_state():
-            outputs = self.llm.generate(prompts, settings, use_tqdm=False)
+            outputs = self.llm.generate(prompts, settings, use_tqdm=False, lora_request=self.adapter)
         return [answer_of(output.outputs[0]) for output in outputs]
 
     def sleep(self, level: int) -> None:

@@ -22,7 +22,7 @@ from grpo_lightning.policy.settings import PolicySettings
 from grpo_lightning.policy.sharding import Sharding, full_shape
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine
 from grpo_lightning.rollout.local_engine import stop_ids
-from grpo_lightning.rollout.vllm import colocate, server, weights
+from grpo_lightning.rollout.vllm import adapters, colocate, server, weights
 from grpo_lightning.rollout.vllm.requests import (
     Answer,
     Request,
@@ -47,7 +47,7 @@ OF_MODE: dict[str, tuple[str, ...]] = {
         *("gpu_memory_utilization", "max_model_len", "max_num_seqs", "enable_prefix_caching"),
         *("enforce_eager", "dtype", "tensor_parallel_size", "sleep_level"),
     ),
-    "server": ("base_url", "host", "port", "timeout", "weight_transfer_backend", "group_port"),
+    "server": ("base_url", "host", "port", "timeout", "weight_transfer_backend", "group_port", "lora_folder"),
 }
 """Settings that only one of the modes has. The server has flags of its own for those of `colocate`."""
 
@@ -65,6 +65,9 @@ class Backend(Protocol):
 
     def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> None:
         """Load the policy's weights."""
+
+    def load_adapter(self, adapter: dict[str, Tensor], version: int) -> None:
+        """Load the policy's adapter."""
 
     def generate(self, requests: Sequence[Request]) -> list[Answer]:
         """Sample one completion per request."""
@@ -93,6 +96,8 @@ class VLLMEngine(RolloutEngine):
             between them, and they sample their prompts together. Must divide the number of ranks.
         sleep_level: What vLLM does with its GPU memory while the policy trains. 0 keeps it; 1 moves vLLM's weights to
             the CPU and discards the KV cache; 2 discards both, so that the weights are sent before every rollout.
+        enable_lora: Send only A and B of the policy's adapter before each rollout, which vLLM does not merge; the base
+            weights are sent once. False sends merged weights.
         base_url: Address of the server, instead of `host` and `port`.
         host: Name or address of the server's machine.
         port: Port of the server.
@@ -101,6 +106,8 @@ class VLLMEngine(RolloutEngine):
         weight_transfer_backend: How weights are sent to the server: "nccl" between GPUs, "gloo" over TCP. With "gloo",
             this package must be installed in the server's environment.
         group_port: Free port of the training machine, through which the server's workers join the weight transfer.
+        lora_folder: Folder that trainer and server see under the same path, for adapters (`enable_lora`); null uses a
+            temporary folder of this machine.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
@@ -115,12 +122,14 @@ class VLLMEngine(RolloutEngine):
         dtype: DType = "auto",
         tensor_parallel_size: int = 1,
         sleep_level: SleepLevel = 0,
+        enable_lora: bool = False,
         base_url: str | None = None,
         host: str = "127.0.0.1",
         port: int = 8000,
         timeout: float = 600.0,
         weight_transfer_backend: TransferBackend = "nccl",
         group_port: int = 51216,
+        lora_folder: str | None = None,
     ) -> None:
         self.mode = mode
         self.gpu_memory_utilization = gpu_memory_utilization
@@ -131,12 +140,14 @@ class VLLMEngine(RolloutEngine):
         self.dtype = dtype
         self.tensor_parallel_size = tensor_parallel_size
         self.sleep_level = sleep_level
+        self.enable_lora = enable_lora
         self.base_url = base_url
         self.host = host
         self.port = port
         self.timeout = timeout
         self.weight_transfer_backend = weight_transfer_backend
         self.group_port = group_port
+        self.lora_folder = lora_folder
         limits = [
             ("mode", mode in get_args(Mode), "'colocate' or 'server'"),
             ("gpu_memory_utilization", 0 < gpu_memory_utilization <= 1, "above 0 and at most 1"),
@@ -156,8 +167,8 @@ class VLLMEngine(RolloutEngine):
         self.group = ranks.Teams(tensor_parallel_size)
         """The ranks of a tensor-parallel group. Unlike those of `ranks_per_group`, they have prompts of their own."""
         self.backend: Backend | None = None
-        self.sent: dict[str, int] | None = None
-        """Checksums of the weights that vLLM has; None before the first update."""
+        self.sent: dict[weights.Kind, dict[str, int]] | None = None
+        """Checksums of the weights that vLLM has, by kind; None before the first update and after one that failed."""
         self.num_updates = 0
         self.decodes_alike: bool | None = None
 
@@ -185,6 +196,11 @@ class VLLMEngine(RolloutEngine):
     def url(self) -> str:
         """Address of the server."""
         return self.base_url or f"http://{self.host}:{self.port}"
+
+    def _server(self) -> server.Served:
+        """The server, which is not called yet."""
+        settings = self.timeout, self.weight_transfer_backend, self.group_port, self.lora_folder
+        return server.Served(self.url, *settings)
 
     def check_run(
         self, policy: PolicySettings, sampling: Sequence[SamplingParams], sharding: Sharding, world_size: int
@@ -215,8 +231,10 @@ class VLLMEngine(RolloutEngine):
         elif self.backend is None:
             if self.weight_transfer_backend == "nccl":
                 colocate.check_installed(self.mode)
-            served = server.Served(self.url, self.timeout, self.weight_transfer_backend, self.group_port)
+            served = self._server()
             served.check(policy.name)
+            if self.enable_lora:
+                served.check_adapters()
             self.backend, limit = served, served.max_model_len
         longest = max(each.max_completion_length for each in sampling)
         positions = num_positions(config)
@@ -240,6 +258,17 @@ class VLLMEngine(RolloutEngine):
         for what, is_there in unsupported.items():
             if is_there:
                 raise ValueError(f"VLLMEngine does not support {what} yet: use LocalEngine.")
+        if not self.enable_lora:
+            return
+        if not policy.trains_adapters:
+            raise ValueError("engine.enable_lora is true, and policy.lora is not set: set it, or remove enable_lora.")
+        if policy.lora is not None:
+            adapters.largest_rank(policy.lora.rank)
+            if policy.lora.modules_to_save:
+                raise ValueError(
+                    f"engine.enable_lora is true, and policy.lora.modules_to_save ({policy.lora.modules_to_save}) "
+                    "trains whole modules, which vLLM does not take as an adapter: set engine.enable_lora to false."
+                )
 
     def _check_groups(self, config: PretrainedConfig, world_size: int) -> None:
         """Check that tensor-parallel groups can be formed. Raises: ValueError."""
@@ -259,6 +288,8 @@ class VLLMEngine(RolloutEngine):
     def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:
         """Start vLLM (colocate), or keep the connection to the server. Raises: ValueError as `weights.check_policy`."""
         weights.check_policy(policy)
+        if self.enable_lora:
+            weights.check_adapter(policy)
         self.policy, self.tokenizer, self.sharding = policy, tokenizer, sharding
         self.stop_ids = stop_ids(policy, tokenizer)
         if not self.stop_ids:
@@ -268,7 +299,7 @@ class VLLMEngine(RolloutEngine):
         if self.mode == "colocate":
             self.backend = colocate.Colocated(policy, tokenizer, sharding, self.options(policy), self.sleep_level)
         elif self.backend is None:  # used without `check_run`
-            served = server.Served(self.url, self.timeout, self.weight_transfer_backend, self.group_port)
+            served = self._server()
             served.check(None)
             self.backend = served
         self.sent = None
@@ -276,7 +307,14 @@ class VLLMEngine(RolloutEngine):
     def options(self, policy: nn.Module) -> dict[str, Any]:
         """Arguments of `vllm.LLM`."""
         dtype = str(next(policy.parameters()).dtype).removeprefix("torch.") if self.dtype == "auto" else self.dtype
-        return {
+        lora: dict[str, Any] = {}
+        if self.enable_lora:
+            lora = {
+                "enable_lora": True,
+                "max_lora_rank": adapters.largest_rank(weights.rank_of(policy)),
+                "max_loras": 1,
+            }
+        return lora | {
             "dtype": dtype,
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "max_model_len": self.max_model_len,
@@ -296,25 +334,33 @@ class VLLMEngine(RolloutEngine):
             RuntimeError: On every rank, if vLLM of any rank cannot load the weights. That rank raises the original
                 error.
         """
-        state = weights.state_of(policy, self.sharding)
-        if not ranks.is_any(state != self.sent):
-            return
-        self.sent = None  # an update that fails leaves some of the weights behind
-        self.num_updates += 1
-        error = self._update(policy)
-        problems = ranks.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
-        if problem := next(filter(None, problems), None):
-            raise error or RuntimeError(problem)
-        self.sent = state
+        sent, self.sent = self.sent or {}, None  # an update that fails leaves some of the weights behind
+        kinds: tuple[weights.Kind, ...] = ("base", "adapter") if self.enable_lora else ("merged",)
+        for kind in kinds:
+            state = weights.state_of(policy, self.sharding, kind)
+            if not ranks.is_any(state != sent.get(kind)):
+                continue
+            self.num_updates += 1
+            error = self._update(policy, kind)
+            problems = ranks.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+            if problem := next(filter(None, problems), None):
+                raise error or RuntimeError(problem)
+            if isinstance(self.backend, server.Served):  # rank 0 has given the adapter its name
+                self.backend.adapter = ranks.gather_objects(self.backend.adapter)[0]
+            sent[kind] = state
+        self.sent = sent
 
-    def _update(self, policy: nn.Module) -> Exception | None:
-        """Gather the weights on every rank, and send them. Returns: the error that sending raised, of any kind."""
+    def _update(self, policy: nn.Module, kind: weights.Kind) -> Exception | None:
+        """Gather weights on every rank, and send them. Returns: the error that sending raised, of any kind."""
         assert self.backend is not None
-        gathered = weights.gathered_groups(policy, self.sharding)
+        gathered = weights.gathered_groups(policy, self.sharding, kind)
         error = None
         if self.mode == "colocate" or ranks.rank() == 0:
             try:
-                self.backend.update(weights.weight_groups(policy, gathered), self.num_updates)
+                if kind == "adapter":
+                    self.backend.load_adapter(weights.adapter_weights(policy, gathered), self.num_updates)
+                else:
+                    self.backend.update(weights.weight_groups(policy, gathered), self.num_updates)
             except Exception as failure:  # noqa: BLE001 - raised on every rank, once all have gathered all groups
                 error = failure
         for _ in gathered:  # the other ranks wait for this one in the collectives of the groups that are left

@@ -15,11 +15,13 @@ import urllib.request
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from torch import Tensor
 
+from grpo_lightning.rollout.vllm.adapters import AdapterFolders
 from grpo_lightning.rollout.vllm.colocate import check_version
 from grpo_lightning.rollout.vllm.requests import Answer, Request
 from grpo_lightning.rollout.vllm.transfer import GROUPS, BroadcastGroup, describe
@@ -28,6 +30,9 @@ log = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 256
 """Requests that wait for the server at the same time; the server decides how many of them it decodes together."""
+
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+"""Route that the server has only if it takes adapters at runtime."""
 
 PATIENCE = 5
 """Seconds to wait for an answer that explains a failure."""
@@ -103,12 +108,16 @@ class Served:
         timeout: Seconds that a call may take.
         backend: The server's weight transfer backend, "nccl" or "gloo".
         group_port: Free port of this machine for the group of trainer and server.
+        lora_folder: Folder for adapters, which the server reads; None: a temporary folder of this machine.
     """
 
-    def __init__(self, url: str, timeout: float, backend: str, group_port: int) -> None:
+    def __init__(self, url: str, timeout: float, backend: str, group_port: int, lora_folder: str | None = None) -> None:
         self.client, self.backend, self.group_port = Client(url, timeout), backend, group_port
         self.group: BroadcastGroup | None = None
         self.model, self.max_model_len = "", 0
+        self.adapters = AdapterFolders(None if lora_folder is None else Path(lora_folder))
+        self.adapter: str | None = None
+        """Name of the newest adapter on the server; None without adapters."""
 
     def check(self, policy: str | None) -> None:
         """Check server, version and model, before the policy's weights are loaded.
@@ -204,6 +213,31 @@ class Served:
             raise ServerError(f"{self.client.url} could not reset its prefix cache: another client is using it.")
         self.client.post("/resume")
 
+    def check_adapters(self) -> None:
+        """Check that the server takes adapters. Raises: ValueError if it does not."""
+        try:
+            routes = self.client.get("/openapi.json")["paths"]
+        except ServerError:  # the server does not list its routes
+            return
+        if LOAD_ADAPTER not in routes:
+            raise ValueError(
+                f"model.engine.enable_lora: the server at {self.client.url} takes no adapters. Start it with "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank RANK."
+            )
+
+    def load_adapter(self, adapter: dict[str, Tensor], version: int) -> None:
+        """Load a new version of the adapter, from a folder that the server reads; unload the one before.
+
+        Raises:
+            ServerError: If the server cannot load the adapter, for example because it does not see the folder.
+        """
+        folder = self.adapters.write(adapter, version)
+        if self.adapter is not None:
+            self.client.post("/v1/unload_lora_adapter", {"lora_name": self.adapter})
+            self.adapter = None
+        self.client.post(LOAD_ADAPTER, {"lora_name": folder.name, "lora_path": str(folder.resolve())})
+        self.adapter = folder.name
+
     def send(self, group: list[tuple[str, Tensor]]) -> None:
         """Announce a group of weights to the server, and broadcast them while the server waits for them."""
         assert self.group is not None
@@ -232,7 +266,11 @@ class Served:
 
     def complete(self, request: Request) -> Answer:
         """Sample the completion of one request."""
-        body = request.settings | {"model": self.model, "prompt": request.prompt_ids, "return_token_ids": True}
+        body = request.settings | {
+            "model": self.adapter or self.model,
+            "prompt": request.prompt_ids,
+            "return_token_ids": True,
+        }
         (choice,) = self.client.post("/v1/completions", body)["choices"]
         return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
 

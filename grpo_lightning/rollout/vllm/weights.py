@@ -9,16 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.policy.adapters import is_adapter_layer, is_expert_adapter, trained_adapter
+from grpo_lightning.policy.adapters import adapter_layers, is_adapter_layer, is_expert_adapter, trained_adapter
 from grpo_lightning.policy.hf import base_model, is_adapted, is_copied
 from grpo_lightning.policy.lora_targets import expert_tensors
 from grpo_lightning.policy.reference import checksums
 from grpo_lightning.policy.sharding import Sharding, full_shape
+
+Kind = Literal["merged", "base", "adapter"]
+"""What is sent: full weights W + s B A, or W and the adapter A, B separately."""
 
 LAYER = re.compile(r"\.(\d+)\.")
 """The number of a decoder layer in the name of a weight."""
@@ -34,8 +37,10 @@ class Gathered:
     values: dict[int, Tensor]
     """Full values by the id of the parameter."""
 
+    kind: Kind
 
-def gathered_groups(policy: nn.Module, sharding: Sharding) -> Iterator[Gathered]:
+
+def gathered_groups(policy: nn.Module, sharding: Sharding, kind: Kind = "merged") -> Iterator[Gathered]:
     """Gather the policy's full weights, one decoder layer at a time; the others (embeddings, norm, head) last.
 
     Collective: all ranks must iterate to the end.
@@ -43,6 +48,7 @@ def gathered_groups(policy: nn.Module, sharding: Sharding) -> Iterator[Gathered]
     Args:
         policy: The policy.
         sharding: How its weights are sharded over the ranks.
+        kind: Which weights are gathered.
     """
     sharding.reshard(policy)
     adapter = trained_adapter(policy) if is_adapted(policy) else None
@@ -52,18 +58,18 @@ def gathered_groups(policy: nn.Module, sharding: Sharding) -> Iterator[Gathered]
         groups.setdefault(number[1] if number else "", []).append((name, module))
     others = groups.pop("", [])
     for modules in [*groups.values(), others]:
-        parameters = list({id(each): each for _, module in modules for each in _sent(module, adapter)}.values())
+        parameters = list({id(each): each for _, module in modules for each in _sent(module, adapter, kind)}.values())
         if parameters:
             with sharding.whole_group(parameters) as values:
-                yield Gathered(modules, dict(zip(map(id, parameters), values, strict=True)))
+                yield Gathered(modules, dict(zip(map(id, parameters), values, strict=True)), kind)
 
 
 def weight_groups(policy: nn.Module, gathered: Iterable[Gathered] | None = None) -> Iterator[list[tuple[str, Tensor]]]:
     """Iterate over the policy's full weights as vLLM loads them, group by group.
 
     Args:
-        policy: The policy; a model with adapters yields W + s B A for each adapted layer.
-        gathered: Result of `gathered_groups`; None: the policy is not sharded.
+        policy: The policy; a model with adapters yields W + s B A for each adapted layer, or W for the kind "base".
+        gathered: Result of `gathered_groups`; None: merged weights of a policy that is not sharded.
 
     Yields:
         The (name, weight) pairs of one group. Tied weights appear once.
@@ -71,7 +77,27 @@ def weight_groups(policy: nn.Module, gathered: Iterable[Gathered] | None = None)
     seen: set[int] = set()
     adapter = trained_adapter(policy) if is_adapted(policy) else None
     for group in gathered_groups(policy, Sharding()) if gathered is None else gathered:
-        yield [pair for name, module in group.modules for pair in _weights(name, module, adapter, group.values, seen)]
+        merged = adapter if group.kind == "merged" else None
+        yield [pair for name, module in group.modules for pair in _weights(name, module, merged, group.values, seen)]
+
+
+@torch.no_grad()
+def adapter_weights(policy: nn.Module, gathered: Iterable[Gathered]) -> dict[str, Tensor]:
+    """A and s B of all adapted layers by peft's names, on the CPU. The scale s is in B, so that its rule is ours.
+
+    Args:
+        policy: Model with adapters.
+        gathered: Result of `gathered_groups` for the kind "adapter".
+    """
+    adapter = trained_adapter(policy)
+    weights = {}
+    for group in gathered:
+        for name, layer in group.modules:
+            if is_adapter_layer(layer):
+                A, B = (group.values[id(factor)] for factor in _factors(layer, adapter))
+                weights[f"base_model.model.{name}.lora_A.weight"] = A.to("cpu", copy=True).contiguous()
+                weights[f"base_model.model.{name}.lora_B.weight"] = (layer.scaling[adapter] * B).cpu().contiguous()
+    return weights
 
 
 def _holders(policy: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -87,11 +113,15 @@ def _holders(policy: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _sent(module: Any, adapter: str | None) -> Iterator[Tensor]:
-    """Iterate over the parameters of one module that vLLM's weights are computed from."""
+def _sent(module: Any, adapter: str | None, kind: Kind) -> Iterator[Tensor]:
+    """Iterate over the parameters of one module that are needed to send it."""
     if is_adapter_layer(module):
-        yield from module.get_base_layer().parameters()
-        yield from _factors(module, adapter)
+        if kind != "adapter":
+            yield from module.get_base_layer().parameters()
+        if kind != "base":
+            yield from _factors(module, adapter)
+    elif kind == "adapter":
+        return
     elif is_copied(module):
         yield from module.modules_to_save[adapter].parameters()
     else:
@@ -113,10 +143,10 @@ def _weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the weights of one module, by their names in the base model."""
     if is_adapter_layer(module):
-        assert adapter is not None
         for key, weight in module.get_base_layer().named_parameters():
             value = values[id(weight)]
-            yield f"{name}.{key}", merged_weight(value, module, adapter, values) if key == "weight" else value
+            is_merged = key == "weight" and adapter is not None
+            yield f"{name}.{key}", merged_weight(value, module, adapter, values) if is_merged else value
         return
     is_copy = is_copied(module)
     if is_copy:
@@ -127,7 +157,7 @@ def _weights(
             yield f"{name}.{key}", values[id(weight)]
 
 
-def merged_weight(weight: Tensor, layer: Any, adapter: str, values: dict[int, Tensor]) -> Tensor:
+def merged_weight(weight: Tensor, layer: Any, adapter: str | None, values: dict[int, Tensor]) -> Tensor:
     """The merged weight of an adapted layer, out of place: W + s B A in float32, rounded once to the dtype of W.
 
     Args:
@@ -145,13 +175,18 @@ def merged_weight(weight: Tensor, layer: Any, adapter: str, values: dict[int, Te
     return merged
 
 
-def state_of(policy: nn.Module, sharding: Sharding) -> dict[str, int]:
-    """Checksums of this rank's shards of all weights.
+def state_of(policy: nn.Module, sharding: Sharding, kind: Kind = "merged") -> dict[str, int]:
+    """Checksums of this rank's shards of all weights, or of those of the base or the adapter.
 
     If no weight has changed, every rank has the checksums of its earlier call. Not collective.
     """
     sharding.reshard(policy)
-    return checksums(map(sharding.own_shard, policy.parameters()))
+    own: set[int] = set()
+    if kind != "merged":
+        name = trained_adapter(policy)
+        own = {id(factor) for layer in adapter_layers(policy) for factor in _factors(layer, name)}
+    sent = [p for p in policy.parameters() if kind == "merged" or (id(p) in own) == (kind == "adapter")]
+    return checksums(map(sharding.own_shard, sent))
 
 
 def check_policy(policy: Any) -> None:
@@ -178,6 +213,35 @@ def check_policy(policy: Any) -> None:
     for path, layer in model.named_modules():
         if is_adapter_layer(layer) and (reason := not_merged_reason(model, layer, name)):
             raise ValueError(f"VLLMEngine cannot merge the adapter of {path}: {reason}. Use LocalEngine.")
+
+
+def rank_of(policy: Any) -> int:
+    """The largest rank of the adapter's layers."""
+    name = trained_adapter(policy)
+    return max(full_shape(_factors(layer, name)[0])[0] for layer in adapter_layers(policy))
+
+
+def check_adapter(policy: Any) -> None:
+    """Check that vLLM can sample with the policy's adapter, without merging it.
+
+    Raises:
+        ValueError: If there is no adapter, or it has more than A and B of layers inside the decoder.
+    """
+    if not is_adapted(policy):
+        raise ValueError("engine.enable_lora is true, and the policy has no adapters: set policy.lora, or remove it.")
+    model = base_model(policy)
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    for path, module in model.named_modules():
+        reason = None
+        if is_copied(module):
+            reason = "is trained completely (policy.lora.modules_to_save)"
+        elif is_adapter_layer(module) and any(module is end for end in ends):
+            reason = "is the embeddings or the head"
+        if reason:
+            raise ValueError(
+                f"engine.enable_lora is true, and {path} {reason}, which vLLM does not take as an adapter: set "
+                "engine.enable_lora to false."
+            )
 
 
 def not_merged_reason(model: Any, layer: Any, adapter: str) -> str | None:

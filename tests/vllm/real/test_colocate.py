@@ -131,6 +131,24 @@ def test_a_missing_group_of_layers_is_found(engine, monkeypatch):
         engine.sync_weights(model)
 
 
+def test_adapters_alone_after_each_of_three_updates(monkeypatch):
+    """Also with sleep. An adapter that is late by one update is found."""
+    model = add_adapters(policy(), LoRA(rank=4, use_rslora=True, target_modules=["q_proj", "o_proj", "down_proj"]))
+    engine = VLLMEngine(enforce_eager=True, max_num_seqs=32, enable_lora=True, sleep_level=1)
+    engine.connect(model, tiny_tokenizer(), Sharding())
+    for update in range(4):
+        engine.sync_weights(model)
+        groups = engine.generate(PROMPTS, 4, SAMPLING, seeds=[1, 2, 3])
+        assert largest_gap(model, PROMPTS, groups, SAMPLING) < EXACT
+        step(model, update)
+        assert largest_gap(model, PROMPTS, groups, SAMPLING) > 100 * EXACT
+    assert engine.num_updates == 5  # the base once
+    monkeypatch.setattr(engine.backend, "load_adapter", lambda *_: None)
+    engine.sync_weights(model)
+    late = engine.generate(PROMPTS, 4, SAMPLING, seeds=[1, 2, 3])
+    assert largest_gap(model, PROMPTS, late, SAMPLING) > 100 * EXACT
+
+
 def train(folder, max_steps, ckpt_path=None, sleep_level=0, offload=()):
     """Train on the real engine, with checkpoints. Returns: what was logged, and the weights."""
     history = History()

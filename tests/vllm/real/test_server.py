@@ -16,7 +16,7 @@ from grpo_lightning.rollout.vllm.server import ServerError
 from tests.module_runs import History, fit, make_module
 from tests.tiny_models import tiny_tokenizer
 from tests.vllm.real.policies import PROMPTS, largest_gap, policy, step
-from tests.vllm.real.vllm_server import PROCESSED, TRANSFER, free_port, serving
+from tests.vllm.real.vllm_server import ADAPTERS, PROCESSED, TRANSFER, free_port, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 SAMPLING = SamplingParams(max_completion_length=12)
@@ -117,9 +117,19 @@ def test_killing_the_server_ends_the_rollout_with_an_error(server):
     assert "the connection broke" in failures[0] or "cannot be reached" in failures[0]
 
 
-def test_a_server_without_processed_log_probs_and_a_missing_group_of_layers_are_found(folder, monkeypatch):
-    """Both in one test, because a server takes half a minute to start."""
-    with serving(folder, *TRANSFER) as server:
+def test_adapters_a_server_without_processed_log_probs_and_a_missing_group_of_layers(folder, monkeypatch):
+    """All in one test, because a server takes half a minute to start. Adapters are sampled at temperature 1."""
+    with serving(folder, *TRANSFER, *ADAPTERS) as server:
+        adapted = add_adapters(policy(), LoRA(rank=4, use_rslora=True))
+        step(adapted.get_base_model(), 5)  # the base is not the one that the server has loaded
+        engine = connected(server, adapted, enable_lora=True)
+        for update in range(4):
+            engine.sync_weights(adapted)
+            groups = engine.generate(PROMPTS, 4, SAMPLING, seeds=[1, 2, 3])
+            assert largest_gap(adapted, PROMPTS, groups, SAMPLING) < EXACT
+            step(adapted, update)
+            assert largest_gap(adapted, PROMPTS, groups, SAMPLING) > 100 * EXACT
+        engine.backend.group = None  # frees the port
         model = policy()
         engine = connected(server, model)
         with pytest.raises(ValueError, match="Start the server with --logprobs-mode processed_logprobs"):
