@@ -96,6 +96,13 @@ def test_lora_folder(tmp_path):
         assert set(server.fake.adapters) == {folder.name}
 
 
+@case(VLLMEngine, "quantization")
+def test_quantization(fake_vllm):  # noqa: F811
+    connected(VLLMEngine())
+    assert "quantization" not in FakeLLM.made[-1].fake.options
+    assert option("quantization", VLLMEngine(quantization="fp8")) == "fp8"
+
+
 @case(VLLMEngine, "dtype")
 def test_dtype(fake_vllm):  # noqa: F811
     assert option("dtype", VLLMEngine()) == "float32"  # that of the policy

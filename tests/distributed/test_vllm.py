@@ -44,7 +44,7 @@ def test_two_ranks_on_a_server_train_as_one_device(strategy, tmp_path):
 
 # ------------------------------------------------------------------------------------- colocate, with the fake vLLM
 
-EXACT = ["full", "lora", "a rank without prompts"]
+EXACT = ["full", "lora", "adapters", "adapters, asleep", "asleep", "a rank without prompts"]
 TOGETHER = {
     "tensor-parallel": "full",
     "tensor-parallel, a rank without prompts": "a rank without prompts",

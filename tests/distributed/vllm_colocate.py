@@ -44,6 +44,9 @@ class Case:
 CASES: dict[str, Case] = {
     "full": Case(),
     "lora": Case(policy={"lora": LORA}),
+    "adapters": Case(policy={"lora": LORA}, engine={"enable_lora": True}),
+    "adapters, asleep": Case(policy={"lora": LORA}, engine={"enable_lora": True, "sleep_level": 2}),
+    "asleep": Case(engine={"sleep_level": 2}),
     "a rank without prompts": Case(prompts=PROMPTS[:1]),
     "tensor-parallel": Case(engine={"tensor_parallel_size": 2}),
     "tensor-parallel, a rank without prompts": Case(engine={"tensor_parallel_size": 2}, prompts=PROMPTS[:1]),

@@ -68,7 +68,7 @@ def install() -> int:
         [sys.executable, "-m", "venv", FOLDER],
         [*pip, "install", VLLM],
         [*pip, "uninstall", "--yes", *UNUSED],
-        [*pip, "install", "--editable", f"{ROOT}[peft]", "pytest", "hypothesis"],
+        [*pip, "install", "--editable", f"{ROOT}[peft,deepspeed]", "pytest", "hypothesis"],
         [PYTHON, "-c", NAME_DISTRIBUTION],
     ]
     for step in steps:

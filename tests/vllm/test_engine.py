@@ -579,6 +579,7 @@ def test_an_error_of_any_kind_on_rank_0_reaches_the_other_ranks(fake_vllm, monke
         ({"tensor_parallel_size": 0}, "engine.tensor_parallel_size must be at least 1"),
         ({"mode": "server", "tensor_parallel_size": 2}, "engine.tensor_parallel_size is 2, which has no effect with"),
         ({"sleep_level": 3}, "engine.sleep_level must be 0, 1 or 2, got 3"),
+        ({"quantization": "awq"}, "engine.quantization must be null or one of fp8, fp8_per_tensor"),
         ({"max_num_seqs": 0}, "engine.max_num_seqs must be at least 1"),
         ({"dtype": "int8"}, "engine.dtype must be one of auto, float32, bfloat16, float16, got 'int8'"),
         ({"mode": "server", "base_url": "localhost:8000"}, "engine.base_url must be http://"),

@@ -42,10 +42,13 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 SleepLevel = Literal[0, 1, 2]
 TransferBackend = Literal["nccl", "gloo"]
 
+QUANTIZATIONS = ("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8", "int8_per_channel_weight_only")
+"""Quantisations that vLLM computes from full weights. The others need a quantised checkpoint."""
+
 OF_MODE: dict[str, tuple[str, ...]] = {
     "colocate": (
         *("gpu_memory_utilization", "max_model_len", "max_num_seqs", "enable_prefix_caching"),
-        *("enforce_eager", "dtype", "tensor_parallel_size", "sleep_level"),
+        *("enforce_eager", "dtype", "tensor_parallel_size", "sleep_level", "quantization"),
     ),
     "server": ("base_url", "host", "port", "timeout", "weight_transfer_backend", "group_port", "lora_folder"),
 }
@@ -56,6 +59,10 @@ PROBE_TEMPERATURE = 0.5
 
 LARGEST_DIFFERENCE = {torch.float32: 0.01, torch.bfloat16: 0.1, torch.float16: 0.1}
 """Largest mean |difference| between vLLM's and the policy's log-probs in the probe, in nats, by the coarser dtype."""
+
+
+QUANTIZED_DIFFERENCE = 0.5
+"""The same for `quantization`, in nats."""
 
 
 class Backend(Protocol):
@@ -96,6 +103,9 @@ class VLLMEngine(RolloutEngine):
             between them, and they sample their prompts together. Must divide the number of ranks.
         sleep_level: What vLLM does with its GPU memory while the policy trains. 0 keeps it; 1 moves vLLM's weights to
             the CPU and discards the KV cache; 2 discards both, so that the weights are sent before every rollout.
+        quantization: vLLM's name of a quantisation of its copy of the weights, for example "fp8", which is computed at
+            every update; null for none. Completions then come from another distribution than the policy's: set
+            `objective.rollout_correction`.
         enable_lora: Send only A and B of the policy's adapter before each rollout, which vLLM does not merge; the base
             weights are sent once. False sends merged weights.
         base_url: Address of the server, instead of `host` and `port`.
@@ -122,6 +132,7 @@ class VLLMEngine(RolloutEngine):
         dtype: DType = "auto",
         tensor_parallel_size: int = 1,
         sleep_level: SleepLevel = 0,
+        quantization: str | None = None,
         enable_lora: bool = False,
         base_url: str | None = None,
         host: str = "127.0.0.1",
@@ -140,6 +151,7 @@ class VLLMEngine(RolloutEngine):
         self.dtype = dtype
         self.tensor_parallel_size = tensor_parallel_size
         self.sleep_level = sleep_level
+        self.quantization = quantization
         self.enable_lora = enable_lora
         self.base_url = base_url
         self.host = host
@@ -156,6 +168,7 @@ class VLLMEngine(RolloutEngine):
             ("dtype", dtype in get_args(DType), f"one of {', '.join(get_args(DType))}"),
             ("tensor_parallel_size", tensor_parallel_size >= 1, "at least 1"),
             ("sleep_level", sleep_level in get_args(SleepLevel), "0, 1 or 2"),
+            ("quantization", quantization in (None, *QUANTIZATIONS), f"null or one of {', '.join(QUANTIZATIONS)}"),
             ("base_url", base_url is None or base_url.startswith(("http://", "https://")), "http://... or https://..."),
             ("port", 0 < port < 2**16, "a port"),
             ("timeout", timeout > 0, "above 0"),
@@ -314,15 +327,20 @@ class VLLMEngine(RolloutEngine):
                 "max_lora_rank": adapters.largest_rank(weights.rank_of(policy)),
                 "max_loras": 1,
             }
-        return lora | {
-            "dtype": dtype,
-            "gpu_memory_utilization": self.gpu_memory_utilization,
-            "max_model_len": self.max_model_len,
-            "max_num_seqs": self.max_num_seqs,
-            "enable_prefix_caching": self.enable_prefix_caching,
-            "enforce_eager": self.enforce_eager,
-            "tensor_parallel_size": self.tensor_parallel_size,
-        }
+        quantization = {} if self.quantization is None else {"quantization": self.quantization}
+        return (
+            lora
+            | quantization
+            | {
+                "dtype": dtype,
+                "gpu_memory_utilization": self.gpu_memory_utilization,
+                "max_model_len": self.max_model_len,
+                "max_num_seqs": self.max_num_seqs,
+                "enable_prefix_caching": self.enable_prefix_caching,
+                "enforce_eager": self.enforce_eager,
+                "tensor_parallel_size": self.tensor_parallel_size,
+            }
+        )
 
     def sync_weights(self, policy: nn.Module) -> None:
         """Send the policy's weights to vLLM, if they have changed since the last call. Collective.
@@ -482,6 +500,8 @@ class VLLMEngine(RolloutEngine):
         tolerance = max(
             LARGEST_DIFFERENCE.get(dtype, 0.1) for dtype in dtypes | ({torch.bfloat16} if is_server else set())
         )
+        if self.quantization is not None:
+            tolerance = max(tolerance, QUANTIZED_DIFFERENCE)
         if not difference <= tolerance:
             remedy = "Start the server with --logprobs-mode processed_logprobs." if is_server else "Use LocalEngine."
             raise ValueError(

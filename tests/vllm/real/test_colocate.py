@@ -18,6 +18,7 @@ from tests.vllm.real.policies import PROMPTS, largest_gap, policy, step
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 SAMPLING = SamplingParams(max_completion_length=12)
+SHORT = SamplingParams(max_completion_length=5)
 EXACT = 1e-4
 """Nats by which float32 log-probs of two implementations may differ."""
 
@@ -138,15 +139,31 @@ def test_adapters_alone_after_each_of_three_updates(monkeypatch):
     engine.connect(model, tiny_tokenizer(), Sharding())
     for update in range(4):
         engine.sync_weights(model)
-        groups = engine.generate(PROMPTS, 4, SAMPLING, seeds=[1, 2, 3])
-        assert largest_gap(model, PROMPTS, groups, SAMPLING) < EXACT
+        groups = engine.generate(PROMPTS, 2, SHORT, seeds=[1, 2, 3])
+        assert largest_gap(model, PROMPTS, groups, SHORT) < EXACT
         step(model, update)
-        assert largest_gap(model, PROMPTS, groups, SAMPLING) > 100 * EXACT
+        assert largest_gap(model, PROMPTS, groups, SHORT) > 100 * EXACT
     assert engine.num_updates == 5  # the base once
     monkeypatch.setattr(engine.backend, "load_adapter", lambda *_: None)
     engine.sync_weights(model)
-    late = engine.generate(PROMPTS, 4, SAMPLING, seeds=[1, 2, 3])
-    assert largest_gap(model, PROMPTS, late, SAMPLING) > 100 * EXACT
+    late = engine.generate(PROMPTS, 2, SHORT, seeds=[1, 2, 3])
+    assert largest_gap(model, PROMPTS, late, SHORT) > 100 * EXACT
+
+
+def test_quantised_weights_follow_the_policy():
+    """The one quantisation of vLLM that runs on a CPU. The scales are computed again at every update."""
+    model, engine = (
+        policy(),
+        VLLMEngine(enforce_eager=True, max_num_seqs=32, quantization="int8_per_channel_weight_only"),
+    )
+    engine.connect(model, tiny_tokenizer(), Sharding())
+    for update in range(3):
+        engine.sync_weights(model)
+        groups = engine.generate(PROMPTS, 2, SHORT, seeds=[1, 2, 3])
+        rounding = largest_gap(model, PROMPTS, groups, SHORT)
+        step(model, update)
+        assert EXACT < rounding < 0.4
+        assert largest_gap(model, PROMPTS, groups, SHORT) > 3 * rounding
 
 
 def train(folder, max_steps, ckpt_path=None, sleep_level=0, offload=()):
