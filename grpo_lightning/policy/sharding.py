@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,18 @@ class Sharding:
 
     def whole(self, parameter: Tensor) -> Tensor:
         """Gather the full value of a parameter. Collective: all ranks must call this."""
+        return parameter.detach()
+
+    @contextlib.contextmanager
+    def whole_group(self, parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Context with the full values of several parameters, for example of a layer, which are gathered together.
+
+        Collective: all ranks must enter and leave the context. The values must not be changed.
+        """
+        yield [self.whole(parameter) for parameter in parameters]
+
+    def own_shard(self, parameter: Tensor) -> Tensor:
+        """The part of a parameter that this rank stores between forward passes; not collective."""
         return parameter.detach()
 
     def assign(self, parameter: Tensor, value: Tensor | None) -> None:
@@ -125,6 +137,11 @@ class FullyShard(Sharding):
         """Gather all shards of a parameter, unless a forward pass has left the parameter gathered."""
         value: Tensor = parameter.detach()
         return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+    def own_shard(self, parameter: Tensor) -> Tensor:
+        """The local shard; the full parameter if a forward pass has left it gathered (see `reshard`)."""
+        value: Tensor = parameter.detach()
+        return value.to_local() if hasattr(value, "to_local") else value
 
     def assign(self, parameter: Tensor, value: Tensor | None) -> None:
         """Set a parameter: every rank gets its shard of rank 0's value."""
@@ -232,6 +249,21 @@ class Partitioned(PartitionedGradients):
 
         with deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
+
+    @contextlib.contextmanager
+    def whole_group(self, parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Gather the parameters with one collective; DeepSpeed frees the full values afterwards."""
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(parameters)):
+            yield [parameter.detach() for parameter in parameters]
+
+    def own_shard(self, parameter: Tensor) -> Tensor:
+        """The partition of this rank. Raises: ValueError if DeepSpeed keeps it on a disk."""
+        shard = own_part(parameter).detach()
+        if not shard.numel() and full_shape(parameter).numel():
+            raise ValueError("ZeRO-3 keeps the weights on a disk (NVMe), which is not supported: offload to the CPU.")
+        return shard
 
     def assign(self, parameter: Tensor, value: Tensor | None) -> None:
         """Set a parameter: every rank gets its partition of rank 0's value."""

@@ -12,6 +12,8 @@ import torch
 
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.lora import LoRA
+from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.vllm import server as vllm_server
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
@@ -61,6 +63,50 @@ def test_options_of_vllm(fake_vllm):  # noqa: F811
     for name, value in values.items():
         assert option(name, VLLMEngine()) != value
         assert option(name, VLLMEngine(**{name: value})) == value
+
+
+@case(VLLMEngine, "tensor_parallel_size")
+def test_tensor_parallel_size(fake_vllm):  # noqa: F811
+    """What the ranks of a group do together: `tests/distributed/test_vllm.py`."""
+    policy = tiny_model(**SMALL)
+    for size in (1, 2):
+        VLLMEngine(tensor_parallel_size=size).connect(policy, tiny_tokenizer(), Sharding())
+        assert FakeLLM.made[-1].fake.options["tensor_parallel_size"] == size
+
+
+@case(VLLMEngine, "sleep_level")
+def test_sleep_level(fake_vllm):  # noqa: F811
+    for level in (0, 1, 2):
+        engine = connected(VLLMEngine(sleep_level=level))
+        engine.generate([[5, 6]], 1, SAMPLING, seeds=[0])
+        assert engine.backend.llm.fake.levels[1:] == ([level] if level else [])
+
+
+@case(VLLMEngine, "enable_lora")
+def test_enable_lora(fake_vllm):  # noqa: F811
+    for is_enabled in (False, True):
+        policy = add_adapters(tiny_model(**SMALL), LoRA(rank=4))
+        engine = connected(VLLMEngine(enable_lora=is_enabled), policy)
+        assert bool(engine.backend.llm.fake.adapters) == is_enabled
+
+
+@case(VLLMEngine, "lora_folder")
+def test_lora_folder(tmp_path):
+    policy = add_adapters(tiny_model(**SMALL), LoRA(rank=4))
+    own = {"weight_transfer_backend": "gloo", "group_port": free_port(), "timeout": 20, "enable_lora": True}
+    with serving(policy.get_base_model().config) as server:
+        default = VLLMEngine("server", base_url=server.url, **own)
+        assert default.lora_folder is None
+        connected(VLLMEngine("server", base_url=server.url, lora_folder=str(tmp_path / "shared"), **own), policy)
+        (folder,) = (tmp_path / "shared").iterdir()
+        assert set(server.fake.adapters) == {folder.name}
+
+
+@case(VLLMEngine, "quantization")
+def test_quantization(fake_vllm):  # noqa: F811
+    connected(VLLMEngine())
+    assert "quantization" not in FakeLLM.made[-1].fake.options
+    assert option("quantization", VLLMEngine(quantization="fp8")) == "fp8"
 
 
 @case(VLLMEngine, "dtype")

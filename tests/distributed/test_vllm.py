@@ -1,14 +1,16 @@
-"""Two ranks that sample on one vLLM server train as one device does."""
+"""Two ranks that sample with vLLM, on one server or each with a vLLM of its own, train as one device does."""
 
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig
 
-from tests.distributed.harness import run_ranks
+from tests.distributed import vllm_colocate
+from tests.distributed.harness import once, run_ranks
 from tests.distributed.steps import save_policy
 from tests.distributed.vllm import STEPS, train
 from tests.marks import SLOW, only
@@ -49,7 +51,7 @@ def trained(
 
 @SLOW
 @pytest.mark.parametrize("is_killed", [False, True])
-@pytest.mark.parametrize("strategy", only([], ["ddp", "zero2"]))
+@pytest.mark.parametrize("strategy", only([], ["ddp", "zero2", "zero3", "fsdp2"]))
 def test_two_ranks_on_a_server_train_as_one_device(strategy, is_killed, tmp_path):
     """Also if the server dies: both ranks wait until rank 0 has sent the weights again."""
     save_policy(tmp_path)
@@ -61,3 +63,88 @@ def test_two_ranks_on_a_server_train_as_one_device(strategy, is_killed, tmp_path
     assert own.keys() == weights.keys()
     for name, weight in weights.items():
         torch.testing.assert_close(own[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+
+
+# ------------------------------------------------------------------------------------- colocate, with the fake vLLM
+
+EXACT = ["full", "lora", "adapters", "adapters, asleep", "asleep", "a rank without prompts"]
+TOGETHER = {
+    "tensor-parallel": "full",
+    "tensor-parallel, a rank without prompts": "a rank without prompts",
+    "tensor-parallel, shared groups": "full",
+}
+"""Cases of tensor-parallel groups, and those of one device with the same prompts."""
+BROKEN = ["late", "dropped", "failing"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Runs all cases of a strategy, once. Returns what a case logged, the errors of the ranks, and the weights."""
+    folder = tmp_path_factory.mktemp("colocate")
+    vllm_colocate.save_policy(folder)
+
+    @once
+    def run(strategy: str, world_size: int) -> None:
+        names = {1: EXACT, 2: [*EXACT, *TOGETHER, *BROKEN], 4: list(TOGETHER)[:2]}[world_size]
+        run_ranks("tests.distributed.vllm_colocate", "FAKE", strategy, folder, *names, world_size=world_size)
+
+    def result(strategy: str, name: str, world_size: int = 2) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        run(strategy, 1 if strategy == "one" else world_size)
+        path = folder / f"{strategy} {1 if strategy == 'one' else world_size}, {name}"
+        return json.loads(path.with_suffix(".json").read_text()), torch.load(path.with_suffix(".pt"))
+
+    return result
+
+
+STRATEGIES = only(["zero3"], ["ddp", "zero2", "zero3", "fsdp2"])
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_ranks_with_a_vllm_each_train_as_one_device(results, strategy, name):
+    """Also the completions are those of one device: they follow from the seeds of the prompts."""
+    compare(results("one", name), results(strategy, name))
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_tensor_parallel_groups_train_as_one_device(results, strategy, name):
+    """The fake asserts that the ranks of a group sample the same requests."""
+    compare(results("one", TOGETHER[name]), results(strategy, name))
+
+
+@SLOW
+@pytest.mark.parametrize("name", list(TOGETHER)[:2])
+def test_two_tensor_parallel_groups_train_as_one_device(results, name):
+    compare(results("one", TOGETHER[name]), results("ddp", name, 4))
+
+
+def compare(of_one: Any, of_several: Any) -> None:
+    """Compare metrics and weights of one device and of several ranks."""
+    (one, weights), (two, own) = of_one, of_several
+    assert len(two["steps"]) == vllm_colocate.STEPS
+    for metric in ("reward/mean", "rollout/length", "policy/entropy"):
+        values = [[step[metric] for step in found["steps"]] for found in (one, two)]
+        assert values[1] == pytest.approx(values[0], rel=1e-4), metric
+    assert max(step["policy/rollout_difference_max"] for step in two["steps"]) < 1e-4
+    assert own.keys() == weights.keys()
+    for key, weight in weights.items():
+        torch.testing.assert_close(own[key], weight, rtol=1e-3, atol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_weights_that_come_late_or_not_at_all_are_found_with_two_ranks(results, strategy):
+    late, dropped = results(strategy, "late")[0], results(strategy, "dropped")[0]
+    differences = [step["policy/rollout_difference_max"] for step in late["steps"]]
+    assert differences[0] < 1e-4
+    assert min(differences[1:]) > 0.1
+    for error in dropped["errors"]:
+        assert "The trainer sent no value for model.layers.0." in error
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_error_of_one_rank_raises_on_all_ranks(results, strategy):
+    """The other ranks would otherwise wait in the collective of the next layer."""
+    first, last = results(strategy, "failing")[0]["errors"]
+    assert last == "KeyError: 'a fault of the last rank'"
+    assert first == f"RuntimeError: {last}"

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 
 from grpo_lightning.core import ranks
+from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from tests.distributed.harness import free_port
 from tests.distributed.runs import STRATEGIES
-from tests.module_runs import History, make_module, make_source, make_trainer, weights_of
+from tests.module_runs import History, make_module, make_source, make_trainer
 
 STEPS = 3
 
@@ -25,9 +26,16 @@ def train(strategy: str, url: str, folder: Path) -> None:
     module = make_module(policy=str(folder / "policy"), length=6, engine=engine)
     trainer = make_trainer(devices=devices, strategy=STRATEGIES[strategy](), max_steps=STEPS, callbacks=[history])
     trainer.fit(module, make_source(module, batch_size=4 // devices, shuffle=False))
+    own = full_weights(module)
     if ranks.rank() == 0:
         (folder / f"{strategy}.json").write_text(json.dumps(history.steps))
-        torch.save(weights_of(module), folder / f"{strategy}.pt")
+        torch.save(own, folder / f"{strategy}.pt")
+
+
+def full_weights(module: GRPOLightningModule) -> dict[str, torch.Tensor]:
+    """The policy's full weights. Collective."""
+    module.sharding.reshard(module.policy)
+    return {name: module.sharding.whole(weight).clone() for name, weight in module.policy.named_parameters()}
 
 
 def main(strategy: str, url: str, folder: str) -> None:

@@ -11,13 +11,16 @@ import contextlib
 import copy
 import io
 import json
+import os
 import random
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,8 +29,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from grpo_lightning.core.ranks import Teams
 from grpo_lightning.core.types import EncodedPrompt, PromptVision, SamplingParams
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.hf import num_positions
@@ -57,6 +62,8 @@ class FakeVLLM:
         self.options = options
         self.config = config
         auto = AutoModelForCausalLM if processor is None else AutoModelForImageTextToText
+        self.launched = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK")}
+        self.scratch = torch.empty(1)
         with torch.random.fork_rng():
             torch.manual_seed(99)
             # A config of its own: sampling changes it for a while, and several servers sample at the same time.
@@ -69,6 +76,53 @@ class FakeVLLM:
         self.is_updating = False
         self.version = "default"
         self.guides: list[Any] = []
+        self.asleep: set[str] = set()
+        self.levels: list[int] = []
+        self.adapters: dict[str, dict[str, torch.Tensor]] = {}
+
+    def add_adapter(self, name: str, folder: str) -> None:
+        """As vLLM, ignore an adapter whose name is known."""
+        self.events.append("adapter")
+        if name in self.adapters:
+            return
+        config = json.loads((Path(folder) / "adapter_config.json").read_text())
+        weights = load_file(Path(folder) / "adapter_model.safetensors")
+        scale = config["lora_alpha"] / config["r"]
+        assert config["r"] <= self.options.get("max_lora_rank", 512)
+        stems = {key.rsplit(".lora_", 1)[0] for key in weights}
+        self.adapters[name] = {
+            f"{stem.removeprefix('base_model.model.')}.weight": scale
+            * weights[f"{stem}.lora_B.weight"]
+            @ weights[f"{stem}.lora_A.weight"]
+            for stem in stems
+        }
+
+    @contextlib.contextmanager
+    def adapted(self, name: str | None) -> Iterator[None]:
+        """Context with an adapter added to the weights."""
+        own, deltas = dict(self.model.named_parameters()), self.adapters[name] if name else {}
+        before = {key: own[key].detach().clone() for key in deltas}
+        with torch.no_grad():
+            for key, delta in deltas.items():
+                own[key].add_(delta)
+            yield
+            for key, value in before.items():
+                own[key].copy_(value)
+
+    def sleep(self, level: int) -> None:
+        assert not self.asleep
+        self.events.append("sleep")
+        self.levels.append(level)
+        self.asleep = {"weights", "kv_cache"}
+        if level == 2:
+            with torch.no_grad():
+                for weight in self.model.parameters():
+                    weight.fill_(torch.nan)
+
+    def wake_up(self, tags: list[str]) -> None:
+        assert set(tags) <= self.asleep
+        self.events.append(f"wake {' '.join(tags)}")
+        self.asleep -= set(tags)
 
     @property
     def max_model_len(self) -> int:
@@ -86,6 +140,7 @@ class FakeVLLM:
         self.events.append("load")
         if not self.is_updating:
             raise RuntimeError("start_weight_update must be called before update_weights.")
+        assert "weights" not in self.asleep
         with torch.no_grad():
             for name, weight in weights:
                 if name not in own:
@@ -115,7 +170,9 @@ class FakeVLLM:
         """One completion, sampled with the model's weights and the request's own seed."""
         assert settings["n"] == 1
         self.guides.append(settings["structured_outputs"])
-        assert "reset" in self.events[-2:] or not self.options.get("enable_prefix_caching"), self.events
+        assert not self.asleep
+        others = [event for event in self.events if not event.startswith(("wake", "sleep"))]
+        assert "reset" in others[-1:] or not self.options.get("enable_prefix_caching"), self.events
         self.num_requests += 1
         bias = settings["logit_bias"] or {}
         assert set(bias.values()) <= {SUPPRESSED}
@@ -136,6 +193,15 @@ class FakeVLLM:
         vision = self.encoder.vision_inputs([vision], needs_blank=False)
         ((found,),) = engine.generate([prompt], 1, sampling, [settings["seed"]], vision=vision)
         return found.token_ids, found.logprobs, found.finish_reason
+
+
+@dataclass
+class FakeLoRARequest:
+    """`vllm.lora.request.LoRARequest`."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
 
 
 class FakeLLM:
@@ -178,11 +244,21 @@ class FakeLLM:
         self.fake.events.append("reset")
         return True
 
+    def sleep(self, level: int) -> None:
+        self.fake.sleep(level)
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.fake.wake_up(tags)
+
     def get_tokenizer(self) -> Any:
         return self.fake.tokenizer
 
-    def enqueue(self, prompts: Any, settings: Any, use_tqdm: bool) -> list[str]:
+    def enqueue(self, prompts: Any, settings: Any, use_tqdm: bool, lora_request: Any) -> list[str]:
         self.shake()
+        group = Teams(self.fake.options["tensor_parallel_size"])
+        requests = group.broadcast(group.gather((prompts, settings)))
+        assert all(each == requests[0] for each in requests), "the ranks of a tensor-parallel group differ"
+        self.adapter = lora_request and lora_request.lora_name
         self.waiting = [(str(number), *each) for number, each in enumerate(zip(prompts, settings, strict=True))]
         return [f"{number}-abcd" for number, _, _ in self.waiting]
 
@@ -202,7 +278,8 @@ class FakeLLM:
         if images := prompt.get("multi_modal_data", {}).get("image"):
             encoded = self.fake.expand(prompt_ids, images)
             prompt_ids, vision = encoded.token_ids, encoded.vision
-        ids, logprobs, reason = self.fake.complete(prompt_ids, settings, vision)
+        with self.fake.adapted(self.adapter):
+            ids, logprobs, reason = self.fake.complete(prompt_ids, settings, vision)
         positions = [{token: SimpleNamespace(logprob=value)} for token, value in zip(ids, logprobs, strict=True)]
         output = SimpleNamespace(token_ids=ids, logprobs=positions, finish_reason=reason)
         return [SimpleNamespace(request_id=number, finished=True, outputs=[output], prompt_token_ids=prompt_ids)]
@@ -210,19 +287,33 @@ class FakeLLM:
     def reset_encoder_cache(self) -> None:
         self.fake.events.append("reset_encoder")
 
+    def add_lora(self, request: Any) -> None:
+        self.fake.add_adapter(request.lora_name, request.lora_path)
 
-@pytest.fixture
-def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
+    def remove_lora(self, _: int) -> None:
+        self.fake.adapters.clear()
+
+
+def install_fake(patch: pytest.MonkeyPatch) -> type[FakeLLM]:
     """Put the fake in the place of the package `vllm`. `FakeLLM.made` has the engines."""
     module: Any = ModuleType("vllm")
     module.__version__, module.LLM, module.SamplingParams = VERSION, FakeLLM, dict
-    monkeypatch.setitem(sys.modules, "vllm", module)
     params: Any = ModuleType("vllm.sampling_params")
     params.StructuredOutputsParams = SimpleNamespace
-    monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
-    monkeypatch.setattr("grpo_lightning.rollout.vllm.transfer.register", lambda: None)
+    requests: Any = ModuleType("vllm.lora.request")
+    requests.LoRARequest = FakeLoRARequest
+    modules = {"vllm": module, "vllm.sampling_params": params, "vllm.lora": ModuleType("vllm.lora")}
+    for name, each in (modules | {"vllm.lora.request": requests}).items():
+        patch.setitem(sys.modules, name, each)
+    patch.setattr("grpo_lightning.rollout.vllm.transfer.register", lambda: None)
     FakeLLM.made.clear()
     return FakeLLM
+
+
+@pytest.fixture
+def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
+    """`install_fake` for one test."""
+    return install_fake(monkeypatch)
 
 
 class FakeServer:
@@ -356,6 +447,11 @@ class FakeServer:
             "/reset_encoder_cache": lambda _: self.fake.events.append("reset_encoder"),
             "/v1/completions": self.complete,
             "/inference/v1/generate": self.complete_tokens,
+            "/openapi.json": lambda _: {
+                "paths": {} if "/v1/load_lora_adapter" in self.hidden else dict.fromkeys(self.routes())
+            },
+            "/v1/load_lora_adapter": lambda body: self.fake.add_adapter(body["lora_name"], body["lora_path"]),
+            "/v1/unload_lora_adapter": lambda body: self.fake.adapters.pop(body["lora_name"]) and None,
             "/detokenize": lambda body: {"prompt": self.fake.tokenizer.decode(body["tokens"])},
         }
 
@@ -390,14 +486,16 @@ class FakeServer:
 
     def sample(self, body: dict[str, Any], prompt: list[int], settings: dict[str, Any], vision: Any = None) -> Any:
         """Sample a completion. Returns: tokens, log-probs, finish reason, version of the weights."""
-        assert body["model"] == self.name
+        adapter = None if body["model"] == self.name else body["model"]
+        if adapter not in {None, *self.fake.adapters}:
+            raise RefusalError(404, f"The model {adapter} does not exist.")
         fake = self.fake
         with self.lock:  # forward passes of one small model
             assert not self.is_paused
             self.before_completion(len(self.bodies))
             self.bodies.append(settings | {"prompt": prompt, "content_parts": body.get("content_parts")})
         time.sleep(self.delay)
-        with self.lock:
+        with self.lock, fake.adapted(adapter):
             return (*fake.complete(prompt, settings, vision), fake.version)
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:

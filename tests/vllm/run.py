@@ -94,7 +94,7 @@ def install() -> int:
         [sys.executable, "-m", "venv", FOLDER],
         [*pip, "install", VLLM],
         [*pip, "uninstall", "--yes", *UNUSED],
-        [*pip, "install", "--editable", f"{ROOT}[peft]", "pytest", "hypothesis"],
+        [*pip, "install", "--editable", f"{ROOT}[peft,deepspeed]", "pytest", "hypothesis"],
         [PYTHON, "-c", NAME_DISTRIBUTION],
         [PYTHON, "-c", DECLARE_OPERATORS],
     ]

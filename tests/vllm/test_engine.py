@@ -1,5 +1,7 @@
 """`VLLMEngine` against a small vLLM made of transformers (`fakes.py`): weights, completions, errors."""
 
+import contextlib
+import os
 import random
 import sys
 import threading
@@ -24,7 +26,7 @@ from grpo_lightning.rollout.vllm import server as vllm_server
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.server import ServerError, own_address
 from tests import tiny_vlms
-from tests.module_runs import SMALL, History, fit, make_module
+from tests.module_runs import SMALL, History, are_equal, fit, make_module, weights_of
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.vllm.fakes import fake_vllm, serving  # noqa: F401 - a fixture
 from tests.vllm.real import policies as real
@@ -48,14 +50,15 @@ def connect(request, fake_vllm):  # noqa: F811
 
     def make(policy=None, **options):
         policy = tiny_model(**SMALL) if policy is None else policy
+        own = {"enable_lora": True} if options.pop("enable_lora", False) else {}
         if request.param == "server":
             config = getattr(policy, "get_base_model", lambda: policy)().config
             servers.append(serving(config, **options))
             url = servers[-1].__enter__().url
             settings = {"base_url": url, "weight_transfer_backend": "gloo", "group_port": free_port(), "timeout": 20}
-            engine = VLLMEngine("server", **settings)
+            engine = VLLMEngine("server", **settings, **own)
         else:
-            engine = VLLMEngine("colocate", **options)
+            engine = VLLMEngine("colocate", **options, **own)
         engine.connect(policy, tiny_tokenizer(), Sharding())
         return engine, policy
 
@@ -149,10 +152,149 @@ def test_log_probs_of_the_real_tests_are_those_of_the_policy():
     assert real.largest_gap(policy, PROMPTS[:1], groups, sampling) < 1e-5
 
 
+@pytest.mark.parametrize("lora", [LoRA(rank=4), LoRA(rank=6, alpha=5, use_rslora=True, target_modules=["q_proj"])])
+def test_adapters_are_sent_alone(connect, monkeypatch, lora):
+    """The base is sent once, and again only if it changes; every adapter has a name of its own."""
+    sent = []
+    for name in ("weight_groups", "adapter_weights"):
+        call = getattr(weights, name)
+        monkeypatch.setattr(weights, name, lambda *args, call=call, name=name: sent.append(name) or call(*args))
+    engine, policy = connect(add_adapters(tiny_model(**SMALL), lora), enable_lora=True)
+    for update in range(4):
+        engine.sync_weights(policy)
+        groups = engine.generate(PROMPTS, 2, SAMPLING, seeds=[1, 2, 3])
+        new = [pytest.approx(scored(policy, p, c), abs=1e-4) for p, g in zip(PROMPTS, groups, strict=True) for c in g]
+        assert [c.logprobs for group in groups for c in group] == new
+        assert sent == ["weight_groups"] + ["adapter_weights"] * (update + 1)
+        step(policy, update)
+    with torch.no_grad():
+        policy.get_base_model().model.norm.weight.mul_(1.5)
+    engine.sync_weights(policy)
+    groups = engine.generate(PROMPTS[:1], 1, SAMPLING, seeds=[1])
+    assert groups[0][0].logprobs == pytest.approx(scored(policy, PROMPTS[0], groups[0][0]), abs=1e-4)
+    assert sent[5:] == ["weight_groups", "adapter_weights"]
+    assert len(list(engine.backend.adapters.parent.glob("*policy-*"))) == 1  # old versions are removed
+
+
+def test_an_adapter_that_is_late_or_has_an_old_name_shows_in_the_log_probs(connect, monkeypatch):
+    engine, policy = connect(add_adapters(tiny_model(**SMALL), LoRA(rank=4)), enable_lora=True)
+    step(policy, 0)
+    engine.sync_weights(policy)
+    step(policy, 1)
+    monkeypatch.setattr(engine.backend, "load_adapter", lambda *_: engine.told)
+    engine.sync_weights(policy)
+    ((late,),) = engine.generate(PROMPTS[:1], 1, SAMPLING, seeds=[1])
+    assert late.logprobs != pytest.approx(scored(policy, PROMPTS[0], late), abs=1e-2)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_vllm_sleeps_with_adapters(fake_vllm, level):  # noqa: F811
+    engine = VLLMEngine(sleep_level=level, enable_lora=True)
+    policy = add_adapters(tiny_model(**SMALL), LoRA(rank=4))
+    engine.connect(policy, tiny_tokenizer(), Sharding())
+    for update in range(3):
+        engine.sync_weights(policy)
+        ((found,),) = engine.generate(PROMPTS[:1], 1, SAMPLING, seeds=[1])
+        assert found.logprobs == pytest.approx(scored(policy, PROMPTS[0], found), abs=1e-4)
+        step(policy, update)
+    assert engine.backend.llm.fake.events.count("start") == (1 if level == 1 else 3)
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (None, "engine.enable_lora is true, and policy.lora is not set"),
+        ({"rank": 600}, "engine.enable_lora is true, policy.lora.rank is 600, and vLLM's largest rank is 512"),
+        ({"modules_to_save": ["lm_head"]}, r"policy.lora.modules_to_save \(\['lm_head'\]\) trains whole modules"),
+    ],
+)
+def test_adapters_that_cannot_be_sent_are_refused_before_weights_load(tmp_path, lora, message):
+    tiny_model(**SMALL).config.save_pretrained(tmp_path)
+    settings = PolicyLoader(str(tmp_path), lora=lora)
+    with pytest.raises(ValueError, match=message):
+        VLLMEngine(enable_lora=True).check_run(settings, [SAMPLING], Sharding(), 1)
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (LoRA(rank=4, target_modules=["q_proj", "lm_head"]), "lm_head is the embeddings or the head"),
+        (LoRA(rank=4, modules_to_save=["model.norm"]), "model.norm is trained completely"),
+        (None, "the policy has no adapters"),
+    ],
+)
+def test_adapters_in_memory_that_cannot_be_sent_are_refused(lora, message):
+    policy = tiny_model(**SMALL)
+    with pytest.raises(ValueError, match=message):
+        weights.check_adapter(policy if lora is None else add_adapters(policy, lora))
+
+
+def test_a_server_that_takes_no_adapters_is_refused_before_weights_load(monkeypatch, tmp_path):
+    policy = tiny_model(**SMALL)
+    policy.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    own = {"policy": PolicyLoader(str(tmp_path), lora=LoRA(rank=4))}
+    with serving(policy.config, name=str(tmp_path), hidden=("/v1/load_lora_adapter",)) as running:
+        with pytest.raises(ValueError, match=r"takes no adapters. Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
+            check_run(monkeypatch, served(running, enable_lora=True), **own)
+        running.hidden = ()
+        with pytest.raises(LoadedError):
+            check_run(monkeypatch, served(running, enable_lora=True), **own)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_vllm_sleeps_between_rollouts(fake_vllm, level):  # noqa: F811
+    """The fake asserts that nothing is loaded or sampled while it sleeps; level 2 fills its weights with NaN."""
+    engine, policy = VLLMEngine(sleep_level=level), tiny_model(**SMALL)
+    engine.connect(policy, tiny_tokenizer(), Sharding())
+    fake = engine.backend.llm.fake
+    for update in range(4):
+        assert bool(fake.asleep) == (level > 0)
+        engine.sync_weights(policy)
+        groups = engine.generate(PROMPTS, 2, SAMPLING, seeds=[1, 2, 3])
+        for prompt, group in zip(PROMPTS, groups, strict=True):
+            for completion in group:
+                assert completion.logprobs == pytest.approx(scored(policy, prompt, completion), abs=1e-4)
+        if update != 1:
+            step(policy, update)  # one rollout is sampled from unchanged weights
+    assert fake.levels == ([2] + [level] * 4 if level else [])
+    assert fake.events.count("start") == (4 if level == 2 else 3)
+    if level:
+        first = fake.events[: fake.events.index("reset") + 1]
+        assert [event for event in first if event != "load"] == [
+            *("sleep", "wake weights", "start", "finish", "wake kv_cache", "reset"),
+        ]
+
+
+def test_a_rank_without_prompts_sleeps_too(fake_vllm):  # noqa: F811
+    engine, policy = VLLMEngine(sleep_level=1), tiny_model(**SMALL)
+    engine.connect(policy, tiny_tokenizer(), Sharding())
+    engine.sync_weights(policy)
+    assert engine.generate([], 2, SAMPLING, seeds=[]) == []
+    assert engine.backend.llm.fake.asleep == {"weights", "kv_cache"}
+
+
+def test_sleep_and_offloading_change_no_weight(fake_vllm):  # noqa: F811
+    """Memory moves, and nothing else: the same weights and gradient norms, bit for bit, also with validation."""
+
+    def train(level, offload, **trainer):
+        engine, history = VLLMEngine(sleep_level=level), History()
+        module = make_module(engine=engine, lr=0.05, offload=offload)
+        fit(module, batch_size=2, max_steps=3, callbacks=[history], **trainer)
+        return weights_of(module), history.of("policy/grad_norm"), engine.backend.llm.fake
+
+    weights, norms, _ = train(0, [])
+    for level in (1, 2):
+        own, own_norms, fake = train(level, ["optimizer"])
+        assert are_equal(own, weights)
+        assert own_norms == norms
+        assert fake.asleep
+
+
 def test_weights_that_have_not_changed_are_not_sent_again(connect, monkeypatch):
     sent = []
     groups = weights.weight_groups
-    monkeypatch.setattr(weights, "weight_groups", lambda policy: sent.append(1) or groups(policy))
+    monkeypatch.setattr(weights, "weight_groups", lambda *args: sent.append(1) or groups(*args))
     engine, policy = connect()
     for expected in (1, 1):
         engine.sync_weights(policy)
@@ -164,7 +306,7 @@ def test_weights_that_have_not_changed_are_not_sent_again(connect, monkeypatch):
 
 def test_a_missing_group_of_layers_is_found(connect, monkeypatch):
     groups = weights.weight_groups
-    monkeypatch.setattr(weights, "weight_groups", lambda policy: list(groups(policy))[1:])
+    monkeypatch.setattr(weights, "weight_groups", lambda *args: list(groups(*args))[1:])
     engine, policy = connect()
     with pytest.raises(RuntimeError, match=r"no value for model\.layers\.0\."):
         engine.sync_weights(policy)
@@ -315,24 +457,34 @@ def test_settings_that_do_not_fit_are_refused_before_weights_load(fake_vllm, mon
         check_run(monkeypatch, VLLMEngine(**engine), **options)
 
 
-class Shards(Sharding):
-    is_sharded = True
-
-
 @pytest.mark.parametrize(
-    ("options", "sharding", "world_size", "what"),
+    ("options", "what"),
     [
-        ({}, Sharding(), 2, "2 processes with mode colocate"),
-        ({}, Shards(), 1, r"sharded weights \(FSDP2, ZeRO-3\)"),
-        ({"lora": {"use_dora": True}}, Sharding(), 1, "policy.lora.use_dora"),
-        ({"lora": {}, "quantization": "4bit"}, Sharding(), 1, "policy.quantization '4bit'"),
+        ({"lora": {"use_dora": True}}, "policy.lora.use_dora"),
+        ({"lora": {}, "quantization": "4bit"}, "policy.quantization '4bit'"),
     ],
 )
-def test_what_is_not_supported_is_refused_before_weights_load(tmp_path, options, sharding, world_size, what):
+def test_what_is_not_supported_is_refused_before_weights_load(tmp_path, options, what):
     tiny_model(**SMALL).config.save_pretrained(tmp_path)
     settings = PolicyLoader(str(tmp_path), **options)
     with pytest.raises(ValueError, match=f"VLLMEngine does not support {what} yet: use LocalEngine"):
-        VLLMEngine().check_run(settings, [SAMPLING], sharding, world_size)
+        VLLMEngine().check_run(settings, [SAMPLING], Sharding(), 1)
+
+
+@pytest.mark.parametrize(
+    ("size", "world_size", "message"),
+    [
+        (2, 1, "engine.tensor_parallel_size is 2, and the run has 1 processes"),
+        (4, 6, "engine.tensor_parallel_size is 4, and the run has 6 processes"),
+        (3, 6, "engine.tensor_parallel_size is 3, and the policy has 4 attention heads"),
+        (2, 4, None),
+    ],
+)
+def test_tensor_parallel_groups_must_divide_the_ranks(fake_vllm, tmp_path, size, world_size, message):  # noqa: F811
+    tiny_model(**SMALL).config.save_pretrained(tmp_path)
+    settings, engine = PolicyLoader(str(tmp_path)), VLLMEngine(tensor_parallel_size=size)
+    with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        engine.check_run(settings, [SAMPLING], Sharding(), world_size)
 
 
 def test_families_that_have_not_been_compared_with_vllm_are_refused_before_weights_load(tmp_path):
@@ -341,15 +493,59 @@ def test_families_that_have_not_been_compared_with_vllm_are_refused_before_weigh
         VLLMEngine().check_run(PolicyLoader(str(tmp_path)), [SAMPLING], Sharding(), 1)
 
 
-def test_an_update_that_fails_on_rank_0_raises_on_every_rank(fake_vllm, monkeypatch):  # noqa: F811
+def test_an_update_that_fails_on_rank_0_raises_on_every_rank(monkeypatch):
     """Otherwise the other ranks would wait for rank 0 in their next collective."""
+    policy = tiny_model(**SMALL)
+    with serving(policy.config) as running:
+        engine = served(running)
+        engine.connect(policy, tiny_tokenizer(), Sharding())
+        monkeypatch.setattr(ranks, "rank", lambda: 1)
+        monkeypatch.setattr(ranks, "gather_objects", lambda own: [("out of memory", False, None), own])
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.sync_weights(policy)
+        assert running.fake.events == []  # another rank sends nothing to the server
+
+
+def test_every_rank_hands_the_weights_to_its_own_vllm(fake_vllm, monkeypatch):  # noqa: F811
     engine, policy = VLLMEngine(), tiny_model(**SMALL)
-    engine.connect(policy, tiny_tokenizer(), Sharding())
     monkeypatch.setattr(ranks, "rank", lambda: 1)
-    monkeypatch.setattr(ranks, "gather_objects", lambda own: [("out of memory", False, None), own])
-    with pytest.raises(RuntimeError, match="out of memory"):
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    monkeypatch.setattr(ranks, "gather_objects", lambda own: [(None, False, None), own])
+    monkeypatch.setattr(ranks, "is_any", lambda own: own)
+    monkeypatch.setattr(colocate, "current_device", lambda: 3)
+    engine.connect(policy, tiny_tokenizer(), Sharding())
+    engine.sync_weights(policy)
+    fake = engine.backend.llm.fake
+    assert "finish" in fake.events
+    assert fake.options["distributed_executor_backend"] == "external_launcher"
+    assert fake.launched == {"RANK": "1", "LOCAL_RANK": "3"}  # the device of the rank
+    assert not {"RANK", "LOCAL_RANK"} & os.environ.keys()
+
+
+def test_an_error_of_a_rank_does_not_keep_it_from_gathering(fake_vllm, monkeypatch):  # noqa: F811
+    """The other ranks wait for it in the collectives of the layers that are left."""
+    gathered = []
+
+    class Counting(Sharding):
+        @contextlib.contextmanager
+        def whole_group(self, parameters):
+            gathered.append(len(parameters))
+            yield [parameter.detach() for parameter in parameters]
+
+    engine, policy = VLLMEngine(), tiny_model(**SMALL)
+    engine.connect(policy, tiny_tokenizer(), Counting())
+    monkeypatch.setattr(engine.backend.llm, "update_weights", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         engine.sync_weights(policy)
-    assert engine.backend.llm.fake.events == []  # another rank sends nothing
+    assert len(gathered) == 3  # two layers and the rest
+
+
+def test_vllm_starts_without_the_default_device_of_lightning(fake_vllm):  # noqa: F811
+    with torch.device("meta"):
+        engine = VLLMEngine()
+        engine.connect(tiny_model(**SMALL), tiny_tokenizer(), Sharding())
+        assert torch.empty(1).is_meta
+    assert not engine.backend.llm.fake.scratch.is_meta
 
 
 @pytest.mark.parametrize("error", [ConnectionRefusedError("refused"), KeyError("name"), torch.OutOfMemoryError("full")])
@@ -374,6 +570,10 @@ def test_an_error_of_any_kind_on_rank_0_reaches_the_other_ranks(fake_vllm, monke
         ({"mode": "external"}, r"engine.mode must be 'colocate' or 'server', got 'external'"),
         ({"gpu_memory_utilization": 0}, "engine.gpu_memory_utilization must be above 0 and at most 1, got 0"),
         ({"max_model_len": 8}, "engine.max_model_len must be at least 32"),
+        ({"tensor_parallel_size": 0}, "engine.tensor_parallel_size must be at least 1"),
+        ({"mode": "server", "tensor_parallel_size": 2}, "engine.tensor_parallel_size is 2, which has no effect with"),
+        ({"sleep_level": 3}, "engine.sleep_level must be 0, 1 or 2, got 3"),
+        ({"quantization": "awq"}, "engine.quantization must be null or one of fp8, fp8_per_tensor"),
         ({"max_num_seqs": 0}, "engine.max_num_seqs must be at least 1"),
         ({"dtype": "int8"}, "engine.dtype must be one of auto, float32, bfloat16, float16, got 'int8'"),
         ({"mode": "server", "base_url": "localhost:8000"}, "engine.base_url must be http://"),

@@ -17,7 +17,7 @@ from grpo_lightning.rollout.vllm import weights
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.requests import Request
 from grpo_lightning.rollout.vllm.server import INCOMPLETE, Served, ServerError, UnavailableError
-from grpo_lightning.rollout.vllm.servers import Job, Pending
+from grpo_lightning.rollout.vllm.servers import Job, Pending, Told
 from tests.module_runs import SMALL, make_module
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.vllm.fakes import RefusalError, fake_vllm, serving  # noqa: F401 - a fixture
@@ -322,7 +322,7 @@ def test_an_update_that_is_not_finished_has_a_version_of_its_own(start, monkeypa
     """A trainer that is killed during an update leaves weights behind that no trainer has sent."""
     engine, policy, server = start()
     step(policy, 0)
-    monkeypatch.setattr(weights, "weight_groups", lambda policy: killed())
+    monkeypatch.setattr(weights, "weight_groups", lambda *_: killed())
 
     def killed():
         raise KeyboardInterrupt
@@ -586,8 +586,8 @@ def test_a_server_that_only_another_rank_cannot_use_ends_the_run(start, monkeypa
 
 def test_another_rank_takes_over_the_versions(start):
     engine, _, first, second = start(2)
-    versions = {first.url: "grpo-ab-3-4", second.url: None}
-    engine.backend.adopt(versions)
+    versions = {first.url: ("grpo-ab-3-4", None), second.url: (None, None)}
+    engine.backend.adopt(Told(versions, None))
     assert [server.version for server in engine.backend.servers] == ["grpo-ab-3-4", None]
 
 

@@ -1,5 +1,6 @@
 """Weights as vLLM loads them: checkpoint names, one layer at a time, adapters merged out of place."""
 
+import contextlib
 import copy
 
 import peft
@@ -8,7 +9,8 @@ import torch
 
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_injection import add_adapters
-from grpo_lightning.rollout.vllm.weights import check_policy, state_of, weight_groups
+from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.rollout.vllm.weights import check_policy, gathered_groups, state_of, weight_groups
 from tests.tiny_models import tiny_model
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
@@ -45,6 +47,48 @@ def test_one_group_per_layer():
     for number, group in enumerate(groups[:3]):
         assert {name.split(".")[2] for name, _ in group} == {str(number)}
     assert {name.split(".")[-2] for name, _ in groups[3]} == {"embed_tokens", "norm", "lm_head"}
+
+
+class Recording(Sharding):
+    """Records how many numbers are gathered at the same time."""
+
+    def __init__(self):
+        self.now, self.most, self.total = 0, 0, 0
+
+    @contextlib.contextmanager
+    def whole_group(self, parameters):
+        size = sum(parameter.numel() for parameter in parameters)
+        self.now, self.total = self.now + size, self.total + size
+        self.most = max(self.most, self.now)
+        yield [parameter.detach().clone() for parameter in parameters]
+        self.now -= size
+
+
+@pytest.mark.parametrize("has_lora", [False, True])
+def test_sharded_weights_are_gathered_one_layer_at_a_time(has_lora):
+    policy, sharding = tiny_model("qwen2", **SMALL), Recording()
+    policy = moved(add_adapters(policy, LoRA(rank=4))) if has_lora else policy
+    expected = sent(policy)
+    groups = list(weight_groups(policy, gathered_groups(policy, sharding)))
+    assert all(torch.equal(weight, expected[name]) for group in groups for name, weight in group)
+    assert {name for group in groups for name, _ in group} == expected.keys()
+    assert sharding.total == sum(weight.numel() for weight in policy.parameters())
+    layers = [sum(w.numel() for w in layer.parameters()) for layer in policy.get_decoder().layers]
+    ends = [policy.get_input_embeddings(), policy.get_output_embeddings(), policy.get_decoder().norm]
+    assert sharding.most == max(*layers, sum(end.weight.numel() for end in ends))
+
+
+def test_the_state_is_that_of_the_own_shards():
+    class Halves(Sharding):
+        def own_shard(self, parameter):
+            return parameter.detach().flatten()[: parameter.numel() // 2]
+
+    policy = tiny_model("qwen2", **SMALL)
+    before = state_of(policy, Halves())
+    for position, changes in ((-1, False), (0, True)):
+        with torch.no_grad():
+            policy.get_decoder().norm.weight[position] += 1
+        assert (state_of(policy, Halves()) != before) == changes
 
 
 def test_tied_weights_are_sent_once():
@@ -111,13 +155,13 @@ def test_merged_embeddings_equal_those_of_peft():
 
 def test_the_state_changes_with_every_weight():
     policy = moved(add_adapters(tiny_model("qwen2", **SMALL), LoRA(rank=4)))
-    first = state_of(policy)
-    assert state_of(policy) == first
+    first = state_of(policy, Sharding())
+    assert state_of(policy, Sharding()) == first
     for weight in policy.parameters():
         with torch.no_grad():
             weight.view(-1)[0] += 1e-6 + weight.view(-1)[0].abs() * 1e-6
-        assert state_of(policy) != first
-        first = state_of(policy)
+        assert state_of(policy, Sharding()) != first
+        first = state_of(policy, Sharding())
 
 
 def dora():

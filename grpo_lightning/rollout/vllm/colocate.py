@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import sys
@@ -15,8 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from grpo_lightning.core import ranks
 from grpo_lightning.policy.hf import base_model
+from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.vllm import transfer
+from grpo_lightning.rollout.vllm.adapters import AdapterFolders
 from grpo_lightning.rollout.vllm.requests import Answer, Arrivals, Request
 
 OLDEST = (0, 32)
@@ -89,17 +93,25 @@ IMAGE_OPTIONS = {
 
 
 class Colocated:
-    """An `LLM` of vLLM in this process, whose weights come from the policy in memory.
+    """An `LLM` of vLLM in this process, on the process's device, whose weights come from the policy in memory.
 
     Args:
         policy: The policy, whose config vLLM gets. vLLM allocates the weights and fills them in at the first update.
         tokenizer: The policy's tokenizer.
+        sharding: How the policy's weights are sharded; vLLM's own weights stay unsharded.
         options: Arguments of `vllm.LLM`.
         processor: The processor of a multimodal policy.
+        sleep_level: The level that `sleep` will be called with.
     """
 
     def __init__(
-        self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], processor: Any = None
+        self,
+        policy: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        sharding: Sharding,
+        options: dict[str, Any],
+        processor: Any = None,
+        sleep_level: int = 0,
     ) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="grpo-vllm-")
         folder, model = Path(self.folder.name), base_model(policy)
@@ -116,7 +128,7 @@ class Colocated:
         from vllm import LLM
 
         transfer.register()
-        with untouched_state():
+        with untouched_state(), sharding.unsharded(), launched():
             self.llm: Any = LLM(
                 model=str(folder),
                 load_format="dummy",
@@ -126,23 +138,55 @@ class Colocated:
                 weight_transfer_config={"backend": "tensors"},
                 seed=0,
                 **options,
-                **device_options(),
+                **device_options(sleep_level),
+                **launch_options(),
             )
             self.llm.init_weight_transfer_engine({"init_info": {}})
         self.max_model_len = int(self.llm.llm_engine.model_config.max_model_len)
+        self.adapters = AdapterFolders(folder)
+        self.adapter: Any = None
+        """vLLM's request for the newest adapter; None without adapters."""
+        self.asleep: list[str] = []
+        """Parts of vLLM's memory that are not allocated."""
+        # vLLM has no weights yet that level 1 would have to keep.
+        self.sleep(min(2 * sleep_level, 2))
 
     def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> None:
-        """Load the policy's weights, one group at a time.
+        """Load the policy's weights, one group at a time. If vLLM sleeps, this wakes it up.
 
         Raises:
             RuntimeError: If a weight is missing, or blocks of the prefix cache are still in use.
         """
+        self.wake_up("weights")
         with untouched_state():
             self.llm.start_weight_update()
             for group in groups:
                 self.llm.update_weights({"update_info": {"weights": group}})
             self.llm.finish_weight_update(weight_version=str(version))
-            # An update does not invalidate the caches, which have image features, keys and values of the old weights.
+        self.wake_up("kv_cache")  # after the update, which needs memory itself
+        self.reset_cache()
+
+    def load_adapter(self, adapter: dict[str, Tensor], version: int) -> None:
+        """Load a new version of the adapter, and forget the one before.
+
+        Raises:
+            RuntimeError: If blocks of the prefix cache are still in use.
+        """
+        from vllm.lora.request import LoRARequest
+
+        self.wake_up("weights")
+        folder = self.adapters.write(adapter, version)
+        with untouched_state():
+            if self.adapter is not None:
+                self.llm.llm_engine.remove_lora(self.adapter.lora_int_id)
+            self.adapter = LoRARequest(folder.name, version, str(folder))
+            self.llm.llm_engine.add_lora(self.adapter)
+        self.wake_up("kv_cache")
+        self.reset_cache()
+
+    def reset_cache(self) -> None:
+        """Drop image features, keys and values of old weights: an update keeps them. Raises: RuntimeError."""
+        with untouched_state():
             if self.has_images:
                 self.llm.llm_engine.reset_encoder_cache()
             if not self.llm.reset_prefix_cache():
@@ -152,16 +196,18 @@ class Colocated:
         """Take over nothing: each process has a vLLM of its own."""
 
     def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
-        """Sample one completion per request; yields after every decoding step.
+        """Sample one completion per request; yields after every decoding step. If vLLM sleeps, this wakes it up.
 
         Args:
             requests: Requests by index.
         """
+        self.wake_up("weights")
+        self.wake_up("kv_cache")
         needs_text = any(request.settings["stop"] for request in requests.values())
         prompts = [prompt_of(request) for request in requests.values()]
         settings = [sampling_params(each.settings, detokenize=needs_text) for each in requests.values()]
         with untouched_state():
-            names = self.llm.enqueue(prompts, settings, use_tqdm=False)
+            names = self.llm.enqueue(prompts, settings, lora_request=self.adapter, use_tqdm=False)
         # vLLM appends characters to the name of a request, which its outputs lack.
         open_ = {key: index for name, index in zip(names, requests, strict=True) for key in (name, plain_name(name))}
         engine, done = self.llm.llm_engine, 0
@@ -174,6 +220,22 @@ class Colocated:
         finally:
             if engine.has_unfinished_requests():  # after an error, or Ctrl-C
                 engine.abort_request(names, internal=True)
+
+    def sleep(self, level: int) -> None:
+        """Free vLLM's GPU memory: level 1 moves its weights to the CPU, 2 discards them, 0 does nothing."""
+        if level and not self.asleep:
+            with untouched_state():
+                self.llm.sleep(level=level)
+            self.asleep = ["weights", "kv_cache"]
+            free_unused_memory()
+
+    def wake_up(self, part: str) -> None:
+        """Allocate a part of vLLM's memory again, if it sleeps: "weights" or "kv_cache"."""
+        if part in self.asleep:
+            free_unused_memory()
+            with untouched_state():
+                self.llm.wake_up(tags=[part])
+            self.asleep.remove(part)
 
     def decode(self, token_ids: list[int]) -> str:
         """Decode tokens as vLLM does when it looks for stop strings."""
@@ -213,18 +275,53 @@ def answer_of(output: Any) -> Answer:
     return Answer(ids, logprobs, completion.finish_reason, prompt_ids=list(output.prompt_token_ids))
 
 
-def device_options() -> dict[str, Any]:
+def device_options(sleep_level: int) -> dict[str, Any]:
     """Arguments of `LLM` that depend on the device."""
-    # On a CPU, vLLM crashes if a prompt of a seeded request is split into chunks.
-    return {} if torch.cuda.is_available() else {"enable_chunked_prefill": False}
+    if torch.cuda.is_available():
+        return {"enable_sleep_mode": sleep_level > 0}
+    # On a CPU, vLLM ignores sleep, refuses `enable_sleep_mode`, and crashes if a prompt of a seeded request is split
+    # into chunks.
+    return {"enable_chunked_prefill": False}
+
+
+def free_unused_memory() -> None:
+    """Return the memory of garbage and of torch's cache to the GPU, on which vLLM and training allocate in turn."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def launch_options() -> dict[str, Any]:
+    """Arguments of `LLM` in a run with several processes: vLLM joins the trainer's process group."""
+    return {"distributed_executor_backend": "external_launcher"} if ranks.world_size() > 1 else {}
+
+
+@contextlib.contextmanager
+def launched() -> Iterator[None]:
+    """Context in which vLLM finds this process's rank and device where torchrun would write them."""
+    if ranks.world_size() == 1:
+        yield
+        return
+    own = {"RANK": str(ranks.rank()), "LOCAL_RANK": str(current_device() or 0)}
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager
 def untouched_state() -> Iterator[None]:
-    """Context without autocast, after which the process's state is as before.
+    """Context without autocast and with torch's own default device, after which the process's state is as before.
 
-    Kept are the random states of torch, numpy and Python, torch's default dtype, grad mode, number of threads, and the
-    current CUDA device.
+    Lightning connects engines with the training device as torch's default device, on which vLLM would create tensors
+    that it needs on the CPU. Kept are the random states of torch, numpy and Python, torch's default dtype, grad mode,
+    number of threads, and the current CUDA device.
     """
     dtype, threads, own_random = torch.get_default_dtype(), torch.get_num_threads(), random.getstate()
     numpy = sys.modules.get("numpy")  # which this package does not import itself
@@ -235,7 +332,9 @@ def untouched_state() -> Iterator[None]:
         torch.set_grad_enabled(torch.is_grad_enabled()),
         torch.autocast("cpu", enabled=False),
         torch.autocast("cuda", enabled=False),
+        without_default_device(),
     ):
+        torch.set_default_dtype(torch.float32)
         try:
             yield
         finally:
@@ -247,3 +346,16 @@ def untouched_state() -> Iterator[None]:
                 torch.set_num_threads(threads)
             if devices and torch.cuda.current_device() != devices[0]:
                 torch.cuda.set_device(devices[0])
+
+
+@contextlib.contextmanager
+def without_default_device() -> Iterator[None]:
+    """Context without the modes that torch functions run in, among them `with torch.device(...)`."""
+    from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode  # no public interface
+
+    modes = [_pop_mode() for _ in _get_current_function_mode_stack()]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)

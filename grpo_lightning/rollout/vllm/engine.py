@@ -24,11 +24,11 @@ from grpo_lightning.policy.families import FAMILIES, family_of, sees_images
 from grpo_lightning.policy.hf import base_model, compute_device, left_pad, num_positions
 from grpo_lightning.policy.probe import probe_mode
 from grpo_lightning.policy.settings import PolicySettings
-from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.sharding import Sharding, full_shape
 from grpo_lightning.policy.tokenizer import load_processor
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine
 from grpo_lightning.rollout.local_engine import stop_ids
-from grpo_lightning.rollout.vllm import colocate, images, servers, weights
+from grpo_lightning.rollout.vllm import adapters, colocate, images, servers, weights
 from grpo_lightning.rollout.vllm.requests import (
     Arrivals,
     Request,
@@ -48,16 +48,20 @@ log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 Mode = Literal["colocate", "server"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+SleepLevel = Literal[0, 1, 2]
 TransferBackend = Literal["nccl", "gloo"]
+
+QUANTIZATIONS = ("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8", "int8_per_channel_weight_only")
+"""Quantisations that vLLM computes from full weights. The others need a quantised checkpoint."""
 
 OF_MODE: dict[str, tuple[str, ...]] = {
     "colocate": (
         *("gpu_memory_utilization", "max_model_len", "max_num_seqs", "enable_prefix_caching"),
-        *("enforce_eager", "dtype", "limit_mm_per_prompt"),
+        *("enforce_eager", "dtype", "limit_mm_per_prompt", "tensor_parallel_size", "sleep_level", "quantization"),
     ),
     "server": (
         *("base_url", "host", "port", "timeout", "max_retries", "reconnect_timeout"),
-        *("weight_transfer_backend", "group_port"),
+        *("weight_transfer_backend", "group_port", "lora_folder"),
     ),
 }
 """Settings that only one of the modes has. The server has flags of its own for those of `colocate`."""
@@ -69,6 +73,10 @@ LARGEST_DIFFERENCE = {torch.float32: 0.01, torch.bfloat16: 0.1, torch.float16: 0
 """Largest mean |difference| between vLLM's and the policy's log-probs in the probe, in nats, by the coarser dtype."""
 
 
+QUANTIZED_DIFFERENCE = 0.5
+"""The same for `quantization`, in nats."""
+
+
 class Backend(Protocol):
     """What both modes have in common."""
 
@@ -77,8 +85,11 @@ class Backend(Protocol):
     def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> Any:
         """Load the policy's weights. Returns: what the other ranks `adopt`."""
 
+    def load_adapter(self, adapter: dict[str, Tensor], version: int) -> Any:
+        """Load the policy's adapter. Returns: what the other ranks `adopt`."""
+
     def adopt(self, told: Any) -> None:
-        """Take over the result of rank 0's `update`."""
+        """Take over the result of rank 0's `update` or `load_adapter`."""
 
     def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
         """Sample one completion per request, and yield them as they end. Some may be missing at the end."""
@@ -164,13 +175,13 @@ def check_addresses(urls: list[str], group_port: int) -> None:
 class VLLMEngine(RolloutEngine):
     """Samples with vLLM.
 
-    The policy's full weights are sent to vLLM before each rollout, one decoder layer at a time; adapters are merged
-    out of place (W + s B A). The policy must have no experts, and its weights must not be sharded (one device, DDP, or
-    ZeRO-1 and 2). vLLM itself processes images, and the resulting token ids are checked. With mode "colocate", the run
-    must have one process.
+    The policy's full weights are sent to vLLM before each rollout, one decoder layer at a time: sharded weights are
+    gathered, and adapters are merged out of place (W + s B A). The policy must have no experts. vLLM itself processes
+    images, and the resulting token ids are checked.
 
     Args:
-        mode: "colocate" runs vLLM in the training process, on the same device. "server" uses an external `vllm serve`.
+        mode: "colocate" runs vLLM in the training process, on the same device: every rank has a vLLM of its own.
+            "server" uses an external `vllm serve`.
         gpu_memory_utilization: Fraction of the GPU's memory for vLLM: its copy of the weights and its KV cache.
         max_model_len: Maximum tokens of a prompt and its completion; null uses the policy's number of positions. A
             smaller number lets vLLM start with less memory.
@@ -180,6 +191,15 @@ class VLLMEngine(RolloutEngine):
         dtype: Dtype of vLLM's copy of the weights; "auto" is the dtype of the policy's weights.
         limit_mm_per_prompt: Maximum images of a prompt, for example {image: 2}; null uses vLLM's own limit. A limit
             lets vLLM start with less memory.
+        tensor_parallel_size: Number of consecutive ranks that share one vLLM: its weights and KV cache are divided
+            between them, and they sample their prompts together. Must divide the number of ranks.
+        sleep_level: What vLLM does with its GPU memory while the policy trains. 0 keeps it; 1 moves vLLM's weights to
+            the CPU and discards the KV cache; 2 discards both, so that the weights are sent before every rollout.
+        quantization: vLLM's name of a quantisation of its copy of the weights, for example "fp8", which is computed at
+            every update; null for none. Completions then come from another distribution than the policy's: set
+            `objective.rollout_correction`.
+        enable_lora: Send only A and B of the policy's adapter before each rollout, which vLLM does not merge; the base
+            weights are sent once. False sends merged weights.
         base_url: Address of the server, instead of `host` and `port`; or a list of several servers.
         host: Name or address of the server's machine; or a list of several.
         port: Port of the server; or a list of several.
@@ -192,6 +212,8 @@ class VLLMEngine(RolloutEngine):
             this package must be installed in the server's environment.
         group_port: Free port of the training machine, through which the server's workers join the weight transfer. The
             next servers join through the next ports.
+        lora_folder: Folder that trainer and server see under the same path, for adapters (`enable_lora`); null uses a
+            temporary folder of this machine.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
@@ -205,6 +227,10 @@ class VLLMEngine(RolloutEngine):
         enforce_eager: bool = False,
         dtype: DType = "auto",
         limit_mm_per_prompt: dict[str, int] | None = None,
+        tensor_parallel_size: int = 1,
+        sleep_level: SleepLevel = 0,
+        quantization: str | None = None,
+        enable_lora: bool = False,
         base_url: str | list[str] | None = None,
         host: str | list[str] = "127.0.0.1",
         port: int | list[int] = 8000,
@@ -213,6 +239,7 @@ class VLLMEngine(RolloutEngine):
         reconnect_timeout: float = 300.0,
         weight_transfer_backend: TransferBackend = "nccl",
         group_port: int = 51216,
+        lora_folder: str | None = None,
     ) -> None:
         self.mode = mode
         self.gpu_memory_utilization = gpu_memory_utilization
@@ -222,6 +249,10 @@ class VLLMEngine(RolloutEngine):
         self.enforce_eager = enforce_eager
         self.dtype = dtype
         self.limit_mm_per_prompt = limit_mm_per_prompt
+        self.tensor_parallel_size = tensor_parallel_size
+        self.sleep_level = sleep_level
+        self.quantization = quantization
+        self.enable_lora = enable_lora
         self.base_url = base_url
         self.host = host
         self.port = port
@@ -230,6 +261,7 @@ class VLLMEngine(RolloutEngine):
         self.reconnect_timeout = reconnect_timeout
         self.weight_transfer_backend = weight_transfer_backend
         self.group_port = group_port
+        self.lora_folder = lora_folder
         limits = [
             ("mode", mode in get_args(Mode), "'colocate' or 'server'"),
             ("gpu_memory_utilization", 0 < gpu_memory_utilization <= 1, "above 0 and at most 1"),
@@ -242,6 +274,9 @@ class VLLMEngine(RolloutEngine):
                 or (set(limit_mm_per_prompt) == {"image"} and limit_mm_per_prompt["image"] >= 1),
                 "{image: 1} or more, or null for vLLM's own limit (there is no video or audio)",
             ),
+            ("tensor_parallel_size", tensor_parallel_size >= 1, "at least 1"),
+            ("sleep_level", sleep_level in get_args(SleepLevel), "0, 1 or 2"),
+            ("quantization", quantization in (None, *QUANTIZATIONS), f"null or one of {', '.join(QUANTIZATIONS)}"),
             (
                 "base_url",
                 base_url is None or are_urls(listed(base_url)),
@@ -258,11 +293,15 @@ class VLLMEngine(RolloutEngine):
         check_ranges("engine", self, limits)
         self._check_mode()
         check_addresses(self.urls, group_port)
+        self.group = ranks.Teams(tensor_parallel_size)
+        """The ranks of a tensor-parallel group. Unlike those of `ranks_per_group`, they have prompts of their own."""
         self.backend: Backend | None = None
         self.syncing_thread: int | None = None
         """Thread that has called `sync_weights` last."""
-        self.sent: dict[str, int] | None = None
-        """Checksums of the weights that vLLM has; None before the first update."""
+        self.sent: dict[weights.Kind, dict[str, int]] | None = None
+        """Checksums of the weights that vLLM has, by kind; None before the first update and after one that failed."""
+        self.updates: dict[weights.Kind, int] = {}
+        """Number of the last update of each kind."""
         self.num_updates = 0
         self.told: Any = None
         """What the other ranks adopt after the last update."""
@@ -327,20 +366,24 @@ class VLLMEngine(RolloutEngine):
             ValueError: If vLLM is too old, or policy, sampling settings, strategy or device are not supported.
         """
         config = policy.load_config()
-        self._check_supported(policy, config, sharding, world_size)
+        self._check_supported(policy, config)
         for each in sampling:
             check_sampling(each)
         self.processor = load_processor(policy, config)
         limit = self.max_model_len
         if self.mode == "colocate":
             colocate.check_installed(self.mode)
-            colocate.check_device()
+            if world_size == 1:
+                colocate.check_device()
+            self._check_groups(config, world_size)
         elif self.backend is None:
             if self.weight_transfer_backend == "nccl":
                 colocate.check_installed(self.mode)
             self.backend = self.connected(policy.name)
             if self.processor is not None:
                 self.backend.check_images()
+            if self.enable_lora:
+                self.backend.check_adapters()
             limit = self.backend.max_model_len
         longest = max(each.max_completion_length for each in sampling)
         positions = num_positions(config)
@@ -354,9 +397,7 @@ class VLLMEngine(RolloutEngine):
                 f"engine.max_model_len is {self.max_model_len}, and the policy has {positions} positions: lower it."
             )
 
-    def _check_supported(
-        self, policy: PolicySettings, config: PretrainedConfig, sharding: Sharding, world_size: int
-    ) -> None:
+    def _check_supported(self, policy: PolicySettings, config: PretrainedConfig) -> None:
         """Refuse runs that are not supported yet. Raises: ValueError."""
         family = family_of(config)
         known = ", ".join(kind for kind, record in FAMILIES.items() if record.has_vllm)
@@ -365,17 +406,43 @@ class VLLMEngine(RolloutEngine):
             and not (family and family.has_vllm),
             f"policy.quantization {policy.quantization!r}": policy.quantization != "none",
             "policy.lora.use_dora": policy.lora is not None and policy.lora.use_dora,
-            f"{world_size} processes with mode colocate": self.mode == "colocate" and world_size > 1,
-            "sharded weights (FSDP2, ZeRO-3)": sharding.is_sharded,
         }
         for what, is_there in unsupported.items():
             if is_there:
                 raise ValueError(f"VLLMEngine does not support {what} yet: use LocalEngine.")
+        if not self.enable_lora:
+            return
+        if not policy.trains_adapters:
+            raise ValueError("engine.enable_lora is true, and policy.lora is not set: set it, or remove enable_lora.")
+        if policy.lora is not None:
+            adapters.largest_rank(policy.lora.rank)
+            if policy.lora.modules_to_save:
+                raise ValueError(
+                    f"engine.enable_lora is true, and policy.lora.modules_to_save ({policy.lora.modules_to_save}) "
+                    "trains whole modules, which vLLM does not take as an adapter: set engine.enable_lora to false."
+                )
+
+    def _check_groups(self, config: PretrainedConfig, world_size: int) -> None:
+        """Check that tensor-parallel groups can be formed. Raises: ValueError."""
+        size = self.tensor_parallel_size
+        heads = getattr(config.get_text_config(decoder=True), "num_attention_heads", size)
+        if world_size % size:
+            raise ValueError(
+                f"engine.tensor_parallel_size is {size}, and the run has {world_size} processes (trainer.devices, "
+                "trainer.num_nodes): it must divide their number."
+            )
+        if heads % size:
+            raise ValueError(
+                f"engine.tensor_parallel_size is {size}, and the policy has {heads} attention heads: it must divide "
+                "their number."
+            )
 
     def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:
         """Start vLLM (colocate), or keep the connection to the server. Raises: ValueError as `weights.check_policy`."""
         weights.check_policy(policy)
-        self.policy, self.tokenizer = policy, tokenizer
+        if self.enable_lora:
+            weights.check_adapter(policy)
+        self.policy, self.tokenizer, self.sharding = policy, tokenizer, sharding
         # Held while completions are sampled, and while weights are sent: each waits for the other. Made here, so that
         # an engine that is not connected can be pickled.
         self.lock = threading.RLock()
@@ -389,7 +456,8 @@ class VLLMEngine(RolloutEngine):
                 raise ValueError(
                     "The policy is multimodal: call VLLMEngine.check_run, which loads its processor, first."
                 )
-            self.backend = colocate.Colocated(policy, tokenizer, self.options(policy), self.processor)
+            options = self.options(policy)
+            self.backend = colocate.Colocated(policy, tokenizer, sharding, options, self.processor, self.sleep_level)
         elif self.backend is None:  # used without `check_run`
             self.backend = self.connected(None)
         self.sent = None
@@ -404,6 +472,7 @@ class VLLMEngine(RolloutEngine):
             self.max_retries,
             self.reconnect_timeout,
             first=ranks.rank(),
+            lora_folder=self.lora_folder,
         )
         found.check(policy)
         return found
@@ -411,51 +480,66 @@ class VLLMEngine(RolloutEngine):
     def options(self, policy: nn.Module) -> dict[str, Any]:
         """Arguments of `vllm.LLM`."""
         dtype = str(next(policy.parameters()).dtype).removeprefix("torch.") if self.dtype == "auto" else self.dtype
-        return {
+        options: dict[str, Any] = {
             "dtype": dtype,
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
             "enable_prefix_caching": self.enable_prefix_caching,
             "enforce_eager": self.enforce_eager,
-            # Without a limit of 0, vLLM would reserve memory for videos.
-            **(
-                {}
-                if self.processor is None
-                else {"limit_mm_per_prompt": {"video": 0} | (self.limit_mm_per_prompt or {})}
-            ),
+            "tensor_parallel_size": self.tensor_parallel_size,
         }
+        if self.quantization is not None:
+            options["quantization"] = self.quantization
+        if self.enable_lora:
+            rank = adapters.largest_rank(weights.rank_of(policy))
+            options |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
+        if self.processor is not None:  # without a limit of 0, vLLM would reserve memory for videos
+            options["limit_mm_per_prompt"] = {"video": 0} | (self.limit_mm_per_prompt or {})
+        return options
+
+    @property
+    def kinds(self) -> tuple[weights.Kind, ...]:
+        """What is sent to vLLM."""
+        return ("base", "adapter") if self.enable_lora else ("merged",)
 
     def sync_weights(self, policy: nn.Module) -> None:
         """Send the policy's weights to vLLM, if they have changed since the last call. Collective.
 
-        Rank 0 sends the weights to the servers, while the other ranks wait, so that no rank samples meanwhile. If
-        another thread of this process samples, the call waits until it has ended.
+        Sharded weights are gathered one decoder layer at a time. In mode "colocate", every rank hands them to its own
+        vLLM. In mode "server", rank 0 sends them to all servers, while the other ranks wait, so that no rank samples
+        meanwhile. If another thread of this process samples, the call waits until it has ended.
 
         Raises:
-            RuntimeError: On every rank, if vLLM cannot load the weights. Rank 0 raises the original error.
+            RuntimeError: On every rank, if vLLM of any rank cannot load the weights. That rank raises the original
+                error.
         """
         with self.lock:
             self.syncing_thread = threading.get_ident()
-            state = weights.state_of(policy)
-            if not ranks.is_any(state != self.sent):
-                return
-            self.sent = None  # an update that fails leaves some of the weights behind
-            self.num_updates += 1
-            self._send(policy)
-            self.sent = state
+            sent, self.sent = self.sent or {}, None  # an update that fails leaves some of the weights behind
+            for kind in self.kinds:
+                state = weights.state_of(policy, self.sharding, kind)
+                if ranks.is_any(state != sent.get(kind)):
+                    self.num_updates += 1
+                    self.updates[kind] = self.num_updates
+                    self._send(policy, kind)
+                    sent[kind] = state
+            self.sent = sent
 
-    def _send(self, policy: nn.Module) -> None:
-        """Send the weights of the last update to vLLM, again if that fails for a temporary reason. Collective.
+    def _send(self, policy: nn.Module, kind: weights.Kind) -> None:
+        """Send the weights of the last update of a kind to vLLM, again if that fails temporarily. Collective.
 
         Raises:
-            RuntimeError: On every rank, if vLLM cannot load the weights. Rank 0 raises the original error.
+            RuntimeError: On every rank, if vLLM of any rank cannot load the weights. That rank raises the original
+                error.
         """
         for failures in itertools.count(1):
-            error = self._update(policy) if ranks.rank() == 0 else None
+            error = self._update(policy, kind)
             is_temporary = isinstance(error, UnavailableError) and failures <= self.max_retries
             own = None if error is None else f"{type(error).__name__}: {error}", is_temporary, self.told
-            problem, is_temporary, told = ranks.gather_objects(own)[0]
+            everyone = ranks.gather_objects(own)
+            problem = next((problem for problem, _, _ in everyone if problem is not None), None)
+            _, is_temporary, told = everyone[0]
             if problem is None:
                 assert self.backend is not None
                 self.backend.adopt(told)
@@ -466,14 +550,23 @@ class VLLMEngine(RolloutEngine):
                 log.warning("The weights are sent again (%d of %d): %s", failures, self.max_retries, problem)
                 time.sleep(servers.BACKOFF * 2 ** (failures - 1))
 
-    def _update(self, policy: nn.Module) -> Exception | None:
-        """Send the weights. Returns: the error that this raised, of any kind, because the other ranks wait."""
+    def _update(self, policy: nn.Module, kind: weights.Kind) -> Exception | None:
+        """Gather weights on every rank, and send them. Returns: the error that sending raised, of any kind."""
         assert self.backend is not None
-        try:
-            self.told = self.backend.update(weights.weight_groups(policy), self.num_updates)
-        except Exception as error:  # noqa: BLE001 - raised on every rank
-            return error
-        return None
+        gathered = weights.gathered_groups(policy, self.sharding, kind)
+        error = None
+        if self.mode == "colocate" or ranks.rank() == 0:
+            try:
+                if kind == "adapter":
+                    adapter = weights.adapter_weights(policy, gathered)
+                    self.told = self.backend.load_adapter(adapter, self.updates[kind])
+                else:
+                    self.told = self.backend.update(weights.weight_groups(policy, gathered), self.updates[kind])
+            except Exception as failure:  # noqa: BLE001 - raised on every rank, once all have gathered all groups
+                error = failure
+        for _ in gathered:  # the other ranks wait for this one in the collectives of the groups that are left
+            pass
+        return error
 
     @torch.no_grad()
     def generate(
@@ -516,6 +609,7 @@ class VLLMEngine(RolloutEngine):
                     error = raised
                 num_missing = self.agree(error, batch)
                 if not num_missing:
+                    self._sleep()
                     return batch.groups()
                 rounds_without_answers = rounds_without_answers + 1 if num_missing == remaining else 0
                 remaining = num_missing
@@ -524,9 +618,11 @@ class VLLMEngine(RolloutEngine):
                         f"{num_missing} completions could not be sampled: their servers have lost the weights "
                         f"{rounds_without_answers} times in turn. See the servers' logs."
                     )
-                if ranks.is_any(weights.state_of(self.policy) != self.sent):
+                states = {kind: weights.state_of(self.policy, self.sharding, kind) for kind in self.kinds}
+                if ranks.is_any(states != self.sent):
                     raise RuntimeError("The policy has changed since sync_weights: call it before generate.")
-                self._send(self.policy)
+                for kind in self.kinds:
+                    self._send(self.policy, kind)
 
     def sample(self, batch: Batch, seeds: list[int]) -> None:
         """Sample the completions that the batch lacks, as far as vLLM has the weights. Raises: as `generate`."""
@@ -543,13 +639,33 @@ class VLLMEngine(RolloutEngine):
         settings = sampling_settings(sampling, self.stop_ids)
         requests = requests_of(prompts, seeds, batch.part, settings, batch.images)
         missing = {index: requests[index] for index in batch.missing}
-        for done, answers in self.backend.generate(missing) if missing else ():
+        for done, answers in self._answers(missing):
             for index, answer in answers:
                 if (seen := requests[index].images) is not None:
                     images.check_prompt_ids(seen, requests[index].prompt_ids, answer.prompt_ids, self.image_remedy)
-                version = answer.weight_version or self.num_updates
+                version = self.num_updates if self.enable_lora else answer.weight_version or self.num_updates
                 batch.add(index, completion_of(replace(answer, weight_version=version), sampling, self.tokenizer))
             batch.report(done)
+
+    def _answers(self, requests: dict[int, Request]) -> Iterator[Arrivals]:
+        """Sample the completions of this rank's requests. Collective in a tensor-parallel group.
+
+        All ranks of the group hand the requests of all of them to vLLM, in the same order, and keep their own answers.
+        """
+        assert self.backend is not None
+        parts = self.group.broadcast(self.group.gather(requests))
+        owners = [(member, index) for member, part in enumerate(parts) for index in part]
+        together = {number: parts[member][index] for number, (member, index) in enumerate(owners)}
+        for done, answers in self.backend.generate(together) if together else ():
+            found = [(*owners[number], answer) for number, answer in answers]
+            yield Arrivals(done, [(index, answer) for member, index, answer in found if member == self.group.member])
+
+    def _sleep(self) -> None:
+        """Hand vLLM's memory to training, until the next call of `sync_weights`."""
+        if isinstance(self.backend, colocate.Colocated):
+            self.backend.sleep(self.sleep_level)
+        if self.sleep_level == 2:
+            self.sent = None
 
     def agree(self, error: Exception | None, batch: Batch) -> int:
         """Exchange errors and the number of missing completions with the other ranks. Collective, see `generate`.
@@ -639,13 +755,15 @@ class VLLMEngine(RolloutEngine):
         self.sync_weights(self.policy)
         with probe_mode(self.policy):
             difference = float(ranks.max_over_ranks(self.probe_difference(scorer).mean()))
-        dtypes = {parameter.dtype for parameter in self.policy.parameters()}
+        dtypes = {self.sharding.gathered_dtype or parameter.dtype for parameter in self.policy.parameters()}
         if self.mode == "colocate" and self.dtype != "auto":
             dtypes.add(getattr(torch, self.dtype))
         is_server = self.mode == "server"  # whose dtype is not known
         tolerance = max(
             LARGEST_DIFFERENCE.get(dtype, 0.1) for dtype in dtypes | ({torch.bfloat16} if is_server else set())
         )
+        if self.quantization is not None:
+            tolerance = max(tolerance, QUANTIZED_DIFFERENCE)
         if not difference <= tolerance:
             remedy = "Start the server with --logprobs-mode processed_logprobs." if is_server else "Use LocalEngine."
             raise ValueError(
@@ -683,7 +801,7 @@ class VLLMEngine(RolloutEngine):
 
     def probe_prompts(self, scorer: Scorer) -> tuple[list[list[int]], VisionInputs | None]:
         """Make two prompts of random tokens; for a multimodal policy, the second one is an image and a word."""
-        size = self.policy.get_input_embeddings().weight.shape[0]  # type: ignore[operator,union-attr]
+        size = full_shape(self.policy.get_input_embeddings().weight)[0]  # type: ignore[operator,union-attr]
         # A prompt without images must not have image tokens.
         known = torch.tensor(sorted(set(range(size)) - set(scorer.never)), device="cpu")
         generator = torch.Generator().manual_seed(0)

@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,6 +25,9 @@ from torch import Tensor
 from grpo_lightning.rollout.vllm.colocate import check_version
 from grpo_lightning.rollout.vllm.requests import Answer, Request
 from grpo_lightning.rollout.vllm.transfer import GROUPS, BroadcastGroup, describe
+
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+"""Route that the server has only if it takes adapters at runtime."""
 
 PATIENCE = 5
 """Seconds to wait for an answer that explains a failure, or that says that the server is well."""
@@ -163,6 +167,8 @@ class Served:
         self.model, self.max_model_len = "", 0
         self.version: str | None = None
         """Version of this run's weights on the server; None if it has none of them."""
+        self.adapter: str | None = None
+        """Name of this run's newest adapter on the server; None without adapters."""
         self.route = COMPLETIONS
         self.has_images = False
         """True if prompts may have images (`check_images`)."""
@@ -311,6 +317,7 @@ class Served:
         """
         reported = self.reported_version()
         if self.group is None or reported != self.version:
+            self.adapter = None
             self.leave()
             self.check(self.policy)
             self.join()
@@ -336,6 +343,30 @@ class Served:
             # In turn: an update is active already; weights are missing; the update has ended.
             with contextlib.suppress(UnavailableError):
                 self.client.post(route)
+
+    def check_adapters(self) -> None:
+        """Check that the server takes adapters. Raises: ValueError if it does not."""
+        try:
+            routes = self.client.get("/openapi.json")["paths"]
+        except ServerError:  # the server does not list its routes
+            return
+        if LOAD_ADAPTER not in routes:
+            raise ValueError(
+                f"model.engine.enable_lora: the server at {self.client.url} takes no adapters. Start it with "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank RANK."
+            )
+
+    def load_adapter(self, folder: Path) -> None:
+        """Load a new version of the adapter, from a folder that the server reads; unload the one before.
+
+        Raises:
+            ServerError: If the server cannot load the adapter, for example because it does not see the folder.
+        """
+        if self.adapter is not None:
+            self.client.post("/v1/unload_lora_adapter", {"lora_name": self.adapter})
+            self.adapter = None
+        self.client.post(LOAD_ADAPTER, {"lora_name": folder.name, "lora_path": str(folder.resolve())})
+        self.adapter = folder.name
 
     def send(self, group: list[tuple[str, Tensor]]) -> None:
         """Announce a group of weights to the server, and broadcast them while the server waits for them."""
@@ -382,9 +413,9 @@ class Served:
             UnavailableError: If the server fails, or aborts the request.
             ServerError: If the server refuses the request.
         """
-        prompt_ids = None
+        prompt_ids, model = None, self.adapter or self.model
         if self.route == TOKENS or request.images is not None:
-            body: dict[str, Any] = {"model": self.model, "token_ids": request.prompt_ids}
+            body: dict[str, Any] = {"model": model, "token_ids": request.prompt_ids}
             body["sampling_params"] = request.settings
             if request.images is not None:  # the server expands the placeholders
                 parts = {"token_ids": request.images.unexpanded_ids, "content_parts": request.images.content_parts}
@@ -395,7 +426,7 @@ class Served:
             logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
             versions = {str(span["version"]) for span in choice["weight_versions"] or [{"version": None}]}
         else:
-            body = request.settings | {"model": self.model, "prompt": request.prompt_ids, "return_token_ids": True}
+            body = request.settings | {"model": model, "prompt": request.prompt_ids, "return_token_ids": True}
             (choice,) = self.client.post(COMPLETIONS, body)["choices"]
             logprobs = choice["logprobs"]["token_logprobs"]
             # Asked for after sampling: every update has a name of its own, so that weights that were replaced

@@ -13,10 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from grpo_lightning.rollout.vllm.adapters import AdapterFolders
 from grpo_lightning.rollout.vllm.requests import Answer, Arrivals, Request
 from grpo_lightning.rollout.vllm.server import (
     LostWeightsError,
@@ -94,6 +96,16 @@ class Pending:
         self.waiting = kept
 
 
+class Told(NamedTuple):
+    """Which weights the servers have, as rank 0 tells the other ranks."""
+
+    versions: dict[str, tuple[str | None, str | None]]
+    """By address: version of this run's weights and name of its adapter; None for a server that has none."""
+
+    adapter: str | None
+    """Name of the adapter that completions are sampled with; None without adapters."""
+
+
 class Servers:
     """The policy on vLLM servers, whose weights come from the trainer.
 
@@ -106,6 +118,7 @@ class Servers:
         max_retries: Times that a request is repeated after a temporary failure.
         reconnect_timeout: Seconds to wait for a server if all of them have died.
         first: Index of the server that gets the first prompt, so that not all ranks begin with the same one.
+        lora_folder: Folder for adapters, which the servers read; None: a temporary folder of this machine.
     """
 
     def __init__(
@@ -117,7 +130,11 @@ class Servers:
         max_retries: int,
         reconnect_timeout: float,
         first: int = 0,
+        lora_folder: str | None = None,
     ) -> None:
+        self.adapters = AdapterFolders(None if lora_folder is None else Path(lora_folder))
+        self.adapter: str | None = None
+        """Name of the adapter that completions are sampled with; None without adapters."""
         self.servers = [Served(url, timeout, backend, group_port + number) for number, url in enumerate(urls)]
         self.max_retries, self.reconnect_timeout, self.first = max_retries, reconnect_timeout, first
         self.run = secrets.token_hex(4)
@@ -140,9 +157,14 @@ class Servers:
         for server in self.servers:
             server.check_images()
 
+    def check_adapters(self) -> None:
+        """Check that all servers take adapters. Raises: as `Served.check_adapters`."""
+        for server in self.servers:
+            server.check_adapters()
+
     # -------------------------------------------------------------------------------------------------------- weights
 
-    def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> dict[str, str | None]:
+    def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> Told:
         """Send the policy's weights to the servers that lack them, one group at a time.
 
         A server that does not answer is left out, and gets the weights of the next update.
@@ -185,16 +207,51 @@ class Servers:
             log.warning("The server at %s did not get the weights of update %d: %s", url, version, problem)
         if not any(is_at(server, version) for server in self.servers):
             raise next(iter(problems.values()))
-        return {server.url: server.version for server in self.servers}
+        return self.told()
 
-    def adopt(self, versions: Mapping[str, str | None]) -> None:
-        """Take over from rank 0 which weights the servers have.
+    def load_adapter(self, adapter: dict[str, Tensor], version: int) -> Told:
+        """Load the policy's adapter on the servers that have the base weights.
 
         Args:
-            versions: Version of this run's weights by address; None for a server that has none of them.
+            adapter: Weights by peft's names.
+            version: Number of the update.
+
+        Returns:
+            What `adopt` takes on the other ranks.
+
+        Raises:
+            UnavailableError: If no server has got the adapter, but may get it by another try.
+            ServerError: If a server refuses the adapter.
         """
+        folder = self.adapters.write(adapter, version)
+        self.adapter = folder.name
+        problems: list[UnavailableError] = []
         for server in self.servers:
-            server.version = versions[server.url]
+            if server.version is not None and server.adapter != folder.name:
+                try:
+                    server.load_adapter(folder)
+                except UnavailableError as error:
+                    log.warning("The server at %s did not get the adapter: %s", server.url, error)
+                    problems.append(error)
+                    server.version = None
+        if not self.able:
+            raise problems[0] if problems else UnavailableError(f"No server has the base weights: {self.names}.")
+        return self.told()
+
+    @property
+    def able(self) -> list[Served]:
+        """The servers that have the weights of the last updates."""
+        return [server for server in self.servers if server.version is not None and server.adapter == self.adapter]
+
+    def told(self) -> Told:
+        """What `adopt` takes on the other ranks."""
+        return Told({server.url: (server.version, server.adapter) for server in self.servers}, self.adapter)
+
+    def adopt(self, told: Told) -> None:
+        """Take over from rank 0 which weights the servers have."""
+        for server in self.servers:
+            server.version, server.adapter = told.versions[server.url]
+        self.adapter = told.adapter
 
     def wait_for_one(self) -> list[Served]:
         """Wait until a server answers. Returns: all that answer.
@@ -241,7 +298,7 @@ class Servers:
         pending = Pending(jobs, {server.url: 0 for server in order})
         arrived: queue.SimpleQueue[tuple[Job, Served, Answer | BaseException]] = queue.SimpleQueue()
         while True:
-            able = [server for server in order if server.version is not None]
+            able = [server for server in order if server in self.able]
             for job, server in pending.take(able, time.monotonic()):
                 send_in_background(job, server, arrived)
             if not any(pending.num_sent.values()) and not (pending.waiting and able):
@@ -283,8 +340,7 @@ class Servers:
 
     def decode(self, token_ids: list[int]) -> str:
         """Decode tokens as the servers do when they look for stop strings; empty if they differ."""
-        able = [server for server in self.servers if server.version is not None]
-        texts = {server.decode(token_ids) for server in able or self.servers}
+        texts = {server.decode(token_ids) for server in self.able or self.servers}
         return texts.pop() if len(texts) == 1 else ""
 
 

@@ -170,12 +170,18 @@ class Reload:
         """Start to collect the weights of each layer."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        self.expected, self.loaded = {name for name, _ in self.model.named_parameters()}, set()
+        computed = self.names()  # a tied weight has one name here, and several afterwards
         initialize_layerwise_reload(self.model)
+        # Without the weights that vLLM computes from others, for example the scales of quantised weights.
+        self.expected, self.loaded = computed & self.names(), set()
+
+    def names(self) -> set[str]:
+        """Names of the weights that the model has now."""
+        return {plain(name) for name, _ in self.model.named_parameters()}
 
     def receive_weights(self, update_info: Any) -> None:
         """Load one group of weights."""
-        self.loaded |= set(self.model.load_weights(self.received(update_info)) or ())
+        self.loaded |= set(map(plain, self.model.load_weights(self.received(update_info)) or ()))
 
     def finish_weight_update(self) -> None:
         """Put the collected weights into place. Raises: RuntimeError if a weight is missing, the first time only.
@@ -240,6 +246,11 @@ class Broadcast(Reload):
     def shutdown(self) -> None:
         """Leave the group."""
         self.group = None
+
+
+def plain(name: str) -> str:
+    """Name of a weight without the wrapper that vLLM puts around layers if it samples with adapters."""
+    return name.replace(".base_layer.", ".")
 
 
 def repack_heads(model: nn.Module) -> None:

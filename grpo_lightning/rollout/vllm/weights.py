@@ -1,45 +1,103 @@
 """The policy's weights as vLLM loads them: full weights by their checkpoint names, with LoRA adapters merged.
 
-Adapters are merged out of place, layer by layer: the policy itself never changes, and no second copy of all weights
-exists.
+Sharded weights are gathered, and adapters merged out of place, one decoder layer at a time: the policy itself never
+changes, and no second copy of all weights exists.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.policy.adapters import is_adapter_layer, is_expert_adapter, trained_adapter
+from grpo_lightning.policy.adapters import adapter_layers, is_adapter_layer, is_expert_adapter, trained_adapter
 from grpo_lightning.policy.hf import base_model, is_adapted, is_copied
 from grpo_lightning.policy.lora_targets import expert_tensors
 from grpo_lightning.policy.reference import checksums
+from grpo_lightning.policy.sharding import Sharding, full_shape
+
+Kind = Literal["merged", "base", "adapter"]
+"""What is sent: full weights W + s B A, or W and the adapter A, B separately."""
 
 LAYER = re.compile(r"\.(\d+)\.")
 """The number of a decoder layer in the name of a weight."""
 
 
-def weight_groups(policy: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
-    """Iterate over the policy's full weights, one decoder layer at a time; the others (embeddings, norm, head) last.
+@dataclass(frozen=True)
+class Gathered:
+    """One group of modules, with the full values of their weights."""
+
+    modules: list[tuple[str, Any]]
+    """(name, module) pairs."""
+
+    values: dict[int, Tensor]
+    """Full values by the id of the parameter."""
+
+    kind: Kind
+
+
+def gathered_groups(policy: nn.Module, sharding: Sharding, kind: Kind = "merged") -> Iterator[Gathered]:
+    """Gather the policy's full weights, one decoder layer at a time; the others (embeddings, norm, head) last.
+
+    Collective: all ranks must iterate to the end.
 
     Args:
-        policy: The unsharded policy; a model with adapters yields W + s B A for each adapted layer.
-
-    Yields:
-        The (name, weight) pairs of one group. Tied weights appear once.
+        policy: The policy.
+        sharding: How its weights are sharded over the ranks.
+        kind: Which weights are gathered.
     """
+    sharding.reshard(policy)
+    adapter = trained_adapter(policy) if is_adapted(policy) else None
     groups: dict[str, list[tuple[str, Any]]] = {}
     for name, module in _holders(policy):
         number = LAYER.search(f"{name}.")
         groups.setdefault(number[1] if number else "", []).append((name, module))
     others = groups.pop("", [])
+    for modules in [*groups.values(), others]:
+        parameters = list({id(each): each for _, module in modules for each in _sent(module, adapter, kind)}.values())
+        if parameters:
+            with sharding.whole_group(parameters) as values:
+                yield Gathered(modules, dict(zip(map(id, parameters), values, strict=True)), kind)
+
+
+def weight_groups(policy: nn.Module, gathered: Iterable[Gathered] | None = None) -> Iterator[list[tuple[str, Tensor]]]:
+    """Iterate over the policy's full weights as vLLM loads them, group by group.
+
+    Args:
+        policy: The policy; a model with adapters yields W + s B A for each adapted layer, or W for the kind "base".
+        gathered: Result of `gathered_groups`; None: merged weights of a policy that is not sharded.
+
+    Yields:
+        The (name, weight) pairs of one group. Tied weights appear once.
+    """
     seen: set[int] = set()
-    for group in [*groups.values(), others]:
-        if group:
-            yield [pair for name, module in group for pair in _weights(name, module, policy, seen)]
+    adapter = trained_adapter(policy) if is_adapted(policy) else None
+    for group in gathered_groups(policy, Sharding()) if gathered is None else gathered:
+        merged = adapter if group.kind == "merged" else None
+        yield [pair for name, module in group.modules for pair in _weights(name, module, merged, group.values, seen)]
+
+
+@torch.no_grad()
+def adapter_weights(policy: nn.Module, gathered: Iterable[Gathered]) -> dict[str, Tensor]:
+    """A and s B of all adapted layers by peft's names, on the CPU. The scale s is in B, so that its rule is ours.
+
+    Args:
+        policy: Model with adapters.
+        gathered: Result of `gathered_groups` for the kind "adapter".
+    """
+    adapter = trained_adapter(policy)
+    weights = {}
+    for group in gathered:
+        for name, layer in group.modules:
+            if is_adapter_layer(layer):
+                A, B = (group.values[id(factor)] for factor in _factors(layer, adapter))
+                weights[f"base_model.model.{name}.lora_A.weight"] = A.to("cpu", copy=True).contiguous()
+                weights[f"base_model.model.{name}.lora_B.weight"] = (layer.scaling[adapter] * B).cpu().contiguous()
+    return weights
 
 
 def _holders(policy: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -55,46 +113,80 @@ def _holders(policy: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+def _sent(module: Any, adapter: str | None, kind: Kind) -> Iterator[Tensor]:
+    """Iterate over the parameters of one module that are needed to send it."""
+    if is_adapter_layer(module):
+        if kind != "adapter":
+            yield from module.get_base_layer().parameters()
+        if kind != "base":
+            yield from _factors(module, adapter)
+    elif kind == "adapter":
+        return
+    elif is_copied(module):
+        yield from module.modules_to_save[adapter].parameters()
+    else:
+        yield from module.parameters(recurse=False)
+
+
+def _factors(layer: Any, adapter: str | None) -> tuple[Tensor, Tensor]:
+    """A and B of a layer, taken from iterators: ZeRO-3 would gather a weight that is read as an attribute."""
+    if adapter in layer.lora_embedding_A:
+        both = layer.lora_embedding_A, layer.lora_embedding_B
+        A, B = (dict(factors.named_parameters())[adapter] for factors in both)
+        return A, B
+    return next(layer.lora_A[adapter].parameters()), next(layer.lora_B[adapter].parameters())
+
+
 @torch.no_grad()
-def _weights(name: str, module: Any, policy: nn.Module, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+def _weights(
+    name: str, module: Any, adapter: str | None, values: dict[int, Tensor], seen: set[int]
+) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the weights of one module, by their names in the base model."""
     if is_adapter_layer(module):
-        base = module.get_base_layer()
-        merged = merged_weight(module, trained_adapter(policy))
-        for key, value in base.named_parameters():
-            yield f"{name}.{key}", merged if key == "weight" else value.detach()
+        for key, weight in module.get_base_layer().named_parameters():
+            value = values[id(weight)]
+            is_merged = key == "weight" and adapter is not None
+            yield f"{name}.{key}", merged_weight(value, module, adapter, values) if is_merged else value
         return
     is_copy = is_copied(module)
     if is_copy:
-        module = module.modules_to_save[trained_adapter(policy)]
+        module = module.modules_to_save[adapter]
     for key, weight in module.named_parameters(recurse=is_copy):
         if id(weight) not in seen:
             seen.add(id(weight))
-            yield f"{name}.{key}", weight.detach()
+            yield f"{name}.{key}", values[id(weight)]
 
 
-def merged_weight(layer: Any, adapter: str) -> Tensor:
+def merged_weight(weight: Tensor, layer: Any, adapter: str | None, values: dict[int, Tensor]) -> Tensor:
     """The merged weight of an adapted layer, out of place: W + s B A in float32, rounded once to the dtype of W.
 
     Args:
-        layer: peft's layer, with base weight W and an adapter A, B with the scale s (alpha / rank).
+        weight: W, the full weight of the base.
+        layer: peft's layer, whose adapter has the weights A, B and the scale s (alpha / rank).
         adapter: Name of the adapter.
+        values: Full values of A and B, by the id of the parameter.
     """
-    weight = layer.get_base_layer().weight.detach()
-    is_embedding = adapter in layer.lora_embedding_A
-    A = layer.lora_embedding_A[adapter] if is_embedding else layer.lora_A[adapter].weight
-    B = layer.lora_embedding_B[adapter] if is_embedding else layer.lora_B[adapter].weight
+    A, B = (values[id(factor)] for factor in _factors(layer, adapter))
     with torch.autocast(weight.device.type, enabled=False):
-        delta = layer.scaling[adapter] * (B.detach().float() @ A.detach().float())
-    if is_embedding or layer.fan_in_fan_out:  # W is [in, out]
+        delta = layer.scaling[adapter] * (B.float() @ A.float())
+    if adapter in layer.lora_embedding_A or layer.fan_in_fan_out:  # W is [in, out]
         delta = delta.T
     merged: Tensor = (weight.float() + delta).to(weight.dtype)
     return merged
 
 
-def state_of(policy: nn.Module) -> dict[str, int]:
-    """Checksums of all weights: equal if no weight has changed."""
-    return checksums(policy.parameters())
+def state_of(policy: nn.Module, sharding: Sharding, kind: Kind = "merged") -> dict[str, int]:
+    """Checksums of this rank's shards of all weights, or of those of the base or the adapter.
+
+    If no weight has changed, every rank has the checksums of its earlier call. Not collective.
+    """
+    sharding.reshard(policy)
+    own: set[int] = set()
+    if kind != "merged":
+        name = trained_adapter(policy)
+        own = {id(factor) for layer in adapter_layers(policy) for factor in _factors(layer, name)}
+    sent = [p for p in policy.parameters() if kind == "merged" or (id(p) in own) == (kind == "adapter")]
+    return checksums(map(sharding.own_shard, sent))
 
 
 def check_policy(policy: Any) -> None:
@@ -123,13 +215,42 @@ def check_policy(policy: Any) -> None:
             raise ValueError(f"VLLMEngine cannot merge the adapter of {path}: {reason}. Use LocalEngine.")
 
 
+def rank_of(policy: Any) -> int:
+    """The largest rank of the adapter's layers."""
+    name = trained_adapter(policy)
+    return max(full_shape(_factors(layer, name)[0])[0] for layer in adapter_layers(policy))
+
+
+def check_adapter(policy: Any) -> None:
+    """Check that vLLM can sample with the policy's adapter, without merging it.
+
+    Raises:
+        ValueError: If there is no adapter, or it has more than A and B of layers inside the decoder.
+    """
+    if not is_adapted(policy):
+        raise ValueError("engine.enable_lora is true, and the policy has no adapters: set policy.lora, or remove it.")
+    model = base_model(policy)
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    for path, module in model.named_modules():
+        reason = None
+        if is_copied(module):
+            reason = "is trained completely (policy.lora.modules_to_save)"
+        elif is_adapter_layer(module) and any(module is end for end in ends):
+            reason = "is the embeddings or the head"
+        if reason:
+            raise ValueError(
+                f"engine.enable_lora is true, and {path} {reason}, which vLLM does not take as an adapter: set "
+                "engine.enable_lora to false."
+            )
+
+
 def not_merged_reason(model: Any, layer: Any, adapter: str) -> str | None:
     """Reason why the adapter of a layer cannot be merged as W + s B A; None if it can."""
     if is_expert_adapter(layer):
         return "it adapts a tensor of experts"
     if adapter in layer.lora_magnitude_vector:
         return "it is DoRA (policy.lora.use_dora), which is not supported yet"
-    if layer.get_base_layer().weight.dim() != 2:
+    if len(full_shape(layer.get_base_layer().weight)) != 2:
         return "its weight is not a matrix"
     if layer.lora_bias.get(adapter):
         return "it has a bias (lora_bias)"

@@ -18,6 +18,7 @@ from tests.vllm.real.policies import PROMPTS, largest_gap, policy, step
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 SAMPLING = SamplingParams(max_completion_length=12)
+SHORT = SamplingParams(max_completion_length=5)
 EXACT = 1e-4
 """Nats by which float32 log-probs of two implementations may differ."""
 
@@ -126,15 +127,50 @@ def test_a_missing_group_of_layers_is_found(engine, monkeypatch):
     """The last test of this engine: an update that failed cannot be repeated."""
     groups, model = weights.weight_groups, policy()
     step(model, 7)
-    monkeypatch.setattr(weights, "weight_groups", lambda model: list(groups(model))[1:])
+    monkeypatch.setattr(weights, "weight_groups", lambda *args: list(groups(*args))[1:])
     with pytest.raises(RuntimeError, match=r"no value for model.layers.0."):
         engine.sync_weights(model)
 
 
-def train(folder, max_steps, ckpt_path=None):
+def test_adapters_alone_after_each_of_three_updates(monkeypatch):
+    """Also with sleep. An adapter that is late by one update is found."""
+    model = add_adapters(policy(), LoRA(rank=4, use_rslora=True, target_modules=["q_proj", "o_proj", "down_proj"]))
+    engine = VLLMEngine(enforce_eager=True, max_num_seqs=32, enable_lora=True, sleep_level=1)
+    engine.connect(model, tiny_tokenizer(), Sharding())
+    for update in range(4):
+        engine.sync_weights(model)
+        groups = engine.generate(PROMPTS, 2, SHORT, seeds=[1, 2, 3])
+        assert largest_gap(model, PROMPTS, groups, SHORT) < EXACT
+        step(model, update)
+        assert largest_gap(model, PROMPTS, groups, SHORT) > 100 * EXACT
+    assert engine.num_updates == 5  # the base once
+    monkeypatch.setattr(engine.backend, "load_adapter", lambda *_: None)
+    engine.sync_weights(model)
+    late = engine.generate(PROMPTS, 2, SHORT, seeds=[1, 2, 3])
+    assert largest_gap(model, PROMPTS, late, SHORT) > 100 * EXACT
+
+
+def test_quantised_weights_follow_the_policy():
+    """The one quantisation of vLLM that runs on a CPU. The scales are computed again at every update."""
+    model, engine = (
+        policy(),
+        VLLMEngine(enforce_eager=True, max_num_seqs=32, quantization="int8_per_channel_weight_only"),
+    )
+    engine.connect(model, tiny_tokenizer(), Sharding())
+    for update in range(3):
+        engine.sync_weights(model)
+        groups = engine.generate(PROMPTS, 2, SHORT, seeds=[1, 2, 3])
+        rounding = largest_gap(model, PROMPTS, groups, SHORT)
+        step(model, update)
+        assert EXACT < rounding < 0.4
+        assert largest_gap(model, PROMPTS, groups, SHORT) > 3 * rounding
+
+
+def train(folder, max_steps, ckpt_path=None, sleep_level=0, offload=()):
     """Train on the real engine, with checkpoints. Returns: what was logged, and the weights."""
     history = History()
-    module = make_module(engine=VLLMEngine(enforce_eager=True, max_num_seqs=32), policy=policy(), length=12, lr=1e-2)
+    engine = VLLMEngine(enforce_eager=True, max_num_seqs=32, sleep_level=sleep_level)
+    module = make_module(engine=engine, policy=policy(), length=12, lr=1e-2, offload=list(offload))
     saves = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     options = {"enable_checkpointing": True, "callbacks": [history, saves], "ckpt_path": ckpt_path}
     fit(module, batch_size=2, max_steps=max_steps, **options)
@@ -152,3 +188,8 @@ def test_a_run_trains_and_resumes_bit_for_bit(tmp_path):
     _, resumed = train(tmp_path / "resumed", 3, ckpt_path=tmp_path / "straight" / "step=2.ckpt")
     assert are_equal(resumed, straight)
     assert not are_equal(straight, dict(policy().named_parameters()))
+    # Sleep and offloading move memory, and change no weight. On a CPU, vLLM's scheduler sleeps, and its memory stays.
+    asleep, same = train(tmp_path / "asleep", 3, sleep_level=2, offload=["optimizer"])
+    assert max(asleep.of("policy/rollout_difference_max")) < EXACT
+    assert asleep.of("policy/grad_norm") == history.of("policy/grad_norm")
+    assert are_equal(same, straight)

@@ -17,7 +17,7 @@ from grpo_lightning.rollout.vllm.server import ServerError
 from tests.module_runs import History, fit, make_module
 from tests.tiny_models import EOS, tiny_tokenizer
 from tests.vllm.real.policies import PROMPTS, largest_gap, policy, step
-from tests.vllm.real.vllm_server import PROCESSED, SCALE_OUT, TRANSFER, free_port, serving
+from tests.vllm.real.vllm_server import ADAPTERS, PROCESSED, SCALE_OUT, TRANSFER, free_port, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 SAMPLING = SamplingParams(max_completion_length=12)
@@ -140,8 +140,8 @@ def test_an_update_that_failed_is_repaired_by_the_next_one(second, monkeypatch, 
     step(model, 5)
     engine = connected(second, model=model, max_retries=0)
 
-    def some(model):
-        first, *others = groups(model)
+    def some(*arguments):
+        first, *others = groups(*arguments)
         if failure == "a missing group":
             return others
         return broken_off([first, others[0][: len(others[0]) // 2]])
@@ -240,3 +240,17 @@ def test_a_server_that_does_not_come_back_ends_the_rollout_with_an_error(server)
     ):
         engine.generate(PROMPTS[:2] * 4, 16, sampling, list(range(8)), on_group=on_group)
     assert time.monotonic() - killed[0] < 20
+
+
+def test_adapters_alone_are_sampled(folder):
+    """With the base weights sent once; the server has loaded other ones."""
+    with serving(folder, *TRANSFER, *PROCESSED, *ADAPTERS) as server:
+        adapted = add_adapters(policy(), LoRA(rank=4, use_rslora=True))
+        step(adapted.get_base_model(), 5)
+        engine = connected(server, model=adapted, enable_lora=True)
+        for update in range(4):
+            engine.sync_weights(adapted)
+            groups = engine.generate(PROMPTS, 4, SAMPLING, seeds=[1, 2, 3])
+            assert largest_gap(adapted, PROMPTS, groups, SAMPLING) < EXACT
+            step(adapted, update)
+            assert largest_gap(adapted, PROMPTS, groups, SAMPLING) > 100 * EXACT

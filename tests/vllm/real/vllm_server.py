@@ -23,6 +23,7 @@ FLAGS = [
     *("--enable-prefix-caching", "--block-size", "32"),
 ]
 TRANSFER = ["--weight-transfer-config", json.dumps({"backend": "gloo"})]
+ADAPTERS = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "1"]
 PROCESSED = ["--logprobs-mode", "processed_logprobs"]
 SCALE_OUT = ["--enable-scale-out"]
 
@@ -53,7 +54,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"},
+                env=os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
                 start_new_session=True,
             )
 

@@ -1,0 +1,86 @@
+"""The policy's adapter as vLLM loads it: a folder in peft's format, with a new name for every update.
+
+vLLM ignores an adapter whose name it knows already, and keeps its prefix cache by this name. A name is therefore never
+used twice, not even by another run on the same server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from torch import Tensor
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM takes for its maximum rank."""
+
+
+def largest_rank(rank: int) -> int:
+    """The smallest maximum rank of vLLM that fits. Raises: ValueError if there is none."""
+    for each in RANKS:
+        if rank <= each:
+            return each
+    raise ValueError(
+        f"engine.enable_lora is true, policy.lora.rank is {rank}, and vLLM's largest rank is {RANKS[-1]}: lower it."
+    )
+
+
+class AdapterFolders:
+    """Writes versions of an adapter, each into a new folder, and removes the folder before the last.
+
+    Args:
+        parent: Folder of the folders; None creates a temporary folder.
+    """
+
+    def __init__(self, parent: Path | None) -> None:
+        self.scratch = tempfile.TemporaryDirectory(prefix="grpo-adapters-") if parent is None else None
+        self.parent = Path(self.scratch.name if self.scratch else parent or "")
+        self.run = uuid4().hex[:8]
+        self.newest: Path | None = None
+
+    def write(self, weights: dict[str, Tensor], version: int) -> Path:
+        """Write a version, atomically: its folder exists only once it is complete.
+
+        Args:
+            weights: Result of `weights.adapter_weights`, with the scale in B.
+            version: Number of the version.
+
+        Returns:
+            The folder; its name is the name of the adapter.
+        """
+        from safetensors.torch import save_file
+
+        folder = self.parent / f"policy-{self.run}-{version}"
+        if folder.exists():  # it is sent again
+            return folder
+        partial = self.parent / f".{folder.name}"
+        partial.mkdir(parents=True)
+        save_file(weights, partial / "adapter_model.safetensors")
+        (partial / "adapter_config.json").write_text(json.dumps(config_of(weights)), encoding="utf-8")
+        os.replace(partial, folder)
+        self.remove()
+        self.newest = folder
+        return folder
+
+    def remove(self) -> None:
+        """Remove the newest version, which vLLM has loaded."""
+        if self.newest is not None:
+            shutil.rmtree(self.newest, ignore_errors=True)
+
+
+def config_of(weights: dict[str, Tensor]) -> dict[str, Any]:
+    """Content of `adapter_config.json`. The scale is 1, as the scale of each layer is in its B."""
+    rank = max(len(weight) for name, weight in weights.items() if ".lora_A." in name)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": sorted({name.split(".")[-3] for name in weights}),
+        "bias": "none",
+    }
