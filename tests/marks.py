@@ -29,7 +29,7 @@ def only(fast: Collection[str], cases: Iterable[Any]) -> list[Any]:
     return [pytest.param(case, id=name, marks=() if name in fast else SLOW) for name, case in names.items()]
 
 
-def selected(request: pytest.FixtureRequest, name: str, **others: str) -> list[str]:
+def selected(request: pytest.FixtureRequest, name: str, **others: object) -> list[str]:
     """The values of the parameter `name` in the selected tests of the module, in their order.
 
     For a module-scoped fixture that computes several cases at once. Only tests with the parameters `others` count.

@@ -95,11 +95,13 @@ def test_lora_folder(tmp_path):
     policy = add_adapters(tiny_model(**SMALL), LoRA(rank=4))
     own = {"weight_transfer_backend": "gloo", "group_port": free_port(), "timeout": 20, "enable_lora": True}
     with serving(policy.get_base_model().config) as server:
-        default = VLLMEngine("server", base_url=server.url, **own)
-        assert default.lora_folder is None
-        connected(VLLMEngine("server", base_url=server.url, lora_folder=str(tmp_path / "shared"), **own), policy)
-        (folder,) = (tmp_path / "shared").iterdir()
-        assert set(server.fake.adapters) == {folder.name}
+        own["base_url"] = server.url
+        for folder in (None, str(tmp_path)):
+            engine = connected(VLLMEngine("server", lora_folder=folder, **own), policy)
+            (written,) = engine.backend.adapters.parent.iterdir()
+            assert written.name in server.fake.adapters
+            assert (written.parent == tmp_path) == (folder is not None)
+            engine.backend.servers[0].leave()  # frees the port
 
 
 @case(VLLMEngine, "quantization")

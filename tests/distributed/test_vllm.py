@@ -13,25 +13,29 @@ from tests.distributed import vllm_colocate
 from tests.distributed.harness import once, run_ranks
 from tests.distributed.steps import save_policy
 from tests.distributed.vllm import STEPS, train
-from tests.marks import SLOW, only
+from tests.marks import SLOW, only, selected
 from tests.vllm.fakes import serving
 
 
 def trained(
-    strategy: str, folder: Path, *, is_killed: bool = False
+    strategy: str, folder: Path, kind: str, *, is_killed: bool = False
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """What a run with a server of its own logged, and its weights.
 
     Args:
         strategy: Strategy of the run.
         folder: Folder of the policy.
+        kind: What is sent: merged weights, or adapters.
         is_killed: The server dies in the middle of the second rollout, and is started again.
     """
     with serving(AutoConfig.from_pretrained(folder / "policy"), name=str(folder / "policy")) as server:
         deaths: list[int] = []
 
         def die_once(count: int) -> None:
-            if is_killed and not deaths and server.fake.version.split("-")[2:3] == ["2"] and count % 8 == 5:
+            fake = server.fake
+            names = [name.split("-")[2:3] for name in (fake.adapters if kind == "adapters" else [fake.version])]
+            is_second = names == [["3" if kind == "adapters" else "2"]]  # the base is the first update
+            if is_killed and not deaths and is_second and count % 8 == 5:
                 deaths.append(count)
                 server.kill()
                 restart = threading.Timer(0.3, server.restart)
@@ -40,23 +44,35 @@ def trained(
 
         server.before_completion = die_once
         if strategy == "one":
-            train(strategy, server.url, folder)
+            train(strategy, server.url, folder, kind)
         else:
-            run_ranks("tests.distributed.vllm", strategy, server.url, folder)
+            run_ranks("tests.distributed.vllm", strategy, server.url, folder, kind)
         # One update per step: the second rank sends nothing. The restarted server got the second and the third one.
         assert len(deaths) == is_killed
-        assert server.fake.events.count("start") == STEPS - is_killed
+        event, others = ("adapter", 1) if kind == "adapters" else ("start", STEPS - is_killed)
+        assert server.fake.events.count(event) == STEPS - is_killed
+        assert server.fake.events.count("start") == others
     return json.loads((folder / f"{strategy}.json").read_text()), torch.load(folder / f"{strategy}.pt")
 
 
 @SLOW
-@pytest.mark.parametrize("is_killed", [False, True])
-@pytest.mark.parametrize("strategy", only([], ["ddp", "zero2", "zero3", "fsdp2"]))
-def test_two_ranks_on_a_server_train_as_one_device(strategy, is_killed, tmp_path):
+@pytest.mark.parametrize(
+    ("strategy", "kind", "is_killed"),
+    [
+        ("ddp", "merged", False),
+        ("ddp", "merged", True),
+        ("ddp", "adapters", True),
+        ("zero2", "merged", True),
+        ("zero3", "merged", True),
+        ("zero3", "adapters", False),
+        ("fsdp2", "merged", False),
+    ],
+)
+def test_two_ranks_on_a_server_train_as_one_device(strategy, kind, is_killed, tmp_path):
     """Also if the server dies: both ranks wait until rank 0 has sent the weights again."""
     save_policy(tmp_path)
-    steps, weights = trained("one", tmp_path)
-    found, own = trained(strategy, tmp_path, is_killed=is_killed)
+    steps, weights = trained("one", tmp_path, kind)
+    found, own = trained(strategy, tmp_path, kind, is_killed=is_killed)
     for name in ("reward/mean", "rollout/length"):
         assert [step[name] for step in found] == pytest.approx([step[name] for step in steps]), name
     assert max(step["policy/rollout_difference_max"] for step in found) < 1e-4
@@ -74,23 +90,25 @@ TOGETHER = {
     "tensor-parallel, shared groups": "full",
 }
 """Cases of tensor-parallel groups, and those of one device with the same prompts."""
-BROKEN = ["late", "dropped", "failing"]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Runs all cases of a strategy, once. Returns what a case logged, the errors of the ranks, and the weights."""
+def results(tmp_path_factory, request):
+    """Runs the cases of a strategy that are selected, once. Returns what a case logged, the errors, and the weights."""
     folder = tmp_path_factory.mktemp("colocate")
     vllm_colocate.save_policy(folder)
 
     @once
     def run(strategy: str, world_size: int) -> None:
-        names = {1: EXACT, 2: [*EXACT, *TOGETHER, *BROKEN], 4: list(TOGETHER)[:2]}[world_size]
-        run_ranks("tests.distributed.vllm_colocate", "FAKE", strategy, folder, *names, world_size=world_size)
+        if strategy == "one":
+            names = {TOGETHER.get(name, name) for name in selected(request, "name")} & set(EXACT)
+        else:
+            names = set(selected(request, "name", strategy=strategy, world_size=world_size))
+        run_ranks("tests.distributed.vllm_colocate", "FAKE", strategy, folder, *sorted(names), world_size=world_size)
 
-    def result(strategy: str, name: str, world_size: int = 2) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        run(strategy, 1 if strategy == "one" else world_size)
-        path = folder / f"{strategy} {1 if strategy == 'one' else world_size}, {name}"
+    def result(strategy: str, name: str, world_size: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        run(strategy, world_size)
+        path = folder / f"{strategy} {world_size}, {name}"
         return json.loads(path.with_suffix(".json").read_text()), torch.load(path.with_suffix(".pt"))
 
     return result
@@ -99,24 +117,30 @@ def results(tmp_path_factory):
 STRATEGIES = only(["zero3"], ["ddp", "zero2", "zero3", "fsdp2"])
 
 
-@pytest.mark.parametrize("name", EXACT)
+TWO = pytest.mark.parametrize("world_size", [2])
+
+
+@TWO
+@pytest.mark.parametrize("name", only(["lora"], EXACT))
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_ranks_with_a_vllm_each_train_as_one_device(results, strategy, name):
+def test_two_ranks_with_a_vllm_each_train_as_one_device(results, strategy, name, world_size):
     """Also the completions are those of one device: they follow from the seeds of the prompts."""
-    compare(results("one", name), results(strategy, name))
+    compare(results("one", name, 1), results(strategy, name, world_size))
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@TWO
+@pytest.mark.parametrize("name", only(["tensor-parallel, a rank without prompts"], TOGETHER))
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_tensor_parallel_groups_train_as_one_device(results, strategy, name):
+def test_tensor_parallel_groups_train_as_one_device(results, strategy, name, world_size):
     """The fake asserts that the ranks of a group sample the same requests."""
-    compare(results("one", TOGETHER[name]), results(strategy, name))
+    compare(results("one", TOGETHER[name], 1), results(strategy, name, world_size))
 
 
 @SLOW
 @pytest.mark.parametrize("name", list(TOGETHER)[:2])
-def test_two_tensor_parallel_groups_train_as_one_device(results, name):
-    compare(results("one", TOGETHER[name]), results("ddp", name, 4))
+@pytest.mark.parametrize(("strategy", "world_size"), [("ddp", 4)])
+def test_two_tensor_parallel_groups_train_as_one_device(results, strategy, name, world_size):
+    compare(results("one", TOGETHER[name], 1), results(strategy, name, world_size))
 
 
 def compare(of_one: Any, of_several: Any) -> None:
@@ -132,19 +156,30 @@ def compare(of_one: Any, of_several: Any) -> None:
         torch.testing.assert_close(own[key], weight, rtol=1e-3, atol=1e-4, msg=key)
 
 
+@SLOW
+@TWO
+@pytest.mark.parametrize("name", ["late"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_weights_that_come_late_or_not_at_all_are_found_with_two_ranks(results, strategy):
-    late, dropped = results(strategy, "late")[0], results(strategy, "dropped")[0]
-    differences = [step["policy/rollout_difference_max"] for step in late["steps"]]
-    assert differences[0] < 1e-4
-    assert min(differences[1:]) > 0.1
-    for error in dropped["errors"]:
+def test_weights_that_come_late_are_found_with_two_ranks(results, strategy, name, world_size):
+    first, *later = (step["policy/rollout_difference_max"] for step in results(strategy, name, world_size)[0]["steps"])
+    assert first < 1e-4
+    assert min(later) > 0.1
+
+
+@SLOW
+@TWO
+@pytest.mark.parametrize("name", ["dropped"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_missing_group_of_layers_is_found_with_two_ranks(results, strategy, name, world_size):
+    for error in results(strategy, name, world_size)[0]["errors"]:
         assert "The trainer sent no value for model.layers.0." in error
 
 
+@TWO
+@pytest.mark.parametrize("name", ["failing"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_error_of_one_rank_raises_on_all_ranks(results, strategy):
+def test_an_error_of_one_rank_raises_on_all_ranks(results, strategy, name, world_size):
     """The other ranks would otherwise wait in the collective of the next layer."""
-    first, last = results(strategy, "failing")[0]["errors"]
+    first, last = results(strategy, name, world_size)[0]["errors"]
     assert last == "KeyError: 'a fault of the last rank'"
     assert first == f"RuntimeError: {last}"

@@ -1,4 +1,7 @@
-"""A run that samples on a vLLM server, on one rank or two: `python -m tests.distributed.vllm STRATEGY URL FOLDER`."""
+"""A run that samples on a vLLM server, on one rank or two.
+
+python -m tests.distributed.vllm STRATEGY URL FOLDER merged|adapters
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from grpo_lightning import PolicyLoader
 from grpo_lightning.core import ranks
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
@@ -18,12 +22,14 @@ from tests.module_runs import History, make_module, make_source, make_trainer
 STEPS = 3
 
 
-def train(strategy: str, url: str, folder: Path) -> None:
-    """Train, and write down what was logged and the weights."""
+def train(strategy: str, url: str, folder: Path, kind: str = "merged") -> None:
+    """Train full weights, or adapters that are sent alone; write down what was logged and the weights."""
     devices, history = 1 if strategy == "one" else 2, History()
     options = {"weight_transfer_backend": "gloo", "group_port": free_port(), "timeout": 60.0}
-    engine = VLLMEngine("server", base_url=url, **options)
-    module = make_module(policy=str(folder / "policy"), length=6, engine=engine)
+    has_adapters = kind == "adapters"
+    engine = VLLMEngine("server", base_url=url, enable_lora=has_adapters, **options)
+    loader = PolicyLoader(str(folder / "policy"), lora={"rank": 4} if has_adapters else None)
+    module = make_module(policy=loader, length=6, lr=1e-2 if has_adapters else 3e-3, engine=engine)
     trainer = make_trainer(devices=devices, strategy=STRATEGIES[strategy](), max_steps=STEPS, callbacks=[history])
     trainer.fit(module, make_source(module, batch_size=4 // devices, shuffle=False))
     own = full_weights(module)
@@ -38,10 +44,10 @@ def full_weights(module: GRPOLightningModule) -> dict[str, torch.Tensor]:
     return {name: module.sharding.whole(weight).clone() for name, weight in module.policy.named_parameters()}
 
 
-def main(strategy: str, url: str, folder: str) -> None:
+def main(strategy: str, url: str, folder: str, kind: str) -> None:
     """Train on this rank."""
     torch.set_num_threads(1)
-    train(strategy, url, Path(folder))
+    train(strategy, url, Path(folder), kind)
 
 
 if __name__ == "__main__":

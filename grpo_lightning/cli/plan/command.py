@@ -537,10 +537,15 @@ def resolve_gathering(
 
 
 def vllm_share(engine: Any) -> float:
-    """Fraction of the device's memory that vLLM takes in the training process."""
+    """Fraction of the device's memory that vLLM in the training process takes while the policy trains."""
+    return engine.gpu_memory_utilization if is_colocated(engine) and not engine.sleep_level else 0.0
+
+
+def is_colocated(engine: Any) -> bool:
+    """True for vLLM in the training process."""
     from grpo_lightning.rollout.vllm.engine import VLLMEngine
 
-    return engine.gpu_memory_utilization if isinstance(engine, VLLMEngine) and engine.mode == "colocate" else 0.0
+    return isinstance(engine, VLLMEngine) and engine.mode == "colocate"
 
 
 def engine_remarks(engine: Any) -> list[str]:
@@ -551,6 +556,11 @@ def engine_remarks(engine: Any) -> list[str]:
         return []
     if share := vllm_share(engine):
         return [f"the device also holds vLLM, in {share:.0%} of its memory (engine.gpu_memory_utilization)"]
+    if is_colocated(engine):
+        return [
+            f"vLLM takes {engine.gpu_memory_utilization:.0%} of the device's memory while it samples, and frees it for "
+            "training (engine.sleep_level)"
+        ]
     return ["an external engine samples, whose memory is not counted"]
 
 

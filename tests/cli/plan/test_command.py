@@ -217,6 +217,8 @@ def test_the_memory_of_vllm_is_named():
     assert plan.engine_remarks(LocalEngine()) == []
     (remark,) = plan.engine_remarks(VLLMEngine(gpu_memory_utilization=0.4))
     assert remark == "the device also holds vLLM, in 40% of its memory (engine.gpu_memory_utilization)"
+    (remark,) = plan.engine_remarks(VLLMEngine(gpu_memory_utilization=0.4, sleep_level=1))
+    assert remark.startswith("vLLM takes 40% of the device's memory while it samples, and frees it for training")
     assert plan.engine_remarks(VLLMEngine("server")) == ["an external engine samples, whose memory is not counted"]
 
 
@@ -225,7 +227,9 @@ def test_the_memory_of_vllm_counts_in_the_verdict(recipe, said, capsys):
     engine = {"class_path": "grpo_lightning.VLLMEngine", "init_args": {"gpu_memory_utilization": 0.5}}
     out = said([*recipe(engine=engine), "--device_gib", "8"])
     assert re.search(r"It fits: 0\.0 GiB of the 4\.0 GiB that vLLM leaves of 8\.0 GiB", out)
-    engine["init_args"]["gpu_memory_utilization"] = 1.0
+    engine["init_args"]["sleep_level"] = 1
+    assert re.search(r"It fits: 0\.0 of 8 GiB", said([*recipe(engine=engine), "--device_gib", "8"]))
+    engine["init_args"] = {"gpu_memory_utilization": 1.0}
     with pytest.raises(SystemExit):
         said([*recipe(engine=engine), "--device_gib", "8"])
     assert "every phase: a smaller engine.gpu_memory_utilization" in capsys.readouterr().err
