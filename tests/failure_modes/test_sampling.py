@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 
 from grpo_lightning.core.types import Prompt, SamplingParams
@@ -117,7 +120,8 @@ def test_15_sampling_keeps_its_cache_where_activations_are_recomputed():
         assert model.training, "and the mode is what it was"
 
     want = generated(tiny_model("qwen2"), prompt, length)
-    with pytest.raises(AssertionError, match="another text"):
+    dropped = pytest.raises(AssertionError, match="another text")
+    with dropped if Version(transformers.__version__) < Version("5.24") else contextlib.nullcontext():
         check(by_generate)  # what is asked for is dropped, and a token sees itself alone
     with pytest.raises(AssertionError, match="each token once"):
         check(functools.partial(by_generate, use_cache=False))

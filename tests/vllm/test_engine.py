@@ -26,6 +26,7 @@ from grpo_lightning.rollout.vllm import server as vllm_server
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.server import ServerError, own_address
 from tests import tiny_vlms
+from tests.marks import SLOW
 from tests.module_runs import SMALL, History, are_equal, fit, make_module, weights_of
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.vllm.fakes import fake_vllm, serving  # noqa: F401 - a fixture
@@ -187,7 +188,7 @@ def test_an_adapter_that_is_late_or_has_an_old_name_shows_in_the_log_probs(conne
     assert late.logprobs != pytest.approx(scored(policy, PROMPTS[0], late), abs=1e-2)
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [pytest.param(1, marks=SLOW), 2])
 def test_vllm_sleeps_with_adapters(fake_vllm, level):  # noqa: F811
     engine = VLLMEngine(sleep_level=level, enable_lora=True)
     policy = add_adapters(tiny_model(**SMALL), LoRA(rank=4))
@@ -242,7 +243,7 @@ def test_a_server_that_takes_no_adapters_is_refused_before_weights_load(monkeypa
             check_run(monkeypatch, served(running, enable_lora=True), **own)
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("level", [0, pytest.param(1, marks=SLOW), 2])
 def test_vllm_sleeps_between_rollouts(fake_vllm, level):  # noqa: F811
     """The fake asserts that nothing is loaded or sampled while it sleeps; level 2 fills its weights with NaN."""
     engine, policy = VLLMEngine(sleep_level=level), tiny_model(**SMALL)
@@ -274,6 +275,7 @@ def test_a_rank_without_prompts_sleeps_too(fake_vllm):  # noqa: F811
     assert engine.backend.llm.fake.asleep == {"weights", "kv_cache"}
 
 
+@SLOW
 def test_sleep_and_offloading_change_no_weight(fake_vllm):  # noqa: F811
     """Memory moves, and nothing else: the same weights and gradient norms, bit for bit, also with validation."""
 
