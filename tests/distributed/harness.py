@@ -140,7 +140,7 @@ def run_ranks(
     module: str,
     *arguments: object,
     world_size: int = 2,
-    timeout: float = 300,
+    timeout: float = 900,
     extra: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Run `python -m module arguments` on every rank to its end.

@@ -69,7 +69,7 @@ def run(request: pytest.FixtureRequest, folder: Path) -> Callable[[Layout], None
         cases = selected(request, "case", layout=layout)
         run_ranks(
             "tests.distributed.teams", layout.strategy, layout.ranks_per_group, folder, *cases,
-            world_size=layout.world_size, timeout=500,
+            world_size=layout.world_size, timeout=1500,
         )  # fmt: skip
 
     return run

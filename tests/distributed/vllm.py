@@ -24,6 +24,7 @@ STEPS = 3
 
 def train(strategy: str, url: str, folder: Path, kind: str = "merged") -> None:
     """Train full weights, or adapters that are sent alone; write down what was logged and the weights."""
+    torch.set_num_threads(1)  # sums of several threads round differently
     devices, history = 1 if strategy == "one" else 2, History()
     options = {"weight_transfer_backend": "gloo", "group_port": free_port(), "timeout": 60.0}
     has_adapters = kind == "adapters"
