@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import AutoConfig
 
 from grpo_lightning.cli import main
 from grpo_lightning.cli.main import parse
@@ -27,16 +28,23 @@ from grpo_lightning.training.strategies import GRPODeepSpeedStrategy
 from tests import tiny_vlms
 from tests.marks import only
 from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
-from tests.vllm.fakes import fake_vllm  # noqa: F401 - a fixture
+from tests.vllm.fakes import fake_vllm, serving  # noqa: F401 - a fixture
+from tests.vllm.test_engine import free_port
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 QUICKSTARTS = [RECIPES / f"quickstart{name}.yaml" for name in ("", "_grounding", "_reasoning_gym")]
 VISION = [QUICKSTARTS[1], *sorted((RECIPES / "vlm").glob("*.yaml"))]
+VLLM = sorted((RECIPES / "vllm").glob("*.yaml"))
 GYM = [path for path in sorted(RECIPES.glob("*.yaml")) if "rewards.ReasoningGym" in path.read_text()]
-WHOLE = sorted({*RECIPES.glob("*.yaml"), *VISION})
-FAST = ("quickstart", "numina_lora_7b", "dapo_qwen2.5_1.5b", "rec_qwen2.5_vl_3b")
+WHOLE = sorted({*RECIPES.glob("*.yaml"), *VISION, *VLLM})
+SERVED = [path for path in WHOLE if "mode: server" in path.read_text()]
+FAST = ("quickstart", "numina_lora_7b", "dapo_qwen2.5_1.5b", "rec_qwen2.5_vl_3b", "async_qwen2.5_7b")
 PLANNED = [path for path in WHOLE if path not in QUICKSTARTS]  # which build their policy
-FAST_PLANS = [path for path in PLANNED if path.stem in ("rec_lora", "reward_model_qwen2.5_1.5b", "zero3_70b")]
+FAST_PLANS = [
+    path
+    for path in PLANNED
+    if path.stem in ("rec_lora", "reward_model_qwen2.5_1.5b", "zero3_70b", "colocate_qwen2.5_1.5b", "lora_colocate_72b")
+]
 OBJECTIVES = sorted((RECIPES / "objectives").glob("*.yaml"))
 STRATEGIES = sorted((RECIPES / "strategies").glob("*.yaml"))
 
@@ -45,7 +53,8 @@ STRATEGIES = sorted((RECIPES / "strategies").glob("*.yaml"))
 SHORTER = {
     "cache_length: 600": "cache_length: 2",
     "cache_length: 819": "cache_length: 2",
-    "max_model_len: 1536": "max_model_len: 256",
+    "tensor_parallel_size: 2": "tensor_parallel_size: 1",
+    "tensor_parallel_size: 4": "tensor_parallel_size: 1",
     "Skywork/Skywork-Reward-V2-Qwen3-0.6B": "classifier",
 }
 
@@ -196,6 +205,7 @@ def flags(recipe: Path) -> list[str]:
     content = recipe.read_text()
     for long, short in (SHORTER | WITHOUT_CUDA).items():
         content = content.replace(long, short)
+    content = re.sub(r"max_model_len: \d+", "max_model_len: 256", content)
     Path("recipe.yaml").write_text(content)
     config = yaml.safe_load(content)
     write_own_rows(recipe, config)
@@ -233,12 +243,48 @@ def logged_steps(folder: Path) -> list[dict[str, float]]:
     return [row for row in rows if "policy/loss" in row]
 
 
+@contextlib.contextmanager
+def server_flags(recipe: Path) -> Iterator[list[str]]:
+    """Flags for a small vLLM server in the place of a recipe's servers, which runs meanwhile."""
+    if recipe not in SERVED:
+        yield []
+        return
+    with serving(AutoConfig.from_pretrained("policy")) as server:
+        settings = {"base_url": server.url, "weight_transfer_backend": "gloo", "group_port": free_port()}
+        yield [f"--model.engine.init_args.{name}={value}" for name, value in settings.items()]
+
+
 @pytest.mark.parametrize("recipe", only(FAST, WHOLE))
 def test_recipe_runs_two_steps(recipe, tiny, tmp_path):
-    main(["fit", *flags(recipe)])
+    arguments = flags(recipe)
+    with server_flags(recipe) as more:
+        main(["fit", *arguments, *more])
     steps = logged_steps(tmp_path / "runs")
     assert len(steps) == 2
     assert all(math.isfinite(value) for step in steps for value in step.values())
+    engine = yaml.safe_load(recipe.read_text())["model"].get("engine", {})
+    assert engine.get("class_path", "").endswith("VLLMEngine") == (recipe in [*VLLM, *SERVED] or "vllm" in recipe.stem)
+
+
+@pytest.mark.parametrize("recipe", SERVED, ids=lambda path: path.stem)
+def test_the_server_in_a_header_serves_the_recipe(recipe):
+    """The policy, the backend of the weights, log-probs after the temperature, and room for the longest completion."""
+    header = " ".join(line.lstrip("# ") for line in recipe.read_text().splitlines() if line.startswith("#"))
+    config = parse(["--config", str(recipe)])
+    engine, policy = (config.model[name].init_args for name in ("engine", "policy"))
+    assert "VLLM_SERVER_DEV_MODE=1" in header
+    assert f"vllm serve {policy.name} " in header
+    assert f"""--weight-transfer-config '{{"backend": "{engine.weight_transfer_backend}"}}'""" in header
+    assert "--logprobs-mode processed_logprobs" in header
+    urls = engine.base_url if isinstance(engine.base_url, list) else [engine.base_url]
+    for url in urls:
+        assert f"--port {url.rpartition(':')[2]}" in header
+    longest = config.data.max_prompt_length + config.model.sampling.max_completion_length
+    assert longest <= number(r"--max-model-len (\d+)", header)
+    devices = re.findall(r"CUDA_VISIBLE_DEVICES=([\d,]+)", header)
+    assert len(devices) == len(urls)
+    if "127.0.0.1" in urls[0]:  # the same machine: training takes the first devices
+        assert all(int(index) >= config.trainer.devices for index in devices[0].split(","))
 
 
 @pytest.mark.parametrize("recipe", WHOLE, ids=lambda path: path.stem)
@@ -371,6 +417,9 @@ def test_headers_state_the_memory_that_plan_computes_without_hub_and_data(recipe
             assert f"{name} cannot be loaded here: using the sizes known to this package" in out
         found = number(r"It fits: ([\d.]+)(?: GiB)? of", out)
         assert found == pytest.approx(number(r"about (\d+) GiB", written), abs=0.6), recipe.stem
+        if "vLLM's" in written:
+            share = sum(float(size) for size in re.findall(r"vLLM's (?:weights|KV cache)[^\d~]*([\d.]+)", out))
+            assert share == pytest.approx(number(r"(\d+) of them vLLM's", written), abs=0.6), recipe.stem
         if "reward model's" in written:
             own = number(r"([\d.]+) of them the reward model's", written)
             assert number(r"reward reward_model[^\d~]*([\d.]+)", out) == pytest.approx(own, abs=0.06)

@@ -447,8 +447,12 @@ def check_staleness(max_staleness: int, old_logprobs: str, rollout_correction: s
         )
 
 
-def check_asynchronous(max_staleness: int, engine: RolloutEngine, ranks_per_group: int, trainer: L.Trainer) -> None:
+def check_asynchronous(
+    max_staleness: int, engine: RolloutEngine, ranks_per_group: int, trainer: L.Trainer | None
+) -> None:
     """Check that rollouts can be sampled in the background, if `max_staleness` is above 0.
+
+    Without a trainer (`plan`), the training loader is not checked.
 
     Raises:
         ValueError: If the engine samples with the policy's own weights, ranks share groups, or the training loader does
@@ -468,7 +472,7 @@ def check_asynchronous(max_staleness: int, engine: RolloutEngine, ranks_per_grou
             f"{setting}, and model.ranks_per_group is {ranks_per_group}: ranks that share groups cannot sample in the "
             "background. Set one of them to its default."
         )
-    loader = given_loader(trainer.fit_loop)
+    loader = None if trainer is None else given_loader(trainer.fit_loop)
     if isinstance(loader, DataLoader | list):
         raise ValueError(
             f"{setting}, but a {type(loader).__name__} does not know the prompts of the next rollouts: wrap the data "

@@ -56,7 +56,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
     from rich.console import Console
 
     from grpo_lightning.cli.main import instantiate, parse
-    from grpo_lightning.cli.plan import memory, report
+    from grpo_lightning.cli.plan import memory, report, vllm
     from grpo_lightning.cli.plan.batches import BatchPlan
     from grpo_lightning.cli.plan.model import sizes_of
     from grpo_lightning.policy.loading import meta_model, remote_code
@@ -68,9 +68,10 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
     seed(config)
     module, data = instantiate(config, "model", "data", module_class=module_class)
     loader, console, is_on_cpu = module.loader, Console(highlight=False), str(config.trainer.accelerator) == "cpu"
+    engine = module.engine
     use_known_config(loader)
 
-    ranks = ranks_of(config.trainer, own.devices, own.nodes)
+    ranks = ranks_of(config.trainer, own.devices, own.nodes, has_server=vllm.is_on_this_machine(engine))
     # The data module reads the ranks and the policy's tokenizer from its trainer.
     data.trainer = SimpleNamespace(lightning_module=module, world_size=ranks.world_size, global_rank=0)
     prompts = find_prompts(data, own)
@@ -82,6 +83,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
     if own.prompt_tokens is not None:
         check_given_length(loader, own.prompt_tokens, completion_tokens)
     prompt_tokens, why_tokens = longest_prompt(loader, data.max_prompt_length, prompts.train, own.prompt_tokens)
+    vllm.check_length(engine, prompt_tokens, completion_tokens, why_tokens)
 
     batches = BatchPlan(
         batch_size=data.batch_size,
@@ -92,8 +94,10 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
         world_size=ranks.world_size,
         ranks_per_group=module.ranks_per_group,
     )
-    checks.check_teams(module.ranks_per_group, module.num_generations, module.engine, ranks.world_size)
-    report.print_lines(console, "Batches", [*report.batch_lines(batches, ranks.why), *filter(None, [ranks.idle])])
+    checks.check_teams(module.ranks_per_group, module.num_generations, engine, ranks.world_size)
+    checks.check_asynchronous(module.max_staleness, engine, module.ranks_per_group, None)
+    lines = [*report.batch_lines(batches, ranks.why), *vllm.batch_lines(engine, batches, module.max_staleness)]
+    report.print_lines(console, "Batches", [*lines, *filter(None, [ranks.idle])])
     num_prompts = None if prompts.train is None else len(prompts.train)
     length = run_length(config.trainer, batches, num_prompts)
     lines = report.length_lines(config, batches, length, num_prompts, prompts.why_unknown)
@@ -110,6 +114,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
         remedy = "data.prepare may build it: add --prepare to run it now."
         report.print_lines(console, "Memory", [f"Unknown: {error} {remedy}"])
         return
+    vllm.check_run(engine, loader, [module.sampling, module.validation_sampling], ranks.world_size)
     is_eager = "eager" in (loader.attention, model.config._attn_implementation)
     # Chosen without weights: the probe at the start of a run may still choose the dense path.
     path: Literal["dense", "extended"] = "dense" if loader.scoring == "dense" or dense_reason(model) else "extended"
@@ -118,7 +123,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
     precision = memory.precision_of(config.trainer.precision, loader.dtype)
     width = 4 if division.stage or sizes.num_adapters else precision.weights
     optimizer_bytes, remarks = memory.optimizer_bytes(module.optimizer_factory, config.model.get("optimizer"), width)
-    sampling = sampling_size(module.engine, batches, shares_prompts=sizes.shares_prompts)
+    sampling = sampling_size(engine, batches, shares_prompts=sizes.shares_prompts)
     worst = batches.shapes(prompt_tokens, completion_tokens)[0]
     settings = memory.MemorySettings(
         memory.ScoredBatch(
@@ -141,14 +146,15 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
         accumulates=batches.accumulate_grad_batches > 1,
         offloaded=frozenset(module.offload),
     )
-    vllm = vllm_share(module.engine)
-    total = (report.device_bytes(own.device_gib) or ASSUMED_DEVICE_GIB * memory.GIB) * (1 - vllm)
-    settings, more = resolve_gathering(settings, sizes, module.engine, None if is_on_cpu else total / memory.GIB)
+    device = report.device_bytes(own.device_gib)
+    device_gib = ASSUMED_DEVICE_GIB if device is None else device / memory.GIB
+    settings, more = resolve_gathering(settings, sizes, engine, None if is_on_cpu else device_gib)
     reward_parts, not_counted = memory.reward_parts(module.reward_set.rewards)
-    parts = memory.memory_parts(sizes, settings) + reward_parts
-    remarks = [*model_remarks(sizes, loader), *engine_remarks(module.engine), *remarks, *more, *not_counted]
+    size = vllm.size_of(engine, model, sizes, settings, batches, device)
+    parts = vllm.with_vllm(memory.memory_parts(sizes, settings), sizes, settings, size)
+    remarks = [*model_remarks(sizes, loader), *vllm.remarks(engine, size), *remarks, *more, *not_counted]
     report.print_lines(console, "Tokens", report.token_lines(settings, why_tokens))
-    refusal = report.print_memory(console, sizes, settings, parts, remarks, own.device_gib, vllm)
+    refusal = report.print_memory(console, sizes, settings, parts + reward_parts, remarks, own.device_gib, size)
     if refusal is not None and not (is_on_cpu and own.device_gib is None):
         print(f"\nerror: {refusal}", file=sys.stderr)
         raise SystemExit(1)
@@ -275,13 +281,17 @@ class Ranks(NamedTuple):
     """A message about devices without a rank."""
 
 
-def ranks_of(trainer: Namespace, devices: int | None, nodes: int | None) -> Ranks:
+def ranks_of(trainer: Namespace, devices: int | None, nodes: int | None, *, has_server: bool = False) -> Ranks:
     """Count the ranks from the trainer's config, or from `devices` per node and `nodes`.
+
+    Devices of vLLM servers are not counted. `has_server` is true if there is one on this machine.
 
     Raises:
         ValueError: If there is no device or node, or the cluster's nodes have unequal numbers of devices.
     """
     import torch
+
+    from grpo_lightning.cli.plan.vllm import devices_line
 
     check_environment(os.environ)
     num_nodes = trainer.num_nodes if nodes is None else nodes
@@ -294,7 +304,9 @@ def ranks_of(trainer: Namespace, devices: int | None, nodes: int | None) -> Rank
     if count < 1 or num_nodes < 1:
         raise ValueError(f"A run needs at least one device and one node, got {count} and {num_nodes}.")
     idle, rest = "", here - count
-    if devices is None and rest > 0:
+    if devices is None and here and has_server:
+        idle = devices_line(max(0, rest), here)
+    elif devices is None and rest > 0:
         idle = (
             f"{rest} of this machine's {here} devices {'is' if rest == 1 else 'are'} idle: trainer.devices is "
             f"{trainer.devices}. Set it to {here} or auto to use all of them."
@@ -534,34 +546,6 @@ def resolve_gathering(
             f"up to {settings.batch.completion_length:,} tokens"
         )
     return dataclasses.replace(settings, gathers_for_sampling=choice), remarks
-
-
-def vllm_share(engine: Any) -> float:
-    """Fraction of the device's memory that vLLM in the training process takes while the policy trains."""
-    return engine.gpu_memory_utilization if is_colocated(engine) and not engine.sleep_level else 0.0
-
-
-def is_colocated(engine: Any) -> bool:
-    """True for vLLM in the training process."""
-    from grpo_lightning.rollout.vllm.engine import VLLMEngine
-
-    return isinstance(engine, VLLMEngine) and engine.mode == "colocate"
-
-
-def engine_remarks(engine: Any) -> list[str]:
-    """Remarks on the memory of engines other than the policy itself, which is not counted."""
-    from grpo_lightning.rollout.local_engine import LocalEngine
-
-    if isinstance(engine, LocalEngine):
-        return []
-    if share := vllm_share(engine):
-        return [f"the device also holds vLLM, in {share:.0%} of its memory (engine.gpu_memory_utilization)"]
-    if is_colocated(engine):
-        return [
-            f"vLLM takes {engine.gpu_memory_utilization:.0%} of the device's memory while it samples, and frees it for "
-            "training (engine.sleep_level)"
-        ]
-    return ["an external engine samples, whose memory is not counted"]
 
 
 def model_remarks(model: ModelSizes, loader: PolicyLoader) -> list[str]:

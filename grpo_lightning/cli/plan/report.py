@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from grpo_lightning.cli.plan import vllm
 from grpo_lightning.cli.plan.batches import BatchPlan, RunPlan
 from grpo_lightning.cli.plan.memory import ALWAYS, GIB, MOMENTS, SAMPLING, TRAINING, UPDATE, MemorySettings, Part, peak
 from grpo_lightning.cli.plan.model import ModelSizes
@@ -166,13 +167,13 @@ def print_memory(
     parts: list[Part],
     remarks: list[str],
     device_gib: float | None,
-    vllm_share: float = 0.0,
+    engine: vllm.VLLMSize | None = None,
 ) -> str | None:
-    """Print the table of parts, the peak, and the comparison with the device, of which vLLM takes a fraction.
+    """Print the table of parts, the peak, and the comparison with the device; `engine` is the memory of vLLM, if any.
 
     Returns:
-        If the run does not fit, an error message that lists settings which reduce memory. None if the run may fit, or
-        if there is no device to compare with.
+        If the run does not fit, or vLLM does not fit its share, an error message that lists settings which reduce
+        memory. None if the run may fit, or if there is no device to compare with.
     """
     peaks = {moment: peak(parts, moment) for moment in MOMENTS}
     highest = max(MOMENTS, key=peaks.__getitem__)
@@ -191,20 +192,23 @@ def print_memory(
     table.add_row("together", *total, f"highest: {highest}", style="bold")
     console.print()
     console.print(table)
-    compared = device_line(peaks[highest], device_gib, vllm_share)
+    compared = device_line(peaks[highest], device_gib)
     if model.has_trained_tower:
         compared += " The activations of the trained vision tower come on top."
     for note in [*memory_notes(model, settings, remarks), *cpu_lines(parts), compared]:
         console.print(note, markup=False)
+    too_small = None if engine is None else vllm.problem(engine)
     if not compared.startswith(verdict(math.inf)):
-        return None
+        return too_small
     total_bytes = device_bytes(device_gib)
     assert total_bytes is not None
-    too_high = [moment for moment in MOMENTS if peaks[moment] > total_bytes * (1 - vllm_share)]
-    lines = [f"{moment}: {'; '.join(levers(model, settings, moment))}" for moment in too_high]
-    if vllm_share:
-        lines.append("every phase: a smaller engine.gpu_memory_utilization")
-    return "\n".join([f"{compared} Settings that reduce memory, by phase:", *lines])
+    lines = [] if too_small is None else [too_small]
+    lines.append(f"{compared} Settings that reduce memory, by phase:")
+    for moment in MOMENTS:
+        if peaks[moment] > total_bytes:
+            found = [] if engine is None else vllm.levers(engine, settings, moment)
+            lines.append(f"{moment}: {'; '.join([*found, *levers(model, settings, moment)])}")
+    return "\n".join(lines)
 
 
 def memory_notes(model: ModelSizes, settings: MemorySettings, remarks: list[str]) -> list[str]:
@@ -238,18 +242,12 @@ def device_bytes(device_gib: float | None) -> float | None:
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
-def device_line(needed: int, device_gib: float | None, vllm_share: float = 0.0) -> str:
-    """Compare the needed bytes with the device's memory, of which vLLM takes a fraction."""
+def device_line(needed: int, device_gib: float | None) -> str:
+    """Compare the needed bytes with the device's memory."""
     total = device_bytes(device_gib)
     if total is None:
         return "No CUDA device to compare with; set its memory with --device_gib N."
-    left = total * (1 - vllm_share)
-    line = f"{verdict(needed / left if left else math.inf)}: {needed / GIB:.1f}"
-    if vllm_share:
-        return (
-            f"{line} GiB of the {left / GIB:.1f} GiB that vLLM leaves of {total / GIB:.1f} GiB "
-            "(engine.gpu_memory_utilization)."
-        )
+    line = f"{verdict(needed / total)}: {needed / GIB:.1f}"
     if device_gib is not None:
         return f"{line} of {device_gib:g} GiB."
     name = torch.cuda.get_device_properties(0).name

@@ -366,7 +366,7 @@ class VLLMEngine(RolloutEngine):
             ValueError: If vLLM is too old, or policy, sampling settings, strategy or device are not supported.
         """
         config = policy.load_config()
-        self._check_supported(policy, config)
+        self.check_supported(policy, config)
         for each in sampling:
             check_sampling(each)
         self.processor = load_processor(policy, config)
@@ -375,7 +375,7 @@ class VLLMEngine(RolloutEngine):
             colocate.check_installed(self.mode)
             if world_size == 1:
                 colocate.check_device()
-            self._check_groups(config, world_size)
+            self.check_groups(config, world_size)
         elif self.backend is None:
             if self.weight_transfer_backend == "nccl":
                 colocate.check_installed(self.mode)
@@ -385,6 +385,19 @@ class VLLMEngine(RolloutEngine):
             if self.enable_lora:
                 self.backend.check_adapters()
             limit = self.backend.max_model_len
+        self.check_limit(config, sampling, limit)
+
+    def check_limit(self, config: PretrainedConfig, sampling: Sequence[SamplingParams], limit: int | None) -> None:
+        """Check that completions fit vLLM's `max_model_len`, and that the policy has so many positions.
+
+        Args:
+            config: The policy's config.
+            sampling: Sampling settings of training and validation.
+            limit: vLLM's `max_model_len`; None if the policy's number of positions is the limit.
+
+        Raises:
+            ValueError: If one of them is too long.
+        """
         longest = max(each.max_completion_length for each in sampling)
         positions = num_positions(config)
         if limit is not None and longest >= limit:
@@ -397,7 +410,7 @@ class VLLMEngine(RolloutEngine):
                 f"engine.max_model_len is {self.max_model_len}, and the policy has {positions} positions: lower it."
             )
 
-    def _check_supported(self, policy: PolicySettings, config: PretrainedConfig) -> None:
+    def check_supported(self, policy: PolicySettings, config: PretrainedConfig) -> None:
         """Refuse runs that are not supported yet. Raises: ValueError."""
         family = family_of(config)
         known = ", ".join(kind for kind, record in FAMILIES.items() if record.has_vllm)
@@ -422,7 +435,7 @@ class VLLMEngine(RolloutEngine):
                     "trains whole modules, which vLLM does not take as an adapter: set engine.enable_lora to false."
                 )
 
-    def _check_groups(self, config: PretrainedConfig, world_size: int) -> None:
+    def check_groups(self, config: PretrainedConfig, world_size: int) -> None:
         """Check that tensor-parallel groups can be formed. Raises: ValueError."""
         size = self.tensor_parallel_size
         heads = getattr(config.get_text_config(decoder=True), "num_attention_heads", size)

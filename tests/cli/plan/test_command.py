@@ -14,7 +14,6 @@ from grpo_lightning.cli.plan import command as plan
 from grpo_lightning.cli.plan.batches import BatchPlan
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rollout.local_engine import LocalEngine
-from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from tests.cli.plan.real_shapes import llama_1b, published
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -211,28 +210,6 @@ def test_the_engines_rows_bound_what_is_decoded_at_once(max_rows, shared, in_wav
 
 def policy_of(**settings):
     return {"class_path": "grpo_lightning.PolicyLoader", "init_args": {"name": "./llama", **settings}}
-
-
-def test_the_memory_of_vllm_is_named():
-    assert plan.engine_remarks(LocalEngine()) == []
-    (remark,) = plan.engine_remarks(VLLMEngine(gpu_memory_utilization=0.4))
-    assert remark == "the device also holds vLLM, in 40% of its memory (engine.gpu_memory_utilization)"
-    (remark,) = plan.engine_remarks(VLLMEngine(gpu_memory_utilization=0.4, sleep_level=1))
-    assert remark.startswith("vLLM takes 40% of the device's memory while it samples, and frees it for training")
-    assert plan.engine_remarks(VLLMEngine("server")) == ["an external engine samples, whose memory is not counted"]
-
-
-def test_the_memory_of_vllm_counts_in_the_verdict(recipe, said, capsys):
-    """A tiny policy fits into half of 8 GiB, and not beside a vLLM that takes all of them."""
-    engine = {"class_path": "grpo_lightning.VLLMEngine", "init_args": {"gpu_memory_utilization": 0.5}}
-    out = said([*recipe(engine=engine), "--device_gib", "8"])
-    assert re.search(r"It fits: 0\.0 GiB of the 4\.0 GiB that vLLM leaves of 8\.0 GiB", out)
-    engine["init_args"]["sleep_level"] = 1
-    assert re.search(r"It fits: 0\.0 of 8 GiB", said([*recipe(engine=engine), "--device_gib", "8"]))
-    engine["init_args"] = {"gpu_memory_utilization": 1.0}
-    with pytest.raises(SystemExit):
-        said([*recipe(engine=engine), "--device_gib", "8"])
-    assert "every phase: a smaller engine.gpu_memory_utilization" in capsys.readouterr().err
 
 
 def test_lora_is_planned(recipe, said):
