@@ -27,6 +27,7 @@ from grpo_lightning.demo.reasoning_gym import TASKS
 from grpo_lightning.training.strategies import GRPODeepSpeedStrategy
 from tests import tiny_vlms
 from tests.marks import only
+from tests.pages import read, tables
 from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
 from tests.vllm.fakes import fake_vllm, serving  # noqa: F401 - a fixture
 from tests.vllm.test_engine import free_port
@@ -297,6 +298,13 @@ def test_recipe_header_says_what_to_expect(recipe):
     assert f"--config recipes/{name}" in command or command.endswith(f"--config {name.with_suffix('')}")
 
 
+@pytest.mark.parametrize("page", ["vllm.md", "migrating.md"])
+def test_the_pages_name_recipes_of_vllm_that_exist(page):
+    named = {name for row in tables(read(page)) for cell in row.cells for name in re.findall(r"`vllm/([\w.]+)`", cell)}
+    stems = {path.stem for path in VLLM}
+    assert named == stems if page == "vllm.md" else named < stems
+
+
 @pytest.mark.parametrize("recipe", GYM, ids=lambda path: path.stem)
 def test_the_files_of_a_recipe_are_those_that_its_tasks_make(recipe):
     data = yaml.safe_load(recipe.read_text())["data"]
@@ -418,7 +426,7 @@ def test_headers_state_the_memory_that_plan_computes_without_hub_and_data(recipe
         found = number(r"It fits: ([\d.]+)(?: GiB)? of", out)
         assert found == pytest.approx(number(r"about (\d+) GiB", written), abs=0.6), recipe.stem
         if "vLLM's" in written:
-            share = sum(float(size) for size in re.findall(r"vLLM's (?:weights|KV cache)[^\d~]*([\d.]+)", out))
+            share = sum(float(size) for size in re.findall(r"vLLM's (?:weights|KV cache) *│ *([\d.]+)", out))
             assert share == pytest.approx(number(r"(\d+) of them vLLM's", written), abs=0.6), recipe.stem
         if "reward model's" in written:
             own = number(r"([\d.]+) of them the reward model's", written)

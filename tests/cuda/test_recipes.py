@@ -15,7 +15,7 @@ from tests.test_recipes import WHOLE, flags, logged_steps, tiny_files
 
 RECIPES = (
     *("quickstart", "quickstart_grounding", "gsm8k_qwen2.5_0.5b", "dapo_qwen2.5_1.5b", "numina_lora_7b"),
-    *("qlora_single_gpu", "lora_zero3_32b", "zero3_70b", "reward_model_qwen2.5_1.5b", "rec_lora"),
+    *("qlora_single_gpu", "lora_zero3_32b", "zero3_qwen2.5_7b", "reward_model_qwen2.5_1.5b", "rec_lora"),
 )
 """The others repeat their settings for other models and data."""
 

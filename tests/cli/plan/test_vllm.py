@@ -143,7 +143,7 @@ def test_weights_and_one_sequence_have_to_fit_the_share():
 
 def test_completions_that_wait_are_named():
     (_, remark) = vllm.remarks(VLLMEngine(), size())
-    assert "room for at most 580,2" in remark
+    assert "room for at most 579,931 tokens (17.7 GiB" in remark
     assert "the 32 completions that it decodes at the same time take at most 1.5 GiB" in remark
     assert "wait" not in remark
     (_, remark) = vllm.remarks(VLLMEngine(), size(gpu_memory_utilization=0.04))
@@ -199,9 +199,7 @@ def test_vllm_counts_in_the_verdict(recipe, said, capsys):  # noqa: F811
     """A tiny policy next to half of 8 GiB."""
     args = [*recipe(engine=engine_of(gpu_memory_utilization=0.5)), "--device_gib", "8"]
     out = said(args)
-    assert re.search(
-        r"vLLM's KV cache │ 4096\.\d+ │ 4096\.\d+ │ 4096\.\d+ │|vLLM's KV cache │ 4\.00 │ 4\.00 │ 4\.00 │", out
-    )
+    assert re.search(r"vLLM's KV cache │ 4\.00 │ 4\.00 │ 4\.00 │", out)
     assert "It fits: 4.0 of 8 GiB" in out
     out = said([*args, "--model.engine.init_args.sleep_level=1"])
     assert re.search(r"vLLM's KV cache │ 4\.00 │ │ │", out)
