@@ -114,7 +114,7 @@ def size_of(
     num_bytes += sizes.num_adapters * width * engine.enable_lora
     per_position = 2 * width * sizes.head_dim * math.ceil(sizes.num_kv_heads / ranks)
     asked = batch.prompt_length + batch.completion_length
-    longest = engine.max_model_len or num_positions(model.config) or asked
+    longest = engine.max_model_len or (engine.mode == "colocate" and num_positions(model.config)) or asked
     num_completions = min(batches.completions_per_rank * ranks, engine.max_num_seqs)
     num_prompts = min(batches.batch_size * max(1, ranks // batches.ranks_per_group), num_completions)
     positions = num_completions * cached_positions(sizes, asked)
@@ -210,16 +210,16 @@ def remarks(engine: Any, size: VLLMSize | None) -> list[str]:
         return [] if isinstance(engine, LocalEngine) else ["an external engine samples, whose memory is not counted"]
     if engine.mode == "server":
         return [
-            f"vLLM's servers ({', '.join(engine.urls)}) have devices of their own, which the table leaves out: in "
+            f"the vLLM servers ({', '.join(engine.urls)}) have devices of their own, which the table leaves out: in "
             f"bfloat16, the weights take {size.weights / GIB:.1f} GiB and the KV cache of a sequence of "
             f"{size.longest:,} tokens {size.sequence / GIB:.2f} GiB, both divided by the --tensor-parallel-size of a "
             "server"
         ]
-    taken = f"vLLM takes {engine.gpu_memory_utilization:.0%} of the device's memory (engine.gpu_memory_utilization)"
+    taken = f"{engine.gpu_memory_utilization:.0%} of the device's memory (engine.gpu_memory_utilization) are vLLM's"
     when = {
         0: "at all times, because engine.sleep_level is 0",
         1: "while it samples; while the policy trains, its weights are on the CPU (engine.sleep_level 1)",
-        2: "while it samples, and discards all of it while the policy trains (engine.sleep_level 2)",
+        2: "while it samples; while the policy trains, all of it is freed (engine.sleep_level 2)",
     }
     if size.cache is None:
         return [f"{taken} {when[engine.sleep_level]}. The table has only its weights: set --device_gib"]
@@ -227,7 +227,7 @@ def remarks(engine: Any, size: VLLMSize | None) -> list[str]:
     waits = "" if size.rollout <= size.cache else ": some wait until others have ended"
     return [
         f"{taken} {when[engine.sleep_level]}",
-        f"vLLM's KV cache has room for at most {tokens:,} tokens ({size.cache / GIB:.1f} GiB, of which vLLM's working "
+        f"its KV cache has room for at most {tokens:,} tokens ({size.cache / GIB:.1f} GiB, of which vLLM's working "
         f"memory takes a part); the {size.num_completions:,} completions that it decodes at the same time take at "
         f"most {size.rollout / GIB:.1f} GiB{waits}",
     ]

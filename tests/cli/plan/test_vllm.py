@@ -35,7 +35,7 @@ def size(device_gib=80.0, batches=None, settings=None, **options):
         options = {"dtype": "bfloat16", "max_model_len": 2000, "gpu_memory_utilization": 0.25} | options
     model = meta_model(llama_1b())
     settings = settings or MemorySettings(BATCH, Precision(4, 2, is_mixed=True))
-    sizes = sizes_of(model, PolicySettings(model=model))
+    sizes = sizes_of(model, PolicySettings("llama"))
     device = None if device_gib is None else device_gib * GIB
     return vllm.size_of(VLLMEngine(**options), model, sizes, settings, batches or BatchPlan(4, 8), device)
 
@@ -151,11 +151,11 @@ def test_completions_that_wait_are_named():
 
 
 @pytest.mark.parametrize(
-    ("level", "words"), [(0, "at all times"), (1, "its weights are on the CPU"), (2, "discards all of it")]
+    ("level", "words"), [(0, "at all times"), (1, "its weights are on the CPU"), (2, "all of it is freed")]
 )
 def test_the_level_of_sleep_is_named(level, words):
     remark, _ = vllm.remarks(VLLMEngine(), size(sleep_level=level))
-    assert remark.startswith("vLLM takes 25% of the device's memory (engine.gpu_memory_utilization)")
+    assert remark.startswith("25% of the device's memory (engine.gpu_memory_utilization) are vLLM's")
     assert words in remark
     assert f"engine.sleep_level {'is ' * (level == 0)}{level}" in remark
 
