@@ -1,5 +1,6 @@
 """CONTRIBUTING.md: its example of an engine, for SGLang, samples on a small server made of transformers."""
 
+import inspect
 import json
 import queue
 import sys
@@ -22,7 +23,8 @@ from tests.pages import DOCS, blocks
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.vllm.test_engine import PROMPTS, SAMPLING, scored, step
 
-(EXAMPLE,) = blocks((DOCS.parent / "CONTRIBUTING.md").read_text(encoding="utf-8"), "python")
+PAGE = (DOCS.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+(EXAMPLE,) = blocks(PAGE.partition("## Adding an engine\n")[2].partition("\n## ")[0], "python")
 
 
 class FakeSGLang:
@@ -164,10 +166,12 @@ def test_settings_that_it_would_treat_differently_are_refused(start):
 
 
 def test_it_trains_asynchronously(start):
-    """Every method has the arguments of the protocol, and the engine may sample in the background."""
+    """Every method has the arguments of the protocol, and the server samples while the policy trains."""
     policy = tiny_model(**SMALL)
     engine, server = start(policy)
-    assert isinstance(engine, RolloutEngine)
+    for name in ("connect", "sync_weights", "generate", "check_run"):
+        own, wanted = (inspect.signature(getattr(each, name)) for each in (type(engine), RolloutEngine))
+        assert list(own.parameters) == list(wanted.parameters)
     history = History()
     fit(make_module(policy=policy, engine=engine, max_staleness=1), max_steps=3, callbacks=[history])
     assert history.of("rollout/staleness") == [0, 1, 1]

@@ -407,7 +407,10 @@ def number(pattern: str, text: str) -> float:
     ],
 )
 def test_headers_state_the_memory_that_plan_computes_without_hub_and_data(recipes, tmp_path, monkeypatch, capsys):
-    """Neither published models nor data sets can be had here. `plan` rounds to a tenth, the header to whole GiB."""
+    """Neither published models nor data sets can be had here. `plan` rounds to a tenth, the header to whole GiB.
+
+    The numbers are those of the extended path. A transformers whose models seem to have no cache would give others.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "400")
     for recipe in recipes:
@@ -418,6 +421,7 @@ def test_headers_state_the_memory_that_plan_computes_without_hub_and_data(recipe
         plan.run(args)
         out = capsys.readouterr().out
         assert "completions per rollout" in out
+        assert "extended path" in out, recipe.stem
         assert re.search(r"The policy has [\d,]{9,} weights", out)
         names = re.findall(r"(?:name|init_args: \{model): ([A-Za-z][\w-]+/[\w.-]+)", recipe.read_text())
         assert names

@@ -141,12 +141,16 @@ def test_weights_and_one_sequence_have_to_fit_the_share():
         assert vllm.problem(unknown) is None
 
 
+def remarks_of(found):
+    return vllm.remarks(found.engine, found)
+
+
 def test_completions_that_wait_are_named():
-    (_, remark) = vllm.remarks(VLLMEngine(), size())
+    (_, remark) = remarks_of(size())
     assert "room for at most 579,931 tokens (17.7 GiB" in remark
     assert "the 32 completions that it decodes at the same time take at most 1.5 GiB" in remark
     assert "wait" not in remark
-    (_, remark) = vllm.remarks(VLLMEngine(), size(gpu_memory_utilization=0.04))
+    (_, remark) = remarks_of(size(gpu_memory_utilization=0.04))
     assert remark.endswith("take at most 1.5 GiB: some wait until others have ended")
 
 
@@ -154,7 +158,7 @@ def test_completions_that_wait_are_named():
     ("level", "words"), [(0, "at all times"), (1, "its weights are on the CPU"), (2, "all of it is freed")]
 )
 def test_the_level_of_sleep_is_named(level, words):
-    remark, _ = vllm.remarks(VLLMEngine(), size(sleep_level=level))
+    remark, _ = remarks_of(size(sleep_level=level))
     assert remark.startswith("25% of the device's memory (engine.gpu_memory_utilization) are vLLM's")
     assert words in remark
     assert f"engine.sleep_level {'is ' * (level == 0)}{level}" in remark
@@ -163,10 +167,10 @@ def test_the_level_of_sleep_is_named(level, words):
 def test_other_engines():
     assert vllm.remarks(LocalEngine(), None) == []
     assert vllm.remarks(object(), None) == ["an external engine samples, whose memory is not counted"]
-    (remark,) = vllm.remarks(VLLMEngine("server"), size(mode="server"))
+    (remark,) = remarks_of(size(mode="server"))
     assert "http://127.0.0.1:8000" in remark
     assert "the weights take 2.3 GiB" in remark
-    (remark,) = vllm.remarks(VLLMEngine(), size(device_gib=None))
+    (remark,) = remarks_of(size(device_gib=None))
     assert remark.endswith("The table has only its weights: set --device_gib")
     assert vllm.size_of(LocalEngine(), None, None, None, None, None) is None
 
