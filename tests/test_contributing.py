@@ -1,5 +1,6 @@
 """CONTRIBUTING.md: its example of an engine, for SGLang, samples on a small server made of transformers."""
 
+import copy
 import inspect
 import json
 import queue
@@ -35,7 +36,8 @@ class FakeSGLang:
 
         with torch.random.fork_rng():
             torch.manual_seed(99)
-            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            # A config of its own: sampling changes it for a while, in which the policy trains.
+            self.model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).eval()
         self.received, self.version, self.lock = received, "default", threading.Lock()
         self.loaded: set[str] = set()
         self.calls: list[str] = []
