@@ -26,7 +26,10 @@ the same name: `response_token_ids` and `completions_ids` (both are `completion_
 the completion, which is merged with an assistant turn that the prompt starts), `finish_reason`, `is_truncated`,
 `prompt_id`, `request_id`, `rollout_infos` (empty), `images` (the paths of the row's images, None for an image that is
 not a file), `image_path` (as `images`, but None for rows without images), and `problem` (the text of the last user
-message). A class derived from ms-swift's ORM gets the completions as its first argument, whatever the name of this
+message). For conversations (`model.environment`), completions of chats have all messages behind the prompt,
+with the observations; text is that of the policy's last turn. These arguments are passed too: `turns` (the list of
+`core.types.Turn`s), `environment_rewards` (the sum of the environment's rewards, None if it gave none) and
+`environments` (the environment's object at the end, which is None without an environment). A class derived from ms-swift's ORM gets the completions as its first argument, whatever the name of this
 argument is.
 
 By default, a call gets the completions of one prompt. Only a call of an async reward, or of a reward with
@@ -72,8 +75,12 @@ ALIASES = (
     "images",
     "image_path",
     "problem",
+    "turns",
+    "environments",
+    "environment_rewards",
 )
-"""Further arguments with names from TRL, ms-swift and VLM-R1, passed if the data have no column of that name."""
+"""Further arguments, passed if the data have no column of that name: those with names from TRL, ms-swift and VLM-R1, and
+what the environments of conversations left."""
 
 RESERVED_NAMES = frozenset(
     {"zero_variance_groups", "failures", "length", "mean", "not_scorable", "reward", "std", "truncated"}
@@ -317,6 +324,10 @@ class WeightedReward(Reward):
         if self._completions_name is not None and "completions" in available:
             available = {**available, self._completions_name: available["completions"]}
         return {name: value for name, value in available.items() if self._accepted is None or name in self._accepted}
+
+    def names(self, argument: str) -> bool:
+        """Whether the reward gets an argument."""
+        return self._accepted is None or argument in self._accepted
 
     def check(self, max_completion_length: int) -> None:
         """Run `check` of the wrapped reward, if it is a `Reward`.

@@ -190,11 +190,36 @@ def add_rollout(
     metrics.add("rollout/length_stopped", sum(stopped), len(stopped))
     metrics.add_extreme("rollout/length_min", lengths, min)
     metrics.add_extreme("rollout/length_max", lengths, max)
-    metrics.add("policy/entropy", sum(entropy_of(completion) for completion in completions), sum(lengths))
+    num_sampled = sum(completion.num_sampled for completion in completions)
+    metrics.add("policy/entropy", sum(entropy_of(completion) for completion in completions), num_sampled)
     metrics.add("rollout/truncated", sum(c.is_truncated for c in completions), len(completions))
-    metrics.add_rate("rollout/tokens_per_second", sum(lengths), "time/sampling" if is_asynchronous else "time/rollout")
+    metrics.add_rate("rollout/tokens_per_second", num_sampled, "time/sampling" if is_asynchronous else "time/rollout")
     if is_asynchronous:
         metrics.add("rollout/staleness", sum(rollout_index - group.weight_version for group in groups), len(groups))
+
+
+def add_conversations(metrics: StepMetrics, groups: Sequence[Group]) -> None:
+    """Add turns, observations and what the environments reported, as means over conversations.
+
+    `rollout/turns` is the number of turns of the policy, `rollout/observation_tokens` the number of tokens of
+    observations, and `rollout/sampled_fraction` the fraction of all tokens that the policy sampled: only these are
+    trained on. `environment/reward` is the sum of an environment's rewards. `environment/failures/<kind>` is the number
+    of conversations in which a call failed.
+    """
+    completions = [completion for group in groups for completion in group.completions]
+    for completion in completions:
+        turns, ending = completion.turns or [], completion.ending
+        metrics.add("rollout/turns", sum(turn.is_sampled for turn in turns))
+        metrics.add("rollout/observation_tokens", len(completion.token_ids) - completion.num_sampled)
+        metrics.add("rollout/sampled_fraction", completion.num_sampled, len(completion.token_ids))
+        if completion.environment_reward is not None:
+            metrics.add("environment/reward", completion.environment_reward)
+        if ending is not None and ending.failure:
+            metrics.add_sum(f"environment/failures/{ending.failure}", 1)
+    names = sorted({name for c in completions if c.ending is not None for name in c.ending.metrics})
+    for name in names:
+        total = sum(c.ending.metrics.get(name, 0.0) for c in completions if c.ending is not None)
+        metrics.add(f"environment/{name}", total, len(completions))
 
 
 def entropy_of(completion: Completion) -> float:

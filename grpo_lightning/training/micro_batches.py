@@ -54,7 +54,7 @@ class CompletionRow:
 
 
 @dataclass
-class Turn:
+class MicroStep:
     """One micro-step of a cycle: training on one micro-batch."""
 
     batch: MicroBatch
@@ -211,12 +211,12 @@ class Cycle:
         """True once every micro-batch has been trained on `num_iterations` times."""
         return self.position == len(self.micro_batches) * self.num_iterations
 
-    def next(self) -> Turn:
+    def next(self) -> MicroStep:
         """Advance to the next micro-step."""
         index, number = self.position % len(self.micro_batches), self.position // self.accumulate
         first = index - index % self.accumulate
         self.position += 1
-        return Turn(
+        return MicroStep(
             batch=self.micro_batches[index],
             counts=self.counts[index // self.accumulate],
             closes_update=self.position % self.accumulate == 0,
