@@ -173,7 +173,7 @@ def test_circles_are_found():
             "try:\n    from peft import LoraConfig\nexcept ImportError:\n    pass",
             "imports peft at the top",
         ),
-        ("rollout/local_engine.py", "import lightning as L", "imports lightning, which levels below 5 may not"),
+        ("rollout/local_engine.py", "import lightning as L", "imports lightning, which levels below 6 may not"),
         ("cli/main.py", "from grpo_lightning import GRPOLightningModule", "name the file that defines it"),
         ("misc.py", "", "has no level"),
     ],

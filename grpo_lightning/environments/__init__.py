@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # for editors and type checkers; the names are those of `_HOM
     from grpo_lightning.environments.base import Environment as Environment
     from grpo_lightning.environments.base import EnvironmentLike as EnvironmentLike
     from grpo_lightning.environments.base import Step as Step
+    from grpo_lightning.environments.games import GuessTheNumber as GuessTheNumber
     from grpo_lightning.environments.runner import EnvironmentRunner as EnvironmentRunner
     from grpo_lightning.environments.tools import Search as Search
     from grpo_lightning.environments.tools import Tools as Tools
@@ -23,6 +24,7 @@ _HOMES = {
     for module, names in {
         "adapters": "MultiTurnFunction ToolObject as_environment",
         "base": "Environment EnvironmentLike Step",
+        "games": "GuessTheNumber",
         "runner": "EnvironmentRunner",
         "tools": "Search Tools calculator",
     }.items()

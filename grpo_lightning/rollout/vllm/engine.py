@@ -108,6 +108,7 @@ class Batch:
         progress: Called with the decoding progress.
         on_group: Called with each complete group.
         vision: The images of the prompts.
+        limits: Maximum number of tokens of each prompt's completions; None for that of `sampling`.
     """
 
     def __init__(
@@ -118,8 +119,11 @@ class Batch:
         progress: Progress | None,
         on_group: OnGroup | None,
         vision: VisionInputs | None = None,
+        limits: Sequence[int] | None = None,
     ) -> None:
         self.vision = vision
+        self.limits = [sampling.max_completion_length] * len(prompts) if limits is None else list(limits)
+        """Maximum number of tokens of each prompt's completions."""
         self.images: list[images.PromptImages | None] | None = None
         """The images of the N prompts, once they are read; None without images."""
         self.prompts, self.part, self.sampling = prompts, part, sampling
@@ -579,6 +583,7 @@ class VLLMEngine(RolloutEngine):
         vision: VisionInputs | None = None,
         part: range | None = None,
         on_group: OnGroup | None = None,
+        limits: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
         """Sample G completions for every prompt, or a part of them; see `RolloutEngine.generate`.
 
@@ -598,7 +603,7 @@ class VLLMEngine(RolloutEngine):
         """
         if self.backend is None or self.sent is None:
             raise RuntimeError("vLLM has no weights yet: call sync_weights before generate.")
-        batch = Batch(prompts, part or range(num_generations), sampling, progress, on_group, vision)
+        batch = Batch(prompts, part or range(num_generations), sampling, progress, on_group, vision, limits)
         with self.lock:
             remaining, rounds_without_answers = None, 0
             while True:
@@ -631,13 +636,13 @@ class VLLMEngine(RolloutEngine):
         if len(seeds) != len(prompts):
             raise ValueError(f"seeds must hold one seed per prompt: {len(prompts)} prompts, {len(seeds)} seeds.")
         check_sampling(sampling)
-        self.check_lengths(prompts, sampling.max_completion_length)
+        self.check_lengths(prompts, batch.limits)
         if sampling.stop_strings:
             self.check_decoding()
         if batch.vision is not None and batch.images is None:
             batch.images = self.read_images(batch.vision)
         settings = sampling_settings(sampling, self.stop_ids)
-        requests = requests_of(prompts, seeds, batch.part, settings, batch.images)
+        requests = requests_of(prompts, seeds, batch.part, settings, batch.images, batch.limits)
         missing = {index: requests[index] for index in batch.missing}
         for done, answers in self._answers(missing):
             for index, answer in answers:
@@ -711,11 +716,12 @@ class VLLMEngine(RolloutEngine):
             f"{images.processor_flag(self.processor)}."
         )
 
-    def check_lengths(self, prompts: Sequence[list[int]], max_completion_length: int) -> None:
+    def check_lengths(self, prompts: Sequence[list[int]], lengths: Sequence[int]) -> None:
         """Raise ValueError if a prompt and its longest completion do not fit vLLM's `max_model_len`."""
         assert self.backend is not None
         limit = self.backend.max_model_len
-        longest = max(map(len, prompts), default=0)
+        pairs = [(len(prompt), length) for prompt, length in zip(prompts, lengths, strict=True)]
+        longest, max_completion_length = max(pairs, key=sum, default=(0, 0))
         if longest + max_completion_length > limit:
             raise ValueError(
                 f"A prompt has {longest} tokens; with sampling.max_completion_length {max_completion_length} that "
