@@ -326,8 +326,8 @@ class WeightedReward(Reward):
         return {name: value for name, value in available.items() if self._accepted is None or name in self._accepted}
 
     def names(self, argument: str) -> bool:
-        """Whether the reward gets an argument."""
-        return self._accepted is None or argument in self._accepted
+        """Whether the reward's signature names an argument."""
+        return self._accepted is not None and argument in self._accepted
 
     def check(self, max_completion_length: int) -> None:
         """Run `check` of the wrapped reward, if it is a `Reward`.

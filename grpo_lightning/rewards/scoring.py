@@ -556,11 +556,18 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
         "images": paths,
         "image_path": [of_row or None for of_row in paths],
         "problem": per_prompt([_question(prompt) for prompt in prompts]),
-        "turns": per_completion(lambda _, completion: completion.turns),
-        "environment_rewards": per_completion(lambda _, completion: completion.environment_reward),
-        "environments": per_completion(_environment) if reward.names("environments") else [],
     }
-    assert aliases.keys() == set(ALIASES)
+    of_conversations: dict[str, Callable[[Group, Completion], Any]] = {
+        "turns": lambda _, completion: completion.turns,
+        "environment_rewards": lambda _, completion: completion.environment_reward,
+        "environments": lambda _, completion: _environment(completion),
+    }
+    assert aliases.keys() | of_conversations.keys() == set(ALIASES)
+    has_turns = any(completion.turns is not None for group in groups for completion in group.completions)
+    for name, read in of_conversations.items():
+        # A reward that takes all arguments gets no environments, which would be unpickled and pickled for it.
+        if reward.names(name) or (has_turns and name != "environments"):
+            aliases[name] = per_completion(read)
     return reward.select(
         aliases
         | columns
@@ -585,7 +592,7 @@ def worker_call(reward: WeightedReward, group: Group, context: CallContext) -> t
     return arguments(reward, [group], context), seed
 
 
-def _environment(_: Group, completion: Completion) -> Any:
+def _environment(completion: Completion) -> Any:
     """The environment of a completion, as it is at the end; None without one."""
     return None if completion.ending is None else pickle.loads(completion.ending.state)  # noqa: S301 (our own)
 

@@ -362,7 +362,7 @@ class Conversations:
     def warn_of_unread_rewards(self, groups: Sequence[Group], rewards: Sequence[WeightedReward]) -> None:
         """Warn if the environment gives rewards, and none of the rewards reads them."""
         completions = (completion for group in groups for completion in group.completions)
-        if any(reward.names("environment_rewards") or reward.names("turns") for reward in rewards):
+        if any(reward.may_read("environment_rewards") or reward.may_read("turns") for reward in rewards):
             return
         if any(completion.environment_reward is not None for completion in completions):
             self.warn_once(
