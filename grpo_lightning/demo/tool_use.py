@@ -28,7 +28,7 @@ from grpo_lightning.demo.arithmetic import DemoModel, build_model, build_tokeniz
 from grpo_lightning.demo.build import EOS, PrepareDemo, Recipe, Teacher, progress
 
 CHAT_TEMPLATE = (
-    "{% if tools %}T:{% for tool in tools %}{{ tool.function.name }} {% endfor %}\n{% endif %}"
+    "{% if tools %}T:{% for tool in tools %}{{ tool.function.name }} {% endfor %}{{ '\n' }}{% endif %}"
     "{% for message in messages %}"
     "{% if message.role == 'assistant' %}A:{{ message.content }}" + EOS + "{% elif message.role == 'tool' %}"
     "R:{{ message.content }}\n{% else %}Q:{{ message.content }}\n{% endif %}"

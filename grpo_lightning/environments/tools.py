@@ -12,6 +12,7 @@ import json
 import re
 import types
 import typing
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -205,7 +206,8 @@ def _calls_of(value: Any) -> Iterator[ToolCall]:
 def _python_calls(text: str) -> Iterator[ToolCall]:
     """Calls in Python's syntax. They are parsed, never executed."""
     try:
-        tree = ast.parse(text, mode="eval").body
+        with warnings.catch_warnings(action="ignore"):  # of syntax that will be an error in later versions
+            tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return
     nodes = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
