@@ -488,6 +488,8 @@ class GRPOLightningModule(L.LightningModule):
         check_finite(advantages, name="advantages", verb="compute_advantages")
         self.rollout = rollout
         self.run.rollout_index += 1
+        if self.conversations is not None:
+            self.conversations.add_turn_credit(rollout.groups)
         self.notify("on_rollout", self, rollout)
         self.add_ref_logprobs(rollout)
         self.run.cycle = self.cycle_shape.check_cycle(self.split_rollout(self.shared_groups.spread(rollout)))
@@ -746,6 +748,8 @@ class GRPOLightningModule(L.LightningModule):
         checks.check_sampling(self.sampling)
         checks.check_sync_reference(self.sync_reference, beta=self.objective.beta, has_lora=has_lora)
         checks.check_offload(self.offload, has_copy=self.objective.needs_reference and not has_lora)
+        if self.conversations is not None:
+            checks.check_turn_credit(self.conversations.settings.turn_credit, self.objective.surrogate)
         dynamic_sampling.check(self.dynamic_sampling, names, is_kl_in_reward=self.objective.kl_in == "reward")
         with contextlib.suppress(FileNotFoundError):  # `plan` builds modules without the files of a reward model
             self.reward_set.check(self.sampling.max_completion_length)

@@ -157,6 +157,10 @@ class Completion:
     """[T] nats: entropy of the policy's softmax at the sampling temperature when each token was sampled; None if the
     engine does not report it."""
 
+    turn_advantages: list[float] | None = None
+    """[T] added to the completion's advantage, token by token: the credit of each turn of a conversation; None for
+    none."""
+
     weight_version: int | None = None
     """Number of the weight update (1 for the first) after which the completion was sampled: the engine's number of
     updates minus this number is its staleness. None if the engine has no copy of the weights."""
@@ -234,6 +238,9 @@ class MicroBatch:
     rollout_logprobs: Tensor
     """[B, T] float32, reported by the engine."""
 
+    turn_advantages: Tensor | None = None
+    """[B, T] float32, the credit of each turn of a conversation; None for none."""
+
     old_logprobs: Tensor | None = None
     """[B, T] float32, of the policy that sampled the tokens; None until computed."""
 
@@ -259,6 +266,12 @@ class MicroBatch:
 
     vision: VisionInputs | None = None
     """Vision inputs of the prompts; None for a text-only policy."""
+
+    @property
+    def token_advantages(self) -> Tensor:
+        """Advantage of each token: [B, T] with the credit of turns, else [B, 1]."""
+        of_completions = self.advantages[:, None]
+        return of_completions if self.turn_advantages is None else of_completions + self.turn_advantages
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Copy the micro-batch to `device`."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os.path
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_lightning.core.types import Message
 from grpo_lightning.environments.base import Environment, EnvironmentLike, Step
-from grpo_lightning.environments.tools import Tools, ToolFormat
+from grpo_lightning.environments.tools import ToolFormat, Tools
 
 
 class MultiTurnFunction(Environment):
@@ -59,7 +58,10 @@ class MultiTurnFunction(Environment):
                 "changed other messages."
             )
         mine = changed[len(before) :]
-        keep = len(os.path.commonprefix([mine, completion]))
+        keep = next(
+            (i for i, (a, b) in enumerate(zip(mine, completion, strict=False)) if a != b),
+            min(len(mine), len(completion)),
+        )
         if not mine[keep:]:
             raise ValueError(
                 "A multi-turn function has set 'finished' to False, but has added nothing for the policy to go on from."
@@ -79,7 +81,7 @@ class ToolObject(Tools):
         max_calls: See `Tools`.
     """
 
-    def __init__(self, factory: Callable[[], Any], format: ToolFormat = "auto", max_calls: int = 8) -> None:  # noqa: A002 - the field's word
+    def __init__(self, factory: Callable[[], Any], format: ToolFormat = "auto", max_calls: int = 8) -> None:
         self.factory = factory
         self.object: Any = factory()
         super().__init__(self._methods(), format, max_calls)

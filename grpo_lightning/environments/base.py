@@ -49,8 +49,8 @@ class Step:
     """True if the conversation has ended. The policy does not get the observation any more, but logs show it."""
 
     reward: float | None = None
-    """The environment's reward for the turn; None for none. The rewards `EnvironmentReward` and `model.conversation`'s
-    `turn_credit` use it."""
+    """The environment's reward for the turn; None for none. The reward `EnvironmentReward` and
+    `model.conversation.turn_credit` use it."""
 
     keep: int | None = None
     """Number of characters of the turn to keep, for an observation that continues the policy's own message: the tokens
@@ -58,7 +58,7 @@ class Step:
     message."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to log: they are summed over a conversation, and `environment/<name>` is their mean over conversations."""
+    """Numbers to log. They are summed over a conversation; `environment/<name>` is the mean over conversations."""
 
 
 class Environment(ABC):
@@ -75,10 +75,11 @@ class Environment(ABC):
         """Functions that the chat template describes to the policy."""
         return ()
 
-    def reset(self, **columns: Any) -> Any:
+    def reset(self, *args: Any, **columns: Any) -> Any:
         """Begin a conversation.
 
         Args:
+            args: None are given. With them, subclasses may name columns as arguments.
             columns: Those data columns of the prompt that the signature names, or all of them with `**columns`; and the
                 prompt itself as `prompt`.
 

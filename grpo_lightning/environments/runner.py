@@ -57,7 +57,7 @@ class EnvironmentRunner:
 
     def __init__(self, environment: Any, limits: RewardWorkers, max_characters: int) -> None:
         self.calls, self.limits = EnvironmentCalls(environment, max_characters), limits
-        self.pool = WorkerPool([self.calls], limits, "Environment")  # type: ignore[list-item] - it has what the workers use
+        self.pool = WorkerPool([self.calls], limits, "Environment")  # type: ignore[list-item]
 
     @property
     def name(self) -> str:

@@ -58,10 +58,10 @@ class Tools(Environment):
 
     observation_role = "tool"
 
-    def __init__(  # noqa: D417
+    def __init__(
         self,
         tools: list[Callable[..., Any]],
-        format: ToolFormat = "auto",  # noqa: A002 - the field's word
+        format: ToolFormat = "auto",
         max_calls: int = 8,
     ) -> None:
         """Raises: ValueError if an argument is out of range, or two tools have the same name."""

@@ -100,7 +100,7 @@ class TurnTokens:
             if not alone.endswith(ending) or not rendered.startswith(alone):
                 raise ValueError("the template writes calls in another way than texts")
             return ending + rendered[len(alone) :]
-        before, found, behind = rendered.partition(MARK)
+        _, found, behind = rendered.partition(MARK)
         if not found or MARK in behind:
             raise ValueError(
                 "The tokenizer's chat template does not show the turn of the assistant once "
@@ -120,8 +120,8 @@ class TurnTokens:
         except (TemplateError, TypeError, ValueError) as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ValueError(
-                f"The tokenizer's chat template cannot render a conversation of the roles {roles}: {error}. Set another "
-                "`observation_role` in the environment, or use a model whose template has these roles."
+                f"The tokenizer's chat template cannot render a conversation of the roles {roles}: {error}. Set "
+                "another `observation_role` in the environment, or use a model whose template has these roles."
             ) from error
 
     def rewritten_part(self, settings: Mapping[str, Any]) -> str:

@@ -26,11 +26,13 @@ the same name: `response_token_ids` and `completions_ids` (both are `completion_
 the completion, which is merged with an assistant turn that the prompt starts), `finish_reason`, `is_truncated`,
 `prompt_id`, `request_id`, `rollout_infos` (empty), `images` (the paths of the row's images, None for an image that is
 not a file), `image_path` (as `images`, but None for rows without images), and `problem` (the text of the last user
-message). For conversations (`model.environment`), completions of chats have all messages behind the prompt,
-with the observations; text is that of the policy's last turn. These arguments are passed too: `turns` (the list of
-`core.types.Turn`s), `environment_rewards` (the sum of the environment's rewards, None if it gave none) and
-`environments` (the environment's object at the end, which is None without an environment). A class derived from ms-swift's ORM gets the completions as its first argument, whatever the name of this
+message). A class derived from ms-swift's ORM gets the completions as its first argument, whatever the name of this
 argument is.
+
+For conversations (`model.environment`), the completion of a chat has all messages behind the prompt, with the
+observations, and its text is that of the policy's last turn. These arguments are passed too, if the data has no column
+of the same name: `turns` (lists of `core.types.Turn`), `environment_rewards` (the sum of the environment's rewards,
+None if it gave none) and, if the signature names it, `environments` (the environment's object at the end).
 
 By default, a call gets the completions of one prompt. Only a call of an async reward, or of a reward with
 `in_process = True`, gets the completions of the whole batch. Worker processes (`rewards/workers.py`) call copies of a
@@ -79,8 +81,8 @@ ALIASES = (
     "environments",
     "environment_rewards",
 )
-"""Further arguments, passed if the data have no column of that name: those with names from TRL, ms-swift and VLM-R1, and
-what the environments of conversations left."""
+"""Further arguments, passed if the data have no column of that name: those with names from TRL, ms-swift and VLM-R1,
+and what the environments of conversations left."""
 
 RESERVED_NAMES = frozenset(
     {"zero_variance_groups", "failures", "length", "mean", "not_scorable", "reward", "std", "truncated"}

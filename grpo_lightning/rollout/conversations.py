@@ -38,6 +38,7 @@ from grpo_lightning.core.types import (
 from grpo_lightning.environments.base import Step, messages_of, text_of
 from grpo_lightning.environments.runner import EnvironmentRunner, OnError, Result
 from grpo_lightning.environments.tools import name_of
+from grpo_lightning.functional import turn_credits
 from grpo_lightning.policy.turns import TRUNCATED, TurnTokens
 from grpo_lightning.policy.vision import continued
 from grpo_lightning.rewards.base import WeightedReward
@@ -71,6 +72,15 @@ class ConversationSettings:
     error_value: float = 0.0
     """The reward for a turn whose call failed; only with `on_error: value`."""
 
+    turn_credit: float = 0.0
+    """Weight c of the credit of turns: A[i, t] = A[i] + c * credit[i, k] for the tokens t of the k-th turn. A[i] is the
+    advantage of the completion, and credit[i, k] compares what the environment gave for the turn and for later ones
+    with the other conversations of the group (`functional.turn_credits`). 0 gives all turns the same advantage. If the
+    environment's rewards should count in the credit alone, leave out the reward `EnvironmentReward`."""
+
+    turn_discount: float = 1.0
+    """Factor per turn by which a later reward counts less in the credit of a turn."""
+
     def __post_init__(self) -> None:
         """Check every range. Raises: ValueError naming field, value and range."""
         limits = [
@@ -78,6 +88,8 @@ class ConversationSettings:
             ("max_turn_length", self.max_turn_length is None or self.max_turn_length >= 1, "at least 1, or null"),
             ("max_observation_length", self.max_observation_length >= 1, "at least 1"),
             ("on_error", self.on_error in ("raise", "none", "value"), "raise, none or value"),
+            ("turn_credit", self.turn_credit >= 0, "at least 0"),
+            ("turn_discount", 0 <= self.turn_discount <= 1, "from 0 to 1"),
             ("error_value", self.on_error == "value" or self.error_value == 0, "0 unless on_error is value"),
         ]
         check_ranges("conversation", self, limits)
@@ -270,7 +282,7 @@ class Conversations:
 
     # --------------------------------------------------------------------------------------------------------- playing
 
-    def play(
+    def play(  # noqa: PLR0913 - the arguments of `RolloutEngine.generate`, and the environments
         self,
         engine: RolloutEngine,
         prompts: Sequence[Prompt],
@@ -306,63 +318,36 @@ class Conversations:
             RuntimeError: If a call of an environment fails and `on_error` is "raise".
         """
         part = part or range(num_generations)
-        game = _Game(self, prompts, encoded, sampling, seeds)
-        game.all = [Conversation(n, g, states[n]) for n in range(len(prompts)) for g in part]
-        takes = inspect.signature(engine.generate).parameters
+        game = Game(self, prompts, encoded, sampling, seeds, part, on_group)
+        game.conversations = [Conversation(n, g, states[n]) for n in range(len(prompts)) for g in part]
         # An engine whose calls are collective is called by all ranks until the last conversation has ended.
         waits = ranks.world_size() > 1 and not getattr(engine, "samples_in_background", False)
-        states_of: dict[int, Any] = {}
-        open_rows, reported = list(range(len(game.all))), set[int]()
-        is_first = True
-        while ranks.is_any(bool(open_rows)) if waits else bool(open_rows):
-            chosen = [game.all[row] for row in open_rows]
-            limits = [game.turn_limit(each) for each in chosen]
-            longest = max(limits, default=1)
-            more: dict[str, Any] = {}
-            if is_first:
-                inputs = [list(each.token_ids) for each in encoded]
-                given_seeds, count, given_vision = list(seeds), num_generations, vision
-                if part != range(num_generations):
-                    more["part"] = part
-                size = len(part)
-            else:
-                inputs = [encoded[each.prompt].token_ids + each.token_ids for each in chosen]
-                given_seeds = [derived_seed(seeds[c.prompt], "turn", c.number, c.num_turns) for c in chosen]
-                count, size = 1, 1
-                given_vision = None if vision is None else _continued(vision, chosen, inputs)
-                if "limits" in takes:
-                    more["limits"] = limits
-            if given_vision is not None:
-                more["vision"] = given_vision
-            if "turns" in takes:
-                more["turns"] = Turns(open_rows, states_of)
-            if "on_group" in takes:
-                more["on_group"] = lambda i, sampled, chosen=chosen, limits=limits, size=size: [
-                    game.start(chosen[i * size + k], each, limits[i * size + k]) for k, each in enumerate(sampled)
-                ]
-            groups = engine.generate(
-                inputs, count, replace(sampling, max_completion_length=longest), given_seeds, progress, **more
-            )
-            for each, limit, sampled in zip(chosen, limits, [c for group in groups for c in group], strict=True):
-                if each.call is None:
-                    game.start(each, sampled, limit)
-            for each in chosen:
-                game.finish_turn(each)
-            open_rows = [row for row in open_rows if game.all[row].finish_reason is None]
-            is_first = False
-            if on_group is not None:
-                for n in range(len(prompts)):
-                    own = game.all[n * len(part) : (n + 1) * len(part)]
-                    if n not in reported and all(each.finish_reason is not None for each in own):
-                        reported.add(n)
-                        on_group(n, [game.completion(each) for each in own])
-        completions = [game.completion(each) for each in game.all]
-        return [completions[n * len(part) : (n + 1) * len(part)] for n in range(len(prompts))]
+        rows = list(range(len(game.conversations)))
+        while ranks.is_any(bool(rows)) if waits else bool(rows):
+            game.play_round(engine, rows, num_generations, progress, vision)
+            rows = [row for row in rows if game.conversations[row].finish_reason is None]
+        return [game.completions(n) for n in range(len(prompts))]
+
+    def add_turn_credit(self, groups: Sequence[Group]) -> None:
+        """Set the `turn_advantages` of all completions, unless `turn_credit` is 0. A turn without reward has 0."""
+        if self.settings.turn_credit == 0:
+            return
+        for group in groups:
+            of_policy = [[turn for turn in c.turns or () if turn.is_sampled] for c in group.completions]
+            rewards = [[turn.reward or 0.0 for turn in turns] for turns in of_policy]
+            credits = turn_credits(rewards, discount=self.settings.turn_discount)
+            for completion, turns, of_turns in zip(group.completions, of_policy, credits, strict=True):
+                completion.turn_advantages = [0.0] * len(completion.token_ids)
+                for turn, credit in zip(turns, of_turns, strict=True):
+                    count = turn.end - turn.start
+                    completion.turn_advantages[turn.start : turn.end] = [self.settings.turn_credit * credit] * count
 
     def warn_of_unread_rewards(self, groups: Sequence[Group], rewards: Sequence[WeightedReward]) -> None:
         """Warn if the environment gives rewards, and none of the rewards reads them."""
         completions = (completion for group in groups for completion in group.completions)
-        if any(reward.may_read("environment_rewards") or reward.may_read("turns") for reward in rewards):
+        if self.settings.turn_credit or any(
+            reward.may_read("environment_rewards") or reward.may_read("turns") for reward in rewards
+        ):
             return
         if any(completion.environment_reward is not None for completion in completions):
             self.warn_once(
@@ -374,11 +359,8 @@ class Conversations:
             )
 
 
-class _Game:
-    """The conversations of one rollout, and what their turns need.
-
-    Args: as `Conversations.play`.
-    """
+class Game:
+    """The conversations of one rollout. Args: as `Conversations.play`."""
 
     def __init__(
         self,
@@ -387,19 +369,92 @@ class _Game:
         encoded: Sequence[EncodedPrompt],
         sampling: SamplingParams,
         seeds: Sequence[int],
+        part: range,
+        on_group: OnGroup | None,
     ) -> None:
-        self.owner, self.runner, self.settings = owner, owner.runner, owner.settings
-        self.tokens, self.prompts, self.encoded = owner.tokens, prompts, encoded
-        self.sampling, self.seeds = sampling, seeds
-        self.all: list[Conversation] = []
-        self.built: dict[int, Completion] = {}
+        self.owner, self.runner, self.settings, self.tokens = owner, owner.runner, owner.settings, owner.tokens
+        self.prompts, self.encoded, self.sampling, self.seeds = prompts, encoded, sampling, seeds
+        self.part, self.on_group = part, on_group
+        self.conversations: list[Conversation] = []
+        """All conversations: those of the first prompt, then those of the second one, and so on."""
+        self.states: dict[int, Any] = {}
+        """What the engine keeps between turns."""
+        self.num_rounds = 0
+        self.ended: dict[int, list[Completion]] = {}
+        """The completions of prompts whose conversations have all ended."""
+
+    def play_round(  # noqa: C901 - one round, from the inputs of the engine to the observations
+        self,
+        engine: RolloutEngine,
+        rows: Sequence[int],
+        num_generations: int,
+        progress: Progress | None,
+        vision: VisionInputs | None,
+    ) -> None:
+        """Sample a turn of each open conversation, and let the environments answer.
+
+        Args:
+            engine: Samples the turns.
+            rows: Indices of the open conversations.
+            num_generations: G.
+            progress: Called with the decoding progress.
+            vision: The images of the prompts.
+        """
+        takes = inspect.signature(engine.generate).parameters
+        chosen = [self.conversations[row] for row in rows]
+        limits = [self.turn_limit(each) for each in chosen]
+        is_first, self.num_rounds = self.num_rounds == 0, self.num_rounds + 1
+        more: dict[str, Any] = {}
+        if is_first:  # the prompts are computed once for their conversations, as without an environment
+            inputs, seeds, count = [each.token_ids for each in self.encoded], list(self.seeds), num_generations
+            if self.part != range(num_generations):
+                more["part"] = self.part
+        else:
+            inputs = [self.encoded[each.prompt].token_ids + each.token_ids for each in chosen]
+            seeds = [derived_seed(self.seeds[each.prompt], "turn", each.number, each.num_turns) for each in chosen]
+            count = 1
+            vision = None if vision is None else continued_vision(vision, chosen, inputs)
+        per_input = len(self.part) if is_first else 1
+
+        def start(number: int, sampled: list[Completion]) -> None:
+            for k, completion in enumerate(sampled, number * per_input):
+                self.start_turn(chosen[k], completion, limits[k])
+
+        optional = {
+            "limits": None if is_first else limits,
+            "turns": Turns(rows, self.states),
+            "on_group": start,
+        }
+        more |= {name: value for name, value in optional.items() if name in takes and value is not None}
+        if vision is not None:
+            more["vision"] = vision
+        sampling = replace(self.sampling, max_completion_length=max(limits, default=1))
+        groups = engine.generate(inputs, count, sampling, seeds, progress, **more)
+        for number, sampled in enumerate(groups):
+            if chosen[number * per_input].call is None:  # the engine does not report groups
+                start(number, sampled)
+        for each in chosen:
+            self.finish_turn(each)
+        for number in dict.fromkeys(each.prompt for each in chosen):
+            if self.on_group is not None and all(each.finish_reason is not None for each in self.of_prompt(number)):
+                self.on_group(number, self.completions(number))
+
+    def of_prompt(self, number: int) -> list[Conversation]:
+        """The conversations of a prompt."""
+        return self.conversations[number * len(self.part) : (number + 1) * len(self.part)]
+
+    def completions(self, number: int) -> list[Completion]:
+        """The completions of a prompt whose conversations have ended, built once."""
+        if number not in self.ended:
+            self.ended[number] = [each.completion(self.tokens.tokenizer) for each in self.of_prompt(number)]
+        return self.ended[number]
 
     def turn_limit(self, each: Conversation) -> int:
         """Most tokens of the next turn of a conversation."""
         left = self.sampling.max_completion_length - len(each.token_ids)
         return left if self.settings.max_turn_length is None else min(left, self.settings.max_turn_length)
 
-    def start(self, each: Conversation, sampled: Completion, limit: int) -> None:
+    def start_turn(self, each: Conversation, sampled: Completion, limit: int) -> None:
         """Append a sampled turn, and start the call of its environment."""
         if len(sampled.token_ids) > limit:  # the engine has no limits per prompt
             ids = sampled.token_ids[:limit]
@@ -518,14 +573,8 @@ class _Game:
             result.failure,
         )
 
-    def completion(self, each: Conversation) -> Completion:
-        """The completion of an ended conversation, built once."""
-        if id(each) not in self.built:
-            self.built[id(each)] = each.completion(self.tokens.tokenizer)
-        return self.built[id(each)]
 
-
-def _continued(vision: VisionInputs, chosen: Sequence[Conversation], inputs: Sequence[list[int]]) -> VisionInputs:
+def continued_vision(vision: VisionInputs, chosen: Sequence[Conversation], inputs: Sequence[list[int]]) -> VisionInputs:
     """The vision inputs of prompts that are continued by text."""
     lengths = [len(ids) - len(each.token_ids) for each, ids in zip(chosen, inputs, strict=True)]
     prompts = [

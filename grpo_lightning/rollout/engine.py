@@ -23,12 +23,12 @@ class Turns:
     """What an engine keeps of conversations between their turns."""
 
     rows: Sequence[int]
-    """Number of the conversation of each completion of a call, by which later calls name it again. The prompt of a later
-    call begins with the prompt and the completion of the earlier one, or with a part of them."""
+    """Number of the conversation of each completion of a call, by which later calls name it again. The prompt of a
+    later call begins with the prompt and the completion of the earlier one, or with a part of them."""
 
     states: dict[int, Any]
-    """What the engine keeps, by the number of the conversation. The engine changes it, and the caller drops it after the
-    last call."""
+    """What the engine keeps, by the number of the conversation. The engine changes it, and the caller drops it after
+    the last call."""
 
 
 OnGroup = Callable[[int, list[Completion]], None]
@@ -48,7 +48,7 @@ class RolloutEngine(Protocol):
     def sync_weights(self, policy: nn.Module) -> None:
         """Called before every rollout: the next completions are sampled from these weights."""
 
-    def generate(
+    def generate(  # noqa: PLR0913 - optional arguments, which an engine may lack
         self,
         prompts: list[list[int]],
         num_generations: int,

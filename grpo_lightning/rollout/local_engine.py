@@ -184,7 +184,7 @@ class LocalEngine(RolloutEngine):
         """Do nothing: the engine always samples with the policy's current weights."""
 
     @torch.no_grad()
-    def generate(
+    def generate(  # noqa: PLR0913 - see the protocol
         self,
         prompts: list[list[int]],
         num_generations: int,
@@ -479,7 +479,8 @@ class LocalEngine(RolloutEngine):
         tokens = sequences[:, length:]
         logprobs = torch.stack([step.logprobs for step in steps], 1).tolist()
         entropies = torch.stack([step.entropies for step in steps], 1).tolist()
-        sampled, strings = [], draw.stop_strings
+        sampled: list[SampledRow] = []
+        strings = draw.stop_strings
         for row_ids, row_logprobs, row_entropies in zip(tokens, logprobs, entropies, strict=True):
             ends = [
                 i + 1

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.data.source import PromptSource
+from grpo_lightning.objective import TAKES_TURN_CREDIT
 from grpo_lightning.policy.reference import SyncReference
 from grpo_lightning.policy.trainable import check_masters, compute_dtype
 from grpo_lightning.rewards.base import WeightedReward, innermost
@@ -464,8 +465,8 @@ def check_conversation(environment: Any, settings: Any, rewards: Sequence[Weight
         return
     if settings is not None:
         raise ValueError(
-            "model.conversation is set, but there is no environment: set model.environment (an environment is not saved "
-            "in checkpoints: pass environment=... to load_from_checkpoint), or remove model.conversation."
+            "model.conversation is set, but there is no environment: set model.environment (an environment is not "
+            "saved in checkpoints: pass environment=... to load_from_checkpoint), or remove model.conversation."
         )
     for reward in rewards:
         if isinstance(innermost(reward.reward), EnvironmentReward):
@@ -473,6 +474,15 @@ def check_conversation(environment: Any, settings: Any, rewards: Sequence[Weight
                 f"The reward {reward.name!r} reads the environment's rewards, but there is no environment: set "
                 "model.environment, or remove the reward."
             )
+
+
+def check_turn_credit(turn_credit: float, surrogate: str) -> None:
+    """Raise ValueError if the surrogate has one advantage per completion, and turns have a credit of their own."""
+    if turn_credit and surrogate not in TAKES_TURN_CREDIT:
+        raise ValueError(
+            f"model.conversation.turn_credit is {turn_credit}, but model.objective.surrogate {surrogate!r} has one "
+            f"advantage per completion: use one of {', '.join(sorted(TAKES_TURN_CREDIT))}, or set turn_credit to 0."
+        )
 
 
 def check_asynchronous(max_staleness: int, engine: RolloutEngine, ranks_per_group: int, trainer: L.Trainer) -> None:

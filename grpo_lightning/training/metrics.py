@@ -310,7 +310,7 @@ def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -
     the importance weights exp(policy - engine) per token, as a fraction of the tokens: 1 if engine and policy agree.
     """
     trained = batch.completion_mask
-    in_loss = trained & (batch.advantages != 0)[:, None]
+    in_loss = trained & (batch.token_advantages != 0)
     of_all = {"kl": terms.kl, "kl_clamped": terms.kl_clamped} if batch.ref_logprobs is not None else {}
     of_loss = {
         "ratio": terms.ratio,
@@ -346,7 +346,7 @@ def add_router_loss(metrics: StepMetrics, share: Tensor, largest: Tensor, *, ope
 
 def num_empty_updates(micro_batches: Sequence[MicroBatch], updates_per_rollout: int) -> int:
     """Number of a cycle's updates in which no completion of any rank has an advantage. Collective."""
-    has_advantage = [((batch.advantages != 0)[:, None] & batch.completion_mask).any() for batch in micro_batches]
+    has_advantage = [((batch.token_advantages != 0) & batch.completion_mask).any() for batch in micro_batches]
     of_updates = torch.stack(has_advantage).view(updates_per_rollout, -1).any(dim=1)
     return int((ranks.max_over_ranks(of_updates.int()) == 0).sum())
 

@@ -26,7 +26,7 @@ from grpo_lightning.policy.probe import probe_mode
 from grpo_lightning.policy.settings import PolicySettings
 from grpo_lightning.policy.sharding import Sharding, full_shape
 from grpo_lightning.policy.tokenizer import load_processor
-from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine
+from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turns
 from grpo_lightning.rollout.local_engine import stop_ids
 from grpo_lightning.rollout.vllm import adapters, colocate, images, servers, weights
 from grpo_lightning.rollout.vllm.requests import (
@@ -573,7 +573,7 @@ class VLLMEngine(RolloutEngine):
         return error
 
     @torch.no_grad()
-    def generate(
+    def generate(  # noqa: PLR0913 - see the protocol
         self,
         prompts: list[list[int]],
         num_generations: int,
@@ -584,12 +584,14 @@ class VLLMEngine(RolloutEngine):
         part: range | None = None,
         on_group: OnGroup | None = None,
         limits: Sequence[int] | None = None,
+        turns: Turns | None = None,
     ) -> list[list[Completion]]:
         """Sample G completions for every prompt, or a part of them; see `RolloutEngine.generate`.
 
         `on_group` and `progress` are called in the thread of the caller. The random numbers of a completion do not
         depend on the other prompts of the batch, nor on the server. Its logits may differ in their last bits, because
-        vLLM's kernels round differently in batches of another size.
+        vLLM's kernels round differently in batches of another size. `turns` is not needed: vLLM's prefix cache keeps
+        the states of conversations.
 
         In the thread that has called `sync_weights`, the call is collective: the ranks agree on errors and on servers
         that need the weights again. In another thread, weights are never sent, because training may be changing them,

@@ -153,7 +153,8 @@ def requests_of(
         images: The images of the N prompts; None if no prompt has any.
         limits: Maximum number of tokens of each prompt's completions; None for that of `settings`.
     """
-    of_prompts = zip(prompts, seeds, images or [None] * len(prompts), limits or [None] * len(prompts), strict=True)
+    limit_of: Sequence[int | None] = limits or [None] * len(prompts)
+    of_prompts = zip(prompts, seeds, images or [None] * len(prompts), limit_of, strict=True)
     return [
         Request(
             ids,
