@@ -110,8 +110,8 @@ class Turn:
 class Ending:
     """What an environment leaves at the end of a conversation."""
 
-    state: bytes
-    """The environment, pickled."""
+    state: Any
+    """The environment, pickled if it runs in workers."""
 
     failure: str = ""
     """Kind of the failure that ended the conversation (see `environments.runner.FAILURES`); empty without one."""

@@ -61,6 +61,10 @@ class Step:
     """Numbers to log. They are summed over a conversation; `environment/<name>` is the mean over conversations."""
 
 
+class InvalidStepError(ValueError):
+    """An environment returned what it must not return."""
+
+
 class Environment(ABC):
     """Base class of environments. Any object with `step`, and with `reset` if it needs one, is an environment too."""
 
@@ -118,7 +122,7 @@ def as_step(value: Any) -> Step:
             a tuple (observation, done) or (observation, done, reward).
 
     Raises:
-        ValueError: If the value is something else, or has no observation although the conversation goes on.
+        InvalidStepError: If the value is something else, or has no observation although the conversation goes on.
     """
     if isinstance(value, tuple) and 2 <= len(value) <= 3:
         step = Step(*value)
@@ -128,13 +132,15 @@ def as_step(value: Any) -> Step:
         step = value if isinstance(value, Step) else Step(value)
     messages_of(step.observation, "user")  # checks the observation
     if not isinstance(step.done, bool):
-        raise ValueError(f"`step` returned done = {step.done!r:.80}: it must be True or False.")
+        raise InvalidStepError(f"`step` returned done = {step.done!r:.80}: it must be True or False.")
     reward = step.reward
     is_number = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
     if reward is not None and not is_number:
-        raise ValueError(f"`step` returned the reward {reward!r:.80}: it must be a finite number, or None.")
+        raise InvalidStepError(f"`step` returned the reward {reward!r:.80}: it must be a finite number, or None.")
     if step.keep is not None and not isinstance(step.observation, str):
-        raise ValueError(f"`step` returned keep = {step.keep} with the observation {step.observation!r:.80}, not text.")
+        raise InvalidStepError(
+            f"`step` returned keep = {step.keep} with the observation {step.observation!r:.80}, not text."
+        )
     if not step.done and step.observation in (None, "", []):
         raise ValueError(
             "`step` returned no observation, and the conversation is not done: return one, or done = True."
@@ -143,19 +149,19 @@ def as_step(value: Any) -> Step:
 
 
 def messages_of(observation: Any, role: str) -> list[Message]:
-    """Convert an observation to messages. Args: role: the role of text. Raises: ValueError for another type."""
+    """Convert an observation to messages. Args: role: the role of text. Raises: InvalidStepError."""
     if observation is None:
         return []
     if isinstance(observation, str):
         return [{"role": role, "content": observation}]
     messages = [observation] if isinstance(observation, Mapping) else observation
     if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
-        raise ValueError(
+        raise InvalidStepError(
             f"An observation must be text, a message {{'role': ..., 'content': ...}} or a list of messages; the "
             f"environment returned {observation!r:.120}."
         )
     if others := [m for m in messages if not isinstance(m.get("content"), str)]:
-        raise ValueError(
+        raise InvalidStepError(
             f"The content of an observation must be text; the environment returned {others[0].get('content')!r:.120}. "
             "Images in observations are not supported: put them into the prompt."
         )

@@ -46,18 +46,23 @@ class EnvironmentCalls:
     def warm_up(self) -> None:
         """Nothing is to be prepared."""
 
-    def __call__(self, method: Method, state: bytes | None, arguments: Any) -> Any:
+    def __call__(self, method: Method, state: bytes | None, arguments: Any) -> tuple[bytes, Any]:
+        """Call a method in a worker, where the environment arrives and leaves pickled. Args: as `call`."""
+        after, value = self.call(method, None if state is None else pickle.loads(state), arguments)  # noqa: S301 (our own)
+        return pickle.dumps(after), value
+
+    def call(self, method: Method, environment: Any, arguments: Any) -> Any:
         """Call a method of an environment.
 
         Args:
             method: Name of the method.
-            state: The pickled environment; None for the one that conversations begin with.
+            environment: The environment; None for a copy of the one that conversations begin with.
             arguments: The columns for `reset`, the text for `step`, (kind, problem) for `on_failure`.
 
         Returns:
-            (The environment after the call, pickled; the value), or a coroutine that returns this.
+            (The environment after the call, the value), or a coroutine that returns this.
         """
-        environment = copy.deepcopy(self.environment) if state is None else pickle.loads(state)  # noqa: S301 (our own)
+        environment = copy.deepcopy(self.environment) if environment is None else environment
         value: Any = None
         if method == "reset":
             reset = getattr(environment, "reset", None)
@@ -70,18 +75,18 @@ class EnvironmentCalls:
             return self._awaited(environment, method, value)
         return self._outcome(environment, method, value)
 
-    async def _awaited(self, environment: Any, method: Method, value: Any) -> tuple[bytes, Any]:
+    async def _awaited(self, environment: Any, method: Method, value: Any) -> tuple[Any, Any]:
         return self._outcome(environment, method, await value)
 
-    def _outcome(self, environment: Any, method: Method, value: Any) -> tuple[bytes, Any]:
+    def _outcome(self, environment: Any, method: Method, value: Any) -> tuple[Any, Any]:
         """Check and cut the value."""
         if method == "reset":
             messages_of(value, "user")
-            return pickle.dumps(environment), self._cut(value)
+            return environment, self._cut(value)
         if method == "on_failure" and value is None:
-            return pickle.dumps(environment), None
+            return environment, None
         step = as_step(value)
-        return pickle.dumps(environment), replace(step, observation=self._cut(step.observation))
+        return environment, replace(step, observation=self._cut(step.observation))
 
     def _cut(self, observation: Any) -> Any:
         """Cut the texts of an observation, so that an answer of megabytes is not sent to the training process."""

@@ -8,6 +8,7 @@ be killed, and an environment whose call has failed is as it was before the call
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import logging
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
 from grpo_lightning.core.types import Prompt
+from grpo_lightning.environments.base import InvalidStepError
 from grpo_lightning.environments.calls import EnvironmentCalls, Method
 from grpo_lightning.rewards.scoring import event_loop
 from grpo_lightning.rewards.workers import Answer, RewardWorkers, WorkerPool
@@ -30,8 +32,9 @@ OnError = Literal["raise", "none", "value"]
 class Result(NamedTuple):
     """The outcome of a call."""
 
-    state: bytes
-    """The environment after the call, pickled; after a failed call, the environment before it."""
+    state: Any
+    """The environment after the call, pickled if it runs in workers. After a failed call in a worker, it is the
+    environment before the call."""
 
     value: Any
     """An observation (`reset`) or a `Step` (`step`); None if the call failed."""
@@ -82,18 +85,30 @@ class EnvironmentRunner:
         """Begin conversations: one call per prompt. Args: seeds: of the random numbers of each call."""
         columns = [{"prompt": prompt.content, **prompt.columns} for prompt in prompts]
         waiting = [self._call("reset", None, each, seed) for each, seed in zip(columns, seeds, strict=True)]
-        return [self._result(future, b"") for future in waiting]
+        return [self._result(future, None) for future in waiting]
 
-    def step(self, state: bytes, text: str, seed: int) -> Future[Answer]:
-        """Start a call of `step`. Args: state: the pickled environment; text: the policy's turn."""
+    def copy(self, state: Any) -> Any:
+        """An environment of its own for each conversation of a prompt. Raises: RuntimeError if it cannot be copied."""
+        if isinstance(state, bytes):
+            return state
+        try:
+            return copy.deepcopy(state)
+        except Exception as error:
+            raise RuntimeError(
+                f"Environment {self.name!r} cannot be copied ({type(error).__name__}: {error}), but each conversation "
+                "of a prompt needs its own: give the class a method __deepcopy__, which shares what cannot be copied."
+            ) from error
+
+    def step(self, state: Any, text: str, seed: int) -> Future[Answer]:
+        """Start a call of `step`. Args: state: the environment; text: the policy's turn."""
         return self._call("step", state, text, seed)
 
-    def wait(self, future: Future[Answer], state: bytes) -> Result:
+    def wait(self, future: Future[Answer], state: Any) -> Result:
         """Wait for a call of `step`; a failed one is answered by the environment's `on_failure`.
 
         Args:
             future: What `step` returned.
-            state: The pickled environment before the call.
+            state: The environment before the call.
         """
         result = self._result(future, state)
         if not result.failure:
@@ -101,14 +116,14 @@ class EnvironmentRunner:
         answer = self._result(self._call("on_failure", state, (result.failure, result.problem), 0), state)
         return result if answer.failure or answer.value is None else answer
 
-    def _call(self, method: Method, state: bytes | None, arguments: Any, seed: int) -> Future[Answer]:
-        given = {"method": method, "state": state, "arguments": arguments}
+    def _call(self, method: Method, state: Any, arguments: Any, seed: int) -> Future[Answer]:
         self.pool.wait()
         if self.pool.has(self.calls):  # type: ignore[arg-type]
+            given = {"method": method, "state": state, "arguments": arguments}
             return self.pool.submit(self.calls, given, seed)  # type: ignore[arg-type]
         future: Future[Answer] = Future()
         try:
-            outcome = self.calls(**given)
+            outcome = self.calls.call(method, state, arguments)
         except Exception as error:  # noqa: BLE001 (an environment may raise anything; `on_error` decides)
             future.set_result(Answer().fail_by(error))
             return future
@@ -126,8 +141,8 @@ class EnvironmentRunner:
         except Exception as error:  # noqa: BLE001 (an environment may raise anything; `on_error` decides)
             return Answer().fail_by(error)
 
-    def _result(self, future: Future[Answer], state: bytes) -> Result:
-        """Wait for a call. Args: state: the pickled environment before the call."""
+    def _result(self, future: Future[Answer], state: Any) -> Result:
+        """Wait for a call. Args: state: the environment before the call."""
         answer = future.result()
         for name, level, message in answer.records:
             logging.getLogger(name).log(level, "Environment %r: %s", self.name, message)
@@ -138,7 +153,7 @@ class EnvironmentRunner:
                 "its class, or make it picklable."
             )
         if answer.failure:
-            is_value = isinstance(answer.cause, ValueError) and "`step` returned" in answer.problem
+            is_value = answer.problem.startswith(f"raised {InvalidStepError.__name__}:")
             kind = "invalid_value" if is_value else answer.failure
             return Result(state, None, kind, answer.problem, answer.cause)
         after, value = answer.result

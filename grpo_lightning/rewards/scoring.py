@@ -594,7 +594,8 @@ def worker_call(reward: WeightedReward, group: Group, context: CallContext) -> t
 
 def _environment(completion: Completion) -> Any:
     """The environment of a completion, as it is at the end; None without one."""
-    return None if completion.ending is None else pickle.loads(completion.ending.state)  # noqa: S301 (our own)
+    state = None if completion.ending is None else completion.ending.state
+    return pickle.loads(state) if isinstance(state, bytes) else state  # noqa: S301 (our own)
 
 
 def written_messages(completion: Completion) -> list[Message]:

@@ -59,7 +59,13 @@ MOST_RECORDS = 10_000
 
 CALLERS = frozenset(
     str(Path(__file__).parents[1] / name)
-    for name in ("rewards/workers.py", "rewards/scoring.py", "rewards/base.py", "environments/runner.py")
+    for name in (
+        "rewards/workers.py",
+        "rewards/scoring.py",
+        "rewards/base.py",
+        "environments/runner.py",
+        "environments/calls.py",
+    )
 )
 """Files whose stack frames are left out of the tracebacks of rewards."""
 

@@ -105,8 +105,8 @@ class Conversation:
     number: int
     """Index among the G conversations of the prompt."""
 
-    state: bytes
-    """The environment, pickled."""
+    state: Any
+    """The environment, pickled if it runs in workers."""
 
     token_ids: list[int] = field(default_factory=list)
     """The tokens behind the prompt, of policy and environment."""
@@ -232,7 +232,7 @@ class Conversations:
 
     # ------------------------------------------------------------------------------------------------------- beginning
 
-    def begin(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> tuple[list[Prompt], list[bytes]]:
+    def begin(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> tuple[list[Prompt], list[Any]]:
         """Reset one environment per prompt.
 
         Args:
@@ -240,7 +240,7 @@ class Conversations:
             seeds: N seeds of the prompts.
 
         Returns:
-            The prompts with the environments' first observations, and the pickled environments, [N] each.
+            The prompts with the environments' first observations, and the environments, [N] each.
 
         Raises:
             RuntimeError: If a call fails, whatever `on_error` says: all conversations of the prompt would be lost.
@@ -287,7 +287,7 @@ class Conversations:
         engine: RolloutEngine,
         prompts: Sequence[Prompt],
         encoded: Sequence[EncodedPrompt],
-        states: Sequence[bytes],
+        states: Sequence[Any],
         num_generations: int,
         sampling: SamplingParams,
         seeds: Sequence[int],
@@ -302,7 +302,7 @@ class Conversations:
             engine: Samples the turns.
             prompts: N prompts.
             encoded: The N prompts, encoded.
-            states: N pickled environments.
+            states: N environments, from `begin`.
             num_generations: G.
             sampling: Sampling settings; `max_completion_length` limits a conversation, with its observations.
             seeds: N seeds, one per prompt.
@@ -319,7 +319,9 @@ class Conversations:
         """
         part = part or range(num_generations)
         game = Game(self, prompts, encoded, sampling, seeds, part, on_group)
-        game.conversations = [Conversation(n, g, states[n]) for n in range(len(prompts)) for g in part]
+        game.conversations = [
+            Conversation(n, g, self.runner.copy(states[n])) for n in range(len(prompts)) for g in part
+        ]
         # An engine whose calls are collective is called by all ranks until the last conversation has ended.
         waits = ranks.world_size() > 1 and not getattr(engine, "samples_in_background", False)
         rows = list(range(len(game.conversations)))

@@ -76,7 +76,7 @@ class GroupSource(NamedTuple):
         Raises:
             ValueError: If a prompt cannot be encoded, or is so long that no position is left for its completions.
         """
-        states: list[bytes] = []
+        states: list[Any] = []
         if self.conversations is not None:
             prompts, states = self.conversations.begin(prompts, seeds)
         encoded = self.encoder.fitting(prompts, sampling.max_completion_length)
