@@ -161,8 +161,4 @@ def test_tools_are_described_from_hints_and_docstrings():
     assert schema["function"]["name"] == "double"
     assert schema["function"]["parameters"]["required"] == ["number"]
     with pytest.raises(ValueError, match="The tool 'untold' cannot be described"):
-
-        def untold(x):
-            return x
-
         tool_schemas([untold])
