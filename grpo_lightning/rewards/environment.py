@@ -25,3 +25,11 @@ class EnvironmentReward(Reward):
     ) -> list[float | None]:
         """Read the rewards. Args: completions, environment_rewards: [B]. Returns: [B]."""
         return [self.default if reward is None else reward for reward in environment_rewards]
+
+
+class ToolUse(Reward):
+    """1 if the policy got an answer of a tool in the conversation, else 0. With weight 0, only the fraction is logged."""
+
+    def __call__(self, completions: Sequence[Content], turns: Sequence[Any], **columns: Any) -> list[float]:
+        """Look at the turns. Args: completions, turns: [B]. Returns: [B]."""
+        return [float(any(turn.role == "tool" for turn in each or ())) for each in turns]
