@@ -5,10 +5,10 @@
 
 The bars for every seed, on held-out games: the fraction of games in which the digit is found is at most 0.40 before
 training and at least 0.80 after, for sampled guesses; at least 0.80 for greedy ones; and a run takes at most 8 minutes
-(including the warm-up of the model). Whoever hears nothing finds at most four of ten digits. In the controls, higher and
-lower sound the same, the rewards are shuffled, the advantages have the opposite sign, or the learning rate is 0: the
-fraction after training is then below 0.48, which is 0.40 and twice the standard error of 200 games. Exit code 1 if a bar
-does not hold.
+(including the warm-up of the model). Whoever hears nothing finds at most four of ten digits. In the controls, higher
+and lower sound the same, the rewards are shuffled, the advantages have the opposite sign, or the learning rate is 0:
+the fraction after training is then below 0.48, which is 0.40 and twice the standard error of 200 games. Exit code 1 if
+a bar does not hold.
 """
 
 from __future__ import annotations

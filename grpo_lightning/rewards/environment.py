@@ -28,7 +28,7 @@ class EnvironmentReward(Reward):
 
 
 class ToolUse(Reward):
-    """1 if the policy got an answer of a tool in the conversation, else 0. With weight 0, only the fraction is logged."""
+    """1 if a tool answered in the conversation, else 0. With weight 0, the fraction is only logged."""
 
     def __call__(self, completions: Sequence[Content], turns: Sequence[Any], **columns: Any) -> list[float]:
         """Look at the turns. Args: completions, turns: [B]. Returns: [B]."""
