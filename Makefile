@@ -16,7 +16,7 @@ READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-grounding quickstart-reasoning-gym test test-slow test-all test-vllm lint format bench bench-curves cuda prove-dapo prove-learning prove-same-learning prove-grounding prove-reasoning-gym prove-resume prove-ranks prove-unchanged prove-wheel clean
+.PHONY: help setup quickstart quickstart-game quickstart-tools quickstart-grounding quickstart-reasoning-gym test test-slow test-all test-vllm lint format bench bench-curves cuda prove-dapo prove-learning prove-same-learning prove-grounding prove-reasoning-gym prove-game prove-tools prove-resume prove-ranks prove-unchanged prove-wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-25s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -35,6 +35,12 @@ quickstart: $(READY) ## Train a tiny model with GRPO on a CPU (SEED=0)
 
 quickstart-grounding: $(READY) ## Teach a tiny vision-language model to point, on a CPU (SEED=0)
 	$(BIN)/grpo-lightning fit --config recipes/quickstart_grounding.yaml --seed_everything=$(SEED)
+
+quickstart-game: $(READY) ## Teach a tiny model to guess a number, turn by turn, on a CPU (SEED=0)
+	$(BIN)/grpo-lightning fit --config recipes/quickstart_game.yaml --seed_everything=$(SEED)
+
+quickstart-tools: $(READY) ## Teach a tiny model to use a calculator, on a CPU (SEED=0)
+	$(BIN)/grpo-lightning fit --config recipes/quickstart_tools.yaml --seed_everything=$(SEED)
 
 quickstart-reasoning-gym: $(READY) ## Train a tiny model on three tasks of reasoning-gym, on a CPU (SEED=0)
 	$(BIN)/grpo-lightning fit --config recipes/quickstart_reasoning_gym.yaml --seed_everything=$(SEED)
@@ -85,6 +91,12 @@ prove-grounding: $(READY) ## Show that the grounding quickstart learns, from the
 
 prove-reasoning-gym: $(READY) ## Show that three tasks of reasoning-gym are learned: eight seeds and three controls
 	$(BIN)/python benchmarks/prove_reasoning_gym.py
+
+prove-game: $(READY) ## Show that a tiny model learns to use what it is told, turn by turn: three seeds and four controls
+	$(BIN)/python benchmarks/prove_game.py --seeds 0 1 2
+
+prove-tools: $(READY) ## Show that a tiny model learns to use a calculator: three seeds and four controls
+	$(BIN)/python benchmarks/prove_tools.py --seeds 0 1 2
 
 prove-resume: $(READY) ## Show that a killed run resumes to the same weights, bit for bit
 	$(BIN)/python benchmarks/prove_resume.py

@@ -36,6 +36,9 @@ from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.core.types import Group, MicroBatch, Prompt, SamplingParams, optional_settings, settings_of
 from grpo_lightning.data.batch import PromptBatch, as_prompt_batch
 from grpo_lightning.data.source import PromptSource
+from grpo_lightning.environments.adapters import as_environment
+from grpo_lightning.environments.base import EnvironmentLike
+from grpo_lightning.environments.runner import EnvironmentRunner
 from grpo_lightning.objective import Objective, warn_of_length_weights
 from grpo_lightning.optimizers import AdamW, OptimizerFactory
 from grpo_lightning.policy.completion_logprobs import Scorer, TokenScores
@@ -53,11 +56,13 @@ from grpo_lightning.policy.reference import (
 )
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.trainable import dtype_name, keep_frozen_out_of_checkpoints
+from grpo_lightning.policy.turns import TurnTokens
 from grpo_lightning.rewards import RewardLike, RewardSet, RewardWorkers, Scores
 from grpo_lightning.rewards.base import TrainerState
 from grpo_lightning.rewards.scoring import Scoring
 from grpo_lightning.rollout import dynamic_sampling
 from grpo_lightning.rollout.asynchronous import InFlight
+from grpo_lightning.rollout.conversations import CHARACTERS_PER_TOKEN, Conversations, ConversationSettings
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling, resample, source_of
 from grpo_lightning.rollout.engine import RolloutEngine
 from grpo_lightning.rollout.groups import (
@@ -71,9 +76,10 @@ from grpo_lightning.rollout.groups import (
     per_completion,
     trained_lengths,
     vision_of,
+    without_failed,
     without_truncated,
 )
-from grpo_lightning.rollout.local_engine import LocalEngine
+from grpo_lightning.rollout.local_engine import LocalEngine, stop_ids
 from grpo_lightning.schedules import Schedule, SchedulerFactory
 from grpo_lightning.training import checkpoints, checks, data_checks
 from grpo_lightning.training.actor import Actor, Offloadable, OldLogprobs, lacks_ref_logprobs, offloaded, seeded_dropout
@@ -91,6 +97,7 @@ from grpo_lightning.training.metrics import (
     StepLog,
     StepMetrics,
     UpdateLog,
+    add_conversations,
     add_padding,
     add_resampling,
     add_rollout,
@@ -101,7 +108,14 @@ from grpo_lightning.training.metrics import (
     empty_reason,
     num_empty_updates,
 )
-from grpo_lightning.training.micro_batches import Cycle, CycleShape, Turn, agree_on_chunks, find_prompts, give_images
+from grpo_lightning.training.micro_batches import (
+    Cycle,
+    CycleShape,
+    MicroStep,
+    agree_on_chunks,
+    find_prompts,
+    give_images,
+)
 from grpo_lightning.training.router_loss import RouterLoss, make_router_loss, router_coefficient
 from grpo_lightning.training.run_state import RunState
 from grpo_lightning.training.signals import RequeueAtStepEnd
@@ -126,6 +140,10 @@ class GRPOLightningModule(L.LightningModule):
         tokenizer: Tokenizer, or processor of a multimodal policy. Required if the policy is a model or config in
             memory; otherwise it replaces the policy's own.
         engine: Samples the completions; null uses `LocalEngine`, which samples with the policy itself.
+        environment: Answers the policy, which then goes on, over several turns: an `Environment`; functions that the
+            policy can call (tools); a multi-turn function of ms-swift; or a class whose methods are tools, as TRL's
+            environments. null samples completions of one turn.
+        conversation: Limits of turns and observations, and what happens if the environment fails.
         sampling: Sampling distribution and maximum completion length.
         objective: Settings of the loss.
         validation: How `validate`, `test` and `predict` sample completions, and when a completion counts as solved.
@@ -172,6 +190,8 @@ class GRPOLightningModule(L.LightningModule):
         reward_workers: RewardWorkers | None = None,
         tokenizer: Any = None,
         engine: RolloutEngine | None = None,
+        environment: EnvironmentLike | None = None,
+        conversation: ConversationSettings | None = None,
         sampling: SamplingParams | None = None,
         objective: Objective | None = None,
         validation: Validation | None = None,
@@ -196,6 +216,14 @@ class GRPOLightningModule(L.LightningModule):
         workers = settings_of(RewardWorkers, reward_workers, "model.reward_workers")
         self.reward_set = RewardSet(rewards, reward_weights, workers)
         self.engine: RolloutEngine = engine or LocalEngine()
+        limits = settings_of(ConversationSettings, conversation, "model.conversation")
+        checks.check_conversation(environment, conversation, self.reward_set.rewards)
+        self.conversations: Conversations | None = None
+        if environment is not None:
+            longest = limits.max_observation_length * CHARACTERS_PER_TOKEN
+            runner = EnvironmentRunner(as_environment(environment), workers, longest)
+            self.conversations = Conversations(runner, limits)
+            arguments["conversation"] = limits  # also in checkpoints, so that a module loaded without it is refused
         self.sampling = settings_of(SamplingParams, sampling, "model.sampling")
         settings = settings_of(Objective, objective, "model.objective")
         self.objective = settings.resolved(is_off_policy=max_staleness > 0 and old_logprobs == "recompute")
@@ -334,9 +362,9 @@ class GRPOLightningModule(L.LightningModule):
         )
         return Cycle(micro_batches, counts, self.num_iterations)
 
-    def update(self, turn: Turn) -> Tensor:
+    def update(self, micro_step: MicroStep) -> Tensor:
         """Compute the loss of one micro-batch, scaled for Lightning's mean over micro-batches and ranks."""
-        batch = turn.batch
+        batch = micro_step.batch
         position = self.trainer.fit_loop.epoch_loop.total_batch_idx
         with seeded_dropout(self.policy, run_seed(self.seed), "dropout", ranks.rank(), position):
             tokens = self.actor.token_logprobs(batch, trains_entropy=self.objective.trains_entropy)
@@ -345,7 +373,7 @@ class GRPOLightningModule(L.LightningModule):
         terms = self.objective(
             tokens.logprobs,
             batch,
-            turn.counts,
+            micro_step.counts,
             self.sampling.max_completion_length,
             entropy=tokens.entropy,
             router_loss=None if self.router_loss is None else self.router_loss.share(tokens.load),
@@ -387,6 +415,9 @@ class GRPOLightningModule(L.LightningModule):
             with self.phase("rollout"), offloaded(self.offload, self.policy, self.reference, self.trainer.optimizers):
                 rollout = self.sample(prompts) if indices is None else self.sample(prompts, indices)
             add_rollout(self.metrics, rollout.groups, self.run.rollout_index, is_asynchronous=self.max_staleness > 0)
+            if self.conversations is not None:
+                add_conversations(self.metrics, rollout.groups)
+                self.conversations.warn_of_unread_rewards(rollout.groups, self.reward_set.rewards)
             mask_truncated(rollout.groups, self.overlong_filter)
             rollout = self.score_rewards(rollout)
         groups = rollout.groups
@@ -398,7 +429,8 @@ class GRPOLightningModule(L.LightningModule):
         if self.reference is not None and self.objective.kl_in == "reward":
             self.add_ref_logprobs(rollout)
             rewards = rewards - self.objective.beta * kl_to_reference(groups).view_as(rewards)
-        return Rollout(groups, scores, without_truncated(rewards, groups, self.overlong_filter))
+        rewards = without_failed(without_truncated(rewards, groups, self.overlong_filter), groups)
+        return Rollout(groups, scores, rewards)
 
     def rollout_seeds(self, rollout_index: int, indices: Sequence[int]) -> list[int]:
         """One seed per prompt of a rollout, by the prompts' positions among all prompts of the rollout."""
@@ -441,7 +473,7 @@ class GRPOLightningModule(L.LightningModule):
         lacking = in_flight.lacking(prompts)
         if lacking:
             chosen = [prompts[i] for i in lacking]
-            groups = GroupSource(self.engine, self.encoder, self.sharding, self.run.rollout_index)
+            groups = self.group_source
             sample = groups.prepare(chosen, self.num_generations, self.sampling, [seeds[i] for i in lacking])
             in_flight.request(chosen, sample, self.run.rollout_index)
 
@@ -456,6 +488,8 @@ class GRPOLightningModule(L.LightningModule):
         check_finite(advantages, name="advantages", verb="compute_advantages")
         self.rollout = rollout
         self.run.rollout_index += 1
+        if self.conversations is not None:
+            self.conversations.add_turn_credit(rollout.groups)
         self.notify("on_rollout", self, rollout)
         self.add_ref_logprobs(rollout)
         self.run.cycle = self.cycle_shape.check_cycle(self.split_rollout(self.shared_groups.spread(rollout)))
@@ -470,41 +504,41 @@ class GRPOLightningModule(L.LightningModule):
         else:
             self.actor.add_old_logprobs(micro_batches, self.cycle_shape)
 
-    def train_on(self, turn: Turn) -> Tensor:
+    def train_on(self, micro_step: MicroStep) -> Tensor:
         """Call `update`, and log the metrics of the optimizer step after its last micro-batch."""
         self.policy.train()
-        if turn.opens_update:
-            self.prepare_update(turn)
+        if micro_step.opens_update:
+            self.prepare_update(micro_step)
         self.notify("on_phase", "update")
-        loss = self.update(turn)
+        loss = self.update(micro_step)
         if self.router_loss is not None:
-            add_router_loss(self.metrics, *self.router_loss.pop(), opens_update=turn.opens_update)
-        if turn.closes_update:
+            add_router_loss(self.metrics, *self.router_loss.pop(), opens_update=micro_step.opens_update)
+        if micro_step.closes_update:
             self.log_dict(self.metrics.pop(), batch_size=1)
         return loss
 
-    def prepare_update(self, turn: Turn) -> None:
+    def prepare_update(self, micro_step: MicroStep) -> None:
         """Run the micro-batches of the step once more, for the parts of its loss that depend on all its tokens."""
         if self.objective.selection is not None:
-            scores = self.select_tokens(turn)[1:]
-        elif self.router_loss is not None and turn.update[1:]:
-            scores = self.score_others(turn)
+            scores = self.select_tokens(micro_step)[1:]
+        elif self.router_loss is not None and micro_step.update[1:]:
+            scores = self.score_others(micro_step)
         else:
             scores = []
         if self.router_loss is not None:
             self.router_loss.begin([each.load for each in scores if each.load is not None])
 
-    def select_tokens(self, turn: Turn) -> list[TokenScores]:
+    def select_tokens(self, micro_step: MicroStep) -> list[TokenScores]:
         """Select tokens of the optimizer step that begins, in one more pass over its micro-batches."""
-        step = run_seed(self.seed), self.run.rollout_index, turn.number
+        step = run_seed(self.seed), self.run.rollout_index, micro_step.number
         with seeded_dropout(self.policy, *step, "selection dropout", ranks.rank()):
-            return select_tokens(self.actor, self.objective, turn.update, seed=derived_seed(*step, "selection"))
+            return select_tokens(self.actor, self.objective, micro_step.update, seed=derived_seed(*step, "selection"))
 
-    def score_others(self, turn: Turn) -> list[TokenScores]:
+    def score_others(self, micro_step: MicroStep) -> list[TokenScores]:
         """Run all micro-batches of the step but the first once more, for the routing of their tokens."""
         actor = self.actor
         with torch.no_grad(), self.phase("routing"):
-            return [actor.token_logprobs(batch) for batch in turn.update[1:]]
+            return [actor.token_logprobs(batch) for batch in micro_step.update[1:]]
 
     def add_ref_logprobs(self, rollout: Rollout) -> None:
         """Add the reference's log-probs to the completions that lack them; do nothing if there is no reference."""
@@ -561,7 +595,8 @@ class GRPOLightningModule(L.LightningModule):
         # Sampling caches the features of a frozen vision tower. Sampling one token per completion computes and caches
         # the same features again, bit for bit.
         one_token = replace(self.sampling, max_completion_length=1)
-        groups = self.generate(prompts, self.num_generations, one_token, [0] * len(prompts), shared=False)
+        source = self.group_source._replace(conversations=None)
+        groups = source.sample(prompts, self.num_generations, one_token, [0] * len(prompts))
         find_prompts(cycle.micro_batches, prompts)
         give_images(cycle.micro_batches, vision_of(groups, self.encoder, self.policy, self.sharding))
 
@@ -606,13 +641,18 @@ class GRPOLightningModule(L.LightningModule):
                 rank samples all G completions.
         """
         progress = functools.partial(self.notify, "on_decode")
-        source = GroupSource(self.engine, self.encoder, self.sharding, self.run.rollout_index)
+        source = self.group_source
         if not (shared and self.teams.is_shared):
             early = self.reward_set.early
             on_group = None if early is None else early.start
             return source.sample(prompts, num_generations, sampling, seeds, progress, on_group=on_group)
         part = self.teams.part(num_generations)
         return self.shared_groups.collect(source.sample(prompts, num_generations, sampling, seeds, progress, part))
+
+    @property
+    def group_source(self) -> GroupSource:
+        """Bundle engine, encoder and environment into the object that samples groups."""
+        return GroupSource(self.engine, self.encoder, self.sharding, self.run.rollout_index, self.conversations)
 
     def begin_rewards(self, groups: list[Group], num_generations: int) -> Scoring:
         """Start all reward calls. Rewards always get the maximum completion length of training, even in evaluation."""
@@ -708,6 +748,8 @@ class GRPOLightningModule(L.LightningModule):
         checks.check_sampling(self.sampling)
         checks.check_sync_reference(self.sync_reference, beta=self.objective.beta, has_lora=has_lora)
         checks.check_offload(self.offload, has_copy=self.objective.needs_reference and not has_lora)
+        if self.conversations is not None:
+            checks.check_turn_credit(self.conversations.settings.turn_credit, self.objective.surrogate)
         dynamic_sampling.check(self.dynamic_sampling, names, is_kl_in_reward=self.objective.kl_in == "reward")
         with contextlib.suppress(FileNotFoundError):  # `plan` builds modules without the files of a reward model
             self.reward_set.check(self.sampling.max_completion_length)
@@ -724,7 +766,13 @@ class GRPOLightningModule(L.LightningModule):
         data_checks.check_columns(rewards, trainer)  # cheap, so before all images are read
         data_checks.check_images(trainer)  # before the checks of the rewards, which use the image sizes
         data_checks.check_rows(rewards, trainer)
-        data_checks.check_prompts(self.loader, trainer, trained=self.sampling, validated=self.validation_sampling)
+        data_checks.check_prompts(
+            self.loader,
+            trainer,
+            trained=self.sampling,
+            validated=self.validation_sampling,
+            conversations=self.conversations,
+        )
         data_checks.check_readers(rewards, metrics, self.loader, trainer)
 
     @property
@@ -741,7 +789,12 @@ class GRPOLightningModule(L.LightningModule):
         if self.scorer is not None:
             self.check_engine("check_logprobs", self.scorer)
         device = self._trainer.strategy.root_device if self._trainer else self.device  # the module moves there later
-        self.reward_set.connect(device, self.sharding, self._trainer.num_devices if self._trainer else 1)
+        num_local_ranks = self._trainer.num_devices if self._trainer else 1
+        self.reward_set.connect(device, self.sharding, num_local_ranks)
+        if self.conversations is not None:
+            self.conversations.connect(
+                TurnTokens(self.tokenizer, stop_ids(self.policy, self.tokenizer)), num_local_ranks
+            )
         self.is_connected = True
 
     def load_policy(self) -> None:

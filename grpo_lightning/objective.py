@@ -481,7 +481,7 @@ class Objective:
         selected = mask if batch.selected is None else batch.selected
         ratio = importance_ratio(logprobs, old, mask, level=self.ratio)
         weights = self._rollout_weights(old, batch)
-        return Tokens(logprobs, old, mask, batch.advantages[:, None], ratio, selected, weights)
+        return Tokens(logprobs, old, mask, batch.token_advantages, ratio, selected, weights)
 
     def _rollout_weights(self, old_logprobs: Tensor, batch: MicroBatch, *, bounded: bool = True) -> Tensor | None:
         """Off-policy weights [B, T] or [B, 1], None without a `rollout_correction`. `bounded` applies their range."""
@@ -500,7 +500,7 @@ class Objective:
         mask = batch.completion_mask
         kept = torch.ones_like(mask)
         if (threshold := self.off_policy_threshold) is not None:
-            advantages = batch.advantages[:, None]
+            advantages = batch.token_advantages
             kept = keeps_sequence(logprobs, batch.rollout_logprobs, mask, advantages, threshold=threshold)
             kept = kept.expand_as(mask)
         weight, unbounded = (self._rollout_weights(batch.old_logprobs, batch, bounded=b) for b in (True, False))
@@ -539,7 +539,7 @@ class Tokens(NamedTuple):
     """[B, T] bool, True where a token is trained on."""
 
     advantages: Tensor
-    """[B, 1]."""
+    """[B, 1], or [B, T] with the credit of turns, which only surrogates of `TAKES_TURN_CREDIT` take."""
 
     ratio: Tensor
     """[B, T], or [B, 1] for sequences, with gradients."""
@@ -702,6 +702,9 @@ SURROGATES = {
     ),
 }
 """Every surrogate, by its name in `Objective.surrogate`."""
+
+TAKES_TURN_CREDIT = frozenset({"clip", "cispo", "sapo", "reinforce"})
+"""Surrogates whose advantages may differ between the tokens of a completion."""
 
 
 def check_objective(objective: Objective) -> None:

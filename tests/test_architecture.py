@@ -18,13 +18,14 @@ LEVELS = {
     "schedules": 1,
     "data": 2,
     "rewards": 3,
-    "rollout": 4,
-    "training": 5,
-    "grounding": 6,
-    "module": 7,
-    "callbacks": 8,
-    "demo": 9,
-    "cli": 10,
+    "environments": 4,
+    "rollout": 5,
+    "training": 6,
+    "grounding": 7,
+    "module": 8,
+    "callbacks": 9,
+    "demo": 10,
+    "cli": 11,
 }
 FOLDERS = {
     "callbacks",
@@ -32,13 +33,14 @@ FOLDERS = {
     "core",
     "data",
     "demo",
+    "environments",
     "functional",
     "policy",
     "rewards",
     "rollout",
     "training",
 }
-LIGHTNING_LEVEL = 5
+LIGHTNING_LEVEL = 6
 LIGHTNING_BELOW = {"data/datamodule.py"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 HEAVY = {
@@ -171,7 +173,7 @@ def test_circles_are_found():
             "try:\n    from peft import LoraConfig\nexcept ImportError:\n    pass",
             "imports peft at the top",
         ),
-        ("rollout/local_engine.py", "import lightning as L", "imports lightning, which levels below 5 may not"),
+        ("rollout/local_engine.py", "import lightning as L", "imports lightning, which levels below 6 may not"),
         ("cli/main.py", "from grpo_lightning import GRPOLightningModule", "name the file that defines it"),
         ("misc.py", "", "has no level"),
     ],

@@ -137,7 +137,7 @@ def test_several_loaders_during_training():
 
 def test_no_loss_is_computed():
     class NoUpdates(GRPOLightningModule):
-        def update(self, turn):
+        def update(self, micro_step):
             raise AssertionError("a loss")
 
         def logprobs(self, model, batch):

@@ -84,8 +84,8 @@ class OwnCompare(GRPOLightningModule):
 class OwnUpdate(GRPOLightningModule):
     """Half the loss."""
 
-    def update(self, turn):
-        return super().update(turn) / 2
+    def update(self, micro_step):
+        return super().update(micro_step) / 2
 
 
 def one_sgd_step(module_class):

@@ -188,9 +188,9 @@ def test_modes_and_frozen_parameters():
             self.now = "plan"
             super().start_cycle(rollout)
 
-        def update(self, turn):
+        def update(self, micro_step):
             self.now = "update"
-            return super().update(turn)
+            return super().update(micro_step)
 
     model = tiny_model("qwen2", **SMALL)
     model.model.layers[0].requires_grad_(False)

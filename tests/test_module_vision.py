@@ -160,14 +160,16 @@ def test_the_first_ratio_is_one(family, image_files):
         ratios = []
 
         class Ratios(GRPOLightningModule):
-            def update(self, turn, ratios=ratios):
+            def update(self, micro_step, ratios=ratios):
                 with torch.no_grad():
-                    logprobs = self.actor.token_logprobs(turn.batch).logprobs
-                loss = super().update(turn)
-                difference = (logprobs - turn.batch.old_logprobs)[turn.batch.completion_mask]
+                    logprobs = self.actor.token_logprobs(micro_step.batch).logprobs
+                loss = super().update(micro_step)
+                difference = (logprobs - micro_step.batch.old_logprobs)[micro_step.batch.completion_mask]
                 ratios.append(difference.abs().max().item())
                 # What was drawn, in the engine's eyes and in those of the scorer.
-                drawn = (turn.batch.rollout_logprobs - turn.batch.old_logprobs)[turn.batch.completion_mask]
+                drawn = (micro_step.batch.rollout_logprobs - micro_step.batch.old_logprobs)[
+                    micro_step.batch.completion_mask
+                ]
                 ratios.append((drawn.abs().max() > 1e-4).float().item())
                 return loss
 

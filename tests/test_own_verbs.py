@@ -78,10 +78,10 @@ class OwnPlan(GRPOLightningModule):
 class OwnUpdate(GRPOLightningModule):
     """REINFORCE: no ratio, no clipping."""
 
-    def update(self, turn):
-        batch = turn.batch
+    def update(self, micro_step):
+        batch = micro_step.batch
         logprobs = self.actor.token_logprobs(batch).logprobs
-        return -(logprobs * batch.completion_mask * batch.advantages[:, None]).sum() / turn.counts.num_tokens
+        return -(logprobs * batch.completion_mask * batch.advantages[:, None]).sum() / micro_step.counts.num_tokens
 
 
 OWN = [OwnSample, OwnRewards, OwnResample, OwnCompare, OwnPlan, OwnUpdate]

@@ -27,8 +27,10 @@ Coordinates = Literal["resized", "norm1000"]
 Box = tuple[float, float, float, float]
 """(x1, y1, x2, y2): left, top, right, bottom. The right and bottom edges are exclusive."""
 
-FinishReason = Literal["stop", "length"]
-"""`stop`: a stop token or stop string ended the completion. `length`: truncated at `max_completion_length`."""
+FinishReason = Literal["stop", "length", "turns"]
+"""`stop`: a stop token or stop string ended the completion, or the environment ended the conversation. `length`:
+truncated at `max_completion_length`. `turns`: the conversation had `max_turns` turns, and its environment had not ended
+it."""
 
 
 @dataclass
@@ -78,6 +80,50 @@ class Prompt:
 
 
 @dataclass
+class Turn:
+    """A part of the completion of a conversation: what the policy wrote, or what its environment answered."""
+
+    role: str
+    """The role of the message: "assistant" for the policy; "user", "tool" or another role for the environment. Empty if
+    the environment continues the policy's own message (see `environments.base.Step`)."""
+
+    text: str
+    """The decoded tokens of the policy without special tokens, or the observation."""
+
+    start: int
+    """Index, among the tokens of the completion, of the first token of this turn."""
+
+    end: int
+    """Index after the last token. An observation that the policy does not get any more has no tokens."""
+
+    is_sampled: bool
+    """True if the policy wrote it."""
+
+    finish_reason: FinishReason | None = None
+    """Why the policy's turn ended; None for an observation."""
+
+    reward: float | None = None
+    """The environment's reward for the policy's turn; None if it gave none."""
+
+
+@dataclass
+class Ending:
+    """What an environment leaves at the end of a conversation."""
+
+    state: Any
+    """The environment, pickled if it runs in workers."""
+
+    failure: str = ""
+    """Kind of the failure that ended the conversation (see `environments.runner.FAILURES`); empty without one."""
+
+    is_scorable: bool = True
+    """False if the completion gets no reward because of the failure."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Sums of the numbers that the environment reported with its steps, by name."""
+
+
+@dataclass
 class Completion:
     """One sampled completion."""
 
@@ -92,10 +138,16 @@ class Completion:
     text: str = ""
     """The decoded tokens, without special tokens."""
 
+    turns: list[Turn] | None = None
+    """The turns of a conversation, in order; None for a completion without an environment."""
+
+    ending: Ending | None = None
+    """What the environment left; None for a completion without an environment."""
+
     mask: list[bool] | None = None
     """[T] True where a token is trained on; None trains on all tokens.
 
-    Tokens that the policy did not sample (tool output) are False.
+    Tokens that the policy did not sample (observations of an environment) are False.
     """
 
     ref_logprobs: list[float] | None = None
@@ -105,14 +157,29 @@ class Completion:
     """[T] nats: entropy of the policy's softmax at the sampling temperature when each token was sampled; None if the
     engine does not report it."""
 
+    turn_advantages: list[float] | None = None
+    """[T] added to the completion's advantage, token by token: the credit of each turn of a conversation; None for
+    none."""
+
     weight_version: int | None = None
     """Number of the weight update (1 for the first) after which the completion was sampled: the engine's number of
     updates minus this number is its staleness. None if the engine has no copy of the weights."""
 
     @property
     def is_truncated(self) -> bool:
-        """True if the length limit ended the completion."""
-        return self.finish_reason == "length"
+        """True if the maximum length or the maximum number of turns ended the completion."""
+        return self.finish_reason != "stop"
+
+    @property
+    def environment_reward(self) -> float | None:
+        """Sum of the environment's rewards for the turns; None if it gave none."""
+        rewards = [turn.reward for turn in self.turns or () if turn.reward is not None]
+        return sum(rewards) if rewards else None
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of tokens that the policy sampled."""
+        return len(self.token_ids) if self.turns is None else sum(t.end - t.start for t in self.turns if t.is_sampled)
 
 
 @dataclass
@@ -171,6 +238,9 @@ class MicroBatch:
     rollout_logprobs: Tensor
     """[B, T] float32, reported by the engine."""
 
+    turn_advantages: Tensor | None = None
+    """[B, T] float32, the credit of each turn of a conversation; None for none."""
+
     old_logprobs: Tensor | None = None
     """[B, T] float32, of the policy that sampled the tokens; None until computed."""
 
@@ -196,6 +266,12 @@ class MicroBatch:
 
     vision: VisionInputs | None = None
     """Vision inputs of the prompts; None for a text-only policy."""
+
+    @property
+    def token_advantages(self) -> Tensor:
+        """Advantage of each token: [B, T] with the credit of turns, else [B, 1]."""
+        of_completions = self.advantages[:, None]
+        return of_completions if self.turn_advantages is None else of_completions + self.turn_advantages
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Copy the micro-batch to `device`."""
@@ -335,6 +411,9 @@ class PromptVision:
     text: str = ""
     """The rendered prompt with one placeholder per image, for engines that process images themselves; empty without
     images."""
+
+    more_ids: Sequence[int] = ()
+    """Tokens that follow the rendered prompt, in a conversation."""
 
     features: ImageFeatures | None = None
     """Image features, once a frozen vision tower has computed them."""

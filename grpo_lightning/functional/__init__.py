@@ -17,6 +17,7 @@ from grpo_lightning.functional.advantages import (
     group_relative_advantages,
     groups_without_gradient,
     normalized_sum,
+    turn_credits,
     zero_variance_groups,
 )
 from grpo_lightning.functional.logprobs import token_entropy, token_logprobs
@@ -81,6 +82,7 @@ __all__ = [
     "token_entropy",
     "token_logprobs",
     "total_load",
+    "turn_credits",
     "vespo_surrogate",
     "zero_variance_groups",
 ]

@@ -6,6 +6,8 @@ a weighted sum or by `normalized_sum`.
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -169,6 +171,43 @@ def normalized_sum(by_reward: Tensor, weights: Tensor, *, eps: float = 1e-4) -> 
     """
     compared = torch.stack([group_relative_advantages(values, eps=eps) for values in by_reward])
     return (compared * weights.to(compared)[:, None, None]).sum(dim=0)
+
+
+def turn_credits(rewards: Sequence[Sequence[float]], *, discount: float = 1.0, eps: float = 1e-4) -> list[list[float]]:
+    """Credit of each turn of a group's conversations, from rewards per turn.
+
+        return[i, k] = sum over later turns j >= k of discount^(j - k) * rewards[i][j]
+        credit[i, k] = (return[i, k] - mean over i' of return[i', k]) / (std over i' of return[i', k] + eps)
+
+    The mean and the unbiased std are over the conversations that have a k-th turn. The credit is 0 if only one has it,
+    or if all of them have the same return. (Zeng et al. 2025, "Reinforcing Multi-Turn Reasoning in LLM Agents via
+    Turn-Level Credit Assignment", normalise the reward of a turn in the same way.)
+
+    Args:
+        rewards: G lists with one reward per turn; the lists may have different lengths.
+        discount: Factor per turn, in [0, 1].
+        eps: Added to the std.
+
+    Returns:
+        G lists of credits.
+    """
+    returns: list[list[float]] = []
+    for of_turns in rewards:
+        later, own = 0.0, []
+        for reward in reversed(of_turns):
+            later = reward + discount * later
+            own.append(later)
+        returns.append(own[::-1])
+    credits = [[0.0] * len(own) for own in returns]
+    for turn in range(max(map(len, returns), default=0)):
+        having = [i for i, own in enumerate(returns) if len(own) > turn]
+        values = [returns[i][turn] for i in having]
+        if len(values) < 2 or max(values) == min(values):
+            continue
+        mean, std = statistics.fmean(values), statistics.stdev(values)
+        for i in having:
+            credits[i][turn] = (returns[i][turn] - mean) / (std + eps)
+    return credits
 
 
 def zero_variance_groups(rewards: Tensor) -> Tensor:

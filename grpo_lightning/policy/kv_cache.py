@@ -478,6 +478,29 @@ class SharedPrompts(Cache):
         self.group(prompt_of)
         self.count_ages([self.start[row] for row in rows])
 
+    def states_of(self, row: int, num_prompt: int, num_own: int) -> list[States]:
+        """Copy the states of a row: those of its prompt, and of its first own tokens.
+
+        Args:
+            row: The row.
+            num_prompt: Tokens of its prompt.
+            num_own: Own tokens.
+
+        Returns:
+            Per layer, keys and values [key heads, num_prompt + num_own, head size].
+        """
+        prompt = self.prompt_of[row]
+        both = zip(self.prompts, self.own, strict=True)
+        return [
+            States(
+                *(
+                    torch.cat([p[prompt, :, self.prompt_length - num_prompt :], o[row, :, :num_own]], 1)
+                    for p, o in zip(of_prompts, own, strict=True)
+                )
+            )
+            for of_prompts, own in both
+        ]
+
     def join(self, other: SharedPrompts) -> None:
         """Add the prompts and rows of another cache, which have no own tokens yet, behind the present ones.
 

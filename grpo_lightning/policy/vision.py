@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -204,6 +204,26 @@ def place(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: Vis
     positions = pad_left([positions for positions, _ in placed], prompt_mask).movedim(0, 1)
     first = torch.tensor([[following] for _, following in placed], device=prompt_mask.device)
     return PlacedPrompts(types | {"position_ids": positions}, first, 3)
+
+
+def continued(prompt: PromptVision, more_ids: Sequence[int], length: int) -> PromptVision:
+    """The vision inputs of a prompt that text continues, in a conversation.
+
+    Args:
+        prompt: Vision inputs of the prompt.
+        more_ids: The tokens behind the prompt.
+        length: Number of tokens of the prompt.
+    """
+    if not more_ids:
+        return prompt
+    count = len(more_ids)
+    types = {name: nn.functional.pad(t[:length], (0, count)) for name, t in prompt.token_types.items()}
+    positions = prompt.positions
+    if positions is not None:
+        of_prompt, first = positions
+        behind = torch.arange(first, first + count, dtype=of_prompt.dtype, device=of_prompt.device)
+        positions = torch.cat([of_prompt, behind.expand(len(of_prompt), -1)], 1), first + count
+    return replace(prompt, token_types=types, positions=positions, more_ids=list(more_ids))
 
 
 def position_of(inner: Any, ids: Tensor, prompt: PromptVision) -> tuple[Tensor, int]:

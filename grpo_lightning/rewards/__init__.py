@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # for editors and type checkers; the names are those of `_HOM
     from grpo_lightning.rewards.by_method import YesNo as YesNo
     from grpo_lightning.rewards.code_tests import CodeTests as CodeTests
     from grpo_lightning.rewards.countdown import Countdown as Countdown
+    from grpo_lightning.rewards.environment import EnvironmentReward as EnvironmentReward
+    from grpo_lightning.rewards.environment import ToolUse as ToolUse
     from grpo_lightning.rewards.length import Cosine as Cosine
     from grpo_lightning.rewards.length import Length as Length
     from grpo_lightning.rewards.length import SoftOverlong as SoftOverlong
@@ -53,6 +55,7 @@ _HOMES = {
         "by_method": "AllMatch AnyAnswer ByMethod Counting MultipleChoice TextSimilarity YesNo",
         "code_tests": "CodeTests",
         "countdown": "Countdown",
+        "environment": "EnvironmentReward ToolUse",
         "length": "Cosine Length SoftOverlong",
         "llm_judge": "LLMJudge",
         "reasoning_gym": "ReasoningGym",

@@ -29,6 +29,11 @@ not a file), `image_path` (as `images`, but None for rows without images), and `
 message). A class derived from ms-swift's ORM gets the completions as its first argument, whatever the name of this
 argument is.
 
+For conversations (`model.environment`), the completion of a chat has all messages behind the prompt, with the
+observations, and its text is that of the policy's last turn. These arguments are passed too, if the data has no column
+of the same name: `turns` (lists of `core.types.Turn`), `environment_rewards` (the sum of the environment's rewards,
+None if it gave none) and, if the signature names it, `environments` (the environment's object at the end).
+
 By default, a call gets the completions of one prompt. Only a call of an async reward, or of a reward with
 `in_process = True`, gets the completions of the whole batch. Worker processes (`rewards/workers.py`) call copies of a
 reward, so a reward that runs there must keep no state between calls.
@@ -72,8 +77,12 @@ ALIASES = (
     "images",
     "image_path",
     "problem",
+    "turns",
+    "environments",
+    "environment_rewards",
 )
-"""Further arguments with names from TRL, ms-swift and VLM-R1, passed if the data have no column of that name."""
+"""Further arguments, passed if the data have no column of that name: those with names from TRL, ms-swift and VLM-R1,
+and what the environments of conversations left."""
 
 RESERVED_NAMES = frozenset(
     {"zero_variance_groups", "failures", "length", "mean", "not_scorable", "reward", "std", "truncated"}
@@ -317,6 +326,10 @@ class WeightedReward(Reward):
         if self._completions_name is not None and "completions" in available:
             available = {**available, self._completions_name: available["completions"]}
         return {name: value for name, value in available.items() if self._accepted is None or name in self._accepted}
+
+    def names(self, argument: str) -> bool:
+        """Whether the reward's signature names an argument."""
+        return self._accepted is not None and argument in self._accepted
 
     def check(self, max_completion_length: int) -> None:
         """Run `check` of the wrapped reward, if it is a `Reward`.

@@ -15,6 +15,7 @@ import itertools
 import logging
 import math
 import os
+import pickle
 import statistics
 import threading
 import time
@@ -147,7 +148,7 @@ class EarlyCalls:
                     self._num_calls += 1
             elif reward.has_prefetch:
                 running = reward.prefetch(**arguments(reward, [group], self.context))
-                future = asyncio.run_coroutine_threadsafe(running, _event_loop(os.getpid()))
+                future = asyncio.run_coroutine_threadsafe(running, event_loop())
                 self._prefetches.append((reward, future))
 
     def cancel(self) -> bool:
@@ -325,7 +326,7 @@ class RewardCall:
             answer = call_reward(self.reward, arguments(self.reward, groups, self.context))
             future: Future[Answer] = Future()
             if isinstance(answer.result, Awaitable):
-                future = asyncio.run_coroutine_threadsafe(_finish(answer), _event_loop(os.getpid()))
+                future = asyncio.run_coroutine_threadsafe(_finish(answer), event_loop())
             else:
                 future.set_result(answer)
             self.answers.append((groups, future))
@@ -475,6 +476,11 @@ def _describe(result: Any) -> str:
     return f"a {type(result).__name__}{size}: {result!r:.80}"
 
 
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The event loop of async rewards and environments, in a thread of its own."""
+    return _event_loop(os.getpid())
+
+
 @functools.cache
 def _event_loop(process_id: int) -> asyncio.AbstractEventLoop:
     """The event loop of async rewards. It runs in its own thread, because notebooks run a loop in the main thread.
@@ -551,7 +557,17 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
         "image_path": [of_row or None for of_row in paths],
         "problem": per_prompt([_question(prompt) for prompt in prompts]),
     }
-    assert aliases.keys() == set(ALIASES)
+    of_conversations: dict[str, Callable[[Group, Completion], Any]] = {
+        "turns": lambda _, completion: completion.turns,
+        "environment_rewards": lambda _, completion: completion.environment_reward,
+        "environments": lambda _, completion: _environment(completion),
+    }
+    assert aliases.keys() | of_conversations.keys() == set(ALIASES)
+    has_turns = any(completion.turns is not None for group in groups for completion in group.completions)
+    for name, read in of_conversations.items():
+        # A reward that takes all arguments gets no environments, which would be unpickled and pickled for it.
+        if reward.names(name) or (has_turns and name != "environments"):
+            aliases[name] = per_completion(read)
     return reward.select(
         aliases
         | columns
@@ -576,15 +592,37 @@ def worker_call(reward: WeightedReward, group: Group, context: CallContext) -> t
     return arguments(reward, [group], context), seed
 
 
+def _environment(completion: Completion) -> Any:
+    """The environment of a completion, as it is at the end; None without one."""
+    state = None if completion.ending is None else completion.ending.state
+    return pickle.loads(state) if isinstance(state, bytes) else state  # noqa: S301 (our own)
+
+
+def written_messages(completion: Completion) -> list[Message]:
+    """The messages of a completion: one of the assistant, or those of all turns of a conversation."""
+    if completion.turns is None:
+        return [{"role": "assistant", "content": completion.text}]
+    messages: list[dict[str, Any]] = []
+    for turn in completion.turns:
+        is_continued = bool(messages) and messages[-1]["role"] == "assistant" and turn.role in ("assistant", "")
+        if is_continued:
+            messages[-1]["content"] += turn.text
+        else:
+            messages.append({"role": turn.role or "assistant", "content": turn.text})
+    return messages  # type: ignore[return-value]
+
+
 def _messages(group: Group, completion: Completion) -> list[Message]:
     """Append the completion to the chat; it is merged with a prefilled assistant turn of the prompt."""
-    content, text = group.prompt.content, completion.text
+    content = group.prompt.content
     chat = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    first, *others = written_messages(completion)
     if chat[-1]["role"] != "assistant":
-        return [*chat, {"role": "assistant", "content": text}]
+        return [*chat, first, *others]
+    text = first["content"]
     start = chat[-1]["content"] or ""
     merged = f"{start}{text}" if isinstance(start, str) else [*start, {"type": "text", "text": text}]
-    return [*chat[:-1], {**chat[-1], "content": merged}]
+    return [*chat[:-1], {**chat[-1], "content": merged}, *others]
 
 
 def _question(prompt: Prompt) -> str:
@@ -598,7 +636,9 @@ def _question(prompt: Prompt) -> str:
 def _in_form(reward: WeightedReward, group: Group, completion: Completion) -> Content:
     """Convert a completion to the form of its prompt, or to the form that the reward requests."""
     is_text = isinstance(group.prompt.content, str)
-    as_prompt = completion_in_form(completion.text, "text" if is_text else "messages")
+    as_prompt: Content = completion.text if is_text else written_messages(completion)
+    if is_text and completion.turns is not None and reward.completions_as == "messages":
+        as_prompt = written_messages(completion)
     return completion_in_form(as_prompt, reward.completions_as)
 
 

@@ -57,7 +57,16 @@ LONGEST_WAIT = 3600.0
 MOST_RECORDS = 10_000
 """Maximum number of log records per call."""
 
-CALLERS = frozenset(str(Path(__file__).with_name(name)) for name in ("workers.py", "scoring.py", "base.py"))
+CALLERS = frozenset(
+    str(Path(__file__).parents[1] / name)
+    for name in (
+        "rewards/workers.py",
+        "rewards/scoring.py",
+        "rewards/base.py",
+        "environments/runner.py",
+        "environments/calls.py",
+    )
+)
 """Files whose stack frames are left out of the tracebacks of rewards."""
 
 IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -69,12 +78,18 @@ START_SUPERVISOR = (
     "supervise(int(sys.argv[1]))"
 )
 
-REMEDY = (
-    "To run it in a worker, define it in an importable module, without lambdas, open files or connections, and keep no "
-    "state between calls. To keep it here and silence this warning, set in_process = True on it: it is then called "
-    "once per batch."
-)
-"""Advice for a reward that does not run in a worker."""
+REMEDIES = {
+    "Reward": (
+        "To run it in a worker, define it in an importable module, without lambdas, open files or connections, and "
+        "keep no state between calls. To keep it here and silence this warning, set in_process = True on it: it is "
+        "then called once per batch."
+    ),
+    "Environment": (
+        "To run it in a worker, define it in an importable module, without lambdas, open files or connections. To keep "
+        "it here and silence this warning, set in_process = True on its class."
+    ),
+}
+"""Advice for what does not run in a worker."""
 
 
 @dataclass
@@ -270,10 +285,11 @@ class WorkerPool:
     Args:
         rewards: All rewards of the run. Rewards that cannot run in workers run in the training process.
         limits: Settings of the workers; None, or `num_workers` 0, runs all rewards in the training process.
+        kind: What runs here, for messages: "Reward", or "Environment" (`environments/runner.py`).
     """
 
-    def __init__(self, rewards: Sequence[WeightedReward], limits: RewardWorkers | None) -> None:
-        self.rewards = rewards
+    def __init__(self, rewards: Sequence[WeightedReward], limits: RewardWorkers | None, kind: str = "Reward") -> None:
+        self.rewards, self.kind = rewards, kind
         self.limits = limits if limits is not None and limits.num_workers != 0 else None
         """The limits of calls; None without workers."""
         self._places: dict[str, int] = {}
@@ -288,7 +304,7 @@ class WorkerPool:
 
     def __reduce__(self) -> Any:
         """Pickle without the processes."""
-        return WorkerPool, (self.rewards, self.limits)
+        return WorkerPool, (self.rewards, self.limits, self.kind)
 
     def start(self, num_local_ranks: int = 1) -> None:
         """Start loading the rewards that can run in workers; returns immediately.
@@ -373,8 +389,10 @@ class WorkerPool:
 
     def _warn(self, name: str, why: str) -> None:
         """Warn about a reward that runs without limits."""
-        remedy = f" {REMEDY}" if hasattr(os, "fork") else ""
-        log.warning("Reward %r runs in the training process without time or memory limits: %s.%s", name, why, remedy)
+        remedy = f" {REMEDIES[self.kind]}" if hasattr(os, "fork") else ""
+        log.warning(
+            "%s %r runs in the training process without time or memory limits: %s.%s", self.kind, name, why, remedy
+        )
 
     def stop(self) -> None:
         """Stop the workers and their calls; the next call starts the workers again."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +16,20 @@ from grpo_lightning.policy.sharding import Sharding
 
 Progress = Callable[[int, int], None]
 """Callback of an engine while it samples, called with (decoding steps done, maximum steps)."""
+
+
+@dataclass
+class Turns:
+    """What an engine keeps of conversations between their turns."""
+
+    rows: Sequence[int]
+    """Number of the conversation of each completion of a call, by which later calls name it again. The prompt of a
+    later call begins with the prompt and the completion of the earlier one, or with a part of them."""
+
+    states: dict[int, Any]
+    """What the engine keeps, by the number of the conversation. The engine changes it, and the caller drops it after
+    the last call."""
+
 
 OnGroup = Callable[[int, list[Completion]], None]
 """Callback of an engine, called with the index of a prompt and its completions as soon as all of them have ended."""
@@ -33,7 +48,7 @@ class RolloutEngine(Protocol):
     def sync_weights(self, policy: nn.Module) -> None:
         """Called before every rollout: the next completions are sampled from these weights."""
 
-    def generate(
+    def generate(  # noqa: PLR0913 - optional arguments, which an engine may lack
         self,
         prompts: list[list[int]],
         num_generations: int,
@@ -43,6 +58,8 @@ class RolloutEngine(Protocol):
         vision: VisionInputs | None = None,
         part: range | None = None,
         on_group: OnGroup | None = None,
+        limits: Sequence[int] | None = None,
+        turns: Turns | None = None,
     ) -> list[list[Completion]]:
         """Sample completions.
 
@@ -61,6 +78,10 @@ class RolloutEngine(Protocol):
             on_group: Called at most once per prompt, as soon as all its completions have ended, with the completions
                 that will be returned for it. Rewards then start while other prompts are still being sampled. An engine
                 may lack this argument, or never call it: rewards then start after sampling.
+            limits: Maximum number of tokens of each prompt's completions, at most `sampling.max_completion_length`;
+                None for the latter. An engine may lack this argument: what it samples beyond a limit is dropped.
+            turns: For conversations: what to keep for their next turns, and what was kept. An engine may lack this
+                argument: it then computes the whole conversation again for each turn.
 
         Returns:
             N lists of G completions (or of those in `part`), in the order of the prompts. The `entropies` of a

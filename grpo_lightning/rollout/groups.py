@@ -16,6 +16,7 @@ from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.vision import needs_blank
 from grpo_lightning.rewards.scoring import Scores, concatenate_scores
+from grpo_lightning.rollout.conversations import Conversations
 from grpo_lightning.rollout.engine import Progress, RolloutEngine
 
 
@@ -28,6 +29,9 @@ class GroupSource(NamedTuple):
 
     weight_version: int
     """Number of earlier rollouts, recorded in each group."""
+
+    conversations: Conversations | None = None
+    """Plays the completions as conversations with environments; None for completions of one turn."""
 
     def sample(
         self,
@@ -72,6 +76,9 @@ class GroupSource(NamedTuple):
         Raises:
             ValueError: If a prompt cannot be encoded, or is so long that no position is left for its completions.
         """
+        states: list[Any] = []
+        if self.conversations is not None:
+            prompts, states = self.conversations.begin(prompts, seeds)
         encoded = self.encoder.fitting(prompts, sampling.max_completion_length)
         # With sharded weights all ranks run the vision tower together, even if only some ranks have images.
         vision = self.encoder.vision_inputs([prompt.vision for prompt in encoded], needs_blank=self.sharding.is_sharded)
@@ -89,18 +96,21 @@ class GroupSource(NamedTuple):
 
         # Engines may lack the arguments that they are never given.
         more: dict[str, Any] = {"vision": vision, "part": part}
-        if on_group is not None and "on_group" in inspect.signature(self.engine.generate).parameters:
+        takes = inspect.signature(self.engine.generate).parameters
+        if on_group is not None and (self.conversations is not None or "on_group" in takes):
             more["on_group"] = lambda number, completions: on_group(make_group(number, completions))
 
+        params = replace(sampling, suppress_tokens=sorted(never))
+        more = {name: value for name, value in more.items() if value is not None}
+
         def sample() -> list[Group]:
-            sampled = self.engine.generate(
-                [prompt.token_ids for prompt in encoded],
-                num_generations,
-                replace(sampling, suppress_tokens=sorted(never)),
-                seeds,
-                progress,
-                **{name: value for name, value in more.items() if value is not None},
-            )
+            if self.conversations is not None:
+                sampled = self.conversations.play(
+                    self.engine, prompts, encoded, states, num_generations, params, seeds, progress, **more
+                )
+            else:
+                ids = [prompt.token_ids for prompt in encoded]
+                sampled = self.engine.generate(ids, num_generations, params, seeds, progress, **more)
             return [make_group(*pair) for pair in zip(range(len(prompts)), sampled, strict=True)]
 
         return sample
@@ -160,6 +170,20 @@ def without_truncated(rewards: Tensor, groups: Sequence[Group], overlong_filter:
         return rewards
     truncated = [[completion.is_truncated for completion in group.completions] for group in groups]
     return rewards.masked_fill(torch.tensor(truncated, dtype=torch.bool).view_as(rewards), torch.nan)
+
+
+def without_failed(rewards: Tensor, groups: Sequence[Group]) -> Tensor:
+    """Set the rewards of completions whose environment failed to nan (not scorable), if `on_error` is "none".
+
+    Args:
+        rewards: [N, G].
+        groups: N groups.
+
+    Returns:
+        [N, G].
+    """
+    failed = [[c.ending is not None and not c.ending.is_scorable for c in group.completions] for group in groups]
+    return rewards.masked_fill(torch.tensor(failed, dtype=torch.bool).view_as(rewards), torch.nan)
 
 
 def trained_lengths(groups: Sequence[Group]) -> Tensor:

@@ -38,6 +38,8 @@ from grpo_lightning.policy.kv_cache import (
     RepeatedPrompts,
     SamplingCache,
     SharedPrompts,
+    States,
+    fit_left,
     packed,
     unshared_reason,
 )
@@ -45,7 +47,7 @@ from grpo_lightning.policy.probe import compare, model_type, no_cache_reason, pr
 from grpo_lightning.policy.settings import PolicySettings
 from grpo_lightning.policy.sharding import Sharding, full_shape
 from grpo_lightning.policy.vision import PlacedPrompts, place, seeing
-from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine
+from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turns
 from grpo_lightning.rollout.token_sampler import ChooseDraw, Draw, TokenSampler, Uniforms, unfused
 
 log = logging.getLogger(__name__)
@@ -182,7 +184,7 @@ class LocalEngine(RolloutEngine):
         """Do nothing: the engine always samples with the policy's current weights."""
 
     @torch.no_grad()
-    def generate(
+    def generate(  # noqa: PLR0913 - see the protocol
         self,
         prompts: list[list[int]],
         num_generations: int,
@@ -192,15 +194,19 @@ class LocalEngine(RolloutEngine):
         vision: VisionInputs | None = None,
         part: range | None = None,
         on_group: OnGroup | None = None,
+        limits: Sequence[int] | None = None,
+        turns: Turns | None = None,
     ) -> list[list[Completion]]:
         """Sample G completions for every prompt, or a part of them; see `RolloutEngine.generate`."""
         if len(seeds) != len(prompts):
             raise ValueError(f"seeds must hold one seed per prompt: {len(prompts)} prompts, {len(seeds)} seeds.")
         check_unguided(sampling)
         part = part or range(num_generations)
+        own = [sampling.max_completion_length] * len(prompts) if limits is None else list(limits)
         rows: list[SampledRow] = []
-        groups = SampledGroups(len(part), sampling.max_completion_length, self.completions, on_group)
-        waiting = WaitingPrompts(Wave(prompts, seeds, num_generations, part, vision), self.max_rows)
+        groups = SampledGroups(len(part), self.completions, on_group)
+        kept = KeptStates(turns) if turns is not None and self.way == "shared" else None
+        waiting = WaitingPrompts(Wave(prompts, seeds, num_generations, part, vision, 0, own), self.max_rows)
         with evaluating(self.policy), self.weights() as lockstep:
             num_waves = lockstep.num_waves(waiting.num_waves)
             if self.way == "generate":
@@ -209,7 +215,8 @@ class LocalEngine(RolloutEngine):
                     rows += self.decode_with_generate(waiting.take(0), sampling, lockstep, progress)
                     groups.report_ended(rows)
             elif num_waves:
-                rows = self.decode(waiting, num_waves, sampling, lockstep, progress, groups)
+                lengths = {sampling.max_completion_length} if limits is None else lockstep.union(limits)
+                rows = self.decode(waiting, num_waves, sampling, lockstep, progress, groups, lengths, kept)
         return groups.finish(rows)
 
     @contextlib.contextmanager
@@ -234,6 +241,8 @@ class LocalEngine(RolloutEngine):
         lockstep: Lockstep,
         progress: Progress | None,
         groups: SampledGroups,
+        lengths: set[int],
+        kept_states: KeptStates | None = None,
     ) -> list[SampledRow]:
         """Decode a rollout: prefill prompts, then sample one token per unfinished completion and step.
 
@@ -244,20 +253,22 @@ class LocalEngine(RolloutEngine):
             lockstep: Synchronizes the forward calls.
             progress: Called after every decoding step.
             groups: Reports groups as soon as all their rows have ended.
+            lengths: The different limits of all ranks, in tokens.
+            kept_states: Keeps the states of conversations between their turns.
         """
         device, whole, longest = compute_device(self.policy), waiting.wave, sampling.max_completion_length
         interval = LOOK_INTERVAL.get(device.type, 16)
         uniforms = Uniforms([], whole.num_generations, device, whole.part)
         draw = TokenSampler(sampling, self.tokenizer, uniforms, choose_draw(device))
         stop_ids = torch.tensor(self.stop_ids, dtype=torch.long, device=device)
-        sampled = SampledRows(len(whole.prompts) * len(whole.part), stop_ids)
+        sampled = SampledRows([limit for limit in whole.limits for _ in whole.part], stop_ids)
         rows: OpenRows | None = None  # without open rows, a rank only takes part in the collectives
         joining, decodes, prefills = waiting.take(0), False, True
         last_steps: set[int] = set()  # steps at which rows reach the maximum length, on any rank
         for step in itertools.count():
             if prefills:
-                new, placed = self.open(joining, step, longest)
-                last_steps.add(step + longest - 1)
+                new, placed = self.open(joining, step, longest, kept_states)
+                last_steps.update(step + length - 1 for length in lengths)
                 uniforms.join(joining.seeds, step)
                 if joining.prompts:
                     rows = new if rows is None else rows.join(new, step, waiting.longest_prompt)
@@ -273,8 +284,8 @@ class LocalEngine(RolloutEngine):
                 joining = waiting.none
                 if rows is not None:
                     rows.has_ended |= sampled.ended()
-                    kept = rows.unfinished(draw.look(rows.has_ended), step + 1 - longest)
-                    rows, joining = self.leave(rows, kept, step + 1 - longest, waiting, sampled, groups)
+                    kept = rows.unfinished(draw.look(rows.has_ended), step)
+                    rows, joining = self.leave(rows, kept, step, waiting, sampled, groups, kept_states)
                 decodes, prefills = lockstep.agree(rows is not None, bool(joining.prompts))
                 if not (decodes or prefills):
                     break
@@ -282,17 +293,23 @@ class LocalEngine(RolloutEngine):
                 self.feed(rows, step, placed)
         return sampled.rows
 
-    def open(self, wave: Wave, step: int, longest: int) -> tuple[OpenRows, PlacedPrompts]:
+    def open(
+        self, wave: Wave, step: int, longest: int, kept_states: KeptStates | None = None
+    ) -> tuple[OpenRows, PlacedPrompts]:
         """Prefill prompts and open their rows, for completions of at most `longest` tokens from a decoding step on."""
         prompt_ids, prompt_mask, fan = self.prepare(wave)
         placed = place(self.policy, prompt_ids, prompt_mask, wave.vision)
-        prefilled, logits = self.prefill(prompt_ids, prompt_mask, placed, wave.vision)
+        begun = None
+        if kept_states is not None and "position_ids" in placed.arguments:
+            begun = kept_states.before(wave, prompt_ids.shape[1])
+        prefilled, logits = self.prefill(prompt_ids, prompt_mask, placed, wave.vision, begun)
         decoding_cache = SharedPrompts if self.way == "shared" else RepeatedPrompts
         # the last token is never fed back
         cache: DecodingCache = decoding_cache(self.policy, prefilled, prompt_mask, fan, longest - 1)
         rows = OpenRows(
             cache=cache,
             start=[step] * len(fan),
+            end=[step + limit for limit in wave.limits or [1] for _ in wave.part],
             origin=prompt_ids.shape[1] - step,
             number=wave.first * len(wave.part) + torch.arange(len(fan), device=fan.device),
             logits=logits[fan],  # [prompts, V] -> [rows, V]: the completions of a prompt share its prefill
@@ -306,20 +323,22 @@ class LocalEngine(RolloutEngine):
         self,
         rows: OpenRows,
         kept: list[int],
-        last_start: int,
+        step: int,
         waiting: WaitingPrompts,
         sampled: SampledRows,
         groups: SampledGroups,
+        kept_states: KeptStates | None = None,
     ) -> tuple[OpenRows | None, Wave]:
         """Let rows leave, if enough of them have ended or some have the maximum length, and take prompts instead.
 
         Args:
             rows: The open rows.
             kept: Rows that have neither ended nor reached the maximum length.
-            last_start: Rows that started at this decoding step, or before, have the maximum length.
+            step: The decoding step whose tokens were sampled last.
             waiting: Prompts that may have room now.
             sampled: Where the tokens of rows that leave are stored.
             groups: Reports the groups of which all rows have ended.
+            kept_states: Keeps the states of rows that leave.
 
         Returns:
             The open rows, None if there are none; and the prompts that join.
@@ -330,9 +349,11 @@ class LocalEngine(RolloutEngine):
             groups.report_ended(sampled.rows)
         rows.num_ended = num_ended
         least = LEAST_ENDED.get(rows.history.device.type, 0.25) * len(rows.start)
-        if not num_ended or (kept and rows.oldest > last_start and num_ended < least):
+        if not num_ended or (kept and min(rows.end) > step + 1 and num_ended < least):
             return rows, waiting.none
         sampled.store(rows.number)
+        if kept_states is not None:
+            kept_states.keep(rows, set(range(len(rows.start))) - set(kept), sampled, waiting.wave)
         joining = waiting.take(len(kept)) if self.way == "shared" or not kept else waiting.none
         return (rows.select(packed(kept)) if kept else None), joining
 
@@ -348,14 +369,35 @@ class LocalEngine(RolloutEngine):
         rows.position = rows.position + 1
 
     def prefill(
-        self, prompt_ids: Tensor, prompt_mask: Tensor, placed: PlacedPrompts, vision: VisionInputs | None
+        self,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        placed: PlacedPrompts,
+        vision: VisionInputs | None,
+        begun: list[States] | None = None,
     ) -> tuple[SamplingCache, Tensor]:
         """Run the prompts [N, L]. Returns: their cache, and logits [N, V] of the first completion token.
+
+        Args:
+            prompt_ids: [N, L], left-padded.
+            prompt_mask: [N, L] bool.
+            placed: Positions of the tokens.
+            vision: The images of the prompts.
+            begun: States of the first columns, from earlier turns of conversations; None runs all columns.
 
         Raises:
             LostCacheError: If the model did not store the prompts.
         """
         prefilled = SamplingCache(config=text_config(self.policy))
+        if begun is not None:
+            for layer, states in enumerate(begun):
+                prefilled.update(*states, layer)
+            done = begun[0].keys.shape[2]
+            positions = placed.arguments["position_ids"][..., done:]
+            logits = self.forward(
+                prompt_ids[:, done:], attention_mask=prompt_mask.long(), cache=prefilled, position_ids=positions
+            )
+            return prefilled, logits
         keeps = vision is not None and not is_tower_trained(self.policy)
         with seeing(self.policy, vision, keeps=keeps) as images:
             logits = self.forward(
@@ -437,7 +479,8 @@ class LocalEngine(RolloutEngine):
         tokens = sequences[:, length:]
         logprobs = torch.stack([step.logprobs for step in steps], 1).tolist()
         entropies = torch.stack([step.entropies for step in steps], 1).tolist()
-        sampled, strings = [], draw.stop_strings
+        sampled: list[SampledRow] = []
+        strings = draw.stop_strings
         for row_ids, row_logprobs, row_entropies in zip(tokens, logprobs, entropies, strict=True):
             ends = [
                 i + 1
@@ -445,7 +488,9 @@ class LocalEngine(RolloutEngine):
                 if token in self.stop_ids or (strings and bool(strings(row_ids[None, : i + 1], None)[0]))
             ]
             count = ends[0] if ends else len(row_ids)
-            row = SampledRow(row_ids.tolist()[:count], row_logprobs[:count], row_entropies[:count], bool(ends))
+            limit = wave.limits[len(sampled) // len(wave.part)]
+            is_stopped, count = bool(ends) and count <= limit, min(count, limit)
+            row = SampledRow(row_ids.tolist()[:count], row_logprobs[:count], row_entropies[:count], is_stopped, limit)
             sampled.append(row)
         return sampled
 
@@ -483,6 +528,9 @@ class Wave(NamedTuple):
     first: int = 0
     """Index of the first prompt among all prompts of the rollout."""
 
+    limits: Sequence[int] = ()
+    """Maximum number of tokens of each prompt's completions."""
+
 
 class WaitingPrompts:
     """Prompts of a rollout that wait for rows, first in, first out.
@@ -509,16 +557,15 @@ class WaitingPrompts:
 
     def take(self, num_open: int) -> Wave:
         """Take the next prompts whose rows have room beside `num_open` open rows; at least one if none is open."""
-        prompts, seeds, num_generations, part, vision, _ = self.wave
+        prompts, seeds, num_generations, part, vision, _, limits = self.wave
         count = max((self.max_rows - num_open) // len(part), int(not num_open))
         run = range(len(prompts))[self.num_taken : self.num_taken + count]
         if not run:
             return self.none
         self.num_taken = run.stop
         chosen = slice(run.start, run.stop)
-        return Wave(
-            prompts[chosen], seeds[chosen], num_generations, part, vision and vision.select(run), first=run.start
-        )
+        images = vision and vision.select(run)
+        return Wave(prompts[chosen], seeds[chosen], num_generations, part, images, run.start, limits[chosen])
 
 
 @dataclass
@@ -532,6 +579,9 @@ class OpenRows:
     cache: DecodingCache
     start: list[int]
     """[rows] decoding step of each row's first token."""
+
+    end: list[int]
+    """[rows] decoding step after that of the last token that each row may have."""
 
     origin: int
     """Column of `history` minus decoding step."""
@@ -573,17 +623,18 @@ class OpenRows:
         steps = [step - self.oldest for step in self.start]
         return torch.tensor(steps, device=self.history.device) if any(steps) else None
 
-    def unfinished(self, has_ended: list[bool], last_start: int) -> list[int]:
-        """Indices of the rows that have not ended, and that started after decoding step `last_start`."""
-        rows = enumerate(zip(has_ended, self.start, strict=True))
-        return [row for row, (ended, start) in rows if not ended and start > last_start]
+    def unfinished(self, has_ended: list[bool], step: int) -> list[int]:
+        """Indices of the rows that have not ended, and may have a token after that of a decoding step."""
+        rows = enumerate(zip(has_ended, self.end, strict=True))
+        return [row for row, (ended, end) in rows if not ended and end > step + 1]
 
     def select(self, keep: list[int]) -> OpenRows:
         """Select rows by index."""
         self.cache.select(keep)
         index = torch.tensor(keep, device=self.history.device)
         tensors = {name: getattr(self, name)[index] for name in PER_ROW}
-        return dataclasses.replace(self, start=[self.start[row] for row in keep], num_ended=0, **tensors)
+        start, end = ([values[row] for row in keep] for values in (self.start, self.end))
+        return dataclasses.replace(self, start=start, end=end, num_ended=0, **tensors)
 
     def join(self, new: OpenRows, step: int, longest_prompt: int) -> OpenRows:
         """Add rows behind the present rows, and drop columns of the histories that no row needs any more.
@@ -604,8 +655,8 @@ class OpenRows:
         room = new.history.shape[1] - (new.origin + step)
         history = torch.cat([fit_history(rows.before(step), columns) for rows in (self, new)])
         tensors["history"] = nn.functional.pad(history, (0, room))
-        start = [*self.start, *new.start]
-        return dataclasses.replace(self, start=start, origin=columns - step, num_ended=0, **tensors)
+        start, end = [*self.start, *new.start], [*self.end, *new.end]
+        return dataclasses.replace(self, start=start, end=end, origin=columns - step, num_ended=0, **tensors)
 
 
 PER_ROW = ("number", "logits", "position", "history", "has_ended")
@@ -626,22 +677,25 @@ class SampledRow:
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
     is_stopped: bool = False
+    limit: int = 0
+    """Maximum number of tokens."""
 
-    def has_ended(self, longest: int) -> bool:
+    @property
+    def has_ended(self) -> bool:
         """True if the completion has stopped, or has the maximum number of tokens."""
-        return self.is_stopped or len(self.token_ids) >= longest
+        return self.is_stopped or len(self.token_ids) >= self.limit
 
 
 class SampledRows:
     """The sampled rows of a rollout. Tokens stay on the device until the set of open rows changes.
 
     Args:
-        count: Number of rows of the rollout.
+        limits: Maximum number of tokens of each row of the rollout.
         stop_ids: Ids of the tokens that end a completion, on the device.
     """
 
-    def __init__(self, count: int, stop_ids: Tensor) -> None:
-        self.rows = [SampledRow() for _ in range(count)]
+    def __init__(self, limits: Sequence[int], stop_ids: Tensor) -> None:
+        self.rows = [SampledRow(limit=limit) for limit in limits]
         self.stop_ids = stop_ids
         self.steps: list[Draw] = []
         """Steps that are not stored yet."""
@@ -692,22 +746,21 @@ class SampledGroups:
 
     Args:
         size: Number of completions per prompt.
-        longest: Maximum number of tokens of a completion.
         build: Builds the completions of sampled rows.
         on_group: Called with the index of a prompt among all prompts, and its completions.
     """
 
     def __init__(
-        self, size: int, longest: int, build: Callable[[list[SampledRow]], list[Completion]], on_group: OnGroup | None
+        self, size: int, build: Callable[[list[SampledRow]], list[Completion]], on_group: OnGroup | None
     ) -> None:
-        self.size, self.longest, self.build, self.on_group = size, longest, build, on_group
+        self.size, self.build, self.on_group = size, build, on_group
         self.completions: dict[int, list[Completion]] = {}
         """By the index of the prompt."""
 
     def report_ended(self, rows: list[SampledRow]) -> None:
         """Build and report the groups of which all rows have ended since the last call. Args: rows: [N * size]."""
         for number, own in enumerate(self._by_prompt(rows)):
-            if number not in self.completions and all(row.has_ended(self.longest) for row in own):
+            if number not in self.completions and all(row.has_ended for row in own):
                 self._report(number, own)
 
     def finish(self, rows: list[SampledRow]) -> list[list[Completion]]:
@@ -726,6 +779,72 @@ class SampledGroups:
         self.completions[number] = self.build(rows)
         if self.on_group is not None:
             self.on_group(number, self.completions[number])
+
+
+class KeptStates:
+    """Keys and values of conversations, kept from the end of a turn to the beginning of the next one.
+
+    The states of a prompt are those of its conversation's last turn, whose last token was never run. Of the new tokens,
+    the rows of a wave run the same number, so that all of them stay left-padded: a row with fewer new tokens runs some
+    old ones again.
+
+    Args:
+        turns: Names the conversations, and holds what is kept.
+    """
+
+    def __init__(self, turns: Turns) -> None:
+        self.turns = turns
+        self.earlier: dict[int, list[States]] = dict(turns.states)
+        """What earlier calls have kept, by conversation. Each layer has states [key heads, tokens, head size]."""
+        turns.states.clear()
+
+    def before(self, wave: Wave, width: int) -> list[States] | None:
+        """States of the first columns of the prompts of a wave; None if all columns must be run.
+
+        Args:
+            wave: The prompts; each has one completion.
+            width: Columns of the padded prompts.
+
+        Returns:
+            Per layer, keys and values [N, key heads, columns, head size], left-padded.
+        """
+        has_images = wave.vision is not None and any(prompt.images for prompt in wave.vision.prompts)
+        names = self.turns.rows[wave.first : wave.first + len(wave.prompts)] if len(wave.part) == 1 else ()
+        if not names or has_images or any(name not in self.earlier for name in names):
+            return None
+        kept = [self.earlier.pop(name) for name in names]
+        num_new = max(len(ids) - states[0].keys.shape[1] for ids, states in zip(wave.prompts, kept, strict=True))
+        columns = width - num_new
+        lengths = [max(0, len(ids) - num_new) for ids in wave.prompts]
+        if columns <= 0 or num_new <= 0 or not any(lengths):
+            return None
+        begun = []
+        for layer in range(len(kept[0])):
+            pair = [
+                torch.stack(
+                    [fit_left(states[layer][i][:, :n], columns) for states, n in zip(kept, lengths, strict=True)]
+                )
+                for i in range(2)
+            ]
+            begun.append(States(*pair))
+        return begun
+
+    def keep(self, rows: OpenRows, leaving: set[int], sampled: SampledRows, whole: Wave) -> None:
+        """Keep the states of rows that leave.
+
+        Args:
+            rows: The open rows.
+            leaving: Indices of those that leave.
+            sampled: Their tokens.
+            whole: All prompts of the call.
+        """
+        assert isinstance(rows.cache, SharedPrompts)
+        numbers = rows.number.tolist()
+        for row in leaving:
+            number = numbers[row]
+            num_own = len(sampled.rows[number].token_ids) - 1
+            num_prompt = len(whole.prompts[number // len(whole.part)])
+            self.turns.states[self.turns.rows[number]] = rows.cache.states_of(row, num_prompt, num_own)
 
 
 def check_unguided(sampling: SamplingParams) -> None:
@@ -799,6 +918,10 @@ class Lockstep:
     def num_waves(self, own: int) -> int:
         """Number of waves to run: the maximum over ranks. After its `own` waves, this rank runs dummies."""
         return int(ranks.max_over_ranks(torch.tensor(own, device="cpu"))) if self.is_needed else own
+
+    def union(self, own: Sequence[int]) -> set[int]:
+        """The different numbers of all ranks."""
+        return set().union(*ranks.gather_objects(set(own))) if self.is_needed else set(own)
 
     def agree(self, *own: bool) -> list[bool]:
         """Whether some rank makes each kind of forward call next; `own`: whether this rank does."""

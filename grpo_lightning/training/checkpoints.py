@@ -174,6 +174,7 @@ def local_path(filepath: Any) -> Path | None:
 KEPT_ARGUMENTS = (
     "reward_weights",
     "reward_workers",
+    "conversation",
     "sampling",
     "objective",
     "validation",

@@ -17,8 +17,11 @@ from torch.utils.data import DataLoader
 
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.data.source import PromptSource
+from grpo_lightning.objective import TAKES_TURN_CREDIT
 from grpo_lightning.policy.reference import SyncReference
 from grpo_lightning.policy.trainable import check_masters, compute_dtype
+from grpo_lightning.rewards.base import WeightedReward, innermost
+from grpo_lightning.rewards.environment import EnvironmentReward
 from grpo_lightning.rewards.scoring import Scores
 from grpo_lightning.rollout import dynamic_sampling
 from grpo_lightning.rollout.groups import OverlongFilter, Rollout
@@ -444,6 +447,41 @@ def check_staleness(max_staleness: int, old_logprobs: str, rollout_correction: s
             "model.max_staleness is %d with model.objective.rollout_correction 'none': completions of older weights "
             "are trained on as if the current weights had sampled them, which biases the gradient. Remove the setting.",
             max_staleness,
+        )
+
+
+def check_conversation(environment: Any, settings: Any, rewards: Sequence[WeightedReward]) -> None:
+    """Check that what needs an environment has one.
+
+    Args:
+        environment: `model.environment`.
+        settings: `model.conversation`.
+        rewards: The rewards of the run.
+
+    Raises:
+        ValueError: If `model.conversation` or `EnvironmentReward` is given without an environment.
+    """
+    if environment is not None:
+        return
+    if settings is not None:
+        raise ValueError(
+            "model.conversation is set, but there is no environment: set model.environment (an environment is not "
+            "saved in checkpoints: pass environment=... to load_from_checkpoint), or remove model.conversation."
+        )
+    for reward in rewards:
+        if isinstance(innermost(reward.reward), EnvironmentReward):
+            raise ValueError(
+                f"The reward {reward.name!r} reads the environment's rewards, but there is no environment: set "
+                "model.environment, or remove the reward."
+            )
+
+
+def check_turn_credit(turn_credit: float, surrogate: str) -> None:
+    """Raise ValueError if the surrogate has one advantage per completion, and turns have a credit of their own."""
+    if turn_credit and surrogate not in TAKES_TURN_CREDIT:
+        raise ValueError(
+            f"model.conversation.turn_credit is {turn_credit}, but model.objective.surrogate {surrogate!r} has one "
+            f"advantage per completion: use one of {', '.join(sorted(TAKES_TURN_CREDIT))}, or set turn_credit to 0."
         )
 
 

@@ -7,6 +7,7 @@ in a column, and the boxes must not be converted to pixels twice.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from grpo_lightning.policy.encoder import check_length
 from grpo_lightning.policy.hf import num_positions
 from grpo_lightning.policy.rope import original_length
 from grpo_lightning.rewards.by_method import ByMethod
+from grpo_lightning.rollout.conversations import Conversations
 from grpo_lightning.training.lightning_internals import given_loader, reading_loops
 
 if TYPE_CHECKING:
@@ -124,7 +126,12 @@ def training_sources(trainer: L.Trainer) -> list[str]:
 
 
 def check_prompts(
-    loader: PolicyLoader, trainer: L.Trainer, *, trained: SamplingParams, validated: SamplingParams
+    loader: PolicyLoader,
+    trainer: L.Trainer,
+    *,
+    trained: SamplingParams,
+    validated: SamplingParams,
+    conversations: Conversations | None = None,
 ) -> None:
     """Check that tokenizer and model support the prompts, if the data is already known.
 
@@ -137,6 +144,7 @@ def check_prompts(
         trainer: Trainer with the data.
         trained: Sampling of training completions.
         validated: Sampling of evaluation completions.
+        conversations: Their chat template is checked, and the tools that it describes count as tokens of the prompts.
 
     Raises:
         ValueError: If a prompt is a chat and the tokenizer has no chat template, if a prompt is too long for the model,
@@ -151,14 +159,18 @@ def check_prompts(
     for kind in (str, list):  # one text and one chat suffice to show that such prompts can be tokenized
         if sample := next((prompt for prompt in prompts if isinstance(prompt.content, kind)), None):
             encoder.num_tokens(sample)
+            if conversations is not None:
+                conversations.check(encoder.tokenizer, is_chat=kind is list)
+    described = (lambda prompt: prompt) if conversations is None else conversations.described
+    more_bytes = 0 if conversations is None else len(json.dumps(conversations.schemas))
     limit = num_positions(encoder.config)
     if limit is None:
         return
     for data_sets, sampling in ((training_sets(trainer), trained), (evaluation_sets(trainer), validated)):
         longest = sampling.max_completion_length
         for prompt in itertools.chain.from_iterable(map(known_prompts, data_sets)):
-            if prompt.images or num_bytes(prompt) + TEMPLATE_TOKENS + longest > limit:
-                check_length(prompt, encoder.num_tokens(prompt), limit, longest)
+            if prompt.images or num_bytes(prompt) + more_bytes + TEMPLATE_TOKENS + longest > limit:
+                check_length(prompt, encoder.num_tokens(described(prompt)), limit, longest)
 
 
 def longest_row(loader: PolicyLoader, trainer: L.Trainer, longest_completion: int) -> int | None:

@@ -17,7 +17,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from grpo_lightning.core.images import ImageRef
-from grpo_lightning.core.types import Group, SamplingParams, check_ranges
+from grpo_lightning.core.types import Group, SamplingParams, Turn, check_ranges
 from grpo_lightning.functional.pass_at_k import interval, pass_at_k
 from grpo_lightning.rewards import RewardSet, Scores
 
@@ -349,10 +349,19 @@ def records(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
                 "completion": completion.text,
                 "length": len(completion.token_ids),
                 "finish_reason": completion.finish_reason,
+                **({} if completion.turns is None else {"turns": [turn_record(turn) for turn in completion.turns]}),
                 "reward": number(scores.total[n, g]),
                 "rewards": {name: number(values[n, g]) for name, values in scores.by_reward.items()},
                 "columns": {name: without_images(value) for name, value in prompt.columns.items()},
             }
+
+
+def turn_record(turn: Turn) -> dict[str, Any]:
+    """A turn of a conversation: who wrote it, its text and number of tokens, and the environment's reward."""
+    record = {"role": turn.role, "text": turn.text, "length": turn.end - turn.start}
+    if turn.is_sampled:
+        record |= {"finish_reason": turn.finish_reason, "reward": turn.reward}
+    return record
 
 
 def without_images(value: Any) -> Any:

@@ -190,11 +190,36 @@ def add_rollout(
     metrics.add("rollout/length_stopped", sum(stopped), len(stopped))
     metrics.add_extreme("rollout/length_min", lengths, min)
     metrics.add_extreme("rollout/length_max", lengths, max)
-    metrics.add("policy/entropy", sum(entropy_of(completion) for completion in completions), sum(lengths))
+    num_sampled = sum(completion.num_sampled for completion in completions)
+    metrics.add("policy/entropy", sum(entropy_of(completion) for completion in completions), num_sampled)
     metrics.add("rollout/truncated", sum(c.is_truncated for c in completions), len(completions))
-    metrics.add_rate("rollout/tokens_per_second", sum(lengths), "time/sampling" if is_asynchronous else "time/rollout")
+    metrics.add_rate("rollout/tokens_per_second", num_sampled, "time/sampling" if is_asynchronous else "time/rollout")
     if is_asynchronous:
         metrics.add("rollout/staleness", sum(rollout_index - group.weight_version for group in groups), len(groups))
+
+
+def add_conversations(metrics: StepMetrics, groups: Sequence[Group]) -> None:
+    """Add turns, observations and what the environments reported, as means over conversations.
+
+    `rollout/turns` is the number of turns of the policy, `rollout/observation_tokens` the number of tokens of
+    observations, and `rollout/sampled_fraction` the fraction of all tokens that the policy sampled: only these are
+    trained on. `environment/reward` is the sum of an environment's rewards. `environment/failures/<kind>` is the number
+    of conversations in which a call failed.
+    """
+    completions = [completion for group in groups for completion in group.completions]
+    for completion in completions:
+        turns, ending = completion.turns or [], completion.ending
+        metrics.add("rollout/turns", sum(turn.is_sampled for turn in turns))
+        metrics.add("rollout/observation_tokens", len(completion.token_ids) - completion.num_sampled)
+        metrics.add("rollout/sampled_fraction", completion.num_sampled, len(completion.token_ids))
+        if completion.environment_reward is not None:
+            metrics.add("environment/reward", completion.environment_reward)
+        if ending is not None and ending.failure:
+            metrics.add_sum(f"environment/failures/{ending.failure}", 1)
+    names = sorted({name for c in completions if c.ending is not None for name in c.ending.metrics})
+    for name in names:
+        total = sum(c.ending.metrics.get(name, 0.0) for c in completions if c.ending is not None)
+        metrics.add(f"environment/{name}", total, len(completions))
 
 
 def entropy_of(completion: Completion) -> float:
@@ -285,7 +310,7 @@ def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -
     the importance weights exp(policy - engine) per token, as a fraction of the tokens: 1 if engine and policy agree.
     """
     trained = batch.completion_mask
-    in_loss = trained & (batch.advantages != 0)[:, None]
+    in_loss = trained & (batch.token_advantages != 0)
     of_all = {"kl": terms.kl, "kl_clamped": terms.kl_clamped} if batch.ref_logprobs is not None else {}
     of_loss = {
         "ratio": terms.ratio,
@@ -321,7 +346,7 @@ def add_router_loss(metrics: StepMetrics, share: Tensor, largest: Tensor, *, ope
 
 def num_empty_updates(micro_batches: Sequence[MicroBatch], updates_per_rollout: int) -> int:
     """Number of a cycle's updates in which no completion of any rank has an advantage. Collective."""
-    has_advantage = [((batch.advantages != 0)[:, None] & batch.completion_mask).any() for batch in micro_batches]
+    has_advantage = [((batch.token_advantages != 0) & batch.completion_mask).any() for batch in micro_batches]
     of_updates = torch.stack(has_advantage).view(updates_per_rollout, -1).any(dim=1)
     return int((ranks.max_over_ranks(of_updates.int()) == 0).sum())
 

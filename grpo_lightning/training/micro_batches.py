@@ -48,13 +48,18 @@ class CompletionRow:
         return len(self.completion.token_ids)
 
     @property
+    def has_advantage(self) -> bool:
+        """False if the advantage of all tokens is 0."""
+        return any(self.advantage + credit != 0 for credit in self.completion.turn_advantages or [0.0])
+
+    @property
     def mask(self) -> list[bool]:
         """[T] True for tokens that are trained on."""
         return [True] * self.length if self.completion.mask is None else self.completion.mask
 
 
 @dataclass
-class Turn:
+class MicroStep:
     """One micro-step of a cycle: training on one micro-batch."""
 
     batch: MicroBatch
@@ -211,12 +216,12 @@ class Cycle:
         """True once every micro-batch has been trained on `num_iterations` times."""
         return self.position == len(self.micro_batches) * self.num_iterations
 
-    def next(self) -> Turn:
+    def next(self) -> MicroStep:
         """Advance to the next micro-step."""
         index, number = self.position % len(self.micro_batches), self.position // self.accumulate
         first = index - index % self.accumulate
         self.position += 1
-        return Turn(
+        return MicroStep(
             batch=self.micro_batches[index],
             counts=self.counts[index // self.accumulate],
             closes_update=self.position % self.accumulate == 0,
@@ -324,7 +329,7 @@ def plan_micro_batches(
         kept = [
             row
             for row, tokens in zip(update, trained, strict=True)
-            if tokens and (row.advantage != 0 or not skip_zero_advantages)  # no token, no gradient
+            if tokens and (row.has_advantage or not skip_zero_advantages)  # no token, no gradient
         ]
         parts = split_update(kept, accumulate, cost)
         batches = [collate(part, pad_id) if part else idle_micro_batch(rows, pad_id) for part in parts]
@@ -551,6 +556,9 @@ def collate(rows: list[CompletionRow], pad_id: int) -> MicroBatch:
         rollout_logprobs=padded(lambda row: row.completion.logprobs, 0.0, torch.float32),
         ref_logprobs=padded(lambda row: row.completion.ref_logprobs or [0.0] * row.length, 0.0, torch.float32)
         if any(row.completion.ref_logprobs is not None for row in rows)
+        else None,
+        turn_advantages=padded(lambda row: row.completion.turn_advantages or [0.0] * row.length, 0.0, torch.float32)
+        if any(row.completion.turn_advantages is not None for row in rows)
         else None,
     )
 

@@ -139,7 +139,7 @@ def saved_rows(batch: MicroBatch, share: Mapping[str, int]) -> Iterator[SavedRow
         def values(of_all: Tensor | None, row: int = row, length: int = length) -> Tensor | None:
             return None if of_all is None else of_all[row, :length]
 
-        reference = values(batch.ref_logprobs)
+        reference, credit = values(batch.ref_logprobs), values(batch.turn_advantages)
         yield SavedRow(
             group=share["first_group"] + batch.groups[prompt] * share["group_step"],
             prompt_ids=prompts[prompt],
@@ -149,6 +149,7 @@ def saved_rows(batch: MicroBatch, share: Mapping[str, int]) -> Iterator[SavedRow
                 finish_reason="stop",
                 mask=batch.completion_mask[row, :length].tolist(),
                 ref_logprobs=None if reference is None else reference.tolist(),
+                turn_advantages=None if credit is None else credit.tolist(),
             ),
             advantage=float(batch.advantages[row]),
             number=share["first_completion"] + number * share["completion_step"],

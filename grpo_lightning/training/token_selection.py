@@ -72,7 +72,7 @@ def _high_entropy(objective: Objective, entropies: Tensor) -> Tensor:
 
 
 def _covariates(_: Objective, batch: MicroBatch, scores: TokenScores, seed: int) -> list[Tensor]:
-    advantages = batch.advantages[:, None].expand_as(scores.logprobs)
+    advantages = batch.token_advantages.expand_as(scores.logprobs)
     return [scores.logprobs, advantages, random_keys(batch, seed).to(scores.logprobs)]
 
 

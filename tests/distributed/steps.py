@@ -22,7 +22,10 @@ from grpo_lightning.core import ranks
 from grpo_lightning.core.types import Completion
 from grpo_lightning.objective import Objective
 from grpo_lightning.rewards import RewardModel
+from grpo_lightning.rollout.conversations import ConversationSettings
+from grpo_lightning.rollout.local_engine import LocalEngine
 from tests.distributed.runs import fit, make_module
+from tests.environments.games import ByPromptLength
 from tests.module_runs import SMALL
 from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
 
@@ -94,6 +97,9 @@ class Case:
     """Prompts per step, over all ranks."""
     ranks_per_group: int = 1
     """On two ranks; one device has all completions of a prompt."""
+    gathers: bool | None = None
+    """For conversations, which the policy itself samples: whether sharded weights are gathered for a rollout. A prompt
+    has as many turns as words. None for completions that the prompt says."""
 
 
 CASES: dict[str, Case] = {
@@ -232,6 +238,13 @@ CASES: dict[str, Case] = {
         accumulate=2,
         lr=0.1,
     ),
+    "conversations": Case(prompts=["one", "one two three four 5"], batch=2, gathers=True, accumulate=2),
+    "conversations in lockstep, kl": Case(
+        prompts=["one", "one two three four 5", "six"], batch=4, gathers=False, objective={"beta": 0.04}
+    ),
+    "conversations of shared groups": Case(
+        prompts=["one", "one two three four 5"], batch=2, gathers=True, ranks_per_group=2, accumulate=2
+    ),
     "lora, fewer prompts": Case(
         prompts=["one", "long two", "3"], policy={"lora": LORA}, steps=2, accumulate=2, lr=0.01
     ),
@@ -257,12 +270,17 @@ REFUSED = {("zero3", "dora, kl"), ("zero3", "experts, kl")}
 
 def run(case: Case, strategy: str, folder: Path) -> dict[str, Any]:
     """Train the case; returns the weights before and after, whole, and what was logged."""
+    played: dict[str, Any] = {"engine": ByPrompt()}
+    if case.gathers is not None:
+        limits = ConversationSettings(max_turn_length=4, turn_credit=0.5)
+        engine = LocalEngine(gather_for_generation=case.gathers)
+        played = {"engine": engine, "environment": ByPromptLength(), "conversation": limits}
     module = make_module(
         given_adapter(folder) if case.is_given else PolicyLoader(str(folder / case.folder), **case.policy),
         [RewardModel(folder / "classifier", batch_size=3) if case.is_scored_by_model else small_letters],
         length=LONGEST,
         lr=case.lr,
-        engine=ByPrompt(),
+        **played,
         objective=Objective(**case.objective),
         sync_reference=case.sync,
         num_generations=4,

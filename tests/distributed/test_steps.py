@@ -21,6 +21,7 @@ FAST = [
     "lora",
     "reward model",
     "shared groups, kl",
+    "conversations in lockstep, kl",
 ]
 """Cases that run in `make test`, under DDP and ZeRO-3."""
 OF_THE_LOSS = [

@@ -17,7 +17,7 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.rollout.local_engine import LocalEngine
-from grpo_lightning.training.micro_batches import Turn, plan_micro_batches
+from grpo_lightning.training.micro_batches import MicroStep, plan_micro_batches
 from tests.module_runs import PROMPTS, History, ScriptedEngine, are_equal, fit, make_module, weights_of
 from tests.rollout.test_local import connected, make_prompts
 from tests.tiny_models import PAD, VOCAB, tiny_model
@@ -95,8 +95,8 @@ def test_03_a_run_of_completions_that_are_all_cut_keeps_its_weights():
     """ms-swift: `overlong_filter` left a rank with nothing, and its loss was nan from then on."""
 
     class Divides(GRPOLightningModule):
-        def update(self, turn: Turn) -> Tensor:
-            batch = turn.batch
+        def update(self, micro_step: MicroStep) -> Tensor:
+            batch = micro_step.batch
             logprobs = self.actor.token_logprobs(batch).logprobs
             return (per_token(logprobs, batch) * batch.completion_mask).sum() / batch.completion_mask.sum()
 

@@ -407,15 +407,19 @@ def make_rollout(accumulate=2, updates=2, num_iterations=3):
 
 def test_turns_come_in_order():
     rollout = make_rollout()
-    turns = []
+    micro_steps = []
     while not rollout.is_finished:
-        turns.append(rollout.next())
+        micro_steps.append(rollout.next())
     batches = rollout.micro_batches
-    assert len(turns) == 12
-    assert all(turn.batch is batches[i % 4] for i, turn in enumerate(turns))
-    assert [turn.counts for turn in turns] == [rollout.counts[0], rollout.counts[0], *[rollout.counts[1]] * 2] * 3
+    assert len(micro_steps) == 12
+    assert all(micro_step.batch is batches[i % 4] for i, micro_step in enumerate(micro_steps))
+    assert [micro_step.counts for micro_step in micro_steps] == [
+        rollout.counts[0],
+        rollout.counts[0],
+        *[rollout.counts[1]] * 2,
+    ] * 3
     assert rollout.counts[0] != rollout.counts[1]
-    assert [turn.closes_update for turn in turns] == [False, True] * 6
+    assert [micro_step.closes_update for micro_step in micro_steps] == [False, True] * 6
 
 
 @pytest.mark.parametrize(("accumulate", "updates"), [(1, 1), (1, 3), (4, 1)])

@@ -26,7 +26,7 @@ from grpo_lightning.policy.probe import probe_mode
 from grpo_lightning.policy.settings import PolicySettings
 from grpo_lightning.policy.sharding import Sharding, full_shape
 from grpo_lightning.policy.tokenizer import load_processor
-from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine
+from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turns
 from grpo_lightning.rollout.local_engine import stop_ids
 from grpo_lightning.rollout.vllm import adapters, colocate, images, servers, weights
 from grpo_lightning.rollout.vllm.requests import (
@@ -108,6 +108,7 @@ class Batch:
         progress: Called with the decoding progress.
         on_group: Called with each complete group.
         vision: The images of the prompts.
+        limits: Maximum number of tokens of each prompt's completions; None for that of `sampling`.
     """
 
     def __init__(
@@ -118,8 +119,11 @@ class Batch:
         progress: Progress | None,
         on_group: OnGroup | None,
         vision: VisionInputs | None = None,
+        limits: Sequence[int] | None = None,
     ) -> None:
         self.vision = vision
+        self.limits = [sampling.max_completion_length] * len(prompts) if limits is None else list(limits)
+        """Maximum number of tokens of each prompt's completions."""
         self.images: list[images.PromptImages | None] | None = None
         """The images of the N prompts, once they are read; None without images."""
         self.prompts, self.part, self.sampling = prompts, part, sampling
@@ -582,7 +586,7 @@ class VLLMEngine(RolloutEngine):
         return error
 
     @torch.no_grad()
-    def generate(
+    def generate(  # noqa: PLR0913 - see the protocol
         self,
         prompts: list[list[int]],
         num_generations: int,
@@ -592,12 +596,15 @@ class VLLMEngine(RolloutEngine):
         vision: VisionInputs | None = None,
         part: range | None = None,
         on_group: OnGroup | None = None,
+        limits: Sequence[int] | None = None,
+        turns: Turns | None = None,
     ) -> list[list[Completion]]:
         """Sample G completions for every prompt, or a part of them; see `RolloutEngine.generate`.
 
         `on_group` and `progress` are called in the thread of the caller. The random numbers of a completion do not
         depend on the other prompts of the batch, nor on the server. Its logits may differ in their last bits, because
-        vLLM's kernels round differently in batches of another size.
+        vLLM's kernels round differently in batches of another size. `turns` is not needed: vLLM's prefix cache keeps
+        the states of conversations.
 
         In the thread that has called `sync_weights`, the call is collective: the ranks agree on errors and on servers
         that need the weights again. In another thread, weights are never sent, because training may be changing them,
@@ -611,7 +618,7 @@ class VLLMEngine(RolloutEngine):
         """
         if self.backend is None or self.sent is None:
             raise RuntimeError("vLLM has no weights yet: call sync_weights before generate.")
-        batch = Batch(prompts, part or range(num_generations), sampling, progress, on_group, vision)
+        batch = Batch(prompts, part or range(num_generations), sampling, progress, on_group, vision, limits)
         with self.lock:
             remaining, rounds_without_answers = None, 0
             while True:
@@ -644,13 +651,13 @@ class VLLMEngine(RolloutEngine):
         if len(seeds) != len(prompts):
             raise ValueError(f"seeds must hold one seed per prompt: {len(prompts)} prompts, {len(seeds)} seeds.")
         check_sampling(sampling)
-        self.check_lengths(prompts, sampling.max_completion_length)
+        self.check_lengths(prompts, batch.limits)
         if sampling.stop_strings:
             self.check_decoding()
         if batch.vision is not None and batch.images is None:
             batch.images = self.read_images(batch.vision)
         settings = sampling_settings(sampling, self.stop_ids)
-        requests = requests_of(prompts, seeds, batch.part, settings, batch.images)
+        requests = requests_of(prompts, seeds, batch.part, settings, batch.images, batch.limits)
         missing = {index: requests[index] for index in batch.missing}
         for done, answers in self._answers(missing):
             for index, answer in answers:
@@ -724,11 +731,12 @@ class VLLMEngine(RolloutEngine):
             f"{images.processor_flag(self.processor)}."
         )
 
-    def check_lengths(self, prompts: Sequence[list[int]], max_completion_length: int) -> None:
+    def check_lengths(self, prompts: Sequence[list[int]], lengths: Sequence[int]) -> None:
         """Raise ValueError if a prompt and its longest completion do not fit vLLM's `max_model_len`."""
         assert self.backend is not None
         limit = self.backend.max_model_len
-        longest = max(map(len, prompts), default=0)
+        pairs = [(len(prompt), length) for prompt, length in zip(prompts, lengths, strict=True)]
+        longest, max_completion_length = max(pairs, key=sum, default=(0, 0))
         if longest + max_completion_length > limit:
             raise ValueError(
                 f"A prompt has {longest} tokens; with sampling.max_completion_length {max_completion_length} that "

@@ -56,7 +56,7 @@ def images_of(vision: PromptVision, tokenizer: PreTrainedTokenizerBase) -> Promp
     if not vision.sources:
         return None
     ids: Any = tokenizer(vision.text, add_special_tokens=False)["input_ids"]
-    return PromptImages([source.read() for source in vision.sources], list(ids))
+    return PromptImages([source.read() for source in vision.sources], [*ids, *vision.more_ids])
 
 
 def data_url(image: Image) -> str:

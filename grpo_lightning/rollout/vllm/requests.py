@@ -137,6 +137,7 @@ def requests_of(
     part: range,
     settings: dict[str, Any],
     images: Sequence[PromptImages | None] | None = None,
+    limits: Sequence[int] | None = None,
 ) -> list[Request]:
     """One request per completion, in the order of the prompts.
 
@@ -150,10 +151,18 @@ def requests_of(
         part: Indices, among the G completions of a prompt, of those to sample.
         settings: The result of `sampling_settings`.
         images: The images of the N prompts; None if no prompt has any.
+        limits: Maximum number of tokens of each prompt's completions; None for that of `settings`.
     """
+    limit_of: Sequence[int | None] = limits or [None] * len(prompts)
+    of_prompts = zip(prompts, seeds, images or [None] * len(prompts), limit_of, strict=True)
     return [
-        Request(ids, settings | {"seed": derived_seed(seed, index)}, number, seen)
-        for number, (ids, seed, seen) in enumerate(zip(prompts, seeds, images or [None] * len(prompts), strict=True))
+        Request(
+            ids,
+            settings | {"seed": derived_seed(seed, index)} | ({} if limit is None else {"max_tokens": limit}),
+            number,
+            seen,
+        )
+        for number, (ids, seed, seen, limit) in enumerate(of_prompts)
         for index in part
     ]
 

@@ -12,8 +12,10 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm import weights
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
+from tests.conversation_runs import sample
+from tests.environments.games import ByPromptLength
 from tests.module_runs import History, are_equal, fit, make_module, weights_of
-from tests.tiny_models import tiny_tokenizer
+from tests.tiny_models import EOS, tiny_tokenizer
 from tests.vllm.real.policies import PROMPTS, largest_gap, policy, step
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -191,3 +193,16 @@ def test_a_run_trains_and_resumes_bit_for_bit(tmp_path):
     assert max(asleep.of("policy/rollout_difference_max")) < EXACT
     assert asleep.of("policy/grad_norm") == history.of("policy/grad_norm")
     assert are_equal(same, straight)
+
+
+def test_a_conversation_is_that_of_the_local_engine(engine):
+    model = policy()
+    greedy = SamplingParams(max_completion_length=60, temperature=0, suppress_tokens=[EOS])
+    ours, theirs = (
+        sample(model, ByPromptLength(), sampling=greedy, max_turn_length=5, **options)
+        for options in ({"engine": engine, "is_connected": True}, {})
+    )
+    for one, other in zip((c for row in ours for c in row), (c for row in theirs for c in row), strict=True):
+        assert (one.token_ids, one.mask, one.finish_reason) == (other.token_ids, other.mask, other.finish_reason)
+        assert torch.tensor(one.logprobs).allclose(torch.tensor(other.logprobs), atol=EXACT)
+    assert [sum(turn.is_sampled for turn in row[0].turns) for row in ours] == [1, 2, 3, 5]

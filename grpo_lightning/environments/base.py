@@ -1,0 +1,188 @@
+"""The environment contract: what a conversation's environment is asked, and what it answers.
+
+In a conversation, the policy writes a turn, its environment answers with an observation, and the policy goes on, until
+the environment ends the conversation. Only what the policy wrote is trained on.
+
+    class GuessTheNumber(Environment):
+        def reset(self, number, **columns):
+            self.number = number
+            return "Guess a number from 0 to 9."
+
+        def step(self, completion):
+            if completion.strip() == str(self.number):
+                return Step(done=True, reward=1.0)
+            return "higher" if completion < str(self.number) else "lower"
+
+Every conversation has its own environment. It begins as a copy of the object in `model.environment`, and `reset` gets
+the data columns of the prompt. `reset` is called once per prompt: the G conversations of a group begin with copies of
+the same environment, because GRPO compares completions of one prompt. After that, `step` gets the text of each turn of
+the policy.
+
+The environment's object has all of its state. By default, `reset` and `step` run in worker processes with the limits of
+`model.reward_workers` (`environments/runner.py`): between two calls, the object is pickled. An environment that cannot
+be pickled, has `in_process = True` or an async method runs in the training process.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo_lightning.core.types import Message
+
+Observation = str | Message | Sequence[Message] | None
+"""Text, which becomes a message of the environment's `observation_role`; one or more messages; or None for nothing."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an environment answers to a turn of the policy. `step` may also return a part of it: see `as_step`."""
+
+    observation: Observation = None
+    """What the policy gets. Without an observation, the conversation must be done."""
+
+    done: bool = False
+    """True if the conversation has ended. The policy does not get the observation any more, but logs show it."""
+
+    reward: float | None = None
+    """The environment's reward for the turn; None for none. The reward `EnvironmentReward` and
+    `model.conversation.turn_credit` use it."""
+
+    keep: int | None = None
+    """Number of characters of the turn to keep, for an observation that continues the policy's own message: the tokens
+    behind them are dropped, and the observation, which must be text, follows without a new message. None opens a new
+    message."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to log. They are summed over a conversation; `environment/<name>` is the mean over conversations."""
+
+
+class InvalidStepError(ValueError):
+    """An environment returned what it must not return."""
+
+
+class Environment(ABC):
+    """Base class of environments. Any object with `step`, and with `reset` if it needs one, is an environment too."""
+
+    observation_role: str = "user"
+    """The role of observations that are text, in a chat."""
+
+    in_process: bool = False
+    """True if the environment runs in the training process, because it has a connection or a device."""
+
+    @property
+    def tools(self) -> Sequence[Callable[..., Any]]:
+        """Functions that the chat template describes to the policy."""
+        return ()
+
+    def reset(self, *args: Any, **columns: Any) -> Any:
+        """Begin a conversation.
+
+        Args:
+            args: None are given. With them, subclasses may name columns as arguments.
+            columns: Those data columns of the prompt that the signature names, or all of them with `**columns`; and the
+                prompt itself as `prompt`.
+
+        Returns:
+            An `Observation`, which the prompt ends with: it is appended to the prompt's last user message, or is a
+            message of its own if it has a role. None for nothing.
+        """
+        return None
+
+    @abstractmethod
+    def step(self, completion: str) -> Any:
+        """Answer a turn of the policy. Args: completion: its text. Returns: what `as_step` takes."""
+
+    def on_failure(self, kind: str, problem: str) -> Any:
+        """Answer in place of a call of `step` that failed; the environment is in the state before this call.
+
+        Args:
+            kind: See `environments.runner.FAILURES`.
+            problem: What happened.
+
+        Returns:
+            What `as_step` takes, or None: then `model.conversation.on_error` says what happens.
+        """
+        return None
+
+
+EnvironmentLike = Environment | Callable[..., Any] | list[Callable[..., Any]]
+"""An environment as users pass it (see `adapters.as_environment`)."""
+
+
+def as_step(value: Any) -> Step:
+    """Convert what `step` returned.
+
+    Args:
+        value: A `Step`; an observation (the conversation goes on); None (the conversation is done, without reward); or
+            a tuple (observation, done) or (observation, done, reward).
+
+    Raises:
+        InvalidStepError: If the value is something else, or has no observation although the conversation goes on.
+    """
+    if isinstance(value, tuple) and 2 <= len(value) <= 3:
+        step = Step(*value)
+    elif value is None:
+        step = Step(done=True)
+    else:
+        step = value if isinstance(value, Step) else Step(value)
+    messages_of(step.observation, "user")  # checks the observation
+    if not isinstance(step.done, bool):
+        raise InvalidStepError(f"`step` returned done = {step.done!r:.80}: it must be True or False.")
+    reward = step.reward
+    is_number = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
+    if reward is not None and not is_number:
+        raise InvalidStepError(f"`step` returned the reward {reward!r:.80}: it must be a finite number, or None.")
+    if step.keep is not None and not isinstance(step.observation, str):
+        raise InvalidStepError(
+            f"`step` returned keep = {step.keep} with the observation {step.observation!r:.80}, not text."
+        )
+    if not step.done and step.observation in (None, "", []):
+        raise ValueError(
+            "`step` returned no observation, and the conversation is not done: return one, or done = True."
+        )
+    return step
+
+
+def messages_of(observation: Any, role: str) -> list[Message]:
+    """Convert an observation to messages. Args: role: the role of text. Raises: InvalidStepError."""
+    if observation is None:
+        return []
+    if isinstance(observation, str):
+        return [{"role": role, "content": observation}]
+    messages = [observation] if isinstance(observation, Mapping) else observation
+    if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+        raise InvalidStepError(
+            f"An observation must be text, a message {{'role': ..., 'content': ...}} or a list of messages; the "
+            f"environment returned {observation!r:.120}."
+        )
+    if others := [m for m in messages if not isinstance(m.get("content"), str)]:
+        raise InvalidStepError(
+            f"The content of an observation must be text; the environment returned {others[0].get('content')!r:.120}. "
+            "Images in observations are not supported: put them into the prompt."
+        )
+    return list(messages)
+
+
+def text_of(observation: Any) -> str:
+    """The text of an observation, one line per message."""
+    return "\n".join(message["content"] for message in messages_of(observation, "user"))
+
+
+def named_columns(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Select the columns that the signature of a function names; all of them if it has `**kwargs`.
+
+    Raises:
+        ValueError: If the function needs a column that the row does not have.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if missing := [p.name for p in named if p.default is p.empty and p.name not in columns]:
+        raise ValueError(f"`reset` needs the data column {missing[0]!r}; the row has {', '.join(columns) or 'none'}.")
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(columns)
+    return {p.name: columns[p.name] for p in named if p.name in columns}

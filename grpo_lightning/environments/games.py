@@ -1,0 +1,54 @@
+"""A small game, as an example of an environment."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from grpo_lightning.environments.base import Environment, Step
+
+
+class GuessTheNumber(Environment):
+    """The policy guesses a whole number, and learns after each guess whether the number is higher or lower.
+
+    The data column `number` has the number. The last number that a turn writes is the guess. The reward is 1 for the
+    right guess, and 0 if all guesses are used up.
+
+    Args:
+        max_guesses: Number of guesses.
+        higher: The observation if the number is higher than the guess.
+        lower: The observation if it is lower.
+        unreadable: The observation for a turn without a number, which counts as a guess.
+    """
+
+    def __init__(
+        self, max_guesses: int = 4, higher: str = "higher", lower: str = "lower", unreadable: str = "Write a number."
+    ) -> None:
+        """Raises: ValueError if `max_guesses` is below 1, or an observation is empty."""
+        if max_guesses < 1:
+            raise ValueError(f"max_guesses must be at least 1, got {max_guesses}.")
+        if not (higher and lower and unreadable):
+            raise ValueError("higher, lower and unreadable must not be empty: the policy could not go on.")
+        self.max_guesses = max_guesses
+        self.higher, self.lower, self.unreadable = higher, lower, unreadable
+        self.number = self.guesses = 0
+
+    def reset(self, number: Any) -> None:
+        """Begin a game. Raises: ValueError if the number is not a whole number."""
+        try:
+            self.number = int(number)
+        except (TypeError, ValueError):
+            raise ValueError(f"the column 'number' must hold a whole number, got {number!r:.40}") from None
+        self.guesses = 0
+
+    def step(self, completion: str) -> Step:
+        """Answer a guess."""
+        self.guesses += 1
+        numbers = re.findall(r"-?\d+", completion)
+        if numbers and int(numbers[-1]) == self.number:
+            return Step(done=True, reward=1.0, metrics={"guesses": self.guesses})
+        if self.guesses == self.max_guesses:
+            return Step(done=True, reward=0.0, metrics={"guesses": self.guesses})
+        if not numbers:
+            return Step(self.unreadable)
+        return Step(self.higher if int(numbers[-1]) < self.number else self.lower)

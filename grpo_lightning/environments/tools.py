@@ -1,0 +1,355 @@
+"""Tools: the policy calls functions, and gets what they return.
+
+The chat template describes the functions to the policy, from their type hints and docstrings. A call is read in the
+formats in which chat templates show calls. What goes wrong with a call is an observation: the policy can try again.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import types
+import typing
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from grpo_lightning.core.types import Message
+from grpo_lightning.environments.base import Environment, Step
+
+ToolFormat = Literal["auto", "json", "python"]
+"""`json`: `{"name": ..., "arguments": {...}}`, as Qwen, Hermes, Llama 3.1 and Mistral write calls. `python`:
+`[name(argument=value)]`, as Llama 3.2 and 4, and LFM2 do. `auto`: both."""
+
+OUTCOMES = ("ok", "malformed", "unknown_tool", "wrong_arguments", "exception", "timeout", "crash", "too_many")
+"""What can become of a call; `environment/calls/<outcome>` counts each."""
+
+_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_FENCED = re.compile(r"```(?:tool_code|tool_call)\n(.*?)(?:```|\Z)", re.DOTALL)
+_MARKERS = re.compile(r"<\|python_tag\|>|\[TOOL_CALLS\]|<\|tool_call_start\|>|<\|tool_call_end\|>")
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the policy wrote."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    problem: str = ""
+    """Why it cannot be read; empty if it can."""
+
+
+class Tools(Environment):
+    """Lets the policy call functions. A turn without a call ends the conversation.
+
+    A function needs type hints and a docstring in Google's style, from which the chat template describes it. It runs in
+    a worker process, so that it can be killed. What it returns becomes a message of the role "tool". An unknown tool,
+    wrong arguments, an exception and a timeout become messages too, and are counted.
+
+    Args:
+        tools: The functions.
+        format: The format of calls.
+        max_calls: Most calls of one turn that are run.
+    """
+
+    observation_role = "tool"
+
+    def __init__(
+        self,
+        tools: list[Callable[..., Any]],
+        format: ToolFormat = "auto",
+        max_calls: int = 8,
+    ) -> None:
+        """Raises: ValueError if an argument is out of range, or two tools have the same name."""
+        if format not in typing.get_args(ToolFormat):
+            raise ValueError(f"format must be one of {', '.join(typing.get_args(ToolFormat))}, got {format!r}.")
+        if max_calls < 1:
+            raise ValueError(f"max_calls must be at least 1, got {max_calls}.")
+        names = Counter(name_of(tool) for tool in tools)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"Two tools have the name {twice[0]!r}: rename one.")
+        self.functions: dict[str, Callable[..., Any]] = {name_of(tool): tool for tool in tools}
+        self.format, self.max_calls = format, max_calls
+
+    @property
+    def tools(self) -> Sequence[Callable[..., Any]]:
+        """The functions."""
+        return list(self.functions.values())
+
+    def step(self, completion: str) -> Step:
+        """Run the calls of a turn."""
+        calls = list(read_calls(completion, self.functions, self.format))
+        if not calls:
+            return Step(done=True, metrics={"used_tools": 0.0})
+        outcomes: Counter[str] = Counter()
+        messages: list[Message] = []
+        for number, call in enumerate(calls):
+            if number == self.max_calls:
+                outcomes["too_many"] += len(calls) - number
+                messages.append(answer(call.name, f"Error: only the first {self.max_calls} calls of a turn are run."))
+                break
+            outcome, text = self.run(call)
+            outcomes[outcome] += 1
+            messages.append(answer(call.name, text))
+        return Step(messages, metrics=counted(outcomes))
+
+    def run(self, call: ToolCall) -> tuple[str, str]:
+        """Run a call. Returns: the outcome, and what the policy gets."""
+        if call.problem:
+            return "malformed", f"Error: {call.problem}"
+        if call.name not in self.functions:
+            return "unknown_tool", f"Error: there is no tool {call.name!r}. The tools are: {', '.join(self.functions)}."
+        function = self.functions[call.name]
+        if problem := argument_problem(function, call.arguments):
+            return "wrong_arguments", f"Error: {problem}"
+        try:
+            value = function(**call.arguments)
+        except Exception as error:  # noqa: BLE001 - a tool may raise anything, and the policy gets it
+            return "exception", f"Error: {type(error).__name__}: {error}"
+        return "ok", value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+
+    def on_failure(self, kind: str, problem: str) -> Step | None:
+        """Tell the policy about a call that timed out or ended its process."""
+        if kind not in ("timeout", "crash"):
+            return None
+        what = "took too long" if kind == "timeout" else "ended unexpectedly"
+        return Step([answer("", f"Error: the tool {what}.")], metrics=counted(Counter([kind])))
+
+
+def name_of(tool: Callable[..., Any]) -> str:
+    """The name of a tool."""
+    return str(getattr(tool, "__name__", type(tool).__name__))
+
+
+def answer(name: str, text: str) -> Message:
+    """The message with what a tool returned."""
+    return {"role": "tool", "content": text} | ({"name": name} if name else {})
+
+
+def counted(outcomes: Counter[str]) -> dict[str, float]:
+    """Metrics of a turn with calls."""
+    return {"used_tools": 1.0, "calls": float(outcomes.total())} | {
+        f"calls/{outcome}": float(count) for outcome, count in outcomes.items()
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- reading calls
+
+
+def read_calls(text: str, names: Mapping[str, Any], style: ToolFormat = "auto") -> Iterator[ToolCall]:
+    """Find the calls in a turn, in order.
+
+    Calls are inside `<tool_call>...</tool_call>`, in a fence of `tool_code`, or are the whole text, possibly behind the
+    marker of a model. Text of the last kind is a call only if it names a known tool or has the keys of a call.
+
+    Args:
+        text: The turn.
+        names: The tools by name.
+        style: The format of calls.
+    """
+    if blocks := [*_TAGGED.findall(text), *_FENCED.findall(text)]:
+        for block in blocks:
+            found = list(_calls_in(block, style))
+            yield from found or [ToolCall("", {}, f"{block.strip()[:200]!r} is not a call: {_EXPECTED[style]}.")]
+        return
+    whole = _MARKERS.sub("", text).strip()
+    for part in whole.split(";") if whole.startswith("{") else [whole]:  # Llama 3.1 writes several calls like this
+        yield from (call for call in _calls_in(part, style) if call.name in names or style != "auto" or call.arguments)
+
+
+_EXPECTED: Mapping[ToolFormat, str] = {
+    "auto": 'write {"name": ..., "arguments": {...}}',
+    "json": 'write {"name": ..., "arguments": {...}}',
+    "python": "write [name(argument=value)]",
+}
+
+
+def _calls_in(text: str, style: ToolFormat) -> Iterator[ToolCall]:
+    """The calls that a text consists of; nothing if it is not made of calls."""
+    text = text.strip()
+    if style in ("auto", "json"):
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            pass
+        else:
+            yield from _calls_of(value)
+            return
+    if style in ("auto", "python"):
+        yield from _python_calls(text)
+
+
+def _calls_of(value: Any) -> Iterator[ToolCall]:
+    """Calls in parsed JSON."""
+    items = value if isinstance(value, list) else [value]
+    for item in items:
+        if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+            return
+        arguments = item.get("arguments", item.get("parameters"))
+        if isinstance(arguments, str):  # some models write the arguments as a text of JSON
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                arguments = None
+        if isinstance(arguments, dict):
+            yield ToolCall(item["name"], arguments)
+        elif "arguments" in item or "parameters" in item:
+            yield ToolCall(item["name"], {}, "the arguments of a call must be an object with their names")
+        else:
+            return
+
+
+def _python_calls(text: str) -> Iterator[ToolCall]:
+    """Calls in Python's syntax. They are parsed, never executed."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of syntax that will be an error in later versions
+            tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return
+    nodes = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
+    for node in nodes:
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            return
+        if node.args or any(keyword.arg is None for keyword in node.keywords):
+            yield ToolCall(node.func.id, {}, "the arguments of a call must have names")
+            continue
+        try:
+            arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            yield ToolCall(node.func.id, {}, "the arguments of a call must be values, not expressions")
+            continue
+        yield ToolCall(node.func.id, arguments)
+
+
+def argument_problem(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    """What is wrong with the arguments of a call; empty if nothing is."""
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        return f"{name_of(function)}: {error}."
+    try:
+        hints = typing.get_type_hints(function)
+    except Exception:  # noqa: BLE001 - a hint may name anything; the function then checks its arguments itself
+        return ""
+    for name, value in arguments.items():
+        if name in hints and not fits(value, hints[name]):
+            expected = getattr(hints[name], "__name__", str(hints[name]))
+            return f"{name_of(function)}: the argument {name!r} must be {expected}, got {value!r:.80}."
+    return ""
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value from JSON has the type of a hint; True for hints of other kinds."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, option) for option in typing.get_args(hint))
+    if origin is Literal:
+        return value in typing.get_args(hint)
+    if hint is None or hint is type(None):
+        return value is None
+    kind = origin or hint
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if kind in (list, tuple, Sequence):
+        options = typing.get_args(hint)
+        return isinstance(value, list) and (not options or all(fits(each, options[0]) for each in value))
+    if kind in (str, bool, dict):
+        return isinstance(value, kind)
+    return True
+
+
+# ------------------------------------------------------------------------------------------------------------- examples
+
+
+def calculator(expression: str) -> str:
+    """Compute an arithmetic expression exactly.
+
+    Args:
+        expression: Integers with + - * / and parentheses, for example "(3 + 4) * 12".
+
+    Returns:
+        The value, as an integer or a fraction.
+    """
+    from grpo_lightning.rewards.countdown import evaluate
+
+    value, _ = evaluate(expression, max_numbers=50)
+    if value is None:
+        raise ValueError(f"{expression!r:.200} is not an expression of integers with + - * / and parentheses")
+    return str(value)
+
+
+class Search:
+    """A tool that searches a small collection of texts on this machine, by BM25 (Robertson and Zaragoza 2009).
+
+        score(q, d) = sum over words w of q: idf(w) * f(w, d) * (k + 1) / (f(w, d) + k * (1 - b + b * |d| / mean |d|))
+        idf(w) = log(1 + (number of texts - n(w) + 0.5) / (n(w) + 0.5)),  k = 1.5,  b = 0.75
+
+    f(w, d) is the number of times that the text d has the word w, and n(w) the number of texts that have it.
+
+    Args:
+        path: A file with one text per line (`.txt`), or JSON rows with a column `text` (`.jsonl`).
+        top_k: Number of texts that a search returns.
+    """
+
+    __name__ = "search"
+
+    def __init__(self, path: str, top_k: int = 3) -> None:
+        """Raises: FileNotFoundError, or ValueError if the file has no texts; the message names file and line."""
+        if top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {top_k}.")
+        self.path, self.top_k = path, top_k
+        self.texts = list(self._read())
+        if not self.texts:
+            raise ValueError(f"{path} has no texts.")
+        self.counts = [Counter(self.words(text)) for text in self.texts]
+        self.mean_length = sum(count.total() for count in self.counts) / len(self.counts)
+        self.num_with = Counter(word for count in self.counts for word in count)
+
+    def _read(self) -> Iterator[str]:
+        """The texts of the file."""
+        with open(self.path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                if not self.path.endswith(".jsonl"):
+                    yield line.strip()
+                    continue
+                try:
+                    yield str(json.loads(line)["text"])
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(
+                        f"{self.path}:{number} is not a JSON row with a column 'text': {line[:80]!r}."
+                    ) from error
+
+    @staticmethod
+    def words(text: str) -> list[str]:
+        """The words of a text, in lower case."""
+        return re.findall(r"\w+", text.lower())
+
+    def __call__(self, query: str) -> str:
+        """Search a collection of texts.
+
+        Args:
+            query: Words to search for.
+
+        Returns:
+            The texts that fit best, one per line.
+        """
+        import math
+
+        scores = []
+        for count in self.counts:
+            score = 0.0
+            for word in set(self.words(query)) & count.keys():
+                n, f = self.num_with[word], count[word]
+                idf = math.log(1 + (len(self.texts) - n + 0.5) / (n + 0.5))
+                score += idf * f * 2.5 / (f + 1.5 * (0.25 + 0.75 * count.total() / self.mean_length))
+            scores.append(score)
+        best = sorted(range(len(scores)), key=lambda i: -scores[i])[: self.top_k]
+        return "\n".join(self.texts[i] for i in best if scores[i] > 0) or "Nothing was found."

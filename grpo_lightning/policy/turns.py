@@ -1,0 +1,149 @@
+"""The tokens between two turns of the policy: the chat template's own, for the messages of an environment.
+
+A conversation is one growing sequence of tokens. What the policy wrote is never tokenized again: its text, encoded
+anew, can have other tokens. Only the messages that follow it are rendered, behind a turn of one word, and what the
+template writes behind this word is tokenized and appended.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from grpo_lightning.core.types import Message
+from grpo_lightning.policy.encoder import WORD_JOINER
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MARK = "turnofthepolicy"
+"""The word that stands for a turn of the policy."""
+
+REASONING = "reasoningofthepolicy"
+"""The word that stands for its reasoning."""
+
+TRUNCATED = " ... (truncated)"
+"""Ends an observation that was cut."""
+
+
+class TurnTokens:
+    """Makes the tokens of observations.
+
+    Args:
+        tokenizer: The policy's tokenizer.
+        stop_ids: Ids of the tokens that end a turn of the policy.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
+        self.tokenizer, self.stop_ids = tokenizer, frozenset(stop_ids)
+
+    def ids(
+        self, messages: Sequence[Message], last_id: int | None, settings: Mapping[str, Any], *, is_chat: bool
+    ) -> list[int]:
+        """Tokens that follow a turn of the policy, up to where its next turn begins.
+
+        Args:
+            messages: The messages of the environment.
+            last_id: The last token of the policy's turn. A stop token is not repeated.
+            settings: Arguments of the chat template.
+            is_chat: False for a prompt that is plain text: the messages' texts are then appended as they are.
+
+        Raises:
+            ValueError: If the chat template cannot render the messages, or does not show the policy's turn.
+        """
+        if not is_chat:
+            return self.text_ids("".join(str(message["content"]) for message in messages))
+        escaped = [{**message, "content": self.escaped(str(message["content"]))} for message in messages]
+        ids = self.encoded(self.behind_the_turn(escaped, settings))
+        is_repeated = ids and last_id is not None and last_id in self.stop_ids and ids[0] in self.stop_ids
+        return ids[1:] if is_repeated else ids
+
+    def text_ids(self, text: str) -> list[int]:
+        """Tokens of a text that continues what is there."""
+        return self.encoded(self.escaped(text))
+
+    def encoded(self, text: str) -> list[int]:
+        """Tokens of a text, without those that the tokenizer begins texts with."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+    def cut(self, text: str, max_tokens: int) -> tuple[str, bool]:
+        """Cut a text to a number of tokens. Returns: the text, and whether it was cut."""
+        ids = self.encoded(text)
+        if len(ids) <= max_tokens:
+            return text, False
+        return str(self.tokenizer.decode(ids[:max_tokens])) + TRUNCATED, True
+
+    def behind_the_turn(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
+        """Text that the template writes behind a turn of the policy."""
+        turn = {"role": "assistant", "content": MARK}
+        if any(message["role"] == "tool" for message in messages):  # many templates want a call in front of an answer
+            try:
+                call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
+                answers = [{"tool_call_id": "call00000", "name": "f", **message} for message in messages]
+                return self._behind({**turn, "tool_calls": [call]}, answers, settings, behind_call=True)
+            except ValueError:
+                pass  # the template has no calls beside text, or no calls at all
+        return self._behind(turn, messages, settings)
+
+    def _behind(
+        self, turn: Message, messages: Sequence[Message], settings: Mapping[str, Any], *, behind_call: bool = False
+    ) -> str:
+        question = {"role": "user", "content": "question"}
+        rendered = self._render([question, turn, *messages], settings, opens_turn=True)
+        if behind_call:  # what the template writes for the call itself is the policy's own part
+            alone = self._render([question, turn], settings, opens_turn=False)
+            plain = self._render([question, {"role": "assistant", "content": MARK}], settings, opens_turn=False)
+            ending = plain.partition(MARK)[2]
+            if not alone.endswith(ending) or not rendered.startswith(alone):
+                raise ValueError("the template writes calls in another way than texts")
+            return ending + rendered[len(alone) :]
+        _, found, behind = rendered.partition(MARK)
+        if not found or MARK in behind:
+            raise ValueError(
+                "The tokenizer's chat template does not show the turn of the assistant once "
+                f"({rendered!r:.200}): it cannot be used for conversations."
+            )
+        return behind
+
+    def _render(self, messages: Sequence[Message], settings: Mapping[str, Any], *, opens_turn: bool) -> str:
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    **{**settings, "add_generation_prompt": opens_turn},
+                )
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise ValueError(
+                f"The tokenizer's chat template cannot render a conversation of the roles {roles}: {error}. Set "
+                "another `observation_role` in the environment, or use a model whose template has these roles."
+            ) from error
+
+    def rewritten_part(self, settings: Mapping[str, Any]) -> str:
+        """What the template removes from earlier turns of the policy: "reasoning", or "" for nothing.
+
+        Templates of reasoning models remove `<think>...</think>` from all turns but the last. A server that renders the
+        conversation anew then shows the model another text than the one that it was trained on.
+        """
+        turn = {"role": "assistant", "content": f"<think>\n{REASONING}\n</think>\n\n{MARK}"}
+        user = {"role": "user", "content": "question"}
+        rendered = self._render([user, turn, user], settings, opens_turn=True)
+        return "reasoning" if MARK in rendered and REASONING not in rendered else ""
+
+    @functools.cached_property
+    def special_tokens(self) -> list[str]:
+        """Special tokens as text, the longest first."""
+        added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        return sorted({*added, *map(str, self.tokenizer.all_special_tokens)}, key=len, reverse=True)
+
+    def escaped(self, text: str) -> str:
+        """Escape special tokens that a text spells: an observation must not end a message."""
+        for token in self.special_tokens:
+            if len(token) > 1 and token in text:
+                text = text.replace(token, token[0] + WORD_JOINER + token[1:])
+        return text

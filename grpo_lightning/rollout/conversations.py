@@ -1,0 +1,609 @@
+"""Conversations: the policy and its environments take turns, and every token stays what it was.
+
+A round samples one turn for every open conversation, in one call of the engine. The environment of a conversation is
+called as soon as its turn has been sampled, while other turns are still being sampled. Its observation is appended as
+tokens, and the next round continues the sequence. Conversations that have ended leave. The first round is the sampling
+of G completions without an environment: the prompt is computed once, and the seeds are the same.
+
+Engines that have an argument `turns` keep the keys and values of a conversation between its turns.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo_lightning.core import ranks
+from grpo_lightning.core.messages import WarnOnce
+from grpo_lightning.core.seeding import derived_seed
+from grpo_lightning.core.types import (
+    Completion,
+    EncodedPrompt,
+    Ending,
+    FinishReason,
+    Group,
+    Message,
+    Prompt,
+    SamplingParams,
+    Turn,
+    VisionInputs,
+    check_ranges,
+)
+from grpo_lightning.environments.base import Step, messages_of, text_of
+from grpo_lightning.environments.runner import EnvironmentRunner, OnError, Result
+from grpo_lightning.environments.tools import name_of
+from grpo_lightning.functional import turn_credits
+from grpo_lightning.policy.turns import TRUNCATED, TurnTokens
+from grpo_lightning.policy.vision import continued
+from grpo_lightning.rewards.base import WeightedReward
+from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turns
+
+log = logging.getLogger(__name__)
+
+CHARACTERS_PER_TOKEN = 32
+"""Observations are cut to this number of characters per token of `max_observation_length`, before they are tokenized.
+Few tokens of a vocabulary are longer."""
+
+
+@dataclass
+class ConversationSettings:
+    """Limits of conversations, and what happens when an environment fails."""
+
+    max_turns: int = 8
+    """Turns of the policy after which a conversation ends."""
+
+    max_turn_length: int | None = None
+    """Tokens after which a turn of the policy is truncated; null for no limit but that of the whole completion
+    (`sampling.max_completion_length`), which counts the tokens of observations too."""
+
+    max_observation_length: int = 1024
+    """Tokens to which an observation is cut."""
+
+    on_error: OnError = "raise"
+    """What happens if a call of an environment fails. "raise" stops the run. The others end the conversation: with
+    "none", its completion is not scorable; with "value", the environment's reward for the turn is `error_value`."""
+
+    error_value: float = 0.0
+    """The reward for a turn whose call failed; only with `on_error: value`."""
+
+    turn_credit: float = 0.0
+    """Weight c of the credit of turns: A[i, t] = A[i] + c * credit[i, k] for the tokens t of the k-th turn. A[i] is the
+    advantage of the completion, and credit[i, k] compares what the environment gave for the turn and for later ones
+    with the other conversations of the group (`functional.turn_credits`). 0 gives all turns the same advantage. If the
+    environment's rewards should count in the credit alone, leave out the reward `EnvironmentReward`."""
+
+    turn_discount: float = 1.0
+    """Factor per turn by which a later reward counts less in the credit of a turn."""
+
+    def __post_init__(self) -> None:
+        """Check every range. Raises: ValueError naming field, value and range."""
+        limits = [
+            ("max_turns", self.max_turns >= 1, "at least 1"),
+            ("max_turn_length", self.max_turn_length is None or self.max_turn_length >= 1, "at least 1, or null"),
+            ("max_observation_length", self.max_observation_length >= 1, "at least 1"),
+            ("on_error", self.on_error in ("raise", "none", "value"), "raise, none or value"),
+            ("turn_credit", self.turn_credit >= 0, "at least 0"),
+            ("turn_discount", 0 <= self.turn_discount <= 1, "from 0 to 1"),
+            ("error_value", self.on_error == "value" or self.error_value == 0, "0 unless on_error is value"),
+        ]
+        check_ranges("conversation", self, limits)
+
+
+@dataclass
+class Conversation:
+    """An open or ended conversation."""
+
+    prompt: int
+    """Index of the prompt."""
+
+    number: int
+    """Index among the G conversations of the prompt."""
+
+    state: Any
+    """The environment, pickled if it runs in workers."""
+
+    token_ids: list[int] = field(default_factory=list)
+    """The tokens behind the prompt, of policy and environment."""
+
+    logprobs: list[float] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    entropies: list[float] | None = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    weight_version: int | None = None
+    finish_reason: FinishReason | None = None
+    """None while the conversation is open."""
+
+    failure: str = ""
+    is_scorable: bool = True
+    metrics: dict[str, float] = field(default_factory=dict)
+    call: Future[Any] | None = None
+    """The running call of the environment."""
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the policy."""
+        return sum(turn.is_sampled for turn in self.turns)
+
+    def write(self, sampled: Completion) -> None:
+        """Append a turn of the policy."""
+        start = len(self.token_ids)
+        self.token_ids += sampled.token_ids
+        self.logprobs += sampled.logprobs
+        self.mask += [True] * len(sampled.token_ids)
+        if self.entropies is not None and sampled.entropies is not None:
+            self.entropies += sampled.entropies
+        else:
+            self.entropies = None
+        versions = [v for v in (self.weight_version, sampled.weight_version) if v is not None]
+        self.weight_version = min(versions, default=None)
+        end = len(self.token_ids)
+        self.turns.append(
+            Turn("assistant", sampled.text, start, end, is_sampled=True, finish_reason=sampled.finish_reason)
+        )
+
+    def read(self, role: str, text: str, ids: Sequence[int]) -> None:
+        """Append an observation."""
+        start = len(self.token_ids)
+        self.token_ids += ids
+        self.logprobs += [0.0] * len(ids)
+        self.mask += [False] * len(ids)
+        if self.entropies is not None:
+            self.entropies += [0.0] * len(ids)
+        self.turns.append(Turn(role, text, start, len(self.token_ids), is_sampled=False))
+
+    def drop_behind(self, count: int, text: str) -> None:
+        """Keep the first `count` tokens of the last turn, whose text is now `text`."""
+        turn = self.turns[-1]
+        end = turn.start + count
+        for values in (self.token_ids, self.logprobs, self.mask, self.entropies):
+            if values is not None:
+                del values[end:]
+        turn.end, turn.text = end, text
+
+    def completion(self, tokenizer: Any) -> Completion:
+        """The completion of an ended conversation."""
+        assert self.finish_reason is not None
+        return Completion(
+            self.token_ids,
+            self.logprobs,
+            self.finish_reason,
+            tokenizer.decode(self.token_ids, skip_special_tokens=True),
+            turns=self.turns,
+            ending=Ending(self.state, self.failure, self.is_scorable, self.metrics),
+            mask=None if all(self.mask) else self.mask,
+            entropies=self.entropies,
+            weight_version=self.weight_version,
+        )
+
+
+class Conversations:
+    """Plays the conversations of a rollout.
+
+    Args:
+        runner: Runs the environments.
+        settings: Limits and failure policy.
+    """
+
+    def __init__(self, runner: EnvironmentRunner, settings: ConversationSettings) -> None:
+        self.runner, self.settings = runner, settings
+        self.warn_once = WarnOnce()
+        self.schemas = tool_schemas(runner.tools)
+        """Descriptions of the tools, for the chat template."""
+
+    def check(self, tokenizer: PreTrainedTokenizerBase, *, is_chat: bool) -> None:
+        """Check that the chat template can render a conversation, before weights are loaded.
+
+        Args:
+            tokenizer: The policy's tokenizer.
+            is_chat: Whether the prompts are chats.
+
+        Raises:
+            ValueError: If the template cannot render observations, or does not describe tools; or if prompts are plain
+                text, which cannot describe tools.
+        """
+        if not is_chat:
+            if self.schemas:
+                raise ValueError(
+                    "The prompts are plain text, in which tools cannot be described: use chat prompts (data.prompt_as: "
+                    "chat), with a model whose chat template has tools."
+                )
+            return
+        tokens = TurnTokens(tokenizer, ())
+        tokens.ids([{"role": self.runner.observation_role, "content": "observation"}], None, {}, is_chat=True)
+        if self.schemas:
+            question: list[Any] = [{"role": "user", "content": "question"}]
+            with_tools = tokenizer.apply_chat_template(question, tokenize=False, tools=self.schemas)
+            if with_tools == tokenizer.apply_chat_template(question, tokenize=False):
+                raise ValueError(
+                    "The tokenizer's chat template does not describe tools to the model: use a model whose template "
+                    "does, or set tokenizer.chat_template to such a template."
+                )
+
+    def connect(self, tokens: TurnTokens, num_local_ranks: int = 1) -> None:
+        """Start the workers. Args: tokens: makes the tokens of observations."""
+        self.tokens = tokens
+        self.runner.start(num_local_ranks)
+
+    # ------------------------------------------------------------------------------------------------------- beginning
+
+    def begin(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> tuple[list[Prompt], list[Any]]:
+        """Reset one environment per prompt.
+
+        Args:
+            prompts: N prompts.
+            seeds: N seeds of the prompts.
+
+        Returns:
+            The prompts with the environments' first observations, and the environments, [N] each.
+
+        Raises:
+            RuntimeError: If a call fails, whatever `on_error` says: all conversations of the prompt would be lost.
+        """
+        prompts = [self.described(prompt) for prompt in prompts]
+        results = self.runner.reset(prompts, [derived_seed(seed, "reset") for seed in seeds])
+        for prompt, result in zip(prompts, results, strict=True):
+            if result.failure:
+                raise RuntimeError(
+                    f"Environment {self.runner.name!r}: `reset` {result.problem} ({prompt.label}). Fix it, or remove "
+                    "the prompt."
+                ) from result.cause
+        begun = [self._with_observation(prompt, result.value) for prompt, result in zip(prompts, results, strict=True)]
+        return begun, [result.state for result in results]
+
+    def described(self, prompt: Prompt) -> Prompt:
+        """A prompt whose chat template describes the tools."""
+        if not self.schemas:
+            return prompt
+        return replace(prompt, chat_template_kwargs={**prompt.chat_template_kwargs, "tools": self.schemas})
+
+    def _with_observation(self, prompt: Prompt, observation: Any) -> Prompt:
+        """Append a first observation to a prompt: text to its last user message, a message as it is."""
+        if observation is None or observation == "":
+            return prompt
+        if isinstance(prompt.content, str):
+            return replace(prompt, content=prompt.content + text_of(observation), token_ids=None)
+        content: list[Message] = list(prompt.content)
+        if isinstance(observation, str) and content and content[-1]["role"] == "user":
+            last = content[-1]
+            parts = last["content"]
+            more = (
+                f"{parts}\n\n{observation}"
+                if isinstance(parts, str)
+                else [*parts, {"type": "text", "text": observation}]
+            )
+            return replace(prompt, content=[*content[:-1], {**last, "content": more}], token_ids=None)
+        return replace(prompt, content=[*content, *messages_of(observation, "user")], token_ids=None)
+
+    # --------------------------------------------------------------------------------------------------------- playing
+
+    def play(  # noqa: PLR0913 - the arguments of `RolloutEngine.generate`, and the environments
+        self,
+        engine: RolloutEngine,
+        prompts: Sequence[Prompt],
+        encoded: Sequence[EncodedPrompt],
+        states: Sequence[Any],
+        num_generations: int,
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        progress: Progress | None = None,
+        vision: VisionInputs | None = None,
+        part: range | None = None,
+        on_group: OnGroup | None = None,
+    ) -> list[list[Completion]]:
+        """Play G conversations for each of N prompts. Every rank makes the same calls of the engine.
+
+        Args:
+            engine: Samples the turns.
+            prompts: N prompts.
+            encoded: The N prompts, encoded.
+            states: N environments, from `begin`.
+            num_generations: G.
+            sampling: Sampling settings; `max_completion_length` limits a conversation, with its observations.
+            seeds: N seeds, one per prompt.
+            progress: Called with the decoding progress of a round.
+            vision: The images of the prompts.
+            part: Indices, among the G conversations of a prompt, of those to play; None for all.
+            on_group: Called with each prompt's conversations as soon as all of them have ended.
+
+        Returns:
+            N lists of completions.
+
+        Raises:
+            RuntimeError: If a call of an environment fails and `on_error` is "raise".
+        """
+        part = part or range(num_generations)
+        game = Game(self, prompts, encoded, sampling, seeds, part, on_group)
+        game.conversations = [
+            Conversation(n, g, self.runner.copy(states[n])) for n in range(len(prompts)) for g in part
+        ]
+        # An engine whose calls are collective is called by all ranks until the last conversation has ended.
+        waits = ranks.world_size() > 1 and not getattr(engine, "samples_in_background", False)
+        rows = list(range(len(game.conversations)))
+        while ranks.is_any(bool(rows)) if waits else bool(rows):
+            game.play_round(engine, rows, num_generations, progress, vision)
+            rows = [row for row in rows if game.conversations[row].finish_reason is None]
+        return [game.completions(n) for n in range(len(prompts))]
+
+    def add_turn_credit(self, groups: Sequence[Group]) -> None:
+        """Set the `turn_advantages` of all completions, unless `turn_credit` is 0. A turn without reward has 0."""
+        if self.settings.turn_credit == 0:
+            return
+        for group in groups:
+            of_policy = [[turn for turn in c.turns or () if turn.is_sampled] for c in group.completions]
+            rewards = [[turn.reward or 0.0 for turn in turns] for turns in of_policy]
+            credits = turn_credits(rewards, discount=self.settings.turn_discount)
+            for completion, turns, of_turns in zip(group.completions, of_policy, credits, strict=True):
+                completion.turn_advantages = [0.0] * len(completion.token_ids)
+                for turn, credit in zip(turns, of_turns, strict=True):
+                    count = turn.end - turn.start
+                    completion.turn_advantages[turn.start : turn.end] = [self.settings.turn_credit * credit] * count
+
+    def warn_of_unread_rewards(self, groups: Sequence[Group], rewards: Sequence[WeightedReward]) -> None:
+        """Warn if the environment gives rewards, and none of the rewards reads them."""
+        completions = (completion for group in groups for completion in group.completions)
+        if self.settings.turn_credit or any(
+            reward.may_read("environment_rewards") or reward.may_read("turns") for reward in rewards
+        ):
+            return
+        if any(completion.environment_reward is not None for completion in completions):
+            self.warn_once(
+                log,
+                "unread rewards",
+                "Environment %r gives rewards, but no reward of the run reads them: add "
+                "grpo_lightning.rewards.EnvironmentReward to model.rewards to train on them.",
+                self.runner.name,
+            )
+
+
+class Game:
+    """The conversations of one rollout. Args: as `Conversations.play`."""
+
+    def __init__(
+        self,
+        owner: Conversations,
+        prompts: Sequence[Prompt],
+        encoded: Sequence[EncodedPrompt],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        part: range,
+        on_group: OnGroup | None,
+    ) -> None:
+        self.owner, self.runner, self.settings, self.tokens = owner, owner.runner, owner.settings, owner.tokens
+        self.prompts, self.encoded, self.sampling, self.seeds = prompts, encoded, sampling, seeds
+        self.part, self.on_group = part, on_group
+        self.conversations: list[Conversation] = []
+        """All conversations: those of the first prompt, then those of the second one, and so on."""
+        self.states: dict[int, Any] = {}
+        """What the engine keeps between turns."""
+        self.num_rounds = 0
+        self.ended: dict[int, list[Completion]] = {}
+        """The completions of prompts whose conversations have all ended."""
+
+    def play_round(  # noqa: C901 - one round, from the inputs of the engine to the observations
+        self,
+        engine: RolloutEngine,
+        rows: Sequence[int],
+        num_generations: int,
+        progress: Progress | None,
+        vision: VisionInputs | None,
+    ) -> None:
+        """Sample a turn of each open conversation, and let the environments answer.
+
+        Args:
+            engine: Samples the turns.
+            rows: Indices of the open conversations.
+            num_generations: G.
+            progress: Called with the decoding progress.
+            vision: The images of the prompts.
+        """
+        takes = inspect.signature(engine.generate).parameters
+        chosen = [self.conversations[row] for row in rows]
+        limits = [self.turn_limit(each) for each in chosen]
+        is_first, self.num_rounds = self.num_rounds == 0, self.num_rounds + 1
+        more: dict[str, Any] = {}
+        if is_first:  # the prompts are computed once for their conversations, as without an environment
+            inputs, seeds, count = [each.token_ids for each in self.encoded], list(self.seeds), num_generations
+            if self.part != range(num_generations):
+                more["part"] = self.part
+        else:
+            inputs = [self.encoded[each.prompt].token_ids + each.token_ids for each in chosen]
+            seeds = [derived_seed(self.seeds[each.prompt], "turn", each.number, each.num_turns) for each in chosen]
+            count = 1
+            vision = None if vision is None else continued_vision(vision, chosen, inputs)
+        per_input = len(self.part) if is_first else 1
+
+        def start(number: int, sampled: list[Completion]) -> None:
+            for k, completion in enumerate(sampled, number * per_input):
+                self.start_turn(chosen[k], completion, limits[k])
+
+        optional = {
+            "limits": None if is_first else limits,
+            "turns": Turns(rows, self.states),
+            "on_group": start,
+        }
+        more |= {name: value for name, value in optional.items() if name in takes and value is not None}
+        if vision is not None:
+            more["vision"] = vision
+        sampling = replace(self.sampling, max_completion_length=max(limits, default=1))
+        groups = engine.generate(inputs, count, sampling, seeds, progress, **more)
+        for number, sampled in enumerate(groups):
+            if chosen[number * per_input].call is None:  # the engine does not report groups
+                start(number, sampled)
+        for each in chosen:
+            self.finish_turn(each)
+        for number in dict.fromkeys(each.prompt for each in chosen):
+            if self.on_group is not None and all(each.finish_reason is not None for each in self.of_prompt(number)):
+                self.on_group(number, self.completions(number))
+
+    def of_prompt(self, number: int) -> list[Conversation]:
+        """The conversations of a prompt."""
+        return self.conversations[number * len(self.part) : (number + 1) * len(self.part)]
+
+    def completions(self, number: int) -> list[Completion]:
+        """The completions of a prompt whose conversations have ended, built once."""
+        if number not in self.ended:
+            self.ended[number] = [each.completion(self.tokens.tokenizer) for each in self.of_prompt(number)]
+        return self.ended[number]
+
+    def turn_limit(self, each: Conversation) -> int:
+        """Most tokens of the next turn of a conversation."""
+        left = self.sampling.max_completion_length - len(each.token_ids)
+        return left if self.settings.max_turn_length is None else min(left, self.settings.max_turn_length)
+
+    def start_turn(self, each: Conversation, sampled: Completion, limit: int) -> None:
+        """Append a sampled turn, and start the call of its environment."""
+        if len(sampled.token_ids) > limit:  # the engine has no limits per prompt
+            ids = sampled.token_ids[:limit]
+            entropies = None if sampled.entropies is None else sampled.entropies[:limit]
+            text = self.tokens.tokenizer.decode(ids, skip_special_tokens=True)
+            sampled = replace(
+                sampled, token_ids=ids, logprobs=sampled.logprobs[:limit], entropies=entropies, text=text,
+                finish_reason="length",
+            )  # fmt: skip
+        each.write(sampled)
+        seed = derived_seed(self.seeds[each.prompt], "step", each.number, each.num_turns)
+        each.call = self.runner.step(each.state, sampled.text, seed)
+
+    def finish_turn(self, each: Conversation) -> None:
+        """Wait for the environment, and end the conversation or append the observation."""
+        assert each.call is not None
+        result, each.call = self.runner.wait(each.call, each.state), None
+        each.state = result.state
+        turn = each.turns[-1]
+        if result.failure and result.value is None:
+            self._fail(each, result)
+            return
+        if result.failure:
+            each.failure = result.failure
+        step: Step = result.value
+        turn.reward = step.reward
+        for name, value in step.metrics.items():
+            each.metrics[name] = each.metrics.get(name, 0.0) + value
+        is_full = len(each.token_ids) >= self.sampling.max_completion_length
+        if turn.finish_reason == "length" and is_full:
+            each.finish_reason = "length"
+        elif step.done:
+            each.finish_reason = "stop"
+        elif each.num_turns >= self.settings.max_turns:
+            each.finish_reason = "turns"
+        else:
+            self._observe(each, step)
+            return
+        if step.keep is None:
+            for message in messages_of(step.observation, self.runner.observation_role):
+                each.read(str(message["role"]), str(message["content"]), [])
+
+    def _observe(self, each: Conversation, step: Step) -> None:
+        """Append an observation, if a token of the next turn has room behind it."""
+        is_chat = not isinstance(self.prompts[each.prompt].content, str)
+        turn = each.turns[-1]
+        if step.keep is not None:
+            assert isinstance(step.observation, str)
+            self._keep(each, turn, step.keep)
+            text = self._shortened(each, step.observation)
+            messages: list[Message] = [{"role": "", "content": text}]
+            ids = self.tokens.text_ids(text)
+        else:
+            messages = [
+                {**m, "content": self._shortened(each, str(m["content"]))}
+                for m in messages_of(step.observation, self.runner.observation_role)
+            ]
+            settings = self.prompts[each.prompt].chat_template_kwargs
+            last = each.token_ids[-1] if turn.end > turn.start else None
+            ids = self.tokens.ids(messages, last, settings, is_chat=is_chat)
+            if is_chat and self.tokens.rewritten_part(settings):
+                self.owner.warn_once(
+                    log,
+                    "template",
+                    "The chat template removes the reasoning (<think>...</think>) of earlier turns when it renders a "
+                    "conversation anew. Here, the policy sees and trains on its turns as it wrote them. A chat server "
+                    "that renders every turn anew will show the model conversations without their reasoning.",
+                )
+        if len(each.token_ids) + len(ids) >= self.sampling.max_completion_length:
+            each.finish_reason, ids = "length", []
+        for message in messages[:-1]:
+            each.read(str(message["role"]), str(message["content"]), [])
+        each.read(str(messages[-1]["role"]), str(messages[-1]["content"]), ids)
+
+    def _shortened(self, each: Conversation, text: str) -> str:
+        """Cut an observation to `max_observation_length` tokens, and count it."""
+        longest = self.settings.max_observation_length
+        short, is_cut = self.tokens.cut(text[: longest * CHARACTERS_PER_TOKEN], longest)
+        is_cut = is_cut or len(text) > longest * CHARACTERS_PER_TOKEN
+        if is_cut:
+            each.metrics["truncated_observations"] = each.metrics.get("truncated_observations", 0.0) + 1
+        return short if not is_cut or short.endswith(TRUNCATED) else short + TRUNCATED
+
+    def _keep(self, each: Conversation, turn: Turn, characters: int) -> None:
+        """Drop the tokens of the last turn that are not within its first characters."""
+        ids = each.token_ids[turn.start : turn.end]
+        kept = turn.text[: max(0, characters)]
+        decode = self.tokens.tokenizer.decode
+        count = len(ids)
+        while count and len(decode(ids[:count], skip_special_tokens=True)) > len(kept):
+            count -= 1
+        while count and ids[count - 1] in self.tokens.stop_ids:
+            count -= 1
+        each.drop_behind(count, str(decode(ids[:count], skip_special_tokens=True)))
+
+    def _fail(self, each: Conversation, result: Result) -> None:
+        """End a conversation whose environment failed, as `on_error` says."""
+        label = self.prompts[each.prompt].label
+        message = f"Environment {self.runner.name!r} {result.problem} ({label}, turn {each.num_turns})."
+        if self.settings.on_error == "raise":
+            fix = "Fix it, raise the limit," if result.failure == "timeout" else "Fix it,"
+            remedy = f"{fix} or set model.conversation.on_error to none or value to end the conversation without it."
+            raise RuntimeError(f"{message} {remedy}") from result.cause
+        each.failure, each.finish_reason = result.failure, "stop"
+        if self.settings.on_error == "value":
+            each.turns[-1].reward = self.settings.error_value
+        else:
+            each.is_scorable = False
+        self.owner.warn_once(
+            log,
+            result.failure,
+            "%s The conversation ends (model.conversation.on_error: %s). environment/failures/%s counts such failures, "
+            "and later ones are not logged one by one.",
+            message,
+            self.settings.on_error,
+            result.failure,
+        )
+
+
+def continued_vision(vision: VisionInputs, chosen: Sequence[Conversation], inputs: Sequence[list[int]]) -> VisionInputs:
+    """The vision inputs of prompts that are continued by text."""
+    lengths = [len(ids) - len(each.token_ids) for each, ids in zip(chosen, inputs, strict=True)]
+    prompts = [
+        continued(vision.prompts[each.prompt], each.token_ids, length)
+        for each, length in zip(chosen, lengths, strict=True)
+    ]
+    return VisionInputs(prompts, vision.blank)
+
+
+def tool_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Describe tools as JSON, from their type hints and docstrings, as transformers does for chat templates.
+
+    Raises:
+        ValueError: If a tool lacks hints or a docstring; the message names it.
+    """
+    from transformers.utils import get_json_schema
+
+    schemas = []
+    for tool in tools:
+        is_function = inspect.isroutine(tool)
+        try:
+            schema = get_json_schema(tool if is_function else type(tool).__call__.__get__(tool))
+        except Exception as error:  # transformers has its own exceptions, for hints and docstrings
+            raise ValueError(
+                f"The tool {name_of(tool)!r} cannot be described: {error} Give each argument a type hint and a line "
+                "under `Args:` of the docstring."
+            ) from error
+        schema["function"]["name"] = name_of(tool)
+        schemas.append(schema)
+    return schemas

@@ -1,0 +1,68 @@
+"""What an environment may return, and which columns it gets."""
+
+import pytest
+
+from grpo_lightning.environments import GuessTheNumber, Step
+from grpo_lightning.environments.base import as_step, messages_of, named_columns
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        ("hotter", Step("hotter")),
+        (None, Step(done=True)),
+        (("colder", False), Step("colder")),
+        (("over", True, 0.5), Step("over", done=True, reward=0.5)),
+        ((None, True), Step(done=True)),
+        ({"role": "tool", "content": "4"}, Step({"role": "tool", "content": "4"})),
+        (Step("a", reward=1.0), Step("a", reward=1.0)),
+    ],
+)
+def test_a_part_of_a_step_is_a_step(returned, expected):
+    assert as_step(returned) == expected
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (3, "An observation must be text, a message"),
+        (("a", "yes"), "done = 'yes'"),
+        (("a", True, float("nan")), "the reward nan"),
+        (("a", True, True), "the reward True"),
+        ("", "returned no observation"),
+        ((None, False), "returned no observation"),
+        (Step(["a"]), "must be text, a message"),  # type: ignore[list-item]
+        (Step({"role": "user", "content": [{"type": "image"}]}), "Images in observations are not supported"),
+        (Step([{"role": "user", "content": "a"}], keep=2), "not text"),
+    ],
+)
+def test_other_values_are_refused(returned, message):
+    with pytest.raises(ValueError, match=message):
+        as_step(returned)
+
+
+def test_text_gets_the_role_and_messages_keep_theirs():
+    assert messages_of("a", "tool") == [{"role": "tool", "content": "a"}]
+    assert messages_of([{"role": "user", "content": "b"}], "tool") == [{"role": "user", "content": "b"}]
+
+
+def test_reset_gets_the_columns_that_it_names():
+    columns = {"prompt": "p", "number": 3, "level": 1}
+    assert named_columns(lambda number: None, columns) == {"number": 3}
+    assert named_columns(lambda number, **others: None, columns) == columns
+    assert named_columns(lambda size=4: None, columns) == {}
+    with pytest.raises(ValueError, match="needs the data column 'size'; the row has prompt, number, level"):
+        named_columns(lambda size: None, columns)
+
+
+def test_the_number_game():
+    game = GuessTheNumber(max_guesses=3)
+    game.reset("7")
+    assert game.step("maybe 5").observation == "higher"
+    assert game.step("then 9, no: 8").observation == "lower"
+    assert game.step("7") == Step(done=True, reward=1.0, metrics={"guesses": 3})
+    game.reset(-2)
+    assert game.step("what?").observation == "Write a number."
+    assert [game.step("-3").observation, game.step("-1").reward] == ["higher", 0.0]
+    with pytest.raises(ValueError, match="must hold a whole number, got 'seven'"):
+        game.reset("seven")

@@ -1,0 +1,164 @@
+"""Tools: calls are read in the formats of chat templates, and what goes wrong is told to the policy."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_lightning.environments import Search, Tools, calculator
+from grpo_lightning.environments.tools import ToolCall, argument_problem, read_calls
+from grpo_lightning.rollout.conversations import tool_schemas
+from tests.environments.games import broken, double
+
+KNOWN = {"double": double, "calculator": calculator}
+CALL = ToolCall("double", {"number": 3})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"name": "double", "arguments": {"number": 3}}\n</tool_call>',
+        'First I think.\n<tool_call>{"name": "double", "arguments": {"number": 3}}',
+        '{"name": "double", "parameters": {"number": 3}}',
+        '<|python_tag|>{"name": "double", "parameters": {"number": 3}}',
+        '[TOOL_CALLS] [{"name": "double", "arguments": {"number": 3}}]',
+        '{"name": "double", "arguments": "{\\"number\\": 3}"}',
+        "[double(number=3)]",
+        "<|tool_call_start|>[double(number=3)]<|tool_call_end|>",
+        "```tool_code\ndouble(number=3)\n```",
+    ],
+)
+def test_formats_of_chat_templates(text):
+    assert list(read_calls(text, KNOWN)) == [CALL]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["The answer is 6.", "", '{"answer": 6}', "6", "[6, 7]", "print(6)", "f(x)", '{"name": "Ann"}', "[", "{", "a;b"],
+)
+def test_an_answer_is_no_call(text):
+    assert list(read_calls(text, KNOWN)) == []
+
+
+def test_several_calls_of_a_turn():
+    text = "".join(f'<tool_call>{{"name": "double", "arguments": {{"number": {n}}}}}</tool_call>' for n in (1, 2))
+    assert [call.arguments["number"] for call in read_calls(text, KNOWN)] == [1, 2]
+    assert len(list(read_calls("[double(number=1), calculator(expression='1+1')]", KNOWN))) == 2
+    llama = '{"name": "double", "parameters": {"number": 1}}; {"name": "double", "parameters": {"number": 2}}'
+    assert [call.arguments["number"] for call in read_calls(llama, KNOWN)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome", "told"),
+    [
+        ("[double(number=3)]", "ok", "6"),
+        ("[double(number=3, times=2)]", "ok", "12"),
+        ("[double(number='three')]", "wrong_arguments", "the argument 'number' must be int, got 'three'"),
+        ("[double(size=3)]", "wrong_arguments", "missing a required argument: 'number'"),
+        ("<tool_call>{oops}</tool_call>", "malformed", "is not a call: write"),
+        ("<tool_call>[double(3)]</tool_call>", "malformed", "must have names"),
+        ('<tool_call>{"name": "half", "arguments": {}}</tool_call>', "unknown_tool", "there is no tool 'half'"),
+        ("[broken(text='this')]", "exception", "ValueError: cannot take this"),
+    ],
+)
+def test_outcomes_are_observations_and_are_counted(text, outcome, told):
+    step = Tools([double, broken]).step(text)
+    assert not step.done
+    (message,) = step.observation
+    assert message["role"] == "tool"
+    assert told in message["content"]
+    assert step.metrics == {"used_tools": 1.0, "calls": 1.0, f"calls/{outcome}": 1.0}
+
+
+def test_a_turn_without_a_call_ends_the_conversation():
+    step = Tools([double]).step("It is 6.")
+    assert (step.done, step.observation, step.metrics) == (True, None, {"used_tools": 0.0})
+
+
+def test_the_limit_of_calls():
+    step = Tools([double], max_calls=2).step("[double(number=1), double(number=2), double(number=3)]")
+    assert [message["content"] for message in step.observation[:2]] == ["2", "4"]
+    assert "only the first 2 calls" in step.observation[2]["content"]
+    assert step.metrics["calls/too_many"] == 1
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValueError, match="Two tools have the name 'double'"):
+        Tools([double, double])
+    with pytest.raises(ValueError, match="format must be one of auto, json, python"):
+        Tools([double], format="xml")  # type: ignore[arg-type]
+
+
+def test_a_fixed_format_reads_no_other():
+    assert list(read_calls("[double(number=3)]", KNOWN, "json")) == []
+    assert list(read_calls('{"name": "double", "arguments": {"number": 3}}', KNOWN, "python")) == []
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "is_right"),
+    [
+        (lambda x: x, {"x": object()}, True),
+        (double, {"number": True}, False),
+        (calculator, {"expression": "1"}, True),
+        (calculator, {"expression": 1}, False),
+    ],
+)
+def test_arguments_are_checked_against_the_hints(function, arguments, is_right):
+    assert (argument_problem(function, arguments) == "") == is_right
+
+
+def test_hints_of_several_kinds():
+    def tool(a: float, b: list[int], c: str | None = None, d: dict[str, int] | None = None) -> None: ...
+
+    assert not argument_problem(tool, {"a": 1, "b": [1], "c": None, "d": {"x": 1}})
+    assert "'b'" in argument_problem(tool, {"a": 1, "b": ["x"]})
+    assert "'c'" in argument_problem(tool, {"a": 1, "b": [], "c": 3})
+
+
+@given(st.text(max_size=200))
+@settings(max_examples=200, deadline=None)
+def test_no_text_breaks_the_parser(text):
+    for written in (text, f"<tool_call>{text}</tool_call>", f"[{text}]", f"double({text})", "{" + text):
+        for call in read_calls(written, KNOWN):
+            assert isinstance(call.name, str)
+
+
+@given(st.dictionaries(st.sampled_from(["number", "times"]), st.integers(-5, 5)))
+def test_json_and_python_say_the_same(arguments):
+    as_json = json.dumps({"name": "double", "arguments": arguments})
+    as_python = f"[double({', '.join(f'{name}={value}' for name, value in arguments.items())})]"
+    assert list(read_calls(as_json, KNOWN)) == list(read_calls(as_python, KNOWN)) == [ToolCall("double", arguments)]
+
+
+def test_the_calculator():
+    assert calculator("(3 + 4) * 12") == "84"
+    assert calculator("1/3 + 1/6") == "1/2"
+    with pytest.raises(ValueError, match="is not an expression"):
+        calculator("__import__('os')")
+
+
+def test_search_finds_the_text_that_fits(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    texts = ["Paris is the capital of France.", "The capital of Italy is Rome.", "Bread is baked."]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    search = Search(str(path), top_k=1)
+    assert search("Which is the capital of Italy?") == texts[1]
+    assert search("xyzzy") == "Nothing was found."
+    assert tool_schemas([search])[0]["function"]["name"] == "search"
+    path.write_text('{"text": "a"}\n{"title": "b"}\n')
+
+    with pytest.raises(ValueError, match=r"texts\.jsonl:2 is not a JSON row with a column 'text'"):
+        Search(str(path))
+
+
+def untold(x):
+    return x
+
+
+def test_tools_are_described_from_hints_and_docstrings():
+    (schema,) = tool_schemas([double])
+    assert schema["function"]["name"] == "double"
+    assert schema["function"]["parameters"]["required"] == ["number"]
+    with pytest.raises(ValueError, match="The tool 'untold' cannot be described"):
+        tool_schemas([untold])

@@ -1,0 +1,301 @@
+"""Conversations: token-exact, the same on every path of the engine, within their limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from grpo_lightning.core.types import Completion, Prompt
+from grpo_lightning.environments import Environment, EnvironmentRunner, Step
+from grpo_lightning.functional import turn_credits
+from grpo_lightning.policy.encoder import Encoder
+from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.turns import TurnTokens
+from grpo_lightning.rollout.conversations import Conversations, ConversationSettings
+from grpo_lightning.rollout.groups import GroupSource
+from grpo_lightning.rollout.local_engine import LocalEngine
+from tests.conversation_runs import HERE, PROMPTS, SAMPLING, sample
+from tests.environments.games import ByPromptLength, Counted, Faulty
+from tests.module_runs import ScriptedEngine
+from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def policy() -> Any:
+    return tiny_model("qwen2")
+
+
+def plain(completion: Completion) -> tuple[Any, ...]:
+    return completion.token_ids, completion.finish_reason, completion.mask
+
+
+def flat(rows: list[list[Completion]]) -> list[Completion]:
+    return [completion for row in rows for completion in row]
+
+
+class Over(Environment):
+    """Ends every conversation after its first turn."""
+
+    def step(self, completion: str) -> Step:
+        return Step(done=True, reward=1.0)
+
+
+def test_one_turn_is_a_completion_without_environment(policy):
+    alone, played = sample(policy, None), sample(policy, Over())
+    for one, other in zip(flat(alone), flat(played), strict=True):
+        assert one.token_ids == other.token_ids
+        assert (one.logprobs, one.entropies, one.text) == (other.logprobs, other.entropies, other.text)
+        assert other.mask is None
+    # A completion that reached the maximum length is truncated, whatever the environment says.
+    assert [c.finish_reason for c in flat(alone)] == [c.finish_reason for c in flat(played)]
+
+
+class Forgetful(LocalEngine):
+    """Computes the whole conversation again for each turn."""
+
+    def generate(self, *args: Any, turns: Any = None, **more: Any) -> Any:
+        return super().generate(*args, **more)
+
+
+class Plain:
+    """An engine without any of the optional arguments."""
+
+    def __init__(self) -> None:
+        self.inner = LocalEngine()
+
+    def connect(self, *args: Any) -> None:
+        self.inner.connect(*args)
+
+    def generate(self, prompts: Any, num_generations: int, sampling: Any, seeds: Any, progress: Any = None) -> Any:
+        return self.inner.generate(prompts, num_generations, sampling, seeds, progress)
+
+
+def ways() -> list[Any]:
+    engine = LocalEngine()
+    connect = engine.connect
+
+    def connect_and_repeat(*args: Any) -> None:
+        connect(*args)
+        engine.way = "repeated"
+
+    engine.connect = connect_and_repeat  # type: ignore[method-assign]
+    generates = LocalEngine()
+    connect_first = generates.connect
+
+    def connect_and_generate(*args: Any) -> None:
+        connect_first(*args)
+        generates.way = "generate"
+
+    generates.connect = connect_and_generate  # type: ignore[method-assign]
+    return [
+        pytest.param(Forgetful, id="computed again"),
+        pytest.param(lambda: LocalEngine(max_rows=4), id="rows join"),
+        pytest.param(lambda: engine, id="repeated"),
+        pytest.param(lambda: generates, id="generate"),
+        pytest.param(Plain, id="no optional arguments"),
+    ]
+
+
+@pytest.mark.parametrize("make", ways())
+def test_every_way_of_the_engine_plays_the_same(policy, make):
+    limits = {"max_turn_length": 5}
+    expected = sample(policy, ByPromptLength(), **limits)
+    found = sample(policy, ByPromptLength(), engine=make(), **limits)
+    for one, other in zip(flat(expected), flat(found), strict=True):
+        assert plain(one) == plain(other)
+        assert torch.tensor(one.logprobs).allclose(torch.tensor(other.logprobs), atol=1e-5)
+        assert [(t.role, t.start, t.end, t.reward) for t in one.turns] == [
+            (t.role, t.start, t.end, t.reward) for t in other.turns
+        ]
+    assert {sum(turn.is_sampled for turn in row[0].turns) for row in expected} == {1, 2, 3, 5}
+
+
+def test_logprobs_are_those_of_the_whole_sequence(policy):
+    """Against one forward pass over prompt and conversation."""
+    tokenizer = tiny_tokenizer()
+    for prompt, row in zip(PROMPTS, sample(policy, ByPromptLength(), max_turn_length=5), strict=True):
+        for completion in row:
+            before = tokenizer(prompt + "!")["input_ids"]
+            ids = torch.tensor([before + completion.token_ids])
+            with torch.no_grad():
+                logits = policy(ids).logits[0, len(before) - 1 : -1]
+            logits[:, 97:] = -torch.inf  # ids without a token are never sampled
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            mask = torch.tensor(completion.mask or [True] * len(completion.token_ids))
+            assert torch.tensor(completion.logprobs)[mask].allclose(expected[mask], atol=1e-5)
+            assert not torch.tensor(completion.logprobs)[~mask].any()
+
+
+def test_the_cache_lives_on_between_turns(policy):
+    """Without it, every turn runs prompt and conversation again."""
+
+    def tokens_run(engine: LocalEngine) -> int:
+        count = 0
+        run = engine.forward
+
+        def forward(ids: Any, **more: Any) -> Any:
+            nonlocal count
+            count += ids.numel()
+            return run(ids, **more)
+
+        engine.forward = forward  # type: ignore[method-assign]
+        sample(policy, Counted(num_turns=5), ["x" * 60], engine=engine, max_turn_length=4)
+        return count
+
+    kept, again = tokens_run(LocalEngine()), tokens_run(Forgetful())
+    assert kept < again / 3, (kept, again)
+
+
+def test_a_part_of_a_group_is_the_same_as_in_the_whole(policy):
+    whole = sample(policy, ByPromptLength(), num_generations=4, max_turn_length=5)
+    part = sample(policy, ByPromptLength(), num_generations=4, max_turn_length=5, part=range(1, 4, 2))
+    assert [[plain(c) for c in row[1::2]] for row in whole] == [[plain(c) for c in row] for row in part]
+
+
+def test_groups_are_reported_as_soon_as_they_have_ended(policy):
+    reported: list[Any] = []
+    groups = sample(policy, ByPromptLength(), on_group=reported.append, max_turn_length=5)
+    assert [group.prompt.content for group in reported] == [f"{prompt}!" for prompt in PROMPTS]
+    assert [[plain(c) for c in group.completions] for group in reported] == [[plain(c) for c in g] for g in groups]
+
+
+@pytest.mark.parametrize(
+    ("limits", "length", "reason", "num_turns"),
+    [
+        ({"max_turns": 2, "max_turn_length": 4}, 60, "turns", 2),
+        ({"max_turn_length": 4}, 60, "stop", 3),
+        ({"max_turn_length": 4}, 13, "length", 2),
+        ({}, 9, "length", 1),
+    ],
+)
+def test_limits_of_turns_and_tokens(policy, limits, length, reason, num_turns):
+    never_stops = replace(SAMPLING, max_completion_length=length, suppress_tokens=[EOS])
+    for completion in flat(sample(policy, Counted(num_turns=3), sampling=never_stops, **limits)):
+        assert completion.finish_reason == reason
+        assert sum(turn.is_sampled for turn in completion.turns) == num_turns
+        assert len(completion.token_ids) <= length
+        assert completion.is_truncated == (reason != "stop")
+
+
+def test_observations_are_cut_and_counted(policy):
+    (row,) = sample(policy, Faulty("megabytes"), ["p"], max_turn_length=3, max_observation_length=8, max_turns=3)
+    for completion in row:
+        long = completion.turns[3]
+        assert long.text == "x" * 8 + " ... (truncated)"
+        assert long.end - long.start == len(long.text)
+        assert completion.ending.metrics["truncated_observations"] == 1
+
+
+class Continue(Environment):
+    """Goes on behind the first two characters of each turn."""
+
+    def step(self, completion: str) -> Step:
+        return Step("->", keep=2)
+
+
+def test_a_turn_can_be_continued(policy):
+    sampling = replace(SAMPLING, suppress_tokens=[EOS])
+    (row,) = sample(policy, Continue(), ["p"], sampling=sampling, max_turn_length=5, max_turns=3)
+    for completion in row:
+        assert [turn.end - turn.start for turn in completion.turns] == [2, 2, 2, 2, 5]
+        assert [turn.role for turn in completion.turns] == ["assistant", "", "assistant", "", "assistant"]
+        assert completion.text[2:4] == completion.text[6:8] == "->"
+        assert completion.mask == [True, True, False, False] * 2 + [True] * 5
+
+
+def test_what_is_decoded_and_encoded_anew_has_other_tokens():
+    """The tokenizer has a token for `ab`, and the policy wrote `a` and `b`: its tokens stay what they are."""
+    tokenizer = tiny_tokenizer()
+    vocab = tokenizer.get_vocab() | {"ab": 97}
+    inner = Tokenizer(models.WordLevel(vocab, unk_token=" "))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("<eos>|<pad>|ab|."), "isolated")
+    inner.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>")
+    a, b = tokenizer.convert_ids_to_tokens([67, 68]), [67, 68, EOS]
+    assert a == ["a", "b"]
+    assert tokenizer("ab", add_special_tokens=False)["input_ids"] == [97]
+    conversations = Conversations(EnvironmentRunner(Counted(num_turns=2), HERE, 100), ConversationSettings())
+    conversations.connect(TurnTokens(tokenizer, [EOS]))
+    engine = ScriptedEngine([b])
+    engine.connect(None, tokenizer, None)
+    source = GroupSource(engine, Encoder(tokenizer), Sharding(), 0, conversations)  # type: ignore[arg-type]
+    (group,) = source.sample([Prompt("p")], 1, SAMPLING, [0])
+    assert group.completions[0].token_ids == [*b, *tokenizer(" 1:", add_special_tokens=False)["input_ids"], *b]
+    assert group.completions[0].mask == [True] * 3 + [False] * 3 + [True] * 3
+    assert group.completions[0].turns[0].text == "ab"
+
+
+@pytest.mark.parametrize("way", ["raise", "wrong"])
+def test_on_error_says_what_happens_to_a_conversation(policy, way, caplog):
+    with pytest.raises(RuntimeError, match=r"Environment 'Faulty' .* turn 2\)\. Fix it, or set model\.conversation"):
+        sample(policy, Faulty(way), ["p"], max_turn_length=3)
+    (row,) = sample(policy, Faulty(way), ["p"], max_turn_length=3, on_error="none")
+    assert [(c.ending.is_scorable, c.ending.failure) for c in row] == [
+        (False, "exception" if way == "raise" else "invalid_value")
+    ] * 3
+    assert caplog.text.count("The conversation ends (model.conversation.on_error: none)") == 1
+    (row,) = sample(policy, Faulty(way), ["p"], max_turn_length=3, on_error="value", error_value=-1.0)
+    assert [(c.ending.is_scorable, c.environment_reward, c.finish_reason) for c in row] == [(True, -1.0, "stop")] * 3
+
+
+def test_settings_are_checked():
+    for wrong, message in [
+        ({"max_turns": 0}, "conversation.max_turns must be at least 1, got 0"),
+        ({"on_error": "skip"}, "conversation.on_error must be raise, none or value, got 'skip'"),
+        ({"error_value": 1.0}, "conversation.error_value must be 0 unless on_error is value, got 1.0"),
+        ({"turn_discount": 2.0}, "conversation.turn_discount must be from 0 to 1, got 2.0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ConversationSettings(**wrong)
+
+
+def test_a_first_observation_ends_the_prompt(policy):
+    class Says(Over):
+        def reset(self, prompt: Any) -> str:
+            return "begin"
+
+    tokenizer = tiny_tokenizer()
+    conversations = Conversations(EnvironmentRunner(Says(), HERE, 100), ConversationSettings())
+    conversations.connect(TurnTokens(tokenizer, [EOS]))
+    chat = [{"role": "user", "content": "hello"}]
+    prompts, states = conversations.begin([Prompt("text:"), Prompt(chat), Prompt([])], [1, 2, 3])
+    assert [prompt.content for prompt in prompts] == [
+        "text:begin",
+        [{"role": "user", "content": "hello\n\nbegin"}],
+        [{"role": "user", "content": "begin"}],
+    ]
+    assert len(states) == 3
+
+
+# -------------------------------------------------------------------------------------------------------------- credit
+
+
+def test_credits_by_hand():
+    # Returns of the first turn: 3, 1; of the second: 2, 0. Both have mean 2 or 1 and std sqrt(2).
+    credits = turn_credits([[1.0, 2.0], [1.0, 0.0]], eps=0.0)
+    half = 0.5**0.5
+    assert torch.tensor(credits).allclose(torch.tensor([[half, half], [-half, -half]]))
+    # Only one conversation has a second turn.
+    (first, second), (other,) = turn_credits([[0.0, 5.0], [1.0]], discount=0.0, eps=0.0)
+    assert (first, second, other) == pytest.approx((-half, 0.0, half))
+    assert turn_credits([[1.0], [1.0]]) == [[0.0], [0.0]]
+    assert turn_credits([[], []]) == [[], []]
+
+
+@given(
+    st.lists(st.lists(st.floats(-5, 5), max_size=4), min_size=1, max_size=5),
+    st.floats(0, 1),
+)
+@settings(deadline=None)
+def test_credits_of_a_turn_sum_to_zero(rewards, discount):
+    credits = turn_credits(rewards, discount=discount)
+    assert [len(row) for row in credits] == [len(row) for row in rewards]
+    for turn in range(max(map(len, rewards))):
+        assert abs(sum(row[turn] for row in credits if len(row) > turn)) < 1e-6

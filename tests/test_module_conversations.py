@@ -1,0 +1,228 @@
+"""Training on conversations: only what the policy wrote is trained on, and runs resume as without them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.nn import functional
+
+from grpo_lightning.callbacks import CompletionLog
+from grpo_lightning.data.source import PromptSource
+from grpo_lightning.environments import Step, Tools
+from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.objective import Objective
+from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.rewards import EnvironmentReward, RewardWorkers
+from grpo_lightning.rollout.conversations import ConversationSettings
+from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
+from tests.environments.games import ByPromptLength, Counted, Faulty, double
+from tests.module_runs import SMALL, History, are_equal, fit, make_module, make_trainer, vowel_share, weights_of
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+PROMPTS = ["a", "b c", "d e f", "g h i j k", "l", "m n", "o p q", "r s t u v"]
+LIMITS = {"max_turn_length": 5}
+
+
+def module_of(environment: Any = None, limits: dict[str, Any] | None = None, **options: Any) -> GRPOLightningModule:
+    settings: dict[str, Any] = {
+        "environment": environment or ByPromptLength(),
+        "conversation": ConversationSettings(**(LIMITS if limits is None else limits)),
+        "rewards": [EnvironmentReward()],
+        "length": 60,
+    }
+    return make_module(**(settings | options))
+
+
+@pytest.mark.parametrize("scoring", ["extended", "dense"])
+def test_only_the_policys_tokens_are_trained_on(scoring):
+    """Loss and gradient of a step, against a plain loop over the tokens that the policy wrote."""
+    loader = PolicyLoader(model=tiny_model("qwen2", **SMALL), tokenizer=tiny_tokenizer(), scoring=scoring)
+    module = module_of(policy=loader, tokenizer=None)
+    found: dict[str, Any] = {}
+
+    class Watched(type(module)):  # type: ignore[misc]
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            found["grads"] = {name: p.grad.clone() for name, p in self.policy.named_parameters()}
+            found["rollout"] = self.rollout
+
+    module.__class__ = Watched
+    before = {name: p.detach().clone() for name, p in tiny_model("qwen2", **SMALL).named_parameters()}
+    fit(module, PROMPTS, max_steps=1, shuffle=False)
+    policy = tiny_model("qwen2", **SMALL).eval()
+    assert all(torch.equal(before[name], p) for name, p in policy.named_parameters())
+    total, count = torch.zeros(()), 0
+    rollout = found["rollout"]
+    masked = 0
+    for group, advantages in zip(rollout.groups, rollout.advantages, strict=True):
+        for completion, advantage in zip(group.completions, advantages, strict=True):
+            ids = torch.tensor([group.prompt_ids + completion.token_ids])
+            logits = policy(ids).logits[0, len(group.prompt_ids) - 1 : -1]
+            logits = logits.masked_fill(torch.arange(logits.shape[1]) >= 97, -torch.inf)
+            logprobs = -functional.cross_entropy(logits, torch.tensor(completion.token_ids), reduction="none")
+            for turn in completion.turns:
+                if turn.is_sampled:
+                    ratio = (logprobs - logprobs.detach())[turn.start : turn.end].exp()
+                    total = total - (advantage * ratio).sum()
+                    count += turn.end - turn.start
+                else:
+                    masked += turn.end - turn.start
+    assert masked > 50
+    (total / count).backward()
+    for name, parameter in policy.named_parameters():
+        assert torch.allclose(found["grads"][name], parameter.grad, atol=2e-6), name
+
+
+def test_metrics_of_conversations():
+    history = History()
+    fit(module_of(), PROMPTS, max_steps=2, shuffle=False, callbacks=[history])
+    step = history.steps[0]
+    assert step["rollout/turns"] == 11 / 4  # 1, 2, 3 and 5
+    assert 0 < step["rollout/sampled_fraction"] < 1
+    assert step["rollout/observation_tokens"] > 0
+    assert step["environment/reward"] == pytest.approx(step["environment/vowels"] * 0.1, abs=1e-6)
+    assert step["policy/rollout_difference_max"] < 1e-5
+
+
+def test_failures_are_counted_and_not_trained_on(caplog):
+    history, module = History(), module_of(Faulty("raise"), {"max_turn_length": 3, "on_error": "none"})
+    fit(module, PROMPTS, max_steps=1, callbacks=[history])
+    assert history.steps[0]["environment/failures/exception"] == 16
+    assert module.rollout.rewards.isnan().all()
+    assert not module.rollout.advantages.any()
+
+
+def test_completions_jsonl_has_the_turns(tmp_path):
+    fit(module_of(), PROMPTS, max_steps=1, shuffle=False, callbacks=[CompletionLog(dirpath=str(tmp_path))])
+    lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    assert len(lines) == 16
+    turns = lines[4]["turns"]  # of "b c"
+    assert [turn["role"] for turn in turns] == ["assistant", "user", "assistant", "user"]
+    assert turns[0].keys() == {"role", "text", "length", "finish_reason", "reward"}
+    assert sum(turn["length"] for turn in turns) == lines[4]["length"]
+
+
+class KilledError(Exception):
+    """Stands in for SIGKILL."""
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_run_resumes_inside_a_cycle_bit_for_bit(tmp_path):
+    def run(folder: Any, kill_at: int | None = None, ckpt_path: str | None = None) -> GRPOLightningModule:
+        module = module_of(updates_per_rollout=2, dynamic_sampling=DynamicSampling(max_resample_times=2))
+        saved = ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+
+        class Kill(History):
+            def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+                if trainer.global_step == kill_at:
+                    raise KilledError
+
+        try:
+            options = {"enable_checkpointing": True, "callbacks": [saved, Kill()], "accumulate_grad_batches": 2}
+            fit(module, PROMPTS, max_steps=6, ckpt_path=ckpt_path, **options)
+        except KilledError:
+            pass
+        return module
+
+    whole = run(tmp_path / "whole")
+    run(tmp_path / "killed", kill_at=4)
+    for step in (1, 2, 3):
+        resumed = run(tmp_path / f"resumed{step}", ckpt_path=str(tmp_path / "killed" / f"step={step}.ckpt"))
+        assert are_equal(weights_of(whole), weights_of(resumed)), step
+
+
+def test_validation_plays_conversations():
+    module = module_of()
+    trainer = make_trainer()
+    numbers = trainer.validate(module, PromptSource(PROMPTS, 4), verbose=False)[0]
+    assert numbers["val/environment_reward"] > 0
+
+
+def test_credit_of_turns_reaches_their_tokens():
+    module = module_of(Counted(num_turns=3), {"max_turn_length": 3, "turn_credit": 0.5}, objective=Objective(beta=0.0))
+
+    fit(module, PROMPTS, max_steps=1)
+    # All conversations get the same reward in every turn: no credit.
+    assert not any(any(c.turn_advantages) for g in module.rollout.groups for c in g.completions)
+    module = module_of(ByPromptLength(), {"max_turn_length": 5, "turn_credit": 0.5}, objective=Objective(beta=0.0))
+    fit(module, PROMPTS, max_steps=1, shuffle=False)
+    group = module.rollout.groups[2]
+    batch = module.run.cycle.micro_batches[0]
+    rewards = torch.tensor([[t.reward for t in c.turns if t.is_sampled] for c in group.completions])
+    returns = rewards.flip(1).cumsum(1).flip(1)
+    credit = (returns - returns.mean(0)) / (returns.std(0) + 1e-4)
+    credit[:, returns.std(0) == 0] = 0
+    for g, completion in enumerate(group.completions):
+        sampled = [turn for turn in completion.turns if turn.is_sampled]
+        for k, turn in enumerate(sampled):
+            expected = torch.full((turn.end - turn.start,), 0.5 * credit[g, k].item())
+            assert torch.tensor(completion.turn_advantages[turn.start : turn.end]).allclose(expected, atol=1e-5)
+    row = next(i for i, n in enumerate(batch.prompt_index.tolist()) if batch.groups[n] == 2)
+    width = batch.attention_mask[row].sum()
+    own = group.completions[batch.numbers[row]]
+    assert torch.equal(batch.turn_advantages[row, :width], torch.tensor(own.turn_advantages))
+    assert torch.equal(batch.token_advantages, batch.advantages[:, None] + batch.turn_advantages)
+
+
+def test_what_needs_an_environment_has_one():
+    with pytest.raises(ValueError, match=r"model\.conversation is set, but there is no environment"):
+        make_module(conversation=ConversationSettings())
+    with pytest.raises(ValueError, match="The reward 'environment_reward' reads the environment's rewards"):
+        make_module(rewards=[EnvironmentReward()])
+    with pytest.raises(
+        ValueError, match=r"turn_credit is 1\.0, but model\.objective\.surrogate 'gmpo' has one advantage"
+    ):
+        module_of(limits={"turn_credit": 1.0}, objective=Objective(surrogate="gmpo", beta=0.0))
+
+
+def test_rewards_of_the_environment_that_nobody_reads_are_named(caplog):
+    fit(module_of(rewards=[lambda completions: [0.0] * len(completions)]), PROMPTS, max_steps=1)
+    assert "Environment 'ByPromptLength' gives rewards, but no reward of the run reads them" in caplog.text
+
+
+def test_a_module_is_not_loaded_without_its_environment(tmp_path):
+    module = module_of()
+    trainer = fit(module, PROMPTS, max_steps=1)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    again = {"policy": tiny_model("qwen2", **SMALL), "tokenizer": tiny_tokenizer()}
+    with pytest.raises(ValueError, match=r"pass environment=\.\.\. to load_from_checkpoint"):
+        GRPOLightningModule.load_from_checkpoint(tmp_path / "a.ckpt", rewards=[vowel_share], **again)
+    loaded = GRPOLightningModule.load_from_checkpoint(
+        tmp_path / "a.ckpt", rewards=[EnvironmentReward()], environment=ByPromptLength(), **again
+    )
+    assert loaded.conversations.settings.max_turn_length == 5
+
+
+def test_tools_need_chats_and_a_template_that_describes_them():
+    with pytest.raises(ValueError, match="plain text, in which tools cannot be described"):
+        fit(module_of(Tools([double])), PROMPTS, max_steps=1)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
+    chats = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in PROMPTS]
+    with pytest.raises(ValueError, match="does not describe tools to the model"):
+        fit(module_of(Tools([double]), tokenizer=tokenizer), chats, max_steps=1)
+
+
+class Remembers(ByPromptLength):
+    """A reward reads what it remembers."""
+
+    def step(self, completion: str) -> Step:
+        self.last = completion
+        return super().step(completion)
+
+
+def remembered(completions: list[Any], turns: list[Any], environments: list[Any]) -> list[float]:
+    """1 where the environment's object has the text of the policy's last turn."""
+    sampled = [[turn for turn in each if turn.is_sampled] for each in turns]
+    return [float(e.last == t[-1].text) for e, t in zip(environments, sampled, strict=True)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_rewards_get_turns_and_the_environment_at_the_end(num_workers):
+    workers = RewardWorkers(num_workers=num_workers)
+    module = module_of(Remembers(), rewards=[remembered], reward_workers=workers)
+    fit(module, PROMPTS, max_steps=1)
+    assert (module.rollout.rewards == 1).all()
