@@ -1,5 +1,8 @@
 """Run the tests against the real vLLM in an environment of its own, which is made first (`make test-vllm`).
 
+    python tests/vllm/run.py [ARGUMENTS OF PYTEST]
+    python tests/vllm/run.py --install   # makes the environment only (`make prove-vllm`)
+
 vLLM pins its own torch and transformers. Installation and tests together take at most `SECONDS`. If vLLM cannot be
 installed, or the time is over, the tests have not run: the exit status is not 0, and a banner says so.
 """
@@ -106,5 +109,7 @@ def install() -> int:
 
 
 if __name__ == "__main__":
-    options = ["-m", "vllm", "-p", "no:cacheprovider", *sys.argv[1:]]
-    sys.exit(install() or run(PYTHON, "-m", "pytest", "tests/vllm", *options))
+    status = install()
+    if not status and sys.argv[1:] != ["--install"]:
+        status = run(PYTHON, "-m", "pytest", "tests/vllm", "-m", "vllm", "-p", "no:cacheprovider", *sys.argv[1:])
+    sys.exit(status)
