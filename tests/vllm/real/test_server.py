@@ -1,8 +1,10 @@
 """A real `vllm serve` in processes of its own, with weights by broadcast over TCP."""
 
+import copy
 import re
 import time
 
+import lightning as L
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.vllm import weights
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
-from grpo_lightning.rollout.vllm.server import ServerError
+from grpo_lightning.rollout.vllm.server import Served, ServerError, update_of
 from tests.module_runs import History, fit, make_module
 from tests.tiny_models import EOS, tiny_tokenizer
 from tests.vllm.real.policies import PROMPTS, largest_gap, policy, step
@@ -99,6 +101,60 @@ def test_a_run_trains(server, folder):
     assert max(map(abs, history.of("policy/rollout_kl"))) < 1e-6
     assert max(history.of("policy/rollout_difference_max")) < EXACT
     assert min(history.of("policy/rollout_ess")) > 1 - 1e-5
+
+
+class Rollouts(L.Callback):
+    """The groups of every rollout, and a copy of the policy at the start of training on them."""
+
+    def __init__(self):
+        self.groups, self.policies = [], []
+
+    def on_rollout(self, trainer, module, rollout):
+        self.groups.append(rollout.groups)
+        self.policies.append(copy.deepcopy(module.policy))
+
+    def gap(self, cycle, version, sampling):
+        """The largest |difference| of a rollout's log-probs and those of an earlier policy, in nats."""
+        groups = self.groups[cycle]
+        completions = [group.completions for group in groups]
+        return largest_gap(self.policies[version], [group.prompt_ids for group in groups], completions, sampling)
+
+
+def train_asynchronously(server, folder, staleness, length):
+    """Train with rollouts in the background, and check from which weights each is sampled. Returns: the engine."""
+    history, rollouts, engine = History(), Rollouts(), engine_of(server)
+    module = make_module(engine=engine, policy=str(folder), length=length, lr=1e-2, max_staleness=1)
+    fit(module, batch_size=4, max_steps=len(staleness), callbacks=[history, rollouts])
+    assert history.of("rollout/staleness") == staleness
+    for cycle, lag in enumerate(staleness):
+        assert rollouts.gap(cycle, cycle - lag, module.sampling) < EXACT
+        if lag:
+            assert rollouts.gap(cycle, cycle, module.sampling) > 100 * EXACT  # the present policy's no more
+    return engine
+
+
+def test_an_asynchronous_run_trains_on_rollouts_of_the_policy_before(server, folder):
+    engine = train_asynchronously(server, folder, [0, 1, 1, 1], length=12)
+    assert engine.num_updates == engine.backend.num_sends == 4
+
+
+def test_a_rollout_that_is_lost_in_the_background_is_sampled_again(server, folder, monkeypatch, caplog):
+    """kill -9 after the first completion of the rollout that is sampled from the weights of the second step."""
+    complete, killed = Served.complete, []
+
+    def killing(served, request, version):
+        answer = complete(served, request, version)
+        if update_of(version) == 2 and not killed:
+            killed.append(version)
+            server.kill()
+            server.start()
+        return answer
+
+    monkeypatch.setattr(Served, "complete", killing)
+    train_asynchronously(server, folder, [0, 1, 0, 1], length=150)
+    assert killed
+    (lost,) = [message for message in caplog.messages if "has been lost" in message]
+    assert "completions of the rollout that was sampled during training are missing" in lost
 
 
 def test_two_servers_sample_the_completions_of_one(server, second):
