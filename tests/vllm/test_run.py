@@ -50,3 +50,26 @@ def test_tests_that_take_too_long_are_ended(monkeypatch, capfd):
 
 def test_the_exit_status_is_that_of_the_tests():
     assert run.run(sys.executable, "-c", "raise SystemExit(3)") == 3
+
+
+@pytest.mark.parametrize(
+    ("found", "status"), [((0, 0), 0), ((0, 5), 0), ((1, 0), 1), ((5, 1), 1), ((0, -9), -9), ((5, 5), 5)]
+)
+def test_both_parts_of_the_tests_have_to_pass(found, status, monkeypatch, capfd):
+    """Arguments such as `-k` may select tests of one part only."""
+    ends = {
+        code: f"import os; os.kill(os.getpid(), {-code})" if code < 0 else f"raise SystemExit({code})" for code in found
+    }
+    programs = [[f"print('part {number}', flush=True); {ends[code]}"] for number, code in enumerate(found)]
+    monkeypatch.setattr(run, "PARTS", programs)
+    start = run.start
+    monkeypatch.setattr(run, "start", lambda *command, **options: start(sys.executable, "-c", command[-1], **options))
+    assert run.test("-k", "something") == status
+    assert sorted(capfd.readouterr().out.split("\n")) == ["", "part 0", "part 1"]
+
+
+def test_the_parts_are_all_tests():
+    (server,), (everything, ignored) = run.PARTS
+    assert ignored == f"--ignore={server}"
+    assert (run.ROOT / server).is_file()
+    assert run.ROOT / everything in (run.ROOT / server).parents
