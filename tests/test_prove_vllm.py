@@ -37,14 +37,15 @@ def test_the_bars_by_hand(prove: Any):
 
 
 def test_the_numbers_of_a_run_are_those_of_its_steps(prove: Any, tmp_path: Path):
-    path, names = tmp_path / "metrics.csv", "policy/rollout_kl,policy/rollout_difference_max"
-    path.write_text(f"{names}\n0.1,0.2\n,\n-0.3,0.1\n")
-    assert prove.differences(path) == {"rollout_kl": 0.3, "rollout_difference": 0.2, "staleness": 0}
-    path.write_text(f"{names},rollout/staleness\n0.1,0.2,0\n0.1,0.2,1\n0.1,0.2,0.5\n")
+    path, names = tmp_path / "metrics.csv", "policy/rollout_kl,policy/rollout_difference_max,policy/rollout_ess"
+    path.write_text(f"{names}\n0.1,0.2,0.9\n,,\n-0.3,0.1,0.8\n")
+    expected = {"rollout_kl": 0.3, "rollout_difference": 0.2, "rollout_ess": 0.8, "staleness": 0}
+    assert prove.differences(path) == expected
+    path.write_text(f"{names},rollout/staleness\n0.1,0.2,1,0\n0.1,0.2,1,1\n0.1,0.2,1,0.5\n")
     assert prove.differences(path)["staleness"] == 0.75
 
 
-@pytest.mark.parametrize("name", ["colocate", "server", "asynchronous"])
+@pytest.mark.parametrize("name", ["colocate", "server", "asynchronous", "asynchronous, not corrected"])
 def test_the_runs_are_configurations_of_the_quickstart(
     prove: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -59,7 +60,9 @@ def test_the_runs_are_configurations_of_the_quickstart(
     settings = parse(arguments[1:])
     assert settings.seed_everything == 3
     assert settings.model.engine.init_args.mode == ("colocate" if name == "colocate" else "server")
-    assert settings.model.max_staleness == int(name == "asynchronous")
+    assert settings.model.max_staleness == int(name.startswith("asynchronous"))
+    objective = settings.model.objective  # None has the defaults
+    assert (objective and objective.rollout_correction) == ("none" if name.endswith("corrected") else None)
     heads = {settings.data.prepare.class_path: settings.data.prepare.init_args.folder}
     assert heads == {"prove_vllm.TwoHeads": "runs/quickstart/task"}
     assert prove.TwoHeads.recipe().model.num_heads == 2
