@@ -21,9 +21,6 @@ Summary = dict[str, float]
 Runs = dict[str, list[Summary]]
 """Summaries of the runs, by the name of the control."""
 
-NUM_SEEDS = 8
-"""Default number of seeds of the quickstart itself."""
-
 TRAINED = "trained"
 """Name of the runs without a control."""
 
@@ -51,11 +48,11 @@ class ControlledRuns:
     learning: Sequence[str] = (TRAINED,)
     """Names of the runs that have to learn. The other runs are controls, with seeds of their own."""
 
-    num_seeds: int = NUM_SEEDS
-    """Default number of seeds of the runs that have to learn."""
+    seeds: Sequence[int] = range(8)
+    """Default seeds of the runs that have to learn."""
 
-    num_control_seeds: int = 1
-    """Default number of seeds of every control."""
+    control_seeds: Sequence[int] = (0,)
+    """Default seeds of every control."""
 
     also_recorded: Sequence[str] = ("seed",)
     """Further numbers of the summary that are written to `proofs.json`."""
@@ -64,8 +61,8 @@ class ControlledRuns:
         """Run everything, print the table, check the bars. Returns: the exit code, 1 if a bar is not reached."""
         formatter = argparse.RawDescriptionHelpFormatter
         parser = argparse.ArgumentParser(description=description, formatter_class=formatter)
-        parser.add_argument("--seeds", type=int, nargs="+", default=[*range(self.num_seeds)])
-        parser.add_argument("--control-seeds", type=int, nargs="+", default=[*range(self.num_control_seeds)])
+        parser.add_argument("--seeds", type=int, nargs="+", default=[*self.seeds])
+        parser.add_argument("--control-seeds", type=int, nargs="+", default=[*self.control_seeds])
         parser.add_argument("--record", action="store_true", help="write the outcome into benchmarks/proofs.json")
         parser.add_argument("--child", choices=self.controls, help=argparse.SUPPRESS)
         options = parser.parse_args()

@@ -73,8 +73,8 @@ def test_a_bar_that_does_not_hold_is_an_exit_code(tmp_path: Path):
 
 
 def test_several_runs_may_have_to_learn(tmp_path: Path):
-    """They take the seeds of `--seeds`, of which a proof has its own number by default."""
-    changed = SCRIPT.replace(", bars)", ', bars, learning=(TRAINED, "a control"), num_seeds=2)')
+    """They take the seeds of `--seeds`, of which a proof has its own ones by default."""
+    changed = SCRIPT.replace(", bars)", ', bars, learning=(TRAINED, "a control"), seeds=(0, 1))')
     outcome = run(tmp_path, "--record", script=changed)
     assert (outcome.returncode, outcome.stderr) == (0, "")
     recorded = json.loads((tmp_path / "proofs.json").read_text())["tiny"]
