@@ -70,7 +70,7 @@ class ControlledRuns:
             self.controls[options.child](options.seeds[0])
             return 0
 
-        console = Console(width=max(100, Console().width))  # wide enough for the table, also if the output is a file
+        console = Console(width=max(140, Console().width))  # wide enough for the table, also if the output is a file
         table = Table("run", "seed", *self.numbers)
         runs: Runs = {control: [] for control in self.controls}
         for control in self.controls:

@@ -8,8 +8,9 @@ CPUs need 32 features per head. The seed is 1: after the warm-up with seed 0, 13
 are right, so that there is nothing to find; with the seeds 1, 2 and 3, all of them are. The bars for every run: the
 sampled accuracy is at most 0.40 before training and at least 0.90 after, in at most 8 minutes (including the warm-up of
 the model and the start of the server). In the synchronous modes, the KL of vLLM's distribution to the policy's is at
-most 1e-3 nats per token in every step (`rollout_kl`); `rollout_difference` is the largest difference of the log-probs
-of a token, in nats. With `max_staleness: 1`, all rollouts but the first are sampled from weights that are one step old.
+most 1e-5 nats per token in every step (`rollout_kl`), and the largest difference of the log-probs of a token is at most
+1e-3 nats (`rollout_difference`). With `max_staleness: 1`, all rollouts but the first are sampled from weights that are
+one step old, so that the largest difference is at least 1e-2 nats.
 The control is an asynchronous run without the off-policy correction. Its gradient is biased, but with weights that are
 one step old, this need not show in the accuracy (`rollout_ess` is the least effective sample size of the importance
 weights, as a fraction of the tokens): `tests/test_module_asynchronous.py` computes the bias exactly, over all
@@ -72,8 +73,10 @@ def verdicts(runs: Runs) -> dict[str, bool]:
             f"{mode}: seconds <= 480": all(run["seconds"] <= 480 for run in of_mode),
         }
         if mode in SYNCHRONOUS:
-            bars[f"{mode}: |rollout_kl| <= 1e-3"] = all(run["rollout_kl"] <= 1e-3 for run in of_mode)
+            bars[f"{mode}: |rollout_kl| <= 1e-5"] = all(run["rollout_kl"] <= 1e-5 for run in of_mode)
+            bars[f"{mode}: rollout_difference <= 1e-3"] = all(run["rollout_difference"] <= 1e-3 for run in of_mode)
         else:
+            bars[f"{mode}: rollout_difference >= 1e-2"] = all(run["rollout_difference"] >= 1e-2 for run in of_mode)
             bars[f"{mode}: one rollout ahead"] = all(run["staleness"] == 1 for run in of_mode)
     return bars
 

@@ -21,15 +21,18 @@ def prove(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_bars_by_hand(prove: Any):
-    numbers = {"accuracy_before": 0.4, "accuracy_after": 0.9, "rollout_kl": 1e-3, "staleness": 0.0, "seconds": 480.0}
+    numbers = {"accuracy_before": 0.4, "accuracy_after": 0.9, "seconds": 480.0}
+    numbers |= {"rollout_kl": 1e-5, "rollout_difference": 1e-3, "staleness": 0.0}
     good = {mode: [numbers, numbers] for mode in prove.SYNCHRONOUS}
-    good["asynchronous"] = [numbers | {"rollout_kl": 0.1, "staleness": 1.0}]
+    good["asynchronous"] = [numbers | {"rollout_kl": 0.1, "rollout_difference": 1e-2, "staleness": 1.0}]
     assert all(prove.verdicts(good).values())
     for mode, changed, bar in (
         ("colocate", {"accuracy_before": 0.41}, "sampled before <= 0.40"),
         ("server", {"accuracy_after": 0.89}, "sampled after >= 0.90"),
         ("server", {"seconds": 481.0}, "seconds <= 480"),
-        ("colocate", {"rollout_kl": 0.0011}, "|rollout_kl| <= 1e-3"),
+        ("colocate", {"rollout_kl": 1.1e-5}, "|rollout_kl| <= 1e-5"),
+        ("server", {"rollout_difference": 1.1e-3}, "rollout_difference <= 1e-3"),
+        ("asynchronous", {"rollout_difference": 9e-3}, "rollout_difference >= 1e-2"),
         ("asynchronous", {"staleness": 0.99}, "one rollout ahead"),
     ):
         runs = good | {mode: [good[mode][0], good[mode][0] | changed]}
