@@ -16,7 +16,7 @@ READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-game quickstart-tools quickstart-grounding quickstart-reasoning-gym test test-slow test-all test-vllm lint format bench bench-curves cuda prove-dapo prove-learning prove-same-learning prove-grounding prove-reasoning-gym prove-game prove-tools prove-resume prove-ranks prove-unchanged prove-wheel clean
+.PHONY: help setup quickstart quickstart-game quickstart-tools quickstart-grounding quickstart-reasoning-gym test test-slow test-all test-vllm lint format bench bench-curves cuda prove-dapo prove-learning prove-same-learning prove-grounding prove-reasoning-gym prove-game prove-tools prove-resume prove-ranks prove-unchanged prove-vllm prove-wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-25s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -106,6 +106,10 @@ prove-ranks: $(READY) ## Show on two CPU ranks that training resumes, learns, an
 
 prove-unchanged: $(READY) ## Show that the working tree trains to the metrics and weights of a commit (BASE=HEAD)
 	$(BIN)/python benchmarks/prove_unchanged.py --base $(BASE)
+
+prove-vllm: ## Show on a CPU that the quickstart learns with vLLM: in the process, on a server, and asynchronously
+	$(PYTHON) tests/vllm/run.py --install
+	.venv-vllm/bin/python benchmarks/prove_vllm.py
 
 prove-wheel: $(READY) ## Show that the built wheel works in a fresh environment and an empty folder
 	$(BIN)/python benchmarks/prove_wheel.py

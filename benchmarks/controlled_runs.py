@@ -21,9 +21,6 @@ Summary = dict[str, float]
 Runs = dict[str, list[Summary]]
 """Summaries of the runs, by the name of the control."""
 
-NUM_SEEDS = 8
-"""Default number of seeds of the quickstart itself."""
-
 TRAINED = "trained"
 """Name of the runs without a control."""
 
@@ -36,7 +33,8 @@ class ControlledRuns:
     """Name of the entry in `proofs.json`."""
 
     controls: Mapping[str, Callable[[int], None]]
-    """Functions by name; each runs the quickstart once in the current folder with a given seed. Includes `TRAINED`."""
+    """Functions by name; each runs the quickstart once in the current folder with a given seed. Includes those of
+    `learning`."""
 
     summary: str
     """Path of the summary that a run writes."""
@@ -47,8 +45,14 @@ class ControlledRuns:
     verdicts: Callable[[Runs], dict[str, bool]]
     """Returns every bar, and whether it is reached."""
 
-    num_control_seeds: int = 1
-    """Default number of seeds of every control."""
+    learning: Sequence[str] = (TRAINED,)
+    """Names of the runs that have to learn. The other runs are controls, with seeds of their own."""
+
+    seeds: Sequence[int] = range(8)
+    """Default seeds of the runs that have to learn."""
+
+    control_seeds: Sequence[int] = (0,)
+    """Default seeds of every control."""
 
     also_recorded: Sequence[str] = ("seed",)
     """Further numbers of the summary that are written to `proofs.json`."""
@@ -57,8 +61,8 @@ class ControlledRuns:
         """Run everything, print the table, check the bars. Returns: the exit code, 1 if a bar is not reached."""
         formatter = argparse.RawDescriptionHelpFormatter
         parser = argparse.ArgumentParser(description=description, formatter_class=formatter)
-        parser.add_argument("--seeds", type=int, nargs="+", default=[*range(NUM_SEEDS)])
-        parser.add_argument("--control-seeds", type=int, nargs="+", default=[*range(self.num_control_seeds)])
+        parser.add_argument("--seeds", type=int, nargs="+", default=[*self.seeds])
+        parser.add_argument("--control-seeds", type=int, nargs="+", default=[*self.control_seeds])
         parser.add_argument("--record", action="store_true", help="write the outcome into benchmarks/proofs.json")
         parser.add_argument("--child", choices=self.controls, help=argparse.SUPPRESS)
         options = parser.parse_args()
@@ -66,29 +70,31 @@ class ControlledRuns:
             self.controls[options.child](options.seeds[0])
             return 0
 
-        console = Console(width=max(100, Console().width))  # wide enough for the table, also if the output is a file
+        console = Console(width=max(140, Console().width))  # wide enough for the table, also if the output is a file
         table = Table("run", "seed", *self.numbers)
         runs: Runs = {control: [] for control in self.controls}
         for control in self.controls:
-            for seed in options.seeds if control == TRAINED else options.control_seeds:
+            for seed in options.seeds if control in self.learning else options.control_seeds:
                 console.print(f"running: {control}, seed {seed}")
                 summary = self.run(control, seed)
                 runs[control].append({name: summary[name] for name in [*self.also_recorded, *self.numbers]})
-                table.add_row(control, str(seed), *(f"{summary[name]:.3f}" for name in self.numbers))
-        spread = self.spread(runs[TRAINED])
-        for kind, numbers in spread.items():
-            table.add_row(f"{TRAINED}, {kind}", "", *(f"{numbers[name]:.3f}" for name in self.numbers))
+                table.add_row(control, str(seed), *(f"{summary[name]:.4g}" for name in self.numbers))
+        spreads = {name: self.spread(runs[name]) for name in self.learning}
+        for name, spread in spreads.items():
+            for kind, numbers in spread.items():
+                table.add_row(f"{name}, {kind}", "", *(f"{numbers[number]:.4g}" for number in self.numbers))
         bars = self.verdicts(runs)
         console.print(table)
         for bar, holds in bars.items():
             console.print(f"{'holds' if holds else 'FAILS'}: {bar}")
         if options.record:
-            record(self.name, {"runs": runs, "spread": spread, "bars": bars})
+            outcome = spreads if len(spreads) > 1 else spreads[self.learning[0]]
+            record(self.name, {"runs": runs, "spread": outcome, "bars": bars})
         return 0 if all(bars.values()) else 1
 
-    def spread(self, trained: Sequence[Summary]) -> dict[str, Summary]:
+    def spread(self, learned: Sequence[Summary]) -> dict[str, Summary]:
         """Mean, minimum and maximum of every number over the seeds: the bars must be reached with any seed."""
-        values = {name: [summary[name] for summary in trained] for name in self.numbers}
+        values = {name: [summary[name] for summary in learned] for name in self.numbers}
         kinds = {"mean": statistics.fmean, "least": min, "greatest": max}
         return {kind: {name: reduce(some) for name, some in values.items()} for kind, reduce in kinds.items()}
 

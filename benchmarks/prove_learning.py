@@ -90,7 +90,7 @@ PROOF = ControlledRuns(
     summary="runs/quickstart/version_0/summary.json",
     numbers=["accuracy_before", "accuracy_after", "greedy_before", "greedy_after", "seconds"],
     verdicts=verdicts,
-    num_control_seeds=3,
+    control_seeds=range(3),
 )
 
 if __name__ == "__main__":

@@ -439,25 +439,29 @@ class GRPOLightningModule(L.LightningModule):
     def take_in_flight(self, prompts: Sequence[Prompt], seeds: list[int], in_flight: InFlight) -> Rollout:
         """Take the groups of N prompts that were sampled in the background, and request those of the next cycles.
 
-        Prompts that are not in flight are sampled now: at the start of a run, also of a resumed one, and if dynamic
-        sampling has used prompts of this cycle before. Collective.
+        Prompts that are not in flight are sampled now: at the start of a run, also of a resumed one, if dynamic
+        sampling has used prompts of this cycle before, and if sampling in the background has failed. Collective.
+
+        Raises:
+            Exception: If sampling fails now, on every rank. The error shows that of the background, too.
         """
         in_flight.forget(self.run.rollout_index - self.max_staleness)
         groups = in_flight.take(prompts)
-        self.engine.sync_weights(self.policy)
         missing = [number for number, group in enumerate(groups) if group is None]
         self.metrics.add_seconds("time/sampling", in_flight.seconds)
-        if ranks.is_any(bool(missing)):
-            with self.metrics.timed("sampling"):
-                chosen, chosen_seeds = [prompts[i] for i in missing], [seeds[i] for i in missing]
-                sampled = self.generate(chosen, self.num_generations, self.sampling, chosen_seeds)
-            for number, group in zip(missing, sampled, strict=True):
-                groups[number] = group
+        with in_flight.second_attempt():
+            self.engine.sync_weights(self.policy)
+            if ranks.is_any(bool(missing)):
+                with self.metrics.timed("sampling"):
+                    chosen, chosen_seeds = [prompts[i] for i in missing], [seeds[i] for i in missing]
+                    sampled = self.generate(chosen, self.num_generations, self.sampling, chosen_seeds)
+                for number, group in zip(missing, sampled, strict=True):
+                    groups[number] = group
         self.request_next_cycles(in_flight)
         return Rollout([group for group in groups if group is not None])
 
     def request_next_cycles(self, in_flight: InFlight) -> None:
-        """Start sampling the prompts of the next cycles in the background, from the weights that the engine has."""
+        """Start sampling the prompts of the next cycles in the background, from the engine's weights. Collective."""
         trainer = self.trainer
         source: Any = trainer.train_dataloader  # a PromptSource: `check_asynchronous` refuses others
         count = int(min(self.max_staleness, self.cycle_shape.cycles_left(trainer.max_steps, trainer.global_step)))
@@ -471,11 +475,12 @@ class GRPOLightningModule(L.LightningModule):
             for seed in self.rollout_seeds(self.run.rollout_index + ahead, self.teams.indices(len(cycle)))
         ]
         lacking = in_flight.lacking(prompts)
-        if lacking:
+        if ranks.is_any(bool(lacking)):  # with images and sharded weights, all ranks run the vision tower together
             chosen = [prompts[i] for i in lacking]
             groups = self.group_source
             sample = groups.prepare(chosen, self.num_generations, self.sampling, [seeds[i] for i in lacking])
-            in_flight.request(chosen, sample, self.run.rollout_index)
+            if chosen:
+                in_flight.request(chosen, sample, self.run.rollout_index)
 
     def start_cycle(self, rollout: Rollout) -> None:
         """Start training on a rollout: notify callbacks, add reference and old log-probs, make the micro-batches.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -36,11 +37,13 @@ if __name__ == "__main__":
 """
 
 
-def run(folder: Path, *arguments: str, control: str = "learned") -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, *arguments: str, control: str = "learned", script: str = SCRIPT
+) -> subprocess.CompletedProcess[str]:
     """The script in this folder."""
-    script = folder / "prove_tiny.py"
-    script.write_text(SCRIPT.replace("CONTROL", control))
-    command = [sys.executable, str(script), *arguments]
+    path = folder / "prove_tiny.py"
+    path.write_text(script.replace("CONTROL", control))
+    command = [sys.executable, str(path), *arguments]
     paths = {"PYTHONPATH": str(BENCHMARKS)}
     return subprocess.run(command, cwd=folder, env=paths, capture_output=True, text=True, check=False)
 
@@ -67,6 +70,19 @@ def test_a_bar_that_does_not_hold_is_an_exit_code(tmp_path: Path):
     assert outcome.returncode == 1
     assert outcome.stdout.splitlines()[-2:] == ["holds: trained >= 0.75", "FAILS: a control >= 0.75"]
     assert not (tmp_path / "proofs.json").exists()
+
+
+def test_several_runs_may_have_to_learn(tmp_path: Path):
+    """They take the seeds of `--seeds`, of which a proof has its own ones by default."""
+    changed = SCRIPT.replace(", bars)", ', bars, learning=(TRAINED, "a control"), seeds=(0, 1))')
+    outcome = run(tmp_path, "--record", script=changed)
+    assert (outcome.returncode, outcome.stderr) == (0, "")
+    recorded = json.loads((tmp_path / "proofs.json").read_text())["tiny"]
+    runs = [{"seed": 0, "after": 0.9}, {"seed": 1, "after": 0.8}]
+    assert recorded["runs"] == {"trained": runs, "a control": runs}
+    assert recorded["spread"]["a control"]["least"] == {"after": 0.8}
+    assert recorded["spread"].keys() == {"trained", "a control"}
+    assert recorded["versions"]["torch"] == version("torch")  # packages that are not installed are left out
 
 
 def test_a_run_that_fails_says_why(tmp_path: Path):

@@ -1,6 +1,8 @@
 """Rollouts that are sampled in the background while the policy trains (`max_staleness`)."""
 
 import dataclasses
+import re
+import traceback
 
 import lightning as L
 import pytest
@@ -9,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.objective import Objective, StepCounts
-from grpo_lightning.rollout.asynchronous import InFlight
+from grpo_lightning.rollout.asynchronous import InFlight, show_first
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
@@ -93,17 +95,84 @@ def test_prompts_that_the_loader_skips_are_not_trained_on_later():
     assert max(lag for lags in recorder.staleness for lag in lags) <= 2
 
 
-def test_the_error_of_the_background_reaches_the_trainer_with_its_traceback():
-    class Fails(BackgroundEngine):
-        def generate(self, *arguments, **options):
-            completions = super().generate(*arguments, **options)
-            if len(self.calls) > 3:
-                raise RuntimeError("the engine is on fire")
-            return completions
+class Fails(BackgroundEngine):
+    """Some of the calls of `generate` raise an error, by their number among those in the background."""
 
-    with pytest.raises(RuntimeError, match="the engine is on fire") as caught:
-        run(1, engine=Fails())
-    assert any(entry.name == "generate" and "test_module_asynchronous" in str(entry.path) for entry in caught.traceback)
+    def __init__(self, failing, *, everywhere=False):
+        super().__init__()
+        self.failing, self.everywhere = failing, everywhere
+
+    def generate(self, *arguments, **options):
+        completions = super().generate(*arguments, **options)
+        is_main = self.calls[-1][1]
+        number = sum(not main for _, main in self.calls)
+        if number in self.failing and (self.everywhere or not is_main):
+            try:
+                raise OSError("no connection")
+            except OSError as error:
+                raise RuntimeError(f"on fire {'now' if is_main else 'in the background'}") from error
+        return completions
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_a_rollout_that_is_lost_in_the_background_is_sampled_again_at_once(max_staleness, caplog):
+    """Prompts, seeds and completions stay the same; groups that are lost with it are requested again."""
+    synchronous, _, _ = run(0, lr=0.0)
+    recorder, _, engine = run(max_staleness, engine=Fails({1, 4}), lr=0.0)
+    assert recorder.prompts == synchronous.prompts
+    assert recorder.completions == synchronous.completions
+    rounds = {1: [{0}, {0}, {1}, {1}, {0}, {1}], 2: [{0}, {0}, {1}, {2}, {2}, {0}]}
+    assert recorder.staleness == rounds[max_staleness]
+    calls = {
+        1: [(4, True), (4, False), (4, True), *[(4, False)] * 3, (4, True), (4, False)],
+        2: [(4, True), (8, False), (4, True), (8, False), (4, False), (4, False), (4, True)],
+    }
+    assert engine.calls[-len(calls[max_staleness]) :] == calls[max_staleness]
+    lost = [record for record in caplog.messages if "has been lost" in record]
+    assert len(lost) == 2
+    assert lost[0] == (
+        "A rollout that was sampled during training has been lost on rank 0: RuntimeError: on fire in the background. "
+        "The prompts of this cycle are sampled again before training continues. If that fails too, the run ends."
+    )
+
+
+def test_if_both_attempts_fail_the_error_has_both_tracebacks():
+    with pytest.raises(RuntimeError, match="on fire now") as caught:
+        run(1, engine=Fails({3}, everywhere=True))
+    text = "".join(traceback.format_exception(caught.value))
+    assert text.index("on fire in the background") < text.index("on fire now")
+    assert text.count("OSError: no connection") == 2
+    assert text.count("in generate\n") >= 4
+
+
+def test_an_earlier_error_is_shown_above_all_causes_of_a_later_one():
+    def error(kind):
+        try:
+            if kind == "from another":
+                try:
+                    raise KeyError("inner")
+                except KeyError as inner:
+                    raise ValueError("outer") from inner
+            if kind == "from none":
+                try:
+                    raise KeyError("hidden")
+                except KeyError:
+                    raise ValueError("outer") from None
+            raise ValueError("outer")
+        except ValueError as raised:
+            return raised
+
+    for kind, shown in (
+        ("plain", ["earlier", "outer"]),
+        ("from another", ["earlier", "inner", "outer"]),
+        ("from none", ["earlier", "outer"]),
+    ):
+        later = error(kind)
+        show_first(RuntimeError("earlier"), later)
+        text = "".join(traceback.format_exception(later))
+        assert re.findall(r"^\w+Error: '?(\w+)", text, re.MULTILINE) == shown
+    show_first(later, later)  # the same error twice
+    assert "".join(traceback.format_exception(later)) == text
 
 
 def test_a_resumed_run_samples_again_what_was_in_flight(tmp_path):

@@ -1,5 +1,6 @@
 """The files around the package agree with each other."""
 
+import os
 import re
 import subprocess
 import sys
@@ -83,6 +84,18 @@ def test_make_targets_run_files_that_exist():
     scripts = re.findall(r"\b(?:benchmarks|recipes)/[\w./-]+", read("Makefile"))
     assert scripts
     assert [name for name in scripts if not (ROOT / name).is_file()] == []
+
+
+@pytest.mark.parametrize("failing", [None, "lint", "test", "test-slow", "test-vllm"])
+def test_continuous_integration_runs_every_check_and_any_of_them_fails_it(failing: str | None, tmp_path: Path):
+    """With another `make`, which writes down its target."""
+    make = tmp_path / "make"
+    make.write_text(f'#!/bin/sh\necho "$2" >> {tmp_path}/targets\n[ "$2" != "{failing}" ]\n')
+    make.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    result = subprocess.run([ROOT / ".ci" / "run"], env=environment, check=False)
+    assert result.returncode == (failing is not None)
+    assert (tmp_path / "targets").read_text().split() == ["setup", "lint", "test", "test-slow", "test-vllm"]
 
 
 def test_the_version_is_the_same_everywhere():

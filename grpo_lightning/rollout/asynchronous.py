@@ -3,20 +3,24 @@
 At the start of cycle k, the groups of this cycle, which were requested S cycles earlier (`model.max_staleness`), are
 taken, and those of cycle k + S are requested, from the weights that cycle k starts with. So completions are trained on
 with weights that are at most S cycles newer than those that sampled them. Groups in flight are not part of
-checkpoints: a resumed run samples them again.
+checkpoints: a resumed run samples them again. Groups whose sampling failed are sampled once more in the foreground.
 """
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from grpo_lightning.core import ranks
+from grpo_lightning.core.background import in_background
 from grpo_lightning.core.types import Group, Prompt
+
+log = logging.getLogger(__name__)
 
 
 class Sampled(NamedTuple):
@@ -45,6 +49,8 @@ class InFlight:
         """By the key of a prompt: its requests, oldest first. Several epochs may have requested it."""
         self.seconds = 0.0
         """Seconds that it took to sample the groups which `take` has returned last."""
+        self.failure: Exception | None = None
+        """Error of this rank that lost groups in the last `take`."""
 
     def request(self, prompts: Sequence[Prompt], sample: Callable[[], list[Group]], rollout_index: int) -> None:
         """Start sampling in the background.
@@ -63,8 +69,12 @@ class InFlight:
 
         The data loader has skipped their prompts, for example because `limit_train_batches` ended the epoch.
         """
+        self._keep(lambda request: request.rollout_index >= oldest)
+
+    def _keep(self, is_kept: Callable[[Request], bool]) -> None:
+        """Forget the requests for which `is_kept` is False."""
         for key, requests in list(self.requests.items()):
-            if kept := deque(request for request in requests if request.rollout_index >= oldest):
+            if kept := deque(request for request in requests if is_kept(request)):
                 self.requests[key] = kept
             else:
                 del self.requests[key]
@@ -80,51 +90,68 @@ class InFlight:
         return positions
 
     def take(self, prompts: Sequence[Prompt]) -> list[Group | None]:
-        """Wait for the groups of N prompts; None for prompts that are not in flight. Collective.
+        """Wait for the groups of N prompts. Collective.
 
-        Raises:
-            Exception: The error of this rank's background thread, with its traceback.
-            RuntimeError: On the other ranks.
+        If sampling has failed on any rank, all ranks log a warning, and all prompts that were requested together with
+        the failed ones are forgotten.
+
+        Returns:
+            N groups; None for prompts that are not in flight, and for those whose sampling has failed.
         """
-        failure: Exception | None = None
+        self.failure = None
         groups: list[Group | None] = []
         used: dict[int, Sampled] = {}
-        try:
-            for prompt in prompts:
-                requests = self.requests.get(prompt.key)
-                if not requests:
-                    groups.append(None)
-                    continue
+        for prompt in prompts:
+            requests = self.requests.get(prompt.key)
+            group = None
+            if requests:
                 sampled, position, _ = requests.popleft()
-                used[id(sampled)] = sampled.result()
-                groups.append(used[id(sampled)].groups[position])
-        except Exception as error:  # noqa: BLE001 - raised below, on every rank
-            failure = error
-        described = None if failure is None else f"{type(failure).__name__}: {failure}"
+                try:
+                    used[id(sampled)] = sampled.result()
+                    group = used[id(sampled)].groups[position]
+                except Exception as error:  # noqa: BLE001 - raised by `second_attempt`, if that fails too
+                    self.failure = error
+                    self._keep(lambda request, failed=sampled: request.sampled is not failed)  # type: ignore[misc]
+            groups.append(group)
+        self.seconds = sum(sampled.seconds for sampled in used.values())
+        described = None if self.failure is None else f"{type(self.failure).__name__}: {self.failure}"
         for rank, problem in enumerate(ranks.gather_objects(described)):
             if problem is not None:
-                raise failure or RuntimeError(f"Sampling in the background failed on rank {rank}: {problem}")
-        self.seconds = sum(sampled.seconds for sampled in used.values())
+                log.warning(
+                    "A rollout that was sampled during training has been lost on rank %d: %s The prompts of this cycle "
+                    "are sampled again before training continues. If that fails too, the run ends.",
+                    rank,
+                    problem if problem.endswith(".") else f"{problem}.",
+                )
         return groups
+
+    @contextlib.contextmanager
+    def second_attempt(self) -> Iterator[None]:
+        """Context that samples lost groups again; its error is shown after that of the first attempt."""
+        failure, self.failure = self.failure, None
+        try:
+            yield
+        except Exception as error:
+            if failure is not None:
+                show_first(failure, error)
+            raise
+
+
+def show_first(earlier: BaseException, error: BaseException) -> None:
+    """Show the traceback of an earlier error above those of `error` and its causes.
+
+    Python does this for an error that is raised in an `except` block, but not if the error has a cause of its own
+    (`raise ... from`).
+    """
+    while error is not earlier:
+        inner = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if inner is None:
+            error.__context__, error.__suppress_context__ = earlier, False
+            return
+        error = inner
 
 
 def timed(sample: Callable[[], list[Group]]) -> Sampled:
     """Sample, and measure the seconds."""
     start = time.perf_counter()
     return Sampled(sample(), time.perf_counter() - start)
-
-
-def in_background(call: Callable[[], Any]) -> Future[Any]:
-    """Call a function in a thread of its own, which nothing waits for: not even the end of the process does."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            result = call()
-        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future

@@ -25,8 +25,9 @@ def trained(
     Args:
         strategy: Strategy of the run.
         folder: Folder of the policy.
-        kind: What is sent: merged weights, or adapters.
-        is_killed: The server dies in the middle of the second rollout, and is started again.
+        kind: What is sent and when; a key of `RATES`.
+        is_killed: The server dies in the middle of the rollout that it samples from the weights of the second step, and
+            is started again.
     """
     with serving(AutoConfig.from_pretrained(folder / "policy"), name=str(folder / "policy")) as server:
         deaths: list[int] = []
@@ -47,10 +48,13 @@ def trained(
             train(strategy, server.url, folder, kind)
         else:
             run_ranks("tests.distributed.vllm", strategy, server.url, folder, kind)
-        # One update per step: the second rank sends nothing. The restarted server got the second and the third one.
+        # One update per step: the second rank sends nothing. The restarted server got the second and the third one. An
+        # asynchronous rollout that is lost is sampled again from the third one.
         assert len(deaths) == is_killed
-        event, others = ("adapter", 1) if kind == "adapters" else ("start", STEPS - is_killed)
-        assert server.fake.events.count(event) == STEPS - is_killed
+        lost = is_killed * (2 if kind == "asynchronous" else 1)
+        sent = 1 if kind == "asynchronous, one rank loses" else STEPS - lost  # its weights do not change
+        event, others = ("adapter", 1) if kind == "adapters" else ("start", sent)
+        assert server.fake.events.count(event) == sent
         assert server.fake.events.count("start") == others
     return json.loads((folder / f"{strategy}.json").read_text()), torch.load(folder / f"{strategy}.pt")
 
@@ -79,6 +83,37 @@ def test_two_ranks_on_a_server_train_as_one_device(strategy, kind, is_killed, tm
     assert own.keys() == weights.keys()
     for name, weight in weights.items():
         torch.testing.assert_close(own[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@SLOW
+@pytest.mark.parametrize(("strategy", "is_killed"), [("ddp", False), ("ddp", True), ("zero3", True), ("fsdp2", False)])
+def test_two_ranks_with_asynchronous_rollouts_train_as_one_device(strategy, is_killed, tmp_path):
+    """Also if the server dies during a rollout in the background: it is sampled again, from newer weights."""
+    save_policy(tmp_path)
+    steps, weights = trained("one", tmp_path, "asynchronous", is_killed=is_killed)
+    found, own = trained(strategy, tmp_path, "asynchronous", is_killed=is_killed)
+    staleness = [0, 1, 0 if is_killed else 1]
+    for name in ("reward/mean", "rollout/length", "policy/rollout_kl"):
+        assert [step[name] for step in found] == pytest.approx([step[name] for step in steps], abs=1e-4), name
+    for run in (steps, found):
+        assert [step["rollout/staleness"] for step in run] == staleness
+        assert [step["policy/rollout_difference_max"] > 1e-2 for step in run] == [lag > 0 for lag in staleness]
+    for name, weight in weights.items():
+        torch.testing.assert_close(own[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@SLOW
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_one_of_two_ranks_may_lose_its_rollout(strategy, tmp_path):
+    """It samples its prompts again, while the other rank has its groups. The weights stay, so nothing else changes."""
+    save_policy(tmp_path)
+    kind = "asynchronous, one rank loses"
+    steps, _ = trained("one", tmp_path, kind)
+    found, _ = trained(strategy, tmp_path, kind)
+    assert [step["rollout/staleness"] for step in steps] == [0, 1, 1]
+    assert [step["rollout/staleness"] for step in found] == [0, 0.5, 1]
+    for name in ("reward/mean", "rollout/length"):
+        assert [step[name] for step in found] == pytest.approx([step[name] for step in steps]), name
 
 
 # ------------------------------------------------------------------------------------- colocate, with the fake vLLM

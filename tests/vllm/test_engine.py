@@ -542,6 +542,14 @@ def test_an_error_of_a_rank_does_not_keep_it_from_gathering(fake_vllm, monkeypat
     assert len(gathered) == 3  # two layers and the rest
 
 
+def test_vllm_gets_the_class_of_a_model_that_fsdp2_has_wrapped(fake_vllm):  # noqa: F811
+    """`fully_shard` renames the class of the model, and vLLM knows only the names of transformers."""
+    model = tiny_model(**SMALL)
+    model.__class__ = type(f"FSDP{type(model).__name__}", (type(model),), {})
+    VLLMEngine().connect(model, tiny_tokenizer(), Sharding())
+    assert fake_vllm.made[0].fake.config.architectures == ["Qwen2ForCausalLM"]
+
+
 def test_vllm_starts_without_the_default_device_of_lightning(fake_vllm):  # noqa: F811
     with torch.device("meta"):
         engine = VLLMEngine()

@@ -116,7 +116,7 @@ class Colocated:
         self.folder = tempfile.TemporaryDirectory(prefix="grpo-vllm-")
         folder, model = Path(self.folder.name), base_model(policy)
         # Models that were not loaded from a checkpoint do not name their class in the config.
-        model.config.architectures = [type(model).__name__]
+        model.config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard renames the class
         model.config.save_pretrained(folder)
         if processor is not None:
             processor.save_pretrained(folder)

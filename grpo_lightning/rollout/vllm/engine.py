@@ -703,8 +703,7 @@ class VLLMEngine(RolloutEngine):
             if batch.missing:
                 raise ServerError(
                     f"{len(batch.missing)} completions of the rollout that was sampled during training are missing: "
-                    "all servers have lost its weights, which the policy does not have any more. Resume the run from "
-                    "its last checkpoint (on the command line: --ckpt_path auto)."
+                    "all servers have lost its weights, and the policy may have newer ones."
                 )
             return 0
         own = None if error is None else f"{type(error).__name__}: {error}"

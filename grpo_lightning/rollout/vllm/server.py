@@ -10,10 +10,8 @@ import contextlib
 import http.client
 import json
 import socket
-import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -22,6 +20,7 @@ from urllib.parse import urlsplit
 
 from torch import Tensor
 
+from grpo_lightning.core.background import in_background
 from grpo_lightning.rollout.vllm.colocate import check_version
 from grpo_lightning.rollout.vllm.requests import Answer, Request
 from grpo_lightning.rollout.vllm.transfer import GROUPS, BroadcastGroup, describe
@@ -469,22 +468,6 @@ def version_name(run: str, update: int, count: int) -> str:
 def update_of(version: str) -> int:
     """Number of the update that has the name `version`."""
     return int(version.split("-")[2])
-
-
-def in_background(call: Callable[[], Any]) -> Future[Any]:
-    """Call a function in a thread of its own, which nobody has to wait for: not even the end of the process does."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            result = call()
-        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def problem_of(answer: Future[Any]) -> ServerError | None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from grpo_lightning.core.background import in_background
 from grpo_lightning.rollout.vllm.adapters import AdapterFolders
 from grpo_lightning.rollout.vllm.requests import Answer, Arrivals, Request
 from grpo_lightning.rollout.vllm.server import (
@@ -25,7 +26,6 @@ from grpo_lightning.rollout.vllm.server import (
     Served,
     ServerError,
     UnavailableError,
-    in_background,
     update_of,
     version_name,
 )

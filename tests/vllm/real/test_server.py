@@ -1,8 +1,11 @@
 """A real `vllm serve` in processes of its own, with weights by broadcast over TCP."""
 
+import copy
+import dataclasses
 import re
 import time
 
+import lightning as L
 import pytest
 import torch
 
@@ -13,7 +16,7 @@ from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.vllm import weights
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
-from grpo_lightning.rollout.vllm.server import ServerError
+from grpo_lightning.rollout.vllm.server import Served, ServerError, update_of
 from tests.conversation_runs import sample
 from tests.environments.games import ByPromptLength
 from tests.module_runs import History, fit, make_module
@@ -45,8 +48,11 @@ def server(folder):
 
 @pytest.fixture(scope="module")
 def second(folder):
-    """The second server of the file, without the route of the first. Its log-probs are those of temperature 1."""
-    with serving(folder, *TRANSFER) as running:
+    """The second server of the file, without the route of the first. Its log-probs are those of temperature 1.
+
+    It also takes adapters: a server takes half a minute to start.
+    """
+    with serving(folder, *TRANSFER, *ADAPTERS) as running:
         yield running
 
 
@@ -103,6 +109,62 @@ def test_a_run_trains(server, folder):
     assert min(history.of("policy/rollout_ess")) > 1 - 1e-5
 
 
+class Rollouts(L.Callback):
+    """The groups of every rollout, and a copy of the policy at the start of training on them."""
+
+    def __init__(self):
+        self.groups, self.policies = [], []
+
+    def on_rollout(self, trainer, module, rollout):
+        self.groups.append(rollout.groups)
+        self.policies.append(copy.deepcopy(module.policy))
+
+    def gap(self, cycle, version, sampling):
+        """The largest |difference| of a rollout's log-probs and those of an earlier policy, in nats."""
+        groups = self.groups[cycle]
+        completions = [group.completions for group in groups]
+        prompts = [group.prompt_ids for group in groups]
+        return largest_gap(self.policies[version], prompts, completions, sampling)
+
+
+def train_asynchronously(server, folder, staleness, length):
+    """Train with rollouts in the background, and check from which weights each is sampled. Returns: the engine."""
+    history, rollouts, engine = History(), Rollouts(), engine_of(server)
+    module = make_module(engine=engine, policy=str(folder), length=length, lr=1e-2, max_staleness=1)
+    fit(module, batch_size=4, max_steps=len(staleness), callbacks=[history, rollouts])
+    assert history.of("rollout/staleness") == staleness
+    sampling = dataclasses.replace(module.sampling, suppress_tokens=list(module.encoder.never_sampled))
+    for cycle, lag in enumerate(staleness):
+        assert rollouts.gap(cycle, cycle - lag, sampling) < EXACT
+        if lag:
+            assert rollouts.gap(cycle, cycle, sampling) > 100 * EXACT  # the present policy's no more
+    return engine
+
+
+def test_an_asynchronous_run_trains_on_rollouts_of_the_policy_before(server, folder):
+    engine = train_asynchronously(server, folder, [0, 1, 1, 1], length=12)
+    assert engine.num_updates == engine.backend.num_sends == 4
+
+
+def test_a_rollout_that_is_lost_in_the_background_is_sampled_again(server, folder, monkeypatch, caplog):
+    """kill -9 after the first completion of the rollout that is sampled from the weights of the second step."""
+    complete, killed = Served.complete, []
+
+    def killing(served, request, version):
+        answer = complete(served, request, version)
+        if update_of(version) == 2 and not killed:
+            killed.append(version)
+            server.kill()
+            server.start()
+        return answer
+
+    monkeypatch.setattr(Served, "complete", killing)
+    train_asynchronously(server, folder, [0, 1, 0, 1], length=150)
+    assert killed
+    (lost,) = [message for message in caplog.messages if "has been lost" in message]
+    assert "completions of the rollout that was sampled during training are missing" in lost
+
+
 def test_two_servers_sample_the_completions_of_one(server, second):
     """The servers have different routes, and get the weights one after the other."""
     model = policy()
@@ -133,6 +195,20 @@ def test_a_server_without_processed_log_probs_is_found(second):
     engine = connected(second, model=policy())
     with pytest.raises(ValueError, match="Start the server with --logprobs-mode processed_logprobs"):
         engine.check_logprobs(Scorer("extended"))
+
+
+def test_adapters_alone_are_sampled(second):
+    """With the base weights sent once; the server has loaded other ones."""
+    adapted = add_adapters(policy(), LoRA(rank=4, use_rslora=True))
+    step(adapted.get_base_model(), 5)
+    engine = connected(second, model=adapted, enable_lora=True)
+    for update in range(4):
+        engine.sync_weights(adapted)
+        groups = engine.generate(PROMPTS, 4, SAMPLING, seeds=[1, 2, 3])
+        assert largest_gap(adapted, PROMPTS, groups, SAMPLING) < EXACT
+        step(adapted, update)
+        assert largest_gap(adapted, PROMPTS, groups, SAMPLING) > 100 * EXACT
+    assert engine.num_updates == 5
 
 
 @pytest.mark.parametrize("failure", ["a missing group", "broken off"])
@@ -242,20 +318,6 @@ def test_a_server_that_does_not_come_back_ends_the_rollout_with_an_error(server)
     ):
         engine.generate(PROMPTS[:2] * 4, 16, sampling, list(range(8)), on_group=on_group)
     assert time.monotonic() - killed[0] < 20
-
-
-def test_adapters_alone_are_sampled(folder):
-    """With the base weights sent once; the server has loaded other ones."""
-    with serving(folder, *TRANSFER, *PROCESSED, *ADAPTERS) as server:
-        adapted = add_adapters(policy(), LoRA(rank=4, use_rslora=True))
-        step(adapted.get_base_model(), 5)
-        engine = connected(server, model=adapted, enable_lora=True)
-        for update in range(4):
-            engine.sync_weights(adapted)
-            groups = engine.generate(PROMPTS, 4, SAMPLING, seeds=[1, 2, 3])
-            assert largest_gap(adapted, PROMPTS, groups, SAMPLING) < EXACT
-            step(adapted, update)
-            assert largest_gap(adapted, PROMPTS, groups, SAMPLING) > 100 * EXACT
 
 
 def test_a_conversation_is_that_of_the_local_engine(server):

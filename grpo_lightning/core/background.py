@@ -1,0 +1,32 @@
+"""Calls in daemon threads: a call that hangs does not keep the process alive."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def in_background(call: Callable[[], T]) -> Future[T]:
+    """Call a function in a daemon thread of its own.
+
+    The threads of a `ThreadPoolExecutor` are no daemons: the end of the process waits for them, also after Ctrl-C.
+
+    Returns:
+        The future result. Its `result` raises the error of the call, with its traceback.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

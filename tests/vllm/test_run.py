@@ -1,0 +1,75 @@
+"""`make test-vllm`: if the tests against the real vLLM do not run to their end, the run fails and says so."""
+
+import sys
+import time
+
+import pytest
+
+from tests.vllm import run
+
+BANNER = "THE TESTS AGAINST THE REAL vLLM DID NOT RUN TO THEIR END"
+
+
+@pytest.fixture
+def commands(monkeypatch, tmp_path):
+    """The commands of an installation; those with the word `broken` fail. Nothing is installed."""
+    seen = []
+
+    def fake(*command):
+        seen.append(" ".join(map(str, command)))
+        return int("broken" in seen[-1])
+
+    monkeypatch.setattr(run, "run", fake)
+    monkeypatch.setattr(run, "FOLDER", tmp_path)
+    monkeypatch.setattr(run, "READY", tmp_path / ".ready")
+    return seen
+
+
+def test_an_installation_that_fails_is_a_banner_and_an_exit_status(commands, monkeypatch, capfd):
+    monkeypatch.setattr(run, "VLLM", "broken==1")
+    assert run.install() == 1
+    assert "pip --quiet --disable-pip-version-check install broken==1" in commands[-1]
+    assert f"{BANNER}: vLLM could not be installed (" in capfd.readouterr().err
+    assert not run.READY.exists()
+
+
+def test_an_environment_is_installed_once(commands, capfd):
+    assert run.install() == 0
+    count = len(commands)
+    assert count > 2
+    assert run.install() == 0
+    assert len(commands) == count
+    assert BANNER not in capfd.readouterr().err
+
+
+def test_tests_that_take_too_long_are_ended(monkeypatch, capfd):
+    monkeypatch.setattr(run, "END", time.monotonic())
+    assert run.run(sys.executable, "-c", "import time; time.sleep(60)") == 1
+    assert f"{BANNER}: The {run.SECONDS} seconds for installation and tests are over." in capfd.readouterr().err
+
+
+def test_the_exit_status_is_that_of_the_tests():
+    assert run.run(sys.executable, "-c", "raise SystemExit(3)") == 3
+
+
+@pytest.mark.parametrize(
+    ("found", "status"), [((0, 0), 0), ((0, 5), 0), ((1, 0), 1), ((5, 1), 1), ((0, -9), -9), ((5, 5), 5)]
+)
+def test_both_parts_of_the_tests_have_to_pass(found, status, monkeypatch, capfd):
+    """Arguments such as `-k` may select tests of one part only."""
+    ends = {
+        code: f"import os; os.kill(os.getpid(), {-code})" if code < 0 else f"raise SystemExit({code})" for code in found
+    }
+    programs = [[f"print('part {number}', flush=True); {ends[code]}"] for number, code in enumerate(found)]
+    monkeypatch.setattr(run, "PARTS", programs)
+    start = run.start
+    monkeypatch.setattr(run, "start", lambda *command, **options: start(sys.executable, "-c", command[-1], **options))
+    assert run.test("-k", "something") == status
+    assert sorted(capfd.readouterr().out.split("\n")) == ["", "part 0", "part 1"]
+
+
+def test_the_parts_are_all_tests():
+    (server,), (everything, ignored) = run.PARTS
+    assert ignored == f"--ignore={server}"
+    assert (run.ROOT / server).is_file()
+    assert run.ROOT / everything in (run.ROOT / server).parents
