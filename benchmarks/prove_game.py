@@ -68,8 +68,8 @@ PROOF = ControlledRuns(
         "blank observations": lambda seed: quickstart(
             GRPOLightningModule,
             seed,
-            "--model.environment.init_args.higher=?",
-            "--model.environment.init_args.lower=?",
+            "--model.environment.init_args.higher=x",
+            "--model.environment.init_args.lower=x",
         ),
         "shuffled rewards": partial(quickstart, ShuffledRewards),
         "flipped advantages": partial(quickstart, FlippedAdvantages),

@@ -10,7 +10,10 @@ import grpo_lightning.callbacks
 import grpo_lightning.data.reasoning_gym
 import grpo_lightning.demo.arithmetic
 import grpo_lightning.demo.grounding
+import grpo_lightning.demo.guessing
 import grpo_lightning.demo.reasoning_gym
+import grpo_lightning.demo.tool_use
+import grpo_lightning.environments
 import grpo_lightning.grounding
 import grpo_lightning.optimizers
 import grpo_lightning.rewards
@@ -22,7 +25,10 @@ PUBLIC = [
     grpo_lightning.callbacks,
     grpo_lightning.demo.arithmetic,
     grpo_lightning.demo.grounding,
+    grpo_lightning.demo.guessing,
     grpo_lightning.demo.reasoning_gym,
+    grpo_lightning.demo.tool_use,
+    grpo_lightning.environments,
     grpo_lightning.grounding,
     grpo_lightning.optimizers,
     grpo_lightning.rewards,
