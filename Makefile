@@ -16,7 +16,7 @@ READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-game quickstart-tools quickstart-grounding quickstart-reasoning-gym test test-slow test-all test-vllm lint format bench bench-curves cuda prove-dapo prove-learning prove-same-learning prove-grounding prove-reasoning-gym prove-game prove-tools prove-resume prove-ranks prove-unchanged prove-vllm prove-wheel clean
+.PHONY: help setup quickstart quickstart-grounding quickstart-game quickstart-tools quickstart-reasoning-gym test test-slow test-all test-vllm lint format bench bench-curves cuda prove-dapo prove-learning prove-same-learning prove-grounding prove-reasoning-gym prove-game prove-tools prove-resume prove-ranks prove-unchanged prove-vllm prove-wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-25s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))

@@ -332,16 +332,16 @@ def run_ours(workload: Workload, folder: Path, accumulation: int, steps: int, se
     import torch
 
     from grpo_lightning import GRPOLightningModule
-    from grpo_lightning.training.micro_batches import Turn
+    from grpo_lightning.training.micro_batches import MicroStep
 
     if accumulation != 1:
         raise ValueError(f"Our side is measured with its defaults; accumulation must be 1, got {accumulation}.")
     meter = Meter(workload.warmup_steps)
 
     class Metered(GRPOLightningModule):
-        def update(self, turn: Turn) -> torch.Tensor:
-            meter.trained(turn.batch.completion_mask)
-            return super().update(turn)
+        def update(self, micro_step: MicroStep) -> torch.Tensor:
+            meter.trained(micro_step.batch.completion_mask)
+            return super().update(micro_step)
 
     if workload.image_side:
         meter.images = ImageCounts()

@@ -19,6 +19,7 @@ from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.reference import SyncReference
 from grpo_lightning.rewards import RewardWorkers
+from grpo_lightning.rollout.conversations import ConversationSettings
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
@@ -33,6 +34,7 @@ SETTINGS: dict[str, list[Any]] = {
     "data.datasets": [DatasetEntry],
     "data.val_datasets": [DatasetEntry],
     "model": [GRPOLightningModule],
+    "model.conversation": [ConversationSettings],
     "model.dynamic_sampling": [DynamicSampling],
     "model.engine": [LocalEngine, VLLMEngine],
     "model.objective": [Objective],
@@ -51,6 +53,7 @@ TOP = {"run_name", "seed_everything", "ckpt_path"}
 CLASSES = (
     "grpo_lightning",
     "grpo_lightning.rewards",
+    "grpo_lightning.environments",
     "grpo_lightning.callbacks",
     "grpo_lightning.optimizers",
     "grpo_lightning.schedules",

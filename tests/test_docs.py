@@ -25,6 +25,7 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from tests.background_engine import BackgroundEngine
 from tests.doc_keys import keys_in, problem
+from tests.environments.games import Counted
 from tests.module_runs import PROMPTS, SMALL, History, fit, make_module, make_source, make_trainer
 from tests.pages import DOCS, TableRow, blocks, prose, read, tables
 from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
@@ -134,6 +135,11 @@ def test_metrics_named_are_logged():
     fit(make_module(engine=BackgroundEngine(), max_staleness=1), max_steps=1, callbacks=[asynchronous])
     assert "rollout/staleness" in named & {*asynchronous.steps[0]}
     named -= {"rollout/staleness"}
+    played = History()
+    fit(make_module(environment=Counted(), length=40), max_steps=1, callbacks=[played])
+    of_turns = {name for name in played.steps[0] if name.startswith("rollout/")} - {*trainer.callback_metrics}
+    assert of_turns == {"rollout/turns", "rollout/observation_tokens", "rollout/sampled_fraction"} <= named
+    named -= of_turns
     assert {"reward/mean", "policy/kl", "val/reward"} <= named
     assert sorted(named - {*trainer.callback_metrics} - LOGGED_BY_REWARDS) == []
     table = read("grpo.md").partition("## What is logged")[2].partition("## Questions")[0]

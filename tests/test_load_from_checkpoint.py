@@ -42,7 +42,7 @@ def load(**arguments):
 
 
 def test_every_plain_argument_is_kept():
-    given_anew = {"self", "policy", "rewards", "tokenizer", "engine", "optimizer", "scheduler"}
+    given_anew = {"self", "policy", "rewards", "tokenizer", "engine", "environment", "optimizer", "scheduler"}
     assert {*KEPT_ARGUMENTS} == {*inspect.signature(GRPOLightningModule.__init__).parameters} - given_anew
 
 

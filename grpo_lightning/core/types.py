@@ -238,9 +238,6 @@ class MicroBatch:
     rollout_logprobs: Tensor
     """[B, T] float32, reported by the engine."""
 
-    turn_advantages: Tensor | None = None
-    """[B, T] float32, the credit of each turn of a conversation; None for none."""
-
     old_logprobs: Tensor | None = None
     """[B, T] float32, of the policy that sampled the tokens; None until computed."""
 
@@ -250,6 +247,9 @@ class MicroBatch:
     selected: Tensor | None = None
     """[B, T] bool, True at the tokens selected for the optimizer step (`Objective.selection`). None before the
     selection, and for objectives that do not select tokens."""
+
+    turn_advantages: Tensor | None = None
+    """[B, T] float32, the credit of each turn of a conversation; None for none."""
 
     num_chunks: int | None = None
     """Number of chunks (forward passes) in which the scorer runs the completions: the maximum over ranks, so that all

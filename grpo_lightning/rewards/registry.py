@@ -27,6 +27,7 @@ from grpo_lightning.rewards.by_method import (
 )
 from grpo_lightning.rewards.code_tests import CodeTests
 from grpo_lightning.rewards.countdown import Countdown
+from grpo_lightning.rewards.environment import EnvironmentReward, ToolUse
 from grpo_lightning.rewards.length import Cosine, Length, SoftOverlong
 from grpo_lightning.rewards.llm_judge import LLMJudge
 from grpo_lightning.rewards.reasoning_gym import ReasoningGym
@@ -47,6 +48,7 @@ SHIPPED: dict[str, type] = {
     "countdown": Countdown,
     "counting": Counting,
     "detection_map": DetectionMAP,
+    "environment_reward": EnvironmentReward,
     "exact_match": ExactMatch,
     "format": Format,
     "format_rec": FormatRec,
@@ -61,6 +63,7 @@ SHIPPED: dict[str, type] = {
     "reward_model": RewardModel,
     "soft_overlong": SoftOverlong,
     "text_similarity": TextSimilarity,
+    "tool_use": ToolUse,
     "weighted_sum": WeightedSum,
     "yes_no": YesNo,
 }

@@ -132,7 +132,7 @@ def test_the_warm_up_of_the_calculator():
 @case(ToolWarmUp, "target_loss", "max_call_steps")
 def test_calls_that_are_not_learned():
     for most in (2, 3):
-        with pytest.raises(RuntimeError, match=rf"after {most} steps and should be -1\.0"):
+        with pytest.raises(RuntimeError, match=rf"after {most} steps and should be -1\."):
             moved(
                 tool_use.learn_both_kinds, ToolTask(), ToolWarmUp(**CALLS | {"target_loss": -1, "max_call_steps": most})
             )

@@ -529,7 +529,7 @@ def test_a_checkpoint_that_is_not_there_is_named(recipe, capsys):
 def test_an_unknown_key_is_named(recipe, capsys):
     said = failure(capsys, "fit", "--config", recipe(num_generatoins=4))
     assert "recipe.yaml: there is no key model.num_generatoins. Did you mean model.num_generations" in said
-    assert "Keys of model: dynamic_sampling, engine, max_staleness, num_generations" in said
+    assert "Keys of model: conversation, dynamic_sampling, engine, environment, max_staleness, num_generations" in said
     said = failure(capsys, "fit", "--config", recipe(sampling={"max_completion_lenght": 4}))
     assert "model.sampling.max_completion_lenght. Did you mean model.sampling.max_completion_length?" in said
     assert len(said.splitlines()) == 2

@@ -50,6 +50,7 @@ def test_micro_batch_moves_every_tensor_and_keeps_none():
     moved = vars(batch.to("meta"))
     assert moved.pop("old_logprobs") is None
     assert moved.pop("ref_logprobs") is None
+    assert moved.pop("turn_advantages") is None
     assert moved.pop("num_chunks") is None
     assert moved.pop("vision") is None
     assert moved.pop("selected") is None

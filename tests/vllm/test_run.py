@@ -7,7 +7,14 @@ import pytest
 
 from tests.vllm import run
 
+pytestmark = pytest.mark.usefixtures("clock")
 BANNER = "THE TESTS AGAINST THE REAL vLLM DID NOT RUN TO THEIR END"
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time for installation and tests begins with the test, not with the import of the script."""
+    monkeypatch.setattr(run, "END", time.monotonic() + run.SECONDS)
 
 
 @pytest.fixture
