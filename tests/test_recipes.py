@@ -33,8 +33,8 @@ from tests.vllm.fakes import fake_vllm, serving  # noqa: F401 - a fixture
 from tests.vllm.test_engine import free_port
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-QUICKSTARTS = [RECIPES / f"quickstart{name}.yaml" for name in ("", "_grounding", "_reasoning_gym")]
-VISION = [QUICKSTARTS[1], *sorted((RECIPES / "vlm").glob("*.yaml"))]
+QUICKSTARTS = sorted(RECIPES.glob("quickstart*.yaml"))
+VISION = [RECIPES / "quickstart_grounding.yaml", *sorted((RECIPES / "vlm").glob("*.yaml"))]
 VLLM = sorted((RECIPES / "vllm").glob("*.yaml"))
 GYM = [path for path in sorted(RECIPES.glob("*.yaml")) if "rewards.ReasoningGym" in path.read_text()]
 WHOLE = sorted({*RECIPES.glob("*.yaml"), *VISION, *VLLM})
@@ -87,7 +87,7 @@ def tiny_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     tiny_model("qwen2").save_pretrained("policy")
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}="
+    tokenizer.chat_template = "{% if tools %}T{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}="
     tokenizer.save_pretrained("policy")
     tiny_classifier("qwen3").save_pretrained("classifier")
     tokenizer.save_pretrained("classifier")
@@ -130,6 +130,8 @@ OWN_ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
     "openai/gsm8k": lambda n: {"question": f"{n}+1", "answer": f"{n} + 1 = <<{n}+1={n + 1}>>{n + 1}\n#### {n + 1}"},
     "trl-lib/ultrafeedback-prompt": lambda n: {"prompt": [{"content": f"{n}+1", "role": "user"}]},
     "runs/quickstart/task": lambda n: {"prompt": f"{n}+1", "answer": str(n + 1)},
+    "runs/quickstart_game/task": lambda n: {"prompt": "guess:", "number": n % 10},
+    "runs/quickstart_tools/task": lambda n: {"question": f"{n}+1", "answer": str(n + 1)},
 }
 """Rows of every data set of a recipe without images, with all its columns in their order."""
 

@@ -166,7 +166,7 @@ CASES: dict[str, Case] = {
         steps=2,
         updates=2,
         accumulate=2,
-        lr=0.01,
+        lr=0.003,  # at larger rates rounding adds up to about 1e-6 over the four updates
     ),
     "copies, kl": Case(
         policy={"lora": LORA | {"modules_to_save": ["embed_tokens", "lm_head"]}},

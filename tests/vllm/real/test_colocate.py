@@ -120,6 +120,19 @@ def test_sampling_leaves_the_global_random_state_alone(engine):
     assert torch.is_grad_enabled()
 
 
+def test_a_conversation_is_that_of_the_local_engine(engine):
+    model = policy()
+    greedy = SamplingParams(max_completion_length=60, temperature=0, suppress_tokens=[EOS])
+    ours, theirs = (
+        sample(model, ByPromptLength(), sampling=greedy, max_turn_length=5, **options)
+        for options in ({"engine": engine, "is_connected": True}, {})
+    )
+    for one, other in zip((c for row in ours for c in row), (c for row in theirs for c in row), strict=True):
+        assert (one.token_ids, one.mask, one.finish_reason) == (other.token_ids, other.mask, other.finish_reason)
+        assert torch.tensor(one.logprobs).allclose(torch.tensor(other.logprobs), atol=EXACT)
+    assert [sum(turn.is_sampled for turn in row[0].turns) for row in ours] == [1, 2, 3, 5]
+
+
 def test_the_probe_passes(engine):
     engine.policy = policy()
     engine.check_logprobs(Scorer("extended"))
@@ -193,16 +206,3 @@ def test_a_run_trains_and_resumes_bit_for_bit(tmp_path):
     assert max(asleep.of("policy/rollout_difference_max")) < EXACT
     assert asleep.of("policy/grad_norm") == history.of("policy/grad_norm")
     assert are_equal(same, straight)
-
-
-def test_a_conversation_is_that_of_the_local_engine(engine):
-    model = policy()
-    greedy = SamplingParams(max_completion_length=60, temperature=0, suppress_tokens=[EOS])
-    ours, theirs = (
-        sample(model, ByPromptLength(), sampling=greedy, max_turn_length=5, **options)
-        for options in ({"engine": engine, "is_connected": True}, {})
-    )
-    for one, other in zip((c for row in ours for c in row), (c for row in theirs for c in row), strict=True):
-        assert (one.token_ids, one.mask, one.finish_reason) == (other.token_ids, other.mask, other.finish_reason)
-        assert torch.tensor(one.logprobs).allclose(torch.tensor(other.logprobs), atol=EXACT)
-    assert [sum(turn.is_sampled for turn in row[0].turns) for row in ours] == [1, 2, 3, 5]

@@ -78,8 +78,8 @@ def test_an_image_swapped_with_another_of_its_size_changes_the_log_probs(engine,
     tiny, requests_of = vlm(), requests.requests_of
     engine.sync_weights(tiny.model)
 
-    def swapped(prompts, seeds, part, settings, images):
-        return requests_of(prompts, seeds, part, settings, images[::-1])
+    def swapped(prompts, seeds, part, settings, images, limits):
+        return requests_of(prompts, seeds, part, settings, images[::-1], limits)
 
     monkeypatch.setattr("grpo_lightning.rollout.vllm.engine.requests_of", swapped)
     groups = sampled_groups(engine, tiny, [[picture(0), "where?"], [picture(1), "where?"]], SAMPLING)

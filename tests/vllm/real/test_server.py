@@ -263,6 +263,20 @@ def test_guided_completions_match_and_their_log_probs_are_those_of_the_tokens_th
         engine.generate(PROMPTS, 1, SamplingParams(max_completion_length=20, guided_regex="[0-9"), [1, 2, 3])
 
 
+def test_a_conversation_is_that_of_the_local_engine(server):
+    model = policy()
+    engine = connected(server, model=model)
+    greedy = SamplingParams(max_completion_length=60, temperature=0, suppress_tokens=[EOS])
+    ours, theirs = (
+        sample(model, ByPromptLength(), sampling=greedy, max_turn_length=5, **options)
+        for options in ({"engine": engine, "is_connected": True}, {})
+    )
+    for one, other in zip((c for row in ours for c in row), (c for row in theirs for c in row), strict=True):
+        assert (one.token_ids, one.mask, one.finish_reason) == (other.token_ids, other.mask, other.finish_reason)
+        assert torch.tensor(one.logprobs).allclose(torch.tensor(other.logprobs), atol=EXACT)
+    assert [sum(turn.is_sampled for turn in row[0].turns) for row in ours] == [1, 2, 3, 5]
+
+
 def test_refused_requests_are_explained(server):
     model = policy()
     engine = connected(server, model=model)
@@ -318,17 +332,3 @@ def test_a_server_that_does_not_come_back_ends_the_rollout_with_an_error(server)
     ):
         engine.generate(PROMPTS[:2] * 4, 16, sampling, list(range(8)), on_group=on_group)
     assert time.monotonic() - killed[0] < 20
-
-
-def test_a_conversation_is_that_of_the_local_engine(server):
-    model = policy()
-    engine = connected(server, model=model)
-    greedy = SamplingParams(max_completion_length=60, temperature=0, suppress_tokens=[EOS])
-    ours, theirs = (
-        sample(model, ByPromptLength(), sampling=greedy, max_turn_length=5, **options)
-        for options in ({"engine": engine, "is_connected": True}, {})
-    )
-    for one, other in zip((c for row in ours for c in row), (c for row in theirs for c in row), strict=True):
-        assert (one.token_ids, one.mask, one.finish_reason) == (other.token_ids, other.mask, other.finish_reason)
-        assert torch.tensor(one.logprobs).allclose(torch.tensor(other.logprobs), atol=EXACT)
-    assert [sum(turn.is_sampled for turn in row[0].turns) for row in ours] == [1, 2, 3, 5]
