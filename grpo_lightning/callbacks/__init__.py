@@ -7,6 +7,7 @@ from grpo_lightning.callbacks.export_policy import ExportPolicy
 from grpo_lightning.callbacks.learning_curves import LearningCurves
 from grpo_lightning.callbacks.newest_checkpoints import NewestCheckpoints
 from grpo_lightning.callbacks.progress import ProgressBar
+from grpo_lightning.callbacks.run_report import RunRecord, RunReport
 from grpo_lightning.callbacks.watchdog import Watchdog
 from grpo_lightning.callbacks.write_predictions import WritePredictions
 
@@ -18,6 +19,8 @@ __all__ = [
     "LearningCurves",
     "NewestCheckpoints",
     "ProgressBar",
+    "RunRecord",
+    "RunReport",
     "Watchdog",
     "WritePredictions",
 ]

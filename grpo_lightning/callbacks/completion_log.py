@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -11,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 from grpo_lightning.core.files import append_lines, atomic_write, json_line, run_file
 from grpo_lightning.core.ranks import Teams, gather_objects, interleave
-from grpo_lightning.core.types import Prompt
+from grpo_lightning.core.types import Group, MicroBatch, Prompt
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rollout.groups import Rollout
 from grpo_lightning.training.evaluation import Evaluation, records
@@ -38,7 +40,9 @@ class CompletionLog(L.Callback):
     A line has the fields step, epoch, rollout, rank (the rank that sampled the completion), source, prompt_index, row
     (file and line of the data row, which has the images and the answer), prompt, completion, length (tokens),
     finish_reason, reward, rewards (by name) and advantage. Values that rewards passed to `log_extra` follow. A reward
-    of null means that the completion is not scorable. `step` is the number of optimizer steps done when the rollout was
+    of null means that the completion is not scorable. A prompt with images has the field images: for each image its name
+    (the path of a file), its size in pixels, its size after resizing for the policy, and the coordinate convention of
+    the policy. `step` is the number of optimizer steps done when the rollout was
     sampled; the loggers log the rollout's metrics at the same `step`. The lines of a rollout are in the order of its
     prompts, whatever the number of ranks.
 
@@ -46,16 +50,31 @@ class CompletionLog(L.Callback):
     worst completions and a few others. Both loggers get the images in the prompts of these completions, but only of
     prompts that rank 0 has: the images of other ranks are not available.
 
+    With `token_logprobs`, `tokens.jsonl` has the tokens of each completion that is trained on, with the log-probs of the
+    policy before and after the updates on the rollout: the sign of advantage x (new - old log-prob) shows whether the
+    updates moved a token in the intended direction. A line has the fields rollout, completion (index of the completion
+    among those of the rollout), tokens (text), old_logprobs, logprobs (nats; null for tokens that are not trained on)
+    and, with a credit per turn, turn_advantages. Completions that the updates leave out, because their advantage is 0,
+    have no line; nor has the rollout inside which a run resumes.
+
     Args:
         every_n_rollouts: Write only every n-th rollout.
         max_rows: Maximum number of completions in a Weights & Biases table; the file always has all completions.
         num_samples: Number of completions of each kind (best, worst and other): TensorBoard shows their text, and both
             loggers show the images of their prompts. 0 shows none.
+        token_logprobs: Write `tokens.jsonl`. This costs one more forward pass over each rollout that is written, and
+            about 30 bytes of disk per token.
         dirpath: Output folder; null is the run's folder.
     """
 
     def __init__(
-        self, every_n_rollouts: int = 1, max_rows: int = 100, num_samples: int = 3, dirpath: str | None = None
+        self,
+        every_n_rollouts: int = 1,
+        max_rows: int = 100,
+        num_samples: int = 3,
+        *,
+        token_logprobs: bool = False,
+        dirpath: str | None = None,
     ) -> None:
         if every_n_rollouts < 1:
             raise ValueError(f"every_n_rollouts must be at least 1, got {every_n_rollouts}.")
@@ -65,20 +84,27 @@ class CompletionLog(L.Callback):
             raise ValueError(f"num_samples must be 0 (none) or positive, got {num_samples}.")
         self.every_n_rollouts = every_n_rollouts
         self.max_rows, self.num_samples = max_rows, num_samples
+        self.token_logprobs = token_logprobs
         self.dirpath = dirpath
         self.path: Path | None = None
+        self.first_lines: dict[tuple[int, int], int] | None = None
+        """Index of the first line of each group of the current rollout, by rank and the group's index on that rank; None
+        if the tokens of the rollout are not written."""
+
         self.logged_messages: set[str] = set()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Prepare the file: a new run removes an old file; a resumed run drops lines newer than its checkpoint."""
         assert isinstance(pl_module, GRPOLightningModule)
         self.path = run_file(trainer, self.dirpath, "completions.jsonl")
+        self.first_lines = None
         if not trainer.is_global_zero:
             return
-        if trainer.global_step == 0:
-            self.path.unlink(missing_ok=True)
-        else:
-            keep_rollouts_before(self.path, pl_module.run.rollout_index)
+        for path in (self.path, self.tokens_path):
+            if trainer.global_step == 0:
+                path.unlink(missing_ok=True)
+            else:
+                keep_rollouts_before(path, pl_module.run.rollout_index)
         for logger in trainer.loggers:
             if not isinstance(logger, WandbLogger | TensorBoardLogger | CSVLogger):
                 self.log_once(f"{type(logger).__name__} cannot show completions; they are in {self.path}.")
@@ -89,8 +115,33 @@ class CompletionLog(L.Callback):
         if number % self.every_n_rollouts == 0:
             when = {"step": trainer.global_step, "epoch": trainer.current_epoch, "rollout": number}
             gathered = gather_objects(groups_of_lines(rollout, when, module.teams))
+            self.first_lines = first_lines(gathered) if self.token_logprobs else None
             if trainer.is_global_zero:
                 self.write(trainer, rollout, gathered)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write the tokens of a rollout after its last update. Collective: all ranks call it."""
+        assert isinstance(pl_module, GRPOLightningModule)
+        cycle = pl_module.run.cycle
+        if self.first_lines is not None and cycle is not None and cycle.is_finished:
+            with trainer.precision_plugin.train_step_context():
+                own = token_records(pl_module, cycle.micro_batches)
+            records = {}
+            for (rank, group, number), record in itertools.chain.from_iterable(gather_objects(own)):
+                records[self.first_lines[rank, group] + number] = record
+            if trainer.is_global_zero:
+                rollout = pl_module.run.rollout_index - 1
+                each = ({"rollout": rollout, "completion": row, **records[row]} for row in sorted(records))
+                append_lines(self.tokens_path, map(json_line, each))
+            self.first_lines = None
+
+    @property
+    def tokens_path(self) -> Path:
+        """Path of the file of tokens."""
+        assert self.path is not None
+        return self.path.with_name("tokens.jsonl")
 
     def write(self, trainer: L.Trainer, rollout: Rollout, ranks: list[list[list[str]]]) -> None:
         """Write the lines of a rollout, given by rank and group, and pass them to the loggers."""
@@ -168,13 +219,78 @@ def lines(rollout: Rollout) -> Iterator[dict[str, Any]]:
     groups, scores, advantages = rollout.groups, rollout.scores, rollout.advantages
     assert scores is not None
     assert advantages is not None
-    completions = zip(records(Evaluation(groups, scores)), advantages.flatten().tolist(), strict=True)
-    for row, (record, advantage) in enumerate(completions):
+    images = [image_records(group) for group in groups for _ in group.completions]
+    completions = zip(records(Evaluation(groups, scores)), advantages.flatten().tolist(), images, strict=True)
+    for row, (record, advantage, own_images) in enumerate(completions):
         del record["columns"]  # prompt_index identifies the data row
-        line = {**record, "advantage": advantage}
+        line = {**record, "advantage": advantage} | ({"images": own_images} if own_images else {})
         taken = {"step", "epoch", "rollout", "rank", *line, *(f"rewards/{name}" for name in scores.by_reward)}
         extras = {column: values[row] for column, values in scores.extras.items()}
         yield line | {f"extra/{name}" if name in taken else name: value for name, value in extras.items()}
+
+
+def image_records(group: Group) -> list[dict[str, Any]]:
+    """Name and sizes of each image of a group's prompt."""
+    views = zip(group.prompt.images, group.image_views, strict=False)
+    return [{"name": str(image), **dataclasses.asdict(view)} for image, view in views]
+
+
+def first_lines(ranks: Sequence[Sequence[Sequence[str]]]) -> dict[tuple[int, int], int]:
+    """Index of the first line of each group in the file's order, by rank and the group's index on that rank."""
+    groups = interleave(
+        [[(rank, number, len(group)) for number, group in enumerate(own)] for rank, own in enumerate(ranks)]
+    )
+    starts = itertools.accumulate((size for *_, size in groups), initial=0)
+    return {(rank, number): start for (rank, number, _), start in zip(groups, starts, strict=False)}
+
+
+@torch.no_grad()
+def token_records(
+    module: GRPOLightningModule, micro_batches: Sequence[MicroBatch]
+) -> list[tuple[tuple[int, int, int], dict[str, Any]]]:
+    """Records of the tokens of this rank's completions, with the log-probs of the current policy. Collective.
+
+    Returns:
+        For each completion: first rank of the team that sampled it, index of its group on that rank, and index in the
+        group; and its record. Micro-batches of an own `split_rollout` that do not state their completions have none.
+    """
+    actor, teams = module.actor, module.teams
+    texts: dict[int, str] = {}
+
+    def text(token: int) -> str:
+        if token not in texts:
+            texts[token] = token_text(module.tokenizer, token)
+        return texts[token]
+
+    records = []
+    was_training = actor.policy.training
+    actor.policy.eval()  # without dropout, which would change the random state of the run
+    for batch in micro_batches:
+        after = actor.scorer(actor.policy, batch, temperature=actor.temperature).logprobs
+        for row, number in enumerate(batch.numbers):
+            group = batch.groups[int(batch.prompt_index[row])] if batch.groups else -1
+            if number < 0 or group < 0:
+                continue
+            length, mask = int(batch.attention_mask[row].sum()), batch.completion_mask[row].tolist()
+            record: dict[str, Any] = {"tokens": [text(token) for token in batch.completion_ids[row, :length].tolist()]}
+            for name, values in {"old_logprobs": batch.old_logprobs, "logprobs": after}.items():
+                own = [] if values is None else values[row, :length].float().tolist()
+                # The policy did not sample observations of an environment: the log-probs of these tokens mean nothing.
+                record[name] = [round(value, 4) if is_on else None for value, is_on in zip(own, mask, strict=False)]
+            if batch.turn_advantages is not None:
+                record["turn_advantages"] = [round(value, 4) for value in batch.turn_advantages[row, :length].tolist()]
+            place = teams.first_rank, group, teams.member + number * teams.ranks_per_group
+            records.append((place, record))
+    actor.policy.train(was_training)
+    return records
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+    """Text of one token, with its leading space. Bytes of a character that several tokens share become U+FFFD."""
+    text = str(tokenizer.decode([token]))
+    raw = tokenizer.convert_ids_to_tokens(token)
+    # SentencePiece's decoders drop the space at the beginning of a text.
+    return f" {text}" if isinstance(raw, str) and raw.startswith("\u2581") and not text.startswith(" ") else text
 
 
 def keep_rollouts_before(path: Path, rollout: int) -> None:

@@ -25,6 +25,7 @@ from grpo_lightning.cli.errors import ConfigurationError, plain_refusal, rank
 from grpo_lightning.core.messages import quiet_libraries, show_messages
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.report.settings import TRAINER_DEFAULTS
 from grpo_lightning.training.checkpoints import check_ranks
 from grpo_lightning.training.signals import GracefulStop, end_launched
 
@@ -223,10 +224,7 @@ class GRPOCLI(LightningCLI):
                 "trainer.logger": runs.default_loggers(),
                 # Set here so that the engine's arguments are keys of the parser, as are those of the optimizer.
                 "model.engine": {"class_path": "grpo_lightning.LocalEngine"},
-                # With Lightning's default of 50, short runs would log nothing.
-                "trainer.log_every_n_steps": 1,
-                # Lightning's sanity check samples before training: slow, and training finds the same errors.
-                "trainer.num_sanity_val_steps": 0,
+                **TRAINER_DEFAULTS,
             }
         )
         assert isinstance(parser, Parser)

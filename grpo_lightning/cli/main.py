@@ -29,6 +29,7 @@ TRAINER_COMMANDS = {
 }
 OWN_COMMANDS = {
     "plan": "batch arithmetic and memory of a recipe, without loading weights",
+    "report": "write one HTML file about a run: curves, rewards, completions",
     "recipes": "list, show and copy the recipes that come with the package",
     "export": "turn a checkpoint into a folder that transformers loads",
 }

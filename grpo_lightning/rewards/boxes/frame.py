@@ -86,17 +86,20 @@ class BoxReward(Reward):
         completions: Sequence[Content],
         image_views: Sequence[Sequence[ImageView]] | None = None,
         log_metric: Any = None,
+        log_extra: Any = None,
         **columns: Any,
     ) -> list[float | None]:
         """Score completions.
 
         Logs `<name>/unreadable`, the fraction of answers that cannot be parsed. Such an answer is wrong; it does not
-        count as a failure of the reward.
+        count as a failure of the reward. Also logs the column `boxes` of the log of completions: the boxes of answer and
+        ground truth, in pixels of the image in the data.
 
         Args:
             completions: [B].
             image_views: [B] the images of each prompt.
             log_metric: Logs a metric.
+            log_extra: Logs a column of the log of completions.
             columns: [B] values of each data column.
 
         Returns:
@@ -110,16 +113,27 @@ class BoxReward(Reward):
         views: Sequence[Sequence[ImageView]] = [()] * len(completions) if image_views is None else image_views
         values: list[float | None] = []
         unreadable = []
+        boxes: list[dict[str, list[list[float]]] | None] = []
         for completion, answer, images in zip(completions, answers, views, strict=True):
             right = self.right(answer)
             if right is None:
                 values.append(None)
+                boxes.append(None)
                 continue
             given = self.given(completion_text(completion))
             unreadable.append(given is None)
-            values.append(self.compare(given, right, frame_of(images, self.coordinates, self.gold_coordinates)))
+            frame = frame_of(images, self.coordinates, self.gold_coordinates)
+            values.append(self.compare(given, right, frame))
+            if log_extra is not None:
+                placed = {
+                    "answer": frame.given(self.given_boxes(given)),
+                    "ground_truth": frame.right(self.boxes_of(right)),
+                }
+                boxes.append({name: own.round(decimals=2).tolist() for name, own in placed.items()})
         if log_metric is not None and unreadable:
             log_metric(f"{self.name}/unreadable", sum(unreadable) / len(unreadable))
+        if log_extra is not None and any(boxes):
+            log_extra("boxes", boxes)
         return values
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
@@ -138,6 +152,10 @@ class BoxReward(Reward):
 
     def boxes_of(self, right: Any) -> Sequence[Box]:
         """The boxes of a parsed ground truth, for `check_row`; by default none, so that only calls check the boxes."""
+        return ()
+
+    def given_boxes(self, given: Any) -> Sequence[Box]:
+        """The boxes of a parsed answer, for the log of completions; by default none."""
         return ()
 
     @abstractmethod

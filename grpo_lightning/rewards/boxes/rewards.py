@@ -81,6 +81,10 @@ class IoU(BoxReward):
         """Parse the answer's last box."""
         return last_box(text)
 
+    def given_boxes(self, given: Box | None) -> Sequence[Box]:
+        """The answer's box."""
+        return [] if given is None else [given]
+
     def compare(self, given: Box | None, right: Box, frame: BoxFrame) -> float:
         """The IoU, or whether it is above the threshold."""
         overlap = iou(frame.given([given]), frame.right([right])).item()
@@ -133,6 +137,10 @@ class DetectionReward(BoxReward):
     def given(self, text: str) -> list[Detection] | None:
         """Parse the answer's objects."""
         return detections(text)
+
+    def given_boxes(self, given: Sequence[Detection] | None) -> list[Box]:
+        """The boxes of the answer's objects."""
+        return [item.box for item in given or () if item.box]
 
     def compare(self, given: list[Detection] | None, right: list[Detection], frame: BoxFrame) -> float:
         """Score an answer: 0 if it could not be parsed; 1 if both lists are empty, 0 if only one list is empty."""

@@ -1,0 +1,60 @@
+"""`grpo-lightning report`: write one HTML file about a run, or about two runs side by side."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def run(args: list[str]) -> None:
+    """Write the report.
+
+    Raises:
+        ConfigurationError: If a folder is no run, or its files are of another kind.
+    """
+    options = parser().parse_args(args)
+    from grpo_lightning.cli.errors import ConfigurationError
+    from grpo_lightning.report import find_run, read_run, write_report
+
+    paths = [Path(path) for path in (options.run, options.other) if path is not None]
+    if options.max_completions < 1:
+        raise ConfigurationError(f"--max_completions must be at least 1, got {options.max_completions}.")
+    try:
+        folders = [find_run(path) for path in paths]
+        runs = [read_run(folder, max_completions=options.max_completions) for folder in folders]
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    output = Path(options.output) if options.output else folders[0] / default_name(folders)
+    if output.is_dir():
+        raise ConfigurationError(f"--output must be a file, but {output} is a folder. Write {output / 'report.html'}.")
+    write_report(runs, output)
+    total = sum(each["num_completions"] for each in runs)
+    size = output.stat().st_size / 2**20
+    print(f"Report: {output} ({size:,.1f} MiB, {total:,} completions). Open it in a browser; it needs no network.")
+
+
+def default_name(folders: list[Path]) -> str:
+    """Name of the file: `report.html`, or `report_<run>_<version>.html` for a comparison with another run."""
+    return "report.html" if len(folders) == 1 else f"report_{'_'.join(folders[1].resolve().parts[-2:])}.html"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Argument parser of the command."""
+    parser = argparse.ArgumentParser(
+        prog="grpo-lightning report",
+        allow_abbrev=False,
+        description="Write one HTML file about a run: settings, curves, histograms of rewards, time by phase, failures, "
+        "and all completions by step and group. With two runs, they are shown side by side. The file loads nothing from "
+        "the network. The run may still be training, or may have crashed.",
+    )
+    parser.add_argument("run", help="folder of a run: runs/<run name>/version_<N>, or runs/<run name> for the newest")
+    parser.add_argument("other", nargs="?", help="folder of a second run, to compare")
+    parser.add_argument("--output", help="file to write; default: report.html in the folder of the first run")
+    parser.add_argument(
+        "--max_completions",
+        type=int,
+        default=20_000,
+        help="maximum number of completions per run whose texts are in the file; a longer run is thinned out to "
+        "rollouts at equal distances (default: %(default)s)",
+    )
+    return parser

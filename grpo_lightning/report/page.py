@@ -1,0 +1,38 @@
+"""Writes the report: the data of one or two runs inside the page `report.html`, which loads nothing else."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from grpo_lightning.core.files import atomic_write
+
+ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+"""Characters that could end the page's script element, or a line of it, and their escapes in JSON."""
+
+
+def write_report(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Write the report of runs (see `read_run`) as one HTML file (atomic write). Returns: its path."""
+    with atomic_write(path) as unfinished:
+        # A completion may hold half of a surrogate pair, which UTF-8 cannot encode.
+        unfinished.write_bytes(page(runs).encode("utf-8", "replace"))
+    return path
+
+
+def page(runs: Sequence[Mapping[str, Any]]) -> str:
+    """The HTML page with the data of the runs."""
+    title = " and ".join(str(run["name"]) for run in runs)
+    template = files("grpo_lightning.report").joinpath("report.html").read_text(encoding="utf-8")
+    # The data is inserted last: a completion may contain the placeholder of the title.
+    head, _, tail = template.partition("{{DATA}}")
+    return head.replace("{{TITLE}}", html.escape(title)) + script_json({"runs": runs}) + tail
+
+
+def script_json(value: Any) -> str:
+    """JSON without characters that HTML treats as markup: no text inside it can end the script element."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.translate(str.maketrans(ESCAPES))

@@ -1,0 +1,401 @@
+"""Reads the files of a run into the data of a report: metrics, completions, tokens, settings and results.
+
+A run may still be writing its files, or may have been killed: an incomplete last line is left out, and a missing file
+only leaves its part of the report empty.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import itertools
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_lightning.core.files import plain
+from grpo_lightning.core.images import ImageError, ImageRef
+from grpo_lightning.report.settings import different_settings
+
+Line = dict[str, Any]
+
+FILES = ("completions.jsonl", "metrics.csv", "config.yaml", "run.json", "summary.json")
+"""Files by which the folder of a run is recognized."""
+
+NUM_BINS = 20
+"""Bins of a histogram."""
+
+MAX_GROUPS_LISTED = 8
+"""Groups in each list of best and worst groups."""
+
+MAX_IMAGES = 400
+THUMBNAIL = 256
+"""Maximum longer side of an image in the report, in pixels."""
+
+TOKENS_READ = ("old_logprobs", "logprobs", "turn_advantages")
+
+FIELDS = frozenset(
+    {
+        *("step", "epoch", "rollout", "rank", "source", "prompt_index", "row", "prompt", "completion", "length"),
+        *("finish_reason", "turns", "reward", "rewards", "advantage", "images", "boxes"),
+    }
+)
+"""Fields of a line of `completions.jsonl` that have a place of their own in the report; others are extra columns."""
+
+
+def find_run(path: Path) -> Path:
+    """Folder of a run: `path` itself, or its newest `version_<N>`.
+
+    Raises:
+        ValueError: If there is no run; the message names the files that were searched for.
+    """
+
+    def is_run(folder: Path) -> bool:
+        return any((folder / name).is_file() for name in FILES)
+
+    if is_run(path):
+        return path
+    matches = ((re.fullmatch(r"version_(\d+)", folder.name), folder) for folder in path.glob("version_*"))
+    versions = sorted((int(match[1]), folder) for match, folder in matches if match and is_run(folder))
+    if versions:
+        return versions[-1][1]
+    if not path.exists():
+        raise ValueError(f"There is no folder {path}. Give the folder of a run, for example runs/quickstart/version_0.")
+    raise ValueError(
+        f"{path} is not the folder of a run: it has none of the files {', '.join(FILES)}, and no folder version_<N> "
+        "with one of them. Give the folder of a run, for example runs/quickstart/version_0."
+    )
+
+
+def read_run(folder: Path, *, max_completions: int = 20_000) -> dict[str, Any]:
+    """Read a run into JSON types (see `report.html` for their use).
+
+    Args:
+        folder: Folder of the run.
+        max_completions: Maximum number of completions with their texts. A longer run is thinned out to rollouts at equal
+            distances; histograms and the numbers of groups are those of all completions.
+    """
+    record = read_json(folder / "run.json")
+    metrics = read_metrics(folder / "metrics.csv")
+    log = folder / "completions.jsonl"
+    counts, statistics = count_rollouts(log)
+    kept = thin_out(counts, max_completions)
+    lines = [line for line in read_lines(log) if line["rollout"] in kept]
+    config = read_config(folder / "config.yaml")
+    groups = split_groups(lines, num_generations(config))
+    positions = {id(line): place for place, line in enumerate(lines)}
+    return plain(
+        {
+            "name": "/".join(folder.resolve().parts[-2:]),
+            "folder": str(folder),
+            "read_at": time.time(),
+            "written_at": max((path.stat().st_mtime for path in folder.iterdir() if path.is_file()), default=None),
+            "record": record,
+            "settings": different_settings(config),
+            "seed": config.get("seed_everything", record.get("seed")),
+            "max_steps": (config.get("trainer") or {}).get("max_steps"),
+            "summary": read_json(folder / "summary.json"),
+            "curves": metrics or curves_of(statistics),
+            "are_curves_logged": bool(metrics),
+            "histograms": histograms(log, statistics),
+            "num_completions": sum(counts.values()),
+            "num_incomplete_lines": int(has_incomplete_line(log)),
+            "finish_reasons": merge_counts(each["finish_reasons"] for each in statistics.values()),
+            "rewards": list(dict.fromkeys(name for line in lines for name in line["rewards"])),
+            "columns": completion_columns(lines),
+            "groups": [group_record(group, positions[id(group[0])]) for group in groups],
+            "tokens": read_tokens(folder / "tokens.jsonl", lines),
+            "images": read_images(lines),
+        }
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file; {} if it is missing, incomplete, or not an object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # a run that was killed while it wrote the file
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read the settings of the run; {} if the file is missing or not YAML."""
+    import yaml
+
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """Yield the lines of `completions.jsonl`, except an incomplete last line.
+
+    Raises:
+        ValueError: If a complete line is not of a completion log; the message names file and line.
+    """
+    yield from json_lines(path, lambda line: isinstance(line["rewards"], dict) and isinstance(line["rollout"], int))
+
+
+def json_lines(path: Path, is_valid: Callable[[Line], bool]) -> Iterator[Line]:
+    """Yield the JSON lines of a file, except an incomplete last line. Raises: ValueError as `read_lines`."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for number, text in enumerate(file, start=1):
+            if not text.endswith("\n"):  # the run is writing it, or was killed
+                return
+            try:
+                line = json.loads(text)
+                valid = is_valid(line)
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(wrong_line(path, number, text)) from error
+            if not valid:
+                raise ValueError(wrong_line(path, number, text))
+            yield line
+
+
+def wrong_line(path: Path, number: int, text: str) -> str:
+    """Error message for a line of another kind of file."""
+    return f"{path}:{number} is not a line of a log of completions: {text[:80]!r}. Move the file out of the folder."
+
+
+def has_incomplete_line(path: Path) -> bool:
+    """True if the file does not end with a line break."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, io.SEEK_END)
+        return file.read() != b"\n"
+
+
+def read_metrics(path: Path) -> dict[str, list[list[float | None]]]:
+    """Read `metrics.csv`: [steps, values] by metric. Values that are not finite are None; an incomplete row is left out.
+
+    If a metric has several values at a step, the last one counts: a resumed run logs the step again.
+    """
+    points: dict[str, dict[int, float | None]] = {}
+    if not path.is_file():
+        return {}
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(line for line in file if line.endswith("\n")):
+            step = row.get("step") or ""
+            if None in row or not step.isdigit():
+                continue
+            for name, text in row.items():
+                if text and name not in ("step", "epoch"):
+                    points.setdefault(name, {})[int(step)] = finite(text)
+    return {name: [list(own), list(own.values())] for name, own in sorted(points.items())}
+
+
+def finite(text: str) -> float | None:
+    """Parse a number; None if it is not finite or no number."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def num_generations(config: Mapping[str, Any]) -> int | None:
+    """Completions per group, as the settings state."""
+    size = (config.get("model") or {}).get("num_generations")
+    return size if isinstance(size, int) and size > 0 else None
+
+
+# --------------------------------------------------------------------------------------------------------- completions
+
+
+def count_rollouts(path: Path) -> tuple[dict[int, int], dict[int, dict[str, Any]]]:
+    """Number of completions and sums of each rollout."""
+    counts: dict[int, int] = {}
+    statistics: dict[int, dict[str, Any]] = {}
+    for line in read_lines(path):
+        rollout = line["rollout"]
+        counts[rollout] = counts.get(rollout, 0) + 1
+        own = statistics.setdefault(rollout, {"step": line["step"], "values": {}, "finish_reasons": {}})
+        reason = str(line.get("finish_reason"))
+        own["finish_reasons"][reason] = own["finish_reasons"].get(reason, 0) + 1
+        for name, value in values_of(line).items():
+            if value is not None:
+                total, count, low, high = own["values"].get(name, (0.0, 0, math.inf, -math.inf))
+                own["values"][name] = total + value, count + 1, min(low, value), max(high, value)
+    return counts, statistics
+
+
+def values_of(line: Line) -> dict[str, float | None]:
+    """Numbers of a completion that have a histogram, by the name of their metric."""
+    rewards = {f"reward/{name}": value for name, value in line["rewards"].items()}
+    return {"reward/mean": line.get("reward"), **rewards, "rollout/length": line.get("length")}
+
+
+def curves_of(statistics: Mapping[int, Mapping[str, Any]]) -> dict[str, list[list[float]]]:
+    """Means over the completions of each rollout, for a run without `metrics.csv`: [steps, values] by metric."""
+    curves: dict[str, list[list[float]]] = {}
+    for own in statistics.values():
+        means = {name: total / count for name, (total, count, _, _) in own["values"].items()}
+        reasons = own["finish_reasons"]
+        means["rollout/truncated"] = 1 - reasons.get("stop", 0) / sum(reasons.values())
+        for name, value in means.items():
+            steps, values = curves.setdefault(name, [[], []])
+            steps.append(own["step"])
+            values.append(value)
+    return curves
+
+
+def histograms(path: Path, statistics: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Histogram of each reward and of the lengths, for every rollout.
+
+    Returns:
+        By metric: low and high, the ends of `NUM_BINS` equal bins; and counts, one list of `NUM_BINS` per rollout. All
+        histograms also have the steps of the rollouts.
+    """
+    names = list(dict.fromkeys(name for own in statistics.values() for name in own["values"]))
+    places = {rollout: place for place, rollout in enumerate(statistics)}
+    steps = [own["step"] for own in statistics.values()]
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        bounds = [own["values"][name] for own in statistics.values() if name in own["values"]]
+        low, high = min(each[2] for each in bounds), max(each[3] for each in bounds)
+        high = high if high > low else low + 1
+        counts = [[0] * NUM_BINS for _ in steps]
+        found[name] = {"low": low, "high": high, "steps": steps, "counts": counts}
+    for line in read_lines(path):
+        for name, value in values_of(line).items():
+            if value is not None:
+                own = found[name]
+                place = int((value - own["low"]) / (own["high"] - own["low"]) * NUM_BINS)
+                own["counts"][places[line["rollout"]]][min(place, NUM_BINS - 1)] += 1
+    return found
+
+
+def merge_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Sum of counts by name."""
+    merged: dict[str, int] = {}
+    for name, count in itertools.chain.from_iterable(own.items() for own in counts):
+        merged[name] = merged.get(name, 0) + count
+    return merged
+
+
+def thin_out(counts: Mapping[int, int], limit: int) -> set[int]:
+    """Choose rollouts at equal distances, with at most `limit` completions in total; at least one rollout."""
+    rollouts = list(counts)
+    for distance in range(1, len(rollouts) + 1):
+        chosen = rollouts[::-1][::distance]  # with the last rollout, which shows what was learned
+        if sum(counts[rollout] for rollout in chosen) <= limit or len(chosen) == 1:
+            return set(chosen)
+    return set(rollouts)
+
+
+def split_groups(lines: Sequence[Line], size: int | None) -> list[list[Line]]:
+    """Split completions into groups: consecutive lines of a rollout with the same prompt, at most `size` of them."""
+
+    def prompt(line: Line) -> str:
+        return json.dumps([line["rollout"], line.get("source"), line.get("prompt_index"), line.get("prompt")])
+
+    groups = []
+    for _, own in itertools.groupby(lines, prompt):
+        same = list(own)
+        groups += [same[start : start + (size or len(same))] for start in range(0, len(same), size or len(same))]
+    return groups
+
+
+def group_record(group: Sequence[Line], first: int) -> dict[str, Any]:
+    """Record of a group: its prompt, the range of its completions, and mean and spread of its rewards."""
+    rewards = [line["reward"] for line in group if line.get("reward") is not None]
+    mean = sum(rewards) / len(rewards) if rewards else None
+    line = group[0]
+    return {
+        **{name: line.get(name) for name in ("step", "rollout", "epoch", "source", "prompt_index", "row", "prompt")},
+        "images": line.get("images") or [],
+        "first": first,
+        "count": len(group),
+        "mean": mean,
+        "low": min(rewards, default=None),
+        "high": max(rewards, default=None),
+    }
+
+
+def completion_columns(lines: Sequence[Line]) -> dict[str, Any]:
+    """Columns of the completions; columns that few completions have are mappings from the completion's index."""
+
+    def sparse(value: Callable[[Line], Any]) -> dict[str, Any]:
+        found = ((str(place), value(line)) for place, line in enumerate(lines))
+        return {place: own for place, own in found if own}
+
+    names = list(dict.fromkeys(name for line in lines for name in line["rewards"]))
+    return {
+        "completion": [line.get("completion") for line in lines],
+        "reward": [line.get("reward") for line in lines],
+        "rewards": {name: [line["rewards"].get(name) for line in lines] for name in names},
+        "advantage": [line.get("advantage") for line in lines],
+        "length": [line.get("length") for line in lines],
+        "finish_reason": [line.get("finish_reason") for line in lines],
+        "rank": [line.get("rank") for line in lines],
+        "turns": sparse(lambda line: line.get("turns")),
+        "boxes": sparse(boxes_of),
+        "extras": sparse(
+            lambda line: {name: value for name, value in line.items() if name not in FIELDS and value is not None}
+        ),
+    }
+
+
+def boxes_of(line: Line) -> dict[str, Any] | None:
+    """Boxes of a completion: the column `boxes`, or `<reward>/boxes` if several rewards log boxes."""
+    found = [value for name, value in line.items() if name == "boxes" or name.endswith("/boxes")]
+    return next((value for value in found if isinstance(value, dict)), None)
+
+
+def read_tokens(path: Path, lines: Sequence[Line]) -> dict[str, Any]:
+    """Tokens by the index of their completion among `lines`: [texts, old log-probs, log-probs, turn advantages]."""
+    places: dict[tuple[int, int], int] = {}
+    seen: dict[int, int] = {}
+    for place, line in enumerate(lines):
+        number = seen.get(line["rollout"], 0)
+        places[line["rollout"], number] = place
+        seen[line["rollout"]] = number + 1
+    found: dict[str, Any] = {}
+    for record in json_lines(path, lambda line: isinstance(line["tokens"], list)):
+        own = places.get((record["rollout"], record["completion"]))
+        if own is not None:
+            found[str(own)] = [record["tokens"], *(record.get(name) for name in TOKENS_READ)]
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- images
+
+
+def read_images(lines: Sequence[Line]) -> dict[str, str]:
+    """Thumbnails of the prompts' images by name, as data: URIs; of `MAX_IMAGES` prompts at equal distances.
+
+    Images that are not files, or cannot be read any more, are left out: the report then shows their frame.
+    """
+    names = list(dict.fromkeys(str(image["name"]) for line in lines for image in line.get("images") or ()))
+    chosen = names[:: max(1, -(-len(names) // MAX_IMAGES))]
+    found = {}
+    for name in chosen:
+        if uri := thumbnail(Path(name)):
+            found[name] = uri
+    return found
+
+
+def thumbnail(path: Path) -> str | None:
+    """Scale an image down to `THUMBNAIL` and encode it as a data: URI; None if it cannot be read."""
+    try:
+        image = ImageRef(path).read().copy()
+    except (ImageError, ImportError):
+        return None
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    file = io.BytesIO()
+    image.save(file, format="JPEG", quality=80)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
