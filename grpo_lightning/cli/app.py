@@ -25,7 +25,7 @@ from grpo_lightning.cli.errors import ConfigurationError, plain_refusal, rank
 from grpo_lightning.core.messages import quiet_libraries, show_messages
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.report.settings import TRAINER_DEFAULTS
+from grpo_lightning.report.settings import CLI_DEFAULTS
 from grpo_lightning.training.checkpoints import check_ranks
 from grpo_lightning.training.signals import GracefulStop, end_launched
 
@@ -222,9 +222,7 @@ class GRPOCLI(LightningCLI):
         parser.set_defaults(
             {
                 "trainer.logger": runs.default_loggers(),
-                # Set here so that the engine's arguments are keys of the parser, as are those of the optimizer.
-                "model.engine": {"class_path": "grpo_lightning.LocalEngine"},
-                **TRAINER_DEFAULTS,
+                **CLI_DEFAULTS,
             }
         )
         assert isinstance(parser, Parser)

@@ -23,13 +23,15 @@ UNKNOWN = object()
 HIDDEN = ("trainer.logger", "trainer.default_root_dir")
 """Settings that the command line fills in."""
 
-TRAINER_DEFAULTS: dict[str, Any] = {
+CLI_DEFAULTS: dict[str, Any] = {
+    # Set here so that the engine's arguments are keys of the parser, as are those of the optimizer.
+    "model.engine": {"class_path": "grpo_lightning.LocalEngine"},
     # With Lightning's default of 50, short runs would log nothing.
     "trainer.log_every_n_steps": 1,
     # Lightning's sanity check samples before training: slow, and training finds the same errors.
     "trainer.num_sanity_val_steps": 0,
 }
-"""Defaults of the command line that differ from Lightning's."""
+"""Defaults of the command line that differ from those in the signatures."""
 
 MISSING = "-"
 """Shown as the default of a setting that has none."""
@@ -57,7 +59,7 @@ def below(key: str, values: Mapping[str, Any], owner: Any) -> Iterator[Setting]:
     """Yield the settings of an object that differ from the defaults of its class `owner` (None if unknown)."""
     known = defaults(owner)
     for name, value in values.items():
-        default = TRAINER_DEFAULTS.get(f"{key}.{name}", known.get(name, UNKNOWN))
+        default = CLI_DEFAULTS.get(f"{key}.{name}", known.get(name, UNKNOWN))
         yield from differences(f"{key}.{name}", value, default, hint(owner, name))
 
 
@@ -81,8 +83,11 @@ def differences(key: str, value: Any, default: Any, kind: Any) -> Iterator[Setti
 
 
 def is_same_class(path: str, default: Any) -> bool:
-    """True if the default is an object of the class named `path`."""
-    return type(default).__name__ == path.rpartition(".")[2]
+    """True if the default is the class named `path`, an object of it, or its settings."""
+    if isinstance(default, Mapping):
+        return str(default.get("class_path")).rpartition(".")[2] == path.rpartition(".")[2]
+    kind = default if isinstance(default, type) else type(default)
+    return kind.__name__ == path.rpartition(".")[2]
 
 
 def is_default(value: Any, default: Any) -> bool:
@@ -102,7 +107,9 @@ def shown(default: Any) -> Any:
         return MISSING
     if default is None or isinstance(default, bool | int | float | str | list | dict):
         return default
-    return list(default) if isinstance(default, tuple) else type(default).__name__
+    if isinstance(default, tuple):
+        return list(default)
+    return (default if isinstance(default, type) else type(default)).__name__
 
 
 def import_class(path: str) -> Any:
