@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import os
 import shutil
 import signal
@@ -25,6 +26,8 @@ from grpo_lightning.callbacks import (
     LearningCurves,
     NewestCheckpoints,
     ProgressBar,
+    RunRecord,
+    RunReport,
     Watchdog,
     WritePredictions,
 )
@@ -47,7 +50,7 @@ def summary(folder: Path) -> dict[str, Any]:
     return found
 
 
-@case_of_each([BeforeAfter, CompletionLog, LearningCurves], "dirpath")
+@case_of_each([BeforeAfter, CompletionLog, LearningCurves, RunRecord, RunReport], "dirpath")
 def test_dirpath(owner, tmp_path):
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
@@ -136,6 +139,25 @@ def test_every_n_rollouts(tmp_path):
         run(CompletionLog(every, dirpath=str(tmp_path)), steps=3)
         lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
         assert sorted({line["rollout"] for line in lines}) == rollouts
+
+
+@case(CompletionLog, "token_logprobs")
+def test_token_logprobs(tmp_path):
+    for is_on in (False, True):
+        run(CompletionLog(token_logprobs=is_on, dirpath=str(tmp_path)))
+        assert (tmp_path / "tokens.jsonl").exists() == is_on
+
+
+@case(RunReport, "max_completions")
+def test_max_completions(tmp_path):
+    """Two rollouts of 8 completions, of which the report has both or the last."""
+    log = CompletionLog(dirpath=str(tmp_path))
+    for limit, number in ((100, 16), (8, 8)):
+        report = RunReport(limit, str(tmp_path))
+        module = make_module(length=3, num_generations=2)
+        fit(module, max_steps=2, callbacks=[log, report])
+        (data,) = re.findall(r'id="data">(.*?)</script>', (tmp_path / "report.html").read_text())
+        assert len(json.loads(data)["runs"][0]["columns"]["reward"]) == number
 
 
 class Wandb(WandbLogger):

@@ -18,11 +18,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugin_util import markdown_to_safe_html
 
 from grpo_lightning.callbacks import CompletionLog
-from grpo_lightning.callbacks.completion_log import cells, choose, keep_rollouts_before, markdown
+from grpo_lightning.callbacks.completion_log import cells, choose, first_lines, keep_rollouts_before, markdown
 from grpo_lightning.core.files import append_lines, json_line
 from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Prompt
-from tests.grounding_runs import Answers, grounding_module
+from tests.environments.games import Counted
+from tests.grounding_runs import Answers, box_prompt, grounding_module
 from tests.module_runs import ScriptedEngine, fit, make_module
 from tests.tiny_models import EOS, tiny_tokenizer
 
@@ -454,3 +455,93 @@ def test_another_file_is_not_cut_to_pieces(tmp_path, line):
         keep_rollouts_before(path, 1)
     assert "Move the file away" in str(raised.value)
     assert path.read_text() == f'{{"rollout": 0}}\n{line}\n'
+
+
+# -------------------------------------------------------------------------------------------------------------- tokens
+
+
+def logprobs_after(module, line, tokens):
+    """Log-probs of a completion under the module's weights, in a plain forward pass."""
+    tokenizer = module.tokenizer
+    prompt, answer = (tokenizer(text)["input_ids"] for text in (line["prompt"], line["completion"]))
+    ids = torch.tensor([[*prompt, *answer, EOS][: len(prompt) + len(tokens)]])
+    with torch.no_grad():
+        logprobs = module.policy.eval()(ids).logits[0].log_softmax(-1)
+    return [logprobs[len(prompt) + t - 1, ids[0, len(prompt) + t]].item() for t in range(len(tokens))]
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2}, {"updates_per_rollout": 2}])
+def test_tokens_have_the_log_probs_before_and_after_the_updates(tmp_path, settings):
+    module, before = (make_module(length=4, lr=0.05, **settings) for _ in range(2))
+    log = CompletionLog(dirpath=str(tmp_path), token_logprobs=True)
+    num_updates = max([1, *settings.values()])
+    fit(module, batch_size=4, max_steps=num_updates, callbacks=[log])
+    lines, records = (lines_of(tmp_path / name) for name in ("completions.jsonl", "tokens.jsonl"))
+    trained = [row for row, line in enumerate(lines) if line["advantage"]]
+    assert [record["completion"] for record in records] == trained
+    assert 4 < len(trained) < len(lines), "completions with advantage 0 are not trained on"
+    changes = []
+    for record in records:
+        line = lines[record["completion"]]
+        assert record["rollout"] == line["rollout"] == 0
+        assert len(record["tokens"]) == len(record["logprobs"]) == line["length"]
+        assert "".join(record["tokens"]).removesuffix("<eos>") == line["completion"]
+        for name, weights in (("old_logprobs", before), ("logprobs", module)):
+            assert record[name] == pytest.approx(logprobs_after(weights, line, record["tokens"]), abs=2e-4), name
+        changes.append(line["advantage"] * (sum(record["logprobs"]) - sum(record["old_logprobs"])))
+    assert sum(changes) > 0, "the update raises what has a positive advantage"
+
+
+def test_recording_tokens_changes_nothing_else(tmp_path):
+    weights = []
+    for is_on in (True, False):
+        module = make_module(length=4)
+        fit(module, max_steps=3, callbacks=[CompletionLog(dirpath=str(tmp_path / str(is_on)), token_logprobs=is_on)])
+        weights.append([parameter.detach().clone() for parameter in module.policy.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+    logs = [(tmp_path / str(is_on) / "completions.jsonl").read_bytes() for is_on in (True, False)]
+    assert logs[0] == logs[1]
+    assert sorted({record["rollout"] for record in lines_of(tmp_path / "True" / "tokens.jsonl")}) == [0, 1, 2]
+
+
+def test_tokens_of_a_resumed_run(tmp_path):
+    """The rollout inside which the run resumes has no tokens, because its lines were written by the killed run."""
+
+    def run(steps, **options):
+        log = CompletionLog(dirpath=str(tmp_path), token_logprobs=True)
+        saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3)
+        return fit(make_module(length=4, num_iterations=2), max_steps=steps, callbacks=[log, saving], **options)
+
+    run(3, enable_checkpointing=True)
+    run(6, enable_checkpointing=True, ckpt_path=str(tmp_path / "step=3.ckpt"))
+    assert sorted({record["rollout"] for record in lines_of(tmp_path / "tokens.jsonl")}) == [0, 2]
+
+
+def test_tokens_of_ranks_are_put_in_the_order_of_the_lines():
+    ranks = [[["a"] * 2, ["b"] * 3], [], [["c"]]]
+    assert first_lines(ranks) == {(0, 0): 0, (2, 0): 2, (0, 1): 3}
+
+
+def test_observations_have_no_log_probs(tmp_path):
+    log = CompletionLog(dirpath=str(tmp_path), token_logprobs=True)
+    fit(make_module(environment=Counted(), length=40), max_steps=1, callbacks=[log])
+    lines, records = (lines_of(tmp_path / name) for name in ("completions.jsonl", "tokens.jsonl"))
+    assert records
+    for record in records:
+        turns = lines[record["completion"]]["turns"]
+        wanted = [value for turn in turns for value in [("finish_reason" in turn)] * turn["length"]]
+        for name in ("old_logprobs", "logprobs"):
+            assert [value is not None for value in record[name]] == wanted
+
+
+def test_images_and_boxes_of_a_grounding_run(tmp_path):
+    prompt = box_prompt([10, 10, 50, 40])
+    module = grounding_module(Answers("[10, 10, 50, 40]", "nothing"), num_generations=2)
+    lines = fit_and_read(tmp_path, module, [prompt])
+    view = {"width": 84, "height": 56, "seen_width": 84, "seen_height": 56, "coordinates": "resized"}
+    assert [line["images"] for line in lines] == [[{"name": str(prompt.images[0]), **view}]] * 2
+    right = [[10, 10, 50, 40]]
+    assert [line["boxes"] for line in lines] == [
+        {"answer": right, "ground_truth": right},
+        {"answer": [], "ground_truth": right},
+    ]
