@@ -35,7 +35,8 @@ def test_short_commands_load_nothing_heavy():
         import contextlib, io, sys
         from grpo_lightning.cli import main
         with contextlib.redirect_stdout(io.StringIO()):
-            for args in (["--version"], ["--help"], ["recipes", "list"], ["plan", "--help"], ["export", "--help"], ["report", "--help"]):
+            helps = [[command, "--help"] for command in ("plan", "export", "report")]
+            for args in (["--version"], ["--help"], ["recipes", "list"], *helps):
                 with contextlib.suppress(SystemExit):
                     main(args)
         print(*sorted({name.partition(".")[0] for name in sys.modules}))

@@ -40,9 +40,9 @@ class CompletionLog(L.Callback):
     A line has the fields step, epoch, rollout, rank (the rank that sampled the completion), source, prompt_index, row
     (file and line of the data row, which has the images and the answer), prompt, completion, length (tokens),
     finish_reason, reward, rewards (by name) and advantage. Values that rewards passed to `log_extra` follow. A reward
-    of null means that the completion is not scorable. A prompt with images has the field images: for each image its name
-    (the path of a file), its size in pixels, its size after resizing for the policy, and the coordinate convention of
-    the policy. `step` is the number of optimizer steps done when the rollout was
+    of null means that the completion is not scorable. A prompt with images has the field images: for each image its
+    name (the path of a file), its size in pixels, its size after resizing for the policy, and the coordinate convention
+    of the policy. `step` is the number of optimizer steps done when the rollout was
     sampled; the loggers log the rollout's metrics at the same `step`. The lines of a rollout are in the order of its
     prompts, whatever the number of ranks.
 
@@ -50,12 +50,12 @@ class CompletionLog(L.Callback):
     worst completions and a few others. Both loggers get the images in the prompts of these completions, but only of
     prompts that rank 0 has: the images of other ranks are not available.
 
-    With `token_logprobs`, `tokens.jsonl` has the tokens of each completion that is trained on, with the log-probs of the
-    policy before and after the updates on the rollout: the sign of advantage x (new - old log-prob) shows whether the
-    updates moved a token in the intended direction. A line has the fields rollout, completion (index of the completion
-    among those of the rollout), tokens (text), old_logprobs, logprobs (nats; null for tokens that are not trained on)
-    and, with a credit per turn, turn_advantages. Completions that the updates leave out, because their advantage is 0,
-    have no line; nor has the rollout inside which a run resumes.
+    With `token_logprobs`, `tokens.jsonl` has the tokens of each completion that is trained on, with the log-probs of
+    the policy before and after the updates on the rollout: the sign of advantage x (new - old log-prob) shows whether
+    the updates moved a token in the intended direction. A line has the fields rollout, completion (index of the
+    completion among those of the rollout), tokens (text), old_logprobs, logprobs (nats; null for tokens that are not
+    trained on) and, with a credit per turn, turn_advantages. Completions that the updates leave out, because their
+    advantage is 0, have no line; nor has the rollout inside which a run resumes.
 
     Args:
         every_n_rollouts: Write only every n-th rollout.
@@ -88,8 +88,8 @@ class CompletionLog(L.Callback):
         self.dirpath = dirpath
         self.path: Path | None = None
         self.first_lines: dict[tuple[int, int], int] | None = None
-        """Index of the first line of each group of the current rollout, by rank and the group's index on that rank; None
-        if the tokens of the rollout are not written."""
+        """Index of the first line of each group of the current rollout, by rank and the group's index on that rank.
+        None if the tokens of the rollout are not written."""
 
         self.logged_messages: set[str] = set()
 

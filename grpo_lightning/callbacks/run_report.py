@@ -33,8 +33,8 @@ class RunRecord(L.Callback):
 
     The file has the fields command, started, ended (seconds since 1970), status (`running`, `finished`, `interrupted`
     or `failed`), error, step (optimizer steps done), seed, versions, device (accelerator, name, number of devices and
-    nodes, strategy, precision), commit (of the current folder, if it is in a git repository) and has_changes. The status
-    of a killed run stays `running`.
+    nodes, strategy, precision), commit (of the current folder, if it is in a git repository) and has_changes. The
+    status of a killed run stays `running`.
 
     Args:
         dirpath: Output folder; null is the run's folder.
@@ -83,10 +83,11 @@ class RunRecord(L.Callback):
 
 
 class RunReport(RunRecord):
-    """Writes `report.html` in the run's folder when the run ends, also by an error: the page of `grpo-lightning report`.
+    """Writes `report.html` in the run's folder when the run ends, also by an error.
 
-    The page is one file that loads nothing. It reads the files that `CompletionLog`, `BeforeAfter` and the logger of
-    `metrics.csv` have written into the folder. Also writes `run.json`, as `RunRecord` does.
+    The page is that of `grpo-lightning report`: one file that loads nothing. It shows the files that `CompletionLog`,
+    `BeforeAfter` and the logger of `metrics.csv` have written into the folder. Also writes `run.json`, as `RunRecord`
+    does.
 
     Args:
         max_completions: Maximum number of completions whose texts are in the page; a longer run is thinned out to

@@ -43,9 +43,9 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="grpo-lightning report",
         allow_abbrev=False,
-        description="Write one HTML file about a run: settings, curves, histograms of rewards, time by phase, failures, "
-        "and all completions by step and group. With two runs, they are shown side by side. The file loads nothing from "
-        "the network. The run may still be training, or may have crashed.",
+        description="Write one HTML file about a run: settings, curves, histograms of rewards, time by phase, "
+        "failures, and all completions by step and group. With two runs, they are shown side by side. The file loads "
+        "nothing from the network. The run may still be training, or may have crashed.",
     )
     parser.add_argument("run", help="folder of a run: runs/<run name>/version_<N>, or runs/<run name> for the newest")
     parser.add_argument("other", nargs="?", help="folder of a second run, to compare")

@@ -115,7 +115,9 @@ def remove_without_results(folder: Path) -> None:
     def is_empty(path: Path) -> bool:
         if path.name.startswith("events.out.tfevents."):
             return not has_numbers(path)
-        return path.name in ("config.yaml", "hparams.yaml", "run.json") or (path.name == "metrics.csv" and not path.stat().st_size)
+        if path.name == "metrics.csv":
+            return not path.stat().st_size
+        return path.name in ("config.yaml", "hparams.yaml", "run.json")
 
     if all(is_empty(path) for path in folder.rglob("*") if not path.is_dir()):
         shutil.rmtree(folder, ignore_errors=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_lightning.core.files import atomic_write
 
-ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 """Characters that could end the page's script element, or a line of it, and their escapes in JSON."""
 
 
@@ -35,4 +35,4 @@ def page(runs: Sequence[Mapping[str, Any]]) -> str:
 def script_json(value: Any) -> str:
     """JSON without characters that HTML treats as markup: no text inside it can end the script element."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.translate(str.maketrans(ESCAPES))
+    return text.translate(ESCAPES)

@@ -30,9 +30,6 @@ FILES = ("completions.jsonl", "metrics.csv", "config.yaml", "run.json", "summary
 NUM_BINS = 20
 """Bins of a histogram."""
 
-MAX_GROUPS_LISTED = 8
-"""Groups in each list of best and worst groups."""
-
 MAX_IMAGES = 400
 THUMBNAIL = 256
 """Maximum longer side of an image in the report, in pixels."""
@@ -77,8 +74,8 @@ def read_run(folder: Path, *, max_completions: int = 20_000) -> dict[str, Any]:
 
     Args:
         folder: Folder of the run.
-        max_completions: Maximum number of completions with their texts. A longer run is thinned out to rollouts at equal
-            distances; histograms and the numbers of groups are those of all completions.
+        max_completions: Maximum number of completions with their texts. A longer run is thinned out to rollouts at
+            equal distances; the histograms count all completions.
     """
     record = read_json(folder / "run.json")
     metrics = read_metrics(folder / "metrics.csv")
@@ -89,7 +86,7 @@ def read_run(folder: Path, *, max_completions: int = 20_000) -> dict[str, Any]:
     config = read_config(folder / "config.yaml")
     groups = split_groups(lines, num_generations(config))
     positions = {id(line): place for place, line in enumerate(lines)}
-    return plain(
+    run: dict[str, Any] = plain(
         {
             "name": "/".join(folder.resolve().parts[-2:]),
             "folder": str(folder),
@@ -113,6 +110,7 @@ def read_run(folder: Path, *, max_completions: int = 20_000) -> dict[str, Any]:
             "images": read_images(lines),
         }
     )
+    return run
 
 
 # --------------------------------------------------------------------------------------------------------------- files
@@ -180,9 +178,10 @@ def has_incomplete_line(path: Path) -> bool:
 
 
 def read_metrics(path: Path) -> dict[str, list[list[float | None]]]:
-    """Read `metrics.csv`: [steps, values] by metric. Values that are not finite are None; an incomplete row is left out.
+    """Read `metrics.csv`: [steps, values] by metric. Values that are not finite are None.
 
-    If a metric has several values at a step, the last one counts: a resumed run logs the step again.
+    An incomplete last row is left out. If a metric has several values at a step, the last one counts: a resumed run
+    logs the step again.
     """
     points: dict[str, dict[int, float | None]] = {}
     if not path.is_file():

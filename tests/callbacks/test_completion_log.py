@@ -24,8 +24,8 @@ from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Prompt
 from tests.environments.games import Counted
 from tests.grounding_runs import Answers, box_prompt, grounding_module
-from tests.module_runs import ScriptedEngine, fit, make_module
-from tests.tiny_models import EOS, tiny_tokenizer
+from tests.module_runs import SMALL, ScriptedEngine, fit, make_module
+from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
 
 FIELDS = ["step", "epoch", "rollout", "rank", "source", "prompt_index", "row", "prompt", "completion"]
 FIELDS += ["length", "finish_reason", "reward", "rewards", "advantage"]
@@ -460,19 +460,19 @@ def test_another_file_is_not_cut_to_pieces(tmp_path, line):
 # -------------------------------------------------------------------------------------------------------------- tokens
 
 
-def logprobs_after(module, line, tokens):
-    """Log-probs of a completion under the module's weights, in a plain forward pass."""
-    tokenizer = module.tokenizer
+def plain_logprobs(policy, line, tokens):
+    """Log-probs of a completion's tokens, in a plain forward pass."""
+    tokenizer = tiny_tokenizer()
     prompt, answer = (tokenizer(text)["input_ids"] for text in (line["prompt"], line["completion"]))
     ids = torch.tensor([[*prompt, *answer, EOS][: len(prompt) + len(tokens)]])
     with torch.no_grad():
-        logprobs = module.policy.eval()(ids).logits[0].log_softmax(-1)
+        logprobs = policy.eval()(ids).logits[0, :, : len(tokenizer)].log_softmax(-1)
     return [logprobs[len(prompt) + t - 1, ids[0, len(prompt) + t]].item() for t in range(len(tokens))]
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_iterations": 2}, {"updates_per_rollout": 2}])
 def test_tokens_have_the_log_probs_before_and_after_the_updates(tmp_path, settings):
-    module, before = (make_module(length=4, lr=0.05, **settings) for _ in range(2))
+    module, before = make_module(length=4, lr=0.05, **settings), tiny_model("qwen2", **SMALL)
     log = CompletionLog(dirpath=str(tmp_path), token_logprobs=True)
     num_updates = max([1, *settings.values()])
     fit(module, batch_size=4, max_steps=num_updates, callbacks=[log])
@@ -486,8 +486,8 @@ def test_tokens_have_the_log_probs_before_and_after_the_updates(tmp_path, settin
         assert record["rollout"] == line["rollout"] == 0
         assert len(record["tokens"]) == len(record["logprobs"]) == line["length"]
         assert "".join(record["tokens"]).removesuffix("<eos>") == line["completion"]
-        for name, weights in (("old_logprobs", before), ("logprobs", module)):
-            assert record[name] == pytest.approx(logprobs_after(weights, line, record["tokens"]), abs=2e-4), name
+        for name, weights in (("old_logprobs", before), ("logprobs", module.policy)):
+            assert record[name] == pytest.approx(plain_logprobs(weights, line, record["tokens"]), abs=2e-4), name
         changes.append(line["advantage"] * (sum(record["logprobs"]) - sum(record["old_logprobs"])))
     assert sum(changes) > 0, "the update raises what has a positive advantage"
 
@@ -507,13 +507,20 @@ def test_recording_tokens_changes_nothing_else(tmp_path):
 def test_tokens_of_a_resumed_run(tmp_path):
     """The rollout inside which the run resumes has no tokens, because its lines were written by the killed run."""
 
-    def run(steps, **options):
+    class Killed(L.Callback):
+        def on_train_batch_start(self, trainer, *args):
+            if trainer.global_step == 3:
+                raise RuntimeError("killed")
+
+    def run(*callbacks, **options):
         log = CompletionLog(dirpath=str(tmp_path), token_logprobs=True)
         saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3)
-        return fit(make_module(length=4, num_iterations=2), max_steps=steps, callbacks=[log, saving], **options)
+        callbacks = [log, saving, *callbacks]
+        fit(make_module(num_iterations=2), max_steps=6, callbacks=callbacks, enable_checkpointing=True, **options)
 
-    run(3, enable_checkpointing=True)
-    run(6, enable_checkpointing=True, ckpt_path=str(tmp_path / "step=3.ckpt"))
+    with pytest.raises(RuntimeError, match="killed"):
+        run(Killed())
+    run(ckpt_path=str(tmp_path / "step=3.ckpt"))
     assert sorted({record["rollout"] for record in lines_of(tmp_path / "tokens.jsonl")}) == [0, 2]
 
 

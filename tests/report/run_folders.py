@@ -10,7 +10,9 @@ from typing import Any
 
 import yaml
 
-HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'> {{DATA}} {{TITLE}} \u2028 <!--"
+HOSTILE = (
+    "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'> {{DATA}} {{TITLE}} \u2028 <!--"
+)
 """Text that would end the page's data, run a script, or be replaced as a part of the template."""
 
 
@@ -50,7 +52,9 @@ def write_run(folder: Path, completions: Sequence[Mapping[str, Any]] | None = No
         if records:
             text = "".join(json.dumps(record) + "\n" for record in records)
             (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    rows = files.get("metrics", [{"step": 2 * i, "epoch": 0, "reward/mean": i / 4, "time/rollout": 2.0} for i in range(3)])
+    rows = files.get(
+        "metrics", [{"step": 2 * i, "epoch": 0, "reward/mean": i / 4, "time/rollout": 2.0} for i in range(3)]
+    )
     if rows:
         with (folder / "metrics.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))

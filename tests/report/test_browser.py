@@ -39,7 +39,10 @@ def show(browser, tmp_path):
         page.set_default_timeout(20_000)
         page.on("console", lambda message: problems.append(message.text))
         page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("request", lambda request: None if request.url.startswith(("file:", "data:")) else problems.append(request.url))
+        page.on(
+            "request",
+            lambda request: None if request.url.startswith(("file:", "data:")) else problems.append(request.url),
+        )
         page.goto(path.as_uri())
         page.wait_for_selector("html[data-ready]")
         return page
@@ -109,7 +112,12 @@ def test_the_tooltip_and_colour_of_a_token(show, tmp_path):
 
 
 def test_hostile_text_is_shown_as_text(show, tmp_path):
-    fields = {"prompt": [{"role": HOSTILE, "content": HOSTILE}], "completion": HOSTILE, "source": HOSTILE, "note": HOSTILE}
+    fields = {
+        "prompt": [{"role": HOSTILE, "content": HOSTILE}],
+        "completion": HOSTILE,
+        "source": HOSTILE,
+        "note": HOSTILE,
+    }
     own = [line(0, number, **fields, rewards={HOSTILE: 1.0}, finish_reason=HOSTILE) for number in range(4)]
     own[0]["turns"] = [each | {"text": HOSTILE} for each in turns()]
     metrics = [{"step": 0, f"reward/{HOSTILE}": 1.0, "reward/failures": 2.0}]
@@ -166,7 +174,11 @@ def test_boxes_are_drawn_over_their_image(show, tmp_path):
 
 def test_two_runs_side_by_side(show, tmp_path):
     config = {"trainer": {"max_steps": 5}, "model": {"policy": "p"}}
-    one = write_run(tmp_path / "one", config=config, summary={"before": {"sampled": {"reward": 0.25}}, "after": {"sampled": {"reward": 0.5}}})
+    one = write_run(
+        tmp_path / "one",
+        config=config,
+        summary={"before": {"sampled": {"reward": 0.25}}, "after": {"sampled": {"reward": 0.5}}},
+    )
     own = [each | {"completion": "other"} for each in lines(2)]
     other = write_run(tmp_path / "other", own, config=config | {"trainer": {"max_steps": 7}})
     page = show(read_run(one), read_run(other))

@@ -98,7 +98,12 @@ def test_a_crashed_run(tmp_path):
 
 def test_conversations_boxes_and_extras(tmp_path):
     boxes = {"answer": [[1, 2, 3, 4]], "ground_truth": [[1, 2, 3, 5]]}
-    own = [line(0, 0, turns=turns(), note=["x"]), line(0, 1, boxes=boxes), line(0, 2, **{"iou/boxes": boxes}), line(0, 3)]
+    own = [
+        line(0, 0, turns=turns(), note=["x"]),
+        line(0, 1, boxes=boxes),
+        line(0, 2, **{"iou/boxes": boxes}),
+        line(0, 3),
+    ]
     columns = read_run(write_run(tmp_path / "r", own))["columns"]
     assert columns["turns"] == {"0": turns()}
     assert columns["extras"] == {"0": {"note": ["x"]}, "2": {"iou/boxes": boxes}}
@@ -159,7 +164,9 @@ def test_the_newest_version_of_a_run_is_found(tmp_path):
 
 
 def test_a_folder_that_is_no_run_says_what_was_searched_for(tmp_path):
-    with pytest.raises(ValueError, match=r"is not the folder of a run: it has none of the files completions\.jsonl, metr"):
+    with pytest.raises(
+        ValueError, match=r"is not the folder of a run: it has none of the files completions\.jsonl, metr"
+    ):
         find_run(tmp_path)
     with pytest.raises(ValueError, match="There is no folder"):
         find_run(tmp_path / "missing")

@@ -92,8 +92,8 @@ class BoxReward(Reward):
         """Score completions.
 
         Logs `<name>/unreadable`, the fraction of answers that cannot be parsed. Such an answer is wrong; it does not
-        count as a failure of the reward. Also logs the column `boxes` of the log of completions: the boxes of answer and
-        ground truth, in pixels of the image in the data.
+        count as a failure of the reward. Also logs the column `boxes` of the log of completions: the boxes of answer
+        and ground truth, in pixels of the image in the data.
 
         Args:
             completions: [B].
