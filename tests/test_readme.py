@@ -70,7 +70,7 @@ def test_the_files_and_commands_are_found():
     assert list(files()) == ["rows.jsonl", "my_rewards.py", "my_run.yaml"]
     assert [command.split()[1] for command in commands()] == [
         *("fit", "recipes", "recipes", "plan", "fit"),
-        *("fit", "validate", "export"),
+        *("fit", "validate", "report", "export"),
         *["fit"] * 4,
     ]
 
