@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DataLoader
 
-from grpo_lightning.callbacks import BeforeAfter, CompletionLog, LearningCurves, WritePredictions
+from grpo_lightning.callbacks import BeforeAfter, CompletionLog, LearningCurves, RunRecord, WritePredictions
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import Completion, Prompt, SamplingParams
 from grpo_lightning.data.source import PromptSource
@@ -136,7 +136,8 @@ def train(folder: Path) -> dict[str, Any]:
     stopping = EarlyStopping("val/letters", patience=1, min_delta=10.0)
     callbacks = [
         steps,
-        CompletionLog(dirpath=str(folder)),
+        CompletionLog(dirpath=str(folder), token_logprobs=True),
+        RunRecord(dirpath=str(folder)),
         BeforeAfter("letters", num_samples=3, dirpath=str(folder)),
         LearningCurves(dirpath=str(folder)),
         stopping,

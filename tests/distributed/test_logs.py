@@ -78,6 +78,23 @@ def test_completions_are_in_one_file_in_the_order_of_the_prompts(folder):
     assert not list((folder / "of2" / "train").glob("*rank*"))
 
 
+def test_tokens_of_all_ranks_belong_to_the_lines_of_their_completions(folder):
+    one, two = (lines_of(folder / name / "train" / "tokens.jsonl") for name in ("of1", "of2"))
+    completions = lines_of(folder / "of2" / "train" / "completions.jsonl")
+    by_rollout = {rollout: [line for line in completions if line["rollout"] == rollout] for rollout in range(6)}
+    assert len(one) > 20
+    for line, other in zip(one, two, strict=True):
+        assert len(other["tokens"]) == by_rollout[other["rollout"]][other["completion"]]["length"]
+        for name in ("old_logprobs", "logprobs"):
+            assert other.pop(name) == pytest.approx(line.pop(name), abs=1e-3), name
+        assert other == line
+
+
+def test_what_ran_is_recorded_once(folder):
+    record = json.loads((folder / "of2" / "train" / "run.json").read_text())
+    assert (record["status"], record["device"]["world_size"]) == ("finished", 2)
+
+
 def test_before_and_after_are_of_all_prompts(folder):
     one, two = (json.loads((folder / name / "train" / "summary.json").read_text()) for name in ("of1", "of2"))
     assert two["num_prompts"] == one["num_prompts"] == 5
