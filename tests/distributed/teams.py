@@ -163,7 +163,7 @@ def run(case: Case, strategy: str, ranks_per_group: int, folder: Path) -> dict[s
         updates_per_rollout=2,
     )
     watch = Watch()
-    logs = CompletionLog(dirpath=str(folder / "logs" / f"{strategy}-{ranks_per_group}-{case}"))
+    logs = CompletionLog(dirpath=str(folder / "logs" / f"{strategy}-{ranks_per_group}-{case}"), token_logprobs=True)
     fit(
         module,
         case.prompts(folder),

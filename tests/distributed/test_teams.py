@@ -80,9 +80,19 @@ def shared(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not is_own(name) and name != "policy/grad_norm"}
 
 
-def lines_of(folder: Path, strategy: str, ranks_per_group: int, case: str) -> list[dict[str, Any]]:
-    path = folder / "logs" / f"{strategy}-{ranks_per_group}-{case}" / "completions.jsonl"
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+def lines_of(
+    folder: Path, strategy: str, ranks_per_group: int, case: str, name: str = "completions.jsonl"
+) -> list[dict[str, Any]]:
+    path = folder / "logs" / f"{strategy}-{ranks_per_group}-{case}" / name
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+
+
+def compare_tokens(ones: list[dict[str, Any]], tokens: list[dict[str, Any]]) -> None:
+    """Compare the recorded tokens of a run on several ranks with those of one device."""
+    for want, got in zip(ones, tokens, strict=True):
+        for name in ("old_logprobs", "logprobs"):
+            assert got.pop(name) == pytest.approx(want.pop(name), abs=2e-3), name
+        assert got == want
 
 
 @pytest.mark.parametrize(
@@ -136,6 +146,9 @@ def test_teams_train_what_one_device_does(folder: Path, run: Callable[[Layout], 
         assert got.pop("rank") == team * layout.ranks_per_group + row % teams.NUM_GENERATIONS % layout.ranks_per_group
         assert got.pop("advantage") == pytest.approx(want.pop("advantage"), abs=1e-5)
         assert got == want
+    ones = lines_of(folder, "one", 1, case, "tokens.jsonl")
+    assert ones or not has_gradient
+    compare_tokens(ones, lines_of(folder, layout.strategy, layout.ranks_per_group, case, "tokens.jsonl"))
 
 
 def test_an_error_of_a_team_is_raised_on_each_of_its_ranks(tmp_path: Path):
