@@ -373,7 +373,7 @@ def test_a_run_has_one_folder_and_the_next_run_another(recipe):
 def test_without_loggers_and_elsewhere_the_folder_is_the_same(recipe):
     flags = ["--trainer.logger=false", "--trainer.default_root_dir=there", "--trainer.enable_checkpointing=true"]
     main(["fit", "--config", recipe(), "--trainer.max_steps=1", *flags])
-    assert files("there/runs/recipe/version_0") == {"completions.jsonl", "config.yaml", "checkpoints"}
+    assert files("there/runs/recipe/version_0") == {"completions.jsonl", "config.yaml", "run.json", "checkpoints"}
     assert not Path("runs").exists()
 
 
