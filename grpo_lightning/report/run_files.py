@@ -80,9 +80,10 @@ def read_run(folder: Path, *, max_completions: int = 20_000) -> dict[str, Any]:
     record = read_json(folder / "run.json")
     metrics = read_metrics(folder / "metrics.csv")
     log = folder / "completions.jsonl"
-    counts, statistics = count_rollouts(log)
+    end = log.stat().st_size if log.is_file() else 0  # the log is read several times, and the run may append to it
+    counts, statistics = count_rollouts(read_lines(log, end))
     kept = thin_out(counts, max_completions)
-    lines = [line for line in read_lines(log) if line["rollout"] in kept]
+    lines = [line for line in read_lines(log, end) if line["rollout"] in kept]
     config = read_config(folder / "config.yaml")
     groups = split_groups(lines, num_generations(config))
     positions = {id(line): place for place, line in enumerate(lines)}
@@ -99,9 +100,9 @@ def read_run(folder: Path, *, max_completions: int = 20_000) -> dict[str, Any]:
             "summary": read_json(folder / "summary.json"),
             "curves": metrics or curves_of(statistics),
             "are_curves_logged": bool(metrics),
-            "histograms": histograms(log, statistics),
+            "histograms": histograms(read_lines(log, end), statistics),
             "num_completions": sum(counts.values()),
-            "num_incomplete_lines": int(has_incomplete_line(log)),
+            "num_incomplete_lines": int(has_incomplete_line(log, end)),
             "finish_reasons": merge_counts(each["finish_reasons"] for each in statistics.values()),
             "rewards": list(dict.fromkeys(name for line in lines for name in line["rewards"])),
             "columns": completion_columns(lines),
@@ -136,23 +137,30 @@ def read_config(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def read_lines(path: Path) -> Iterator[Line]:
-    """Yield the lines of `completions.jsonl`, except an incomplete last line.
+def read_lines(path: Path, end: int) -> Iterator[Line]:
+    """Yield the lines in the first `end` bytes of `completions.jsonl`, except an incomplete last line.
 
     Raises:
         ValueError: If a complete line is not of a completion log; the message names file and line.
     """
-    yield from json_lines(path, lambda line: isinstance(line["rewards"], dict) and isinstance(line["rollout"], int))
+
+    def is_valid(line: Line) -> bool:
+        return isinstance(line["rewards"], dict) and isinstance(line["rollout"], int)
+
+    yield from json_lines(path, is_valid, end)
 
 
-def json_lines(path: Path, is_valid: Callable[[Line], bool]) -> Iterator[Line]:
+def json_lines(path: Path, is_valid: Callable[[Line], bool], end: float = math.inf) -> Iterator[Line]:
     """Yield the JSON lines of a file, except an incomplete last line. Raises: ValueError as `read_lines`."""
     if not path.is_file():
         return
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        for number, text in enumerate(file, start=1):
-            if not text.endswith("\n"):  # the run is writing it, or was killed
+    place = 0
+    with path.open("rb") as file:
+        for number, content in enumerate(file, start=1):
+            place += len(content)
+            if place > end or not content.endswith(b"\n"):  # the run is writing the line, or was killed
                 return
+            text = content.decode("utf-8", "replace")
             try:
                 line = json.loads(text)
                 valid = is_valid(line)
@@ -168,13 +176,13 @@ def wrong_line(path: Path, number: int, text: str) -> str:
     return f"{path}:{number} is not a line of a log of completions: {text[:80]!r}. Move the file out of the folder."
 
 
-def has_incomplete_line(path: Path) -> bool:
-    """True if the file does not end with a line break."""
-    if not path.is_file() or not path.stat().st_size:
+def has_incomplete_line(path: Path, end: int) -> bool:
+    """True if the first `end` bytes of the file do not end with a line break."""
+    if not end:
         return False
     with path.open("rb") as file:
-        file.seek(-1, io.SEEK_END)
-        return file.read() != b"\n"
+        file.seek(end - 1)
+        return file.read(1) != b"\n"
 
 
 def read_metrics(path: Path) -> dict[str, list[list[float | None]]]:
@@ -215,11 +223,11 @@ def num_generations(config: Mapping[str, Any]) -> int | None:
 # --------------------------------------------------------------------------------------------------------- completions
 
 
-def count_rollouts(path: Path) -> tuple[dict[int, int], dict[int, dict[str, Any]]]:
+def count_rollouts(lines: Iterable[Line]) -> tuple[dict[int, int], dict[int, dict[str, Any]]]:
     """Number of completions and sums of each rollout."""
     counts: dict[int, int] = {}
     statistics: dict[int, dict[str, Any]] = {}
-    for line in read_lines(path):
+    for line in lines:
         rollout = line["rollout"]
         counts[rollout] = counts.get(rollout, 0) + 1
         own = statistics.setdefault(rollout, {"step": line["step"], "values": {}, "finish_reasons": {}})
@@ -252,7 +260,7 @@ def curves_of(statistics: Mapping[int, Mapping[str, Any]]) -> dict[str, list[lis
     return curves
 
 
-def histograms(path: Path, statistics: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def histograms(lines: Iterable[Line], statistics: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Histogram of each reward and of the lengths, for every rollout.
 
     Returns:
@@ -269,7 +277,7 @@ def histograms(path: Path, statistics: Mapping[int, Mapping[str, Any]]) -> dict[
         high = high if high > low else low + 1
         counts = [[0] * NUM_BINS for _ in steps]
         found[name] = {"low": low, "high": high, "steps": steps, "counts": counts}
-    for line in read_lines(path):
+    for line in lines:
         for name, value in values_of(line).items():
             if value is not None:
                 own = found[name]

@@ -6,6 +6,7 @@ import os
 import pytest
 from PIL import Image
 
+from grpo_lightning.report import run_files
 from grpo_lightning.report.run_files import MAX_IMAGES, find_run, read_run, thin_out
 from tests.report.run_folders import RECORD, line, lines, tokens_of, turns, write_run
 
@@ -61,6 +62,24 @@ def test_an_incomplete_last_line_is_left_out(tmp_path, name):
     assert len(run["tokens"]) == (1 if name == "tokens.jsonl" else 2)
     assert len(run["curves"]["reward/mean"][0]) == (2 if name == "metrics.csv" else 3)
     assert run["columns"]["completion"] == whole["columns"]["completion"][: run["num_completions"]]
+
+
+@pytest.mark.parametrize("part", ["count_rollouts", "thin_out", "histograms"])
+def test_a_run_may_write_while_it_is_read(tmp_path, monkeypatch, part):
+    """The log is read several times; all of them end where the file ended at first."""
+    folder = write_run(tmp_path / "r", metrics=None)
+    expected = read_run(folder)
+    original = getattr(run_files, part)
+
+    def write_first(*args):
+        with (folder / "completions.jsonl").open("a") as file:
+            file.writelines(json.dumps(line(rollout, 0, reward=7.0)) + "\n" for rollout in (2, 3))
+        return original(*args)
+
+    monkeypatch.setattr(run_files, part, write_first)
+    run = read_run(folder)
+    times = {"read_at": 0, "written_at": 0}
+    assert run | times == expected | times
 
 
 def test_a_character_that_is_cut_in_two(tmp_path):
