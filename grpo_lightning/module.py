@@ -71,6 +71,7 @@ from grpo_lightning.rollout.groups import (
     Rollout,
     SharedGroups,
     check_finite,
+    has_failed,
     kl_to_reference,
     mask_truncated,
     per_completion,
@@ -430,6 +431,8 @@ class GRPOLightningModule(L.LightningModule):
             self.add_ref_logprobs(rollout)
             rewards = rewards - self.objective.beta * kl_to_reference(groups).view_as(rewards)
         rewards = without_failed(without_truncated(rewards, groups, self.overlong_filter), groups)
+        if self.conversations is not None:
+            self.conversations.add_turn_credit(groups, self.overlong_filter)
         return Rollout(groups, scores, rewards)
 
     def rollout_seeds(self, rollout_index: int, indices: Sequence[int]) -> list[int]:
@@ -493,8 +496,6 @@ class GRPOLightningModule(L.LightningModule):
         check_finite(advantages, name="advantages", verb="compute_advantages")
         self.rollout = rollout
         self.run.rollout_index += 1
-        if self.conversations is not None:
-            self.conversations.add_turn_credit(rollout.groups)
         self.notify("on_rollout", self, rollout)
         self.add_ref_logprobs(rollout)
         self.run.cycle = self.cycle_shape.check_cycle(self.split_rollout(self.shared_groups.spread(rollout)))
@@ -686,7 +687,8 @@ class GRPOLightningModule(L.LightningModule):
         seeds = [derived_seed(run_seed(self.seed), "evaluation", prompt.key) for prompt in prompts]
         with self.early_rewards(prompts):
             groups = self.generate(prompts, num_generations, sampling, seeds, shared=False)
-            return Evaluation(groups, self.begin_rewards(groups, num_generations).finish())
+            scores = self.begin_rewards(groups, num_generations).finish()
+        return Evaluation(groups, scores.without(has_failed(groups).view_as(scores.total)))
 
     def on_validation_epoch_start(self) -> None:
         """Create the evaluation tables of each loader, one per kind of completion (sampled, greedy)."""

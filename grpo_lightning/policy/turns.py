@@ -58,8 +58,13 @@ class TurnTokens:
             return self.text_ids("".join(str(message["content"]) for message in messages))
         escaped = [{**message, "content": self.escaped(str(message["content"]))} for message in messages]
         ids = self.encoded(self.behind_the_turn(escaped, settings))
-        is_repeated = ids and last_id is not None and last_id in self.stop_ids and ids[0] in self.stop_ids
-        return ids[1:] if is_repeated else ids
+        # Only the very token that the policy wrote is a repetition: another stop token can open the next message, as
+        # `<|user|>` does in GLM's templates. Some templates write a space in front of it.
+        if last_id in self.stop_ids and last_id in ids:
+            place = ids.index(last_id)
+            if not str(self.tokenizer.decode(ids[:place])).strip():
+                return ids[place + 1 :]
+        return ids
 
     def text_ids(self, text: str) -> list[int]:
         """Tokens of a text that continues what is there."""

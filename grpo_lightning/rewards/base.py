@@ -383,10 +383,10 @@ class WeightedReward(Reward):
     def may_read(self, column: str) -> bool:
         """Whether the reward may read a data column.
 
-        A function with `**kwargs` may read any column. A `Reward` with `**kwargs` declares the columns that it reads in
-        `required_columns` and `optional_columns`.
+        A function with `**kwargs` may read any column. A `Reward` with `**kwargs` names the columns that it reads in
+        its signature, or declares them in `required_columns` and `optional_columns`.
         """
-        if self._accepted is not None and column in self._accepted:
+        if self.names(column):
             return True
         if column in (*self.required_columns, *self.optional_columns):
             return True

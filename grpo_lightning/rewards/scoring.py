@@ -79,6 +79,11 @@ class Scores:
         """Make scores from totals [N, G] alone, without values per reward."""
         return cls(total, {}, {}, {}, {})
 
+    def without(self, excluded: Tensor) -> Scores:
+        """Make completions not scorable. Args: excluded: [N, G] bool."""
+        by_reward = {name: values.masked_fill(excluded, math.nan) for name, values in self.by_reward.items()}
+        return replace(self, total=self.total.masked_fill(excluded, math.nan), by_reward=by_reward)
+
     def select(self, rows: Sequence[int]) -> Scores:
         """Select groups, in the given order; metrics and failures remain those of all groups."""
         rows, size = list(rows), self.total.shape[1]

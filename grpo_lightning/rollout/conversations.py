@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,7 @@ from grpo_lightning.policy.turns import TRUNCATED, TurnTokens
 from grpo_lightning.policy.vision import continued
 from grpo_lightning.rewards.base import WeightedReward
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turns
+from grpo_lightning.rollout.groups import OverlongFilter, has_failed, without_truncated
 
 log = logging.getLogger(__name__)
 
@@ -253,8 +255,29 @@ class Conversations:
                     f"Environment {self.runner.name!r}: `reset` {result.problem} ({prompt.label}). Fix it, or remove "
                     "the prompt."
                 ) from result.cause
-        begun = [self._with_observation(prompt, result.value) for prompt, result in zip(prompts, results, strict=True)]
+        begun = [
+            self._with_observation(prompt, self._readable(result.value))
+            for prompt, result in zip(prompts, results, strict=True)
+        ]
         return begun, [result.state for result in results]
+
+    def _readable(self, observation: Any) -> Any:
+        """A first observation with the limit of all observations; special tokens that it spells are escaped."""
+        if observation is None:
+            return None
+        if isinstance(observation, str):
+            return self.tokens.escaped(self.shortened(observation)[0])
+        return [
+            {**message, "content": self.tokens.escaped(self.shortened(str(message["content"]))[0])}
+            for message in messages_of(observation, self.runner.observation_role)
+        ]
+
+    def shortened(self, text: str) -> tuple[str, bool]:
+        """Cut an observation to `max_observation_length` tokens. Returns: the text, and whether it was cut."""
+        longest = self.settings.max_observation_length
+        short, is_cut = self.tokens.cut(text[: longest * CHARACTERS_PER_TOKEN], longest)
+        is_cut = is_cut or len(text) > longest * CHARACTERS_PER_TOKEN
+        return short if not is_cut or short.endswith(TRUNCATED) else short + TRUNCATED, is_cut
 
     def described(self, prompt: Prompt) -> Prompt:
         """A prompt whose chat template describes the tools."""
@@ -322,20 +345,29 @@ class Conversations:
         game.conversations = [
             Conversation(n, g, self.runner.copy(states[n])) for n in range(len(prompts)) for g in part
         ]
-        # An engine whose calls are collective is called by all ranks until the last conversation has ended.
-        waits = ranks.world_size() > 1 and not getattr(engine, "samples_in_background", False)
+        # The calls of an engine are collective, so all ranks make them until the last conversation has ended. In the
+        # background, they are not, and the main thread has the collectives.
+        waits = ranks.world_size() > 1 and threading.current_thread() is threading.main_thread()
         rows = list(range(len(game.conversations)))
         while ranks.is_any(bool(rows)) if waits else bool(rows):
             game.play_round(engine, rows, num_generations, progress, vision)
             rows = [row for row in rows if game.conversations[row].finish_reason is None]
         return [game.completions(n) for n in range(len(prompts))]
 
-    def add_turn_credit(self, groups: Sequence[Group]) -> None:
-        """Set the `turn_advantages` of all completions, unless `turn_credit` is 0. A turn without reward has 0."""
+    def add_turn_credit(self, groups: Sequence[Group], overlong_filter: OverlongFilter = "none") -> None:
+        """Set the `turn_advantages` of all completions, unless `turn_credit` is 0. A turn without reward counts as 0.
+
+        As in the advantages, conversations whose environment failed (`on_error: none`) do not count, and truncated ones
+        do not if the filter is "group": their credit is 0.
+        """
         if self.settings.turn_credit == 0:
             return
-        for group in groups:
-            of_policy = [[turn for turn in c.turns or () if turn.is_sampled] for c in group.completions]
+        excluded = without_truncated(has_failed(groups).float(), groups, overlong_filter) != 0  # 1, or nan
+        for group, is_excluded in zip(groups, excluded.tolist(), strict=True):
+            of_policy = [
+                [] if excluded else [turn for turn in completion.turns or () if turn.is_sampled]
+                for completion, excluded in zip(group.completions, is_excluded, strict=True)
+            ]
             rewards = [[turn.reward or 0.0 for turn in turns] for turns in of_policy]
             credits = turn_credits(rewards, discount=self.settings.turn_discount)
             for completion, turns, of_turns in zip(group.completions, of_policy, credits, strict=True):
@@ -430,7 +462,9 @@ class Game:
         more |= {name: value for name, value in optional.items() if name in takes and value is not None}
         if vision is not None:
             more["vision"] = vision
-        sampling = replace(self.sampling, max_completion_length=max(limits, default=1))
+        # In the first round the limits are the same, and a rank without prompts decodes with the others: by this limit.
+        longest = self.longest_turn if is_first else max(limits, default=1)
+        sampling = replace(self.sampling, max_completion_length=longest)
         groups = engine.generate(inputs, count, sampling, seeds, progress, **more)
         for number, sampled in enumerate(groups):
             if chosen[number * per_input].call is None:  # the engine does not report groups
@@ -451,10 +485,15 @@ class Game:
             self.ended[number] = [each.completion(self.tokens.tokenizer) for each in self.of_prompt(number)]
         return self.ended[number]
 
+    @property
+    def longest_turn(self) -> int:
+        """Most tokens of a first turn."""
+        longest = self.sampling.max_completion_length
+        return longest if self.settings.max_turn_length is None else min(longest, self.settings.max_turn_length)
+
     def turn_limit(self, each: Conversation) -> int:
         """Most tokens of the next turn of a conversation."""
-        left = self.sampling.max_completion_length - len(each.token_ids)
-        return left if self.settings.max_turn_length is None else min(left, self.settings.max_turn_length)
+        return min(self.longest_turn, self.sampling.max_completion_length - len(each.token_ids))
 
     def start_turn(self, each: Conversation, sampled: Completion, limit: int) -> None:
         """Append a sampled turn, and start the call of its environment."""
@@ -533,12 +572,10 @@ class Game:
 
     def _shortened(self, each: Conversation, text: str) -> str:
         """Cut an observation to `max_observation_length` tokens, and count it."""
-        longest = self.settings.max_observation_length
-        short, is_cut = self.tokens.cut(text[: longest * CHARACTERS_PER_TOKEN], longest)
-        is_cut = is_cut or len(text) > longest * CHARACTERS_PER_TOKEN
+        short, is_cut = self.owner.shortened(text)
         if is_cut:
             each.metrics["truncated_observations"] = each.metrics.get("truncated_observations", 0.0) + 1
-        return short if not is_cut or short.endswith(TRUNCATED) else short + TRUNCATED
+        return short
 
     def _keep(self, each: Conversation, turn: Turn, characters: int) -> None:
         """Drop the tokens of the last turn that are not within its first characters."""

@@ -127,11 +127,13 @@ def kl_to_reference(groups: Sequence[Group]) -> Tensor:
 
 
 def _kl(completion: Completion) -> float:
-    """KL of one completion in nats."""
+    """KL of one completion in nats, over the tokens that the policy sampled, also those of a filtered completion."""
     assert completion.ref_logprobs is not None
-    mask = completion.mask if completion.mask and any(completion.mask) else [True] * len(completion.logprobs)
-    sampled = zip(completion.logprobs, completion.ref_logprobs, mask, strict=True)
-    return sum(own - ref for own, ref, is_sampled in sampled if is_sampled)
+    differences = [own - ref for own, ref in zip(completion.logprobs, completion.ref_logprobs, strict=True)]
+    if completion.turns is None:
+        mask = completion.mask if completion.mask and any(completion.mask) else [True] * len(differences)
+        return sum(difference for difference, is_sampled in zip(differences, mask, strict=True) if is_sampled)
+    return sum(sum(differences[turn.start : turn.end]) for turn in completion.turns if turn.is_sampled)
 
 
 def vision_of(groups: Sequence[Group], encoder: Encoder, policy: nn.Module, sharding: Sharding) -> VisionInputs | None:
@@ -182,8 +184,13 @@ def without_failed(rewards: Tensor, groups: Sequence[Group]) -> Tensor:
     Returns:
         [N, G].
     """
+    return rewards.masked_fill(has_failed(groups).view_as(rewards), torch.nan)
+
+
+def has_failed(groups: Sequence[Group]) -> Tensor:
+    """Whether the environment of a completion failed, and `on_error` is "none": [N, G] bool."""
     failed = [[c.ending is not None and not c.ending.is_scorable for c in group.completions] for group in groups]
-    return rewards.masked_fill(torch.tensor(failed, dtype=torch.bool).view_as(rewards), torch.nan)
+    return torch.tensor(failed, dtype=torch.bool)
 
 
 def trained_lengths(groups: Sequence[Group]) -> Tensor:

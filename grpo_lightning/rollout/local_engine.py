@@ -784,9 +784,10 @@ class SampledGroups:
 class KeptStates:
     """Keys and values of conversations, kept from the end of a turn to the beginning of the next one.
 
-    The states of a prompt are those of its conversation's last turn, whose last token was never run. Of the new tokens,
-    the rows of a wave run the same number, so that all of them stay left-padded: a row with fewer new tokens runs some
-    old ones again.
+    The states of a prompt are those of its conversation's last turn, whose last token was never run. They are used as
+    far as the tokens are the same: tokens at the end of a turn may have been dropped since. Of the new tokens, the rows
+    of a wave run the same number, so that all of them stay left-padded: a row with fewer new tokens runs some old ones
+    again.
 
     Args:
         turns: Names the conversations, and holds what is kept.
@@ -794,8 +795,9 @@ class KeptStates:
 
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
-        self.earlier: dict[int, list[States]] = dict(turns.states)
-        """What earlier calls have kept, by conversation. Each layer has states [key heads, tokens, head size]."""
+        self.earlier: dict[int, tuple[list[int], list[States]]] = dict(turns.states)
+        """What earlier calls have kept, by conversation: the token ids, and for each layer their states [key heads,
+        tokens, head size]."""
         turns.states.clear()
 
     def before(self, wave: Wave, width: int) -> list[States] | None:
@@ -813,16 +815,16 @@ class KeptStates:
         if not names or has_images or any(name not in self.earlier for name in names):
             return None
         kept = [self.earlier.pop(name) for name in names]
-        num_new = max(len(ids) - states[0].keys.shape[1] for ids, states in zip(wave.prompts, kept, strict=True))
+        num_new = max(len(ids) - num_equal(ids, before) for ids, (before, _) in zip(wave.prompts, kept, strict=True))
         columns = width - num_new
         lengths = [max(0, len(ids) - num_new) for ids in wave.prompts]
         if columns <= 0 or num_new <= 0 or not any(lengths):
             return None
         begun = []
-        for layer in range(len(kept[0])):
+        for layer in range(len(kept[0][1])):
             pair = [
                 torch.stack(
-                    [fit_left(states[layer][i][:, :n], columns) for states, n in zip(kept, lengths, strict=True)]
+                    [fit_left(states[layer][i][:, :n], columns) for (_, states), n in zip(kept, lengths, strict=True)]
                 )
                 for i in range(2)
             ]
@@ -842,9 +844,15 @@ class KeptStates:
         numbers = rows.number.tolist()
         for row in leaving:
             number = numbers[row]
-            num_own = len(sampled.rows[number].token_ids) - 1
-            num_prompt = len(whole.prompts[number // len(whole.part)])
-            self.turns.states[self.turns.rows[number]] = rows.cache.states_of(row, num_prompt, num_own)
+            prompt, own = whole.prompts[number // len(whole.part)], sampled.rows[number].token_ids[:-1]
+            states = rows.cache.states_of(row, len(prompt), len(own))
+            self.turns.states[self.turns.rows[number]] = (prompt + own, states)
+
+
+def num_equal(ids: Sequence[int], others: Sequence[int]) -> int:
+    """Number of tokens at the beginning that are the same."""
+    pairs = enumerate(zip(ids, others, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(ids), len(others)))
 
 
 def check_unguided(sampling: SamplingParams) -> None:
