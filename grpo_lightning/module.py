@@ -70,6 +70,7 @@ from grpo_lightning.rollout.groups import (
     OverlongFilter,
     Rollout,
     SharedGroups,
+    are_excluded,
     check_finite,
     has_failed,
     kl_to_reference,
@@ -77,8 +78,6 @@ from grpo_lightning.rollout.groups import (
     per_completion,
     trained_lengths,
     vision_of,
-    without_failed,
-    without_truncated,
 )
 from grpo_lightning.rollout.local_engine import LocalEngine, stop_ids
 from grpo_lightning.schedules import Schedule, SchedulerFactory
@@ -430,10 +429,10 @@ class GRPOLightningModule(L.LightningModule):
         if self.reference is not None and self.objective.kl_in == "reward":
             self.add_ref_logprobs(rollout)
             rewards = rewards - self.objective.beta * kl_to_reference(groups).view_as(rewards)
-        rewards = without_failed(without_truncated(rewards, groups, self.overlong_filter), groups)
+        excluded = are_excluded(groups, self.overlong_filter).view_as(rewards)
         if self.conversations is not None:
-            self.conversations.add_turn_credit(groups, self.overlong_filter)
-        return Rollout(groups, scores, rewards)
+            self.conversations.add_turn_credit(groups, excluded)
+        return Rollout(groups, scores, rewards.masked_fill(excluded, torch.nan))
 
     def rollout_seeds(self, rollout_index: int, indices: Sequence[int]) -> list[int]:
         """One seed per prompt of a rollout, by the prompts' positions among all prompts of the rollout."""
@@ -688,7 +687,8 @@ class GRPOLightningModule(L.LightningModule):
         with self.early_rewards(prompts):
             groups = self.generate(prompts, num_generations, sampling, seeds, shared=False)
             scores = self.begin_rewards(groups, num_generations).finish()
-        return Evaluation(groups, scores.without(has_failed(groups).view_as(scores.total)))
+        failed = [[has_failed(completion) for completion in group.completions] for group in groups]
+        return Evaluation(groups, scores.without(torch.tensor(failed, dtype=torch.bool).view_as(scores.total)))
 
     def on_validation_epoch_start(self) -> None:
         """Create the evaluation tables of each loader, one per kind of completion (sampled, greedy)."""

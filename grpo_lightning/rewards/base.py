@@ -301,6 +301,7 @@ class WeightedReward(Reward):
         self._name = name or _name(reward)
         self._accepted, needed = keywords(reward, self._name)
         columns = [*needed, *getattr(innermost(reward), "required_columns", ())]
+        self._needed = frozenset(needed)
         self._completions_name = _first_argument(reward) if _is_orm(reward) else None
         known = {*CONTRACT, *ALIASES, self._completions_name}
         self.required_columns = tuple(column for column in columns if column not in known)
@@ -386,7 +387,7 @@ class WeightedReward(Reward):
         A function with `**kwargs` may read any column. A `Reward` with `**kwargs` names the columns that it reads in
         its signature, or declares them in `required_columns` and `optional_columns`.
         """
-        if self.names(column):
+        if self.names(column) or column in self._needed:
             return True
         if column in (*self.required_columns, *self.optional_columns):
             return True

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from grpo_lightning.core import ranks
@@ -44,7 +45,6 @@ from grpo_lightning.policy.turns import TRUNCATED, TurnTokens
 from grpo_lightning.policy.vision import continued
 from grpo_lightning.rewards.base import WeightedReward
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turns
-from grpo_lightning.rollout.groups import OverlongFilter, has_failed, without_truncated
 
 log = logging.getLogger(__name__)
 
@@ -354,19 +354,19 @@ class Conversations:
             rows = [row for row in rows if game.conversations[row].finish_reason is None]
         return [game.completions(n) for n in range(len(prompts))]
 
-    def add_turn_credit(self, groups: Sequence[Group], overlong_filter: OverlongFilter = "none") -> None:
+    def add_turn_credit(self, groups: Sequence[Group], excluded: Tensor) -> None:
         """Set the `turn_advantages` of all completions, unless `turn_credit` is 0. A turn without reward counts as 0.
 
-        As in the advantages, conversations whose environment failed (`on_error: none`) do not count, and truncated ones
-        do not if the filter is "group": their credit is 0.
+        Args:
+            groups: N groups.
+            excluded: [N, G] bool. Conversations that do not count, as in the advantages: their credit is 0.
         """
         if self.settings.turn_credit == 0:
             return
-        excluded = without_truncated(has_failed(groups).float(), groups, overlong_filter) != 0  # 1, or nan
-        for group, is_excluded in zip(groups, excluded.tolist(), strict=True):
+        for group, of_group in zip(groups, excluded.tolist(), strict=True):
             of_policy = [
-                [] if excluded else [turn for turn in completion.turns or () if turn.is_sampled]
-                for completion, excluded in zip(group.completions, is_excluded, strict=True)
+                [] if is_excluded else [turn for turn in completion.turns or () if turn.is_sampled]
+                for completion, is_excluded in zip(group.completions, of_group, strict=True)
             ]
             rewards = [[turn.reward or 0.0 for turn in turns] for turns in of_policy]
             credits = turn_credits(rewards, discount=self.settings.turn_discount)

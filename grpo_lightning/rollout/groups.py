@@ -162,35 +162,24 @@ def mask_truncated(groups: Sequence[Group], overlong_filter: OverlongFilter) -> 
                 completion.mask = [False] * len(completion.token_ids)
 
 
-def without_truncated(rewards: Tensor, groups: Sequence[Group], overlong_filter: OverlongFilter) -> Tensor:
-    """Set the rewards of truncated completions to nan (not scorable) if the filter is "group". Args: rewards: [N, G].
+def are_excluded(groups: Sequence[Group], overlong_filter: OverlongFilter) -> Tensor:
+    """Whether a completion is excluded from mean and std of its group: [N, G] bool.
 
-    Returns:
-        [N, G].
+    That is, if it is truncated and the filter is "group", or if its environment failed and `on_error` is "none".
     """
-    if overlong_filter != "group":
-        return rewards
-    truncated = [[completion.is_truncated for completion in group.completions] for group in groups]
-    return rewards.masked_fill(torch.tensor(truncated, dtype=torch.bool).view_as(rewards), torch.nan)
+    excluded = [
+        [
+            (completion.is_truncated and overlong_filter == "group") or has_failed(completion)
+            for completion in group.completions
+        ]
+        for group in groups
+    ]
+    return torch.tensor(excluded, dtype=torch.bool)
 
 
-def without_failed(rewards: Tensor, groups: Sequence[Group]) -> Tensor:
-    """Set the rewards of completions whose environment failed to nan (not scorable), if `on_error` is "none".
-
-    Args:
-        rewards: [N, G].
-        groups: N groups.
-
-    Returns:
-        [N, G].
-    """
-    return rewards.masked_fill(has_failed(groups).view_as(rewards), torch.nan)
-
-
-def has_failed(groups: Sequence[Group]) -> Tensor:
-    """Whether the environment of a completion failed, and `on_error` is "none": [N, G] bool."""
-    failed = [[c.ending is not None and not c.ending.is_scorable for c in group.completions] for group in groups]
-    return torch.tensor(failed, dtype=torch.bool)
+def has_failed(completion: Completion) -> bool:
+    """Whether the environment of a completion failed, and `on_error` is "none"."""
+    return completion.ending is not None and not completion.ending.is_scorable
 
 
 def trained_lengths(groups: Sequence[Group]) -> Tensor:
