@@ -98,6 +98,12 @@ def test_two_ranks_train_what_one_does(folder: Path, run: Callable[[str], None],
         assert found["trained"] == expected["trained"]
         if not steps.CASES[case].is_given:
             assert all(not weight.any() for name, weight in found["before"].items() if "lora_B" in name)
+        if case.startswith("conversations"):
+            turns = [torch.load(folder / f"{strategy}-{case}-{each}.pt")["turns"] for each in (0, 1)]
+            assert {1, 5} <= set(expected["turns"]) == {number for own in turns for number in own}
+            if "shared" not in case:  # each prompt is on one rank
+                assert set(turns[0]) == {1}
+                assert set(turns[1]) == {5}
         for name, after in expected["after"].items():
             difference = (found["after"][name] - after).norm() / after.norm()
             assert difference <= TOLERANCE, f"{name} differs by {difference:.1e} on rank {rank}"
