@@ -90,3 +90,12 @@ def test_a_killed_run_on_images_resumes_exactly(tmp_path: Path, strategy, hook, 
         strategy, tmp_path, micro_step=MICRO_STEP, hook=hook, rank=rank, settings=settings, subject="images"
     )
     assert outcome == {"equal": True, "difference": 0.0, "went on from": NEWEST}
+
+
+@SLOW
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_killed_run_with_conversations_resumes_exactly(tmp_path: Path, strategy):
+    outcome = kill_and_resume(
+        strategy, tmp_path, micro_step=MICRO_STEP, hook="on_after_backward", rank=1, subject="conversations"
+    )
+    assert outcome == {"equal": True, "difference": 0.0, "went on from": NEWEST}
