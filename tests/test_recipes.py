@@ -129,6 +129,10 @@ OWN_ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
     },
     "openai/gsm8k": lambda n: {"question": f"{n}+1", "answer": f"{n} + 1 = <<{n}+1={n + 1}>>{n + 1}\n#### {n + 1}"},
     "trl-lib/ultrafeedback-prompt": lambda n: {"prompt": [{"content": f"{n}+1", "role": "user"}]},
+    "runs/guess_number_qwen2.5_1.5b/games": lambda n: {
+        "question": f"I am thinking of a whole number from {n + 1} to {n + 100}.",
+        "number": n + 50,
+    },
     "runs/quickstart/task": lambda n: {"prompt": f"{n}+1", "answer": str(n + 1)},
     "runs/quickstart_game/task": lambda n: {"prompt": "guess:", "number": n % 10},
     "runs/quickstart_tools/task": lambda n: {"question": f"{n}+1", "answer": str(n + 1)},
