@@ -16,9 +16,10 @@ the environment ends the conversation. Only what the policy wrote is trained on.
 Every conversation has its own environment. It begins as a copy of the object in `model.environment`, and `reset` gets
 the data columns of the prompt. `reset` is called once per prompt: the G conversations of a group begin with copies of
 the same environment, because GRPO compares completions of one prompt. After that, `step` gets the text of each turn of
-the policy.
+the policy. If a limit of the run ends the conversation (`max_turns`, `max_completion_length`) and not the environment,
+`end` is asked for a last reward.
 
-The environment's object has all of its state. By default, `reset` and `step` run in worker processes with the limits of
+The environment's object has all of its state. By default, its methods run in worker processes with the limits of
 `model.reward_workers` (`environments/runner.py`): between two calls, the object is pickled. An environment that cannot
 be pickled, has `in_process = True` or an async method runs in the training process.
 """
@@ -27,15 +28,20 @@ from __future__ import annotations
 
 import inspect
 import math
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpo_lightning.core.types import Message
 
 Observation = str | Message | Sequence[Message] | None
 """Text, which becomes a message of the environment's `observation_role`; one or more messages; or None for nothing."""
+
+
+MOST_MESSAGES = 256
+"""Most messages of one observation."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +103,24 @@ class Environment(ABC):
     def step(self, completion: str) -> Any:
         """Answer a turn of the policy. Args: completion: its text. Returns: what `as_step` takes."""
 
+    def end(self) -> Any:
+        """Give a last reward, if a limit of the run ends the conversation before `step` has said that it is done.
+
+        Returns:
+            A number, which is added to the reward of the last turn, or None.
+        """
+        return None
+
+    @property
+    def for_rewards(self) -> Any:
+        """What rewards get in the argument `environments`."""
+        return self
+
     def on_failure(self, kind: str, problem: str) -> Any:
-        """Answer in place of a call of `step` that failed; the environment is in the state before this call.
+        """Answer in place of a call of `step` that failed.
+
+        In workers, the environment is in the state before this call. In the training process, it is as the failed call
+        has left it.
 
         Args:
             kind: See `environments.runner.FAILURES`.
@@ -130,22 +152,53 @@ def as_step(value: Any) -> Step:
         step = Step(done=True)
     else:
         step = value if isinstance(value, Step) else Step(value)
-    messages_of(step.observation, "user")  # checks the observation
+    messages = messages_of(step.observation, "user")
     if not isinstance(step.done, bool):
         raise InvalidStepError(f"`step` returned done = {step.done!r:.80}: it must be True or False.")
-    reward = step.reward
-    is_number = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
-    if reward is not None and not is_number:
-        raise InvalidStepError(f"`step` returned the reward {reward!r:.80}: it must be a finite number, or None.")
-    if step.keep is not None and not isinstance(step.observation, str):
+    if step.keep is not None:
+        if not isinstance(step.keep, int) or isinstance(step.keep, bool) or step.keep < 0:
+            raise InvalidStepError(
+                f"`step` returned keep = {step.keep!r:.80}: it must be a whole number of characters from 0, or None."
+            )
+        if not isinstance(step.observation, str):
+            raise InvalidStepError(
+                f"`step` returned keep = {step.keep} with the observation {step.observation!r:.80}, not text."
+            )
+    if not step.done and (not messages or step.observation == ""):
         raise InvalidStepError(
-            f"`step` returned keep = {step.keep} with the observation {step.observation!r:.80}, not text."
+            f"`step` returned no observation ({step.observation!r}), and the conversation is not done: return one, or "
+            "done = True."
         )
-    if not step.done and step.observation in (None, "", []):
-        raise ValueError(
-            "`step` returned no observation, and the conversation is not done: return one, or done = True."
-        )
-    return step
+    return replace(step, reward=as_reward(step.reward, "step"), metrics=_as_metrics(step.metrics))
+
+
+def as_reward(value: Any, method: str) -> float | None:
+    """Check and convert a reward. Args: method: what returned it. Raises: InvalidStepError."""
+    if value is None:
+        return None
+    if not _is_finite(value) or isinstance(value, bool):
+        raise InvalidStepError(f"`{method}` returned the reward {value!r:.80}: it must be a finite number, or None.")
+    return float(value)
+
+
+def _as_metrics(metrics: Any) -> dict[str, float]:
+    """Check and convert the metrics of a step. Raises: InvalidStepError."""
+    if not isinstance(metrics, Mapping):
+        raise InvalidStepError(f"`step` returned the metrics {metrics!r:.80}: they must be a dict of numbers.")
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not _is_finite(value):
+            raise InvalidStepError(
+                f"`step` returned the metric {name!r:.80} = {value!r:.80}: it must be a name with a finite number."
+            )
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _is_finite(value: Any) -> bool:
+    """True for a finite number, also one of numpy."""
+    try:
+        return isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of floats
+        return False
 
 
 def messages_of(observation: Any, role: str) -> list[Message]:
@@ -159,6 +212,10 @@ def messages_of(observation: Any, role: str) -> list[Message]:
         raise InvalidStepError(
             f"An observation must be text, a message {{'role': ..., 'content': ...}} or a list of messages; the "
             f"environment returned {observation!r:.120}."
+        )
+    if len(messages) > MOST_MESSAGES:
+        raise InvalidStepError(
+            f"The observation has {len(messages)} messages; at most {MOST_MESSAGES} are allowed: join their texts."
         )
     if others := [m for m in messages if not isinstance(m.get("content"), str)]:
         raise InvalidStepError(

@@ -32,7 +32,8 @@ argument is.
 For conversations (`model.environment`), the completion of a chat has all messages behind the prompt, with the
 observations, and its text is that of the policy's last turn. These arguments are passed too, if the data has no column
 of the same name: `turns` (lists of `core.types.Turn`), `environment_rewards` (the sum of the environment's rewards,
-None if it gave none) and, if the signature names it, `environments` (the environment's object at the end).
+None if it gave none), `environment_metrics` (dicts with the sums of the numbers that the environment logs) and, if the
+signature names it, `environments` (the user's own object at the end).
 
 By default, a call gets the completions of one prompt. Only a call of an async reward, or of a reward with
 `in_process = True`, gets the completions of the whole batch. Worker processes (`rewards/workers.py`) call copies of a
@@ -80,6 +81,7 @@ ALIASES = (
     "turns",
     "environments",
     "environment_rewards",
+    "environment_metrics",
 )
 """Further arguments, passed if the data have no column of that name: those with names from TRL, ms-swift and VLM-R1,
 and what the environments of conversations left."""
@@ -299,7 +301,7 @@ class WeightedReward(Reward):
         self.is_async = is_async(reward)
         self.in_process = self.is_async or _belongs_here(reward)
         self._name = name or _name(reward)
-        self._accepted, needed = keywords(reward, self._name)
+        self._accepted, self._named, needed = keywords(reward, self._name)
         columns = [*needed, *getattr(innermost(reward), "required_columns", ())]
         self._needed = frozenset(needed)
         self._completions_name = _first_argument(reward) if _is_orm(reward) else None
@@ -329,8 +331,8 @@ class WeightedReward(Reward):
         return {name: value for name, value in available.items() if self._accepted is None or name in self._accepted}
 
     def names(self, argument: str) -> bool:
-        """Whether the reward's signature names an argument."""
-        return self._accepted is not None and argument in self._accepted
+        """Whether the reward's signature names an argument, with or without `**kwargs` behind it."""
+        return argument in self._named
 
     def check(self, max_completion_length: int) -> None:
         """Run `check` of the wrapped reward, if it is a `Reward`.
@@ -513,8 +515,8 @@ def innermost(reward: Callable[..., Any]) -> Callable[..., Any]:
     return reward
 
 
-def keywords(reward: Callable[..., Any], name: str) -> tuple[frozenset[str] | None, list[str]]:
-    """The keyword arguments that a reward takes (None: any), and the keyword arguments that it requires.
+def keywords(reward: Callable[..., Any], name: str) -> tuple[frozenset[str] | None, frozenset[str], list[str]]:
+    """The keyword arguments that a reward takes (None: any), those that it names, and those that it requires.
 
     Raises:
         ValueError: If the reward cannot be called by keyword.
@@ -530,8 +532,12 @@ def keywords(reward: Callable[..., Any], name: str) -> tuple[frozenset[str] | No
             )
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    accepted = None if takes_all else frozenset(parameter.name for parameter in named)
-    return accepted, [parameter.name for parameter in named if parameter.default is parameter.empty]
+    names = frozenset(parameter.name for parameter in named)
+    return (
+        None if takes_all else names,
+        names,
+        [parameter.name for parameter in named if parameter.default is parameter.empty],
+    )
 
 
 def is_async(reward: Callable[..., Any]) -> bool:

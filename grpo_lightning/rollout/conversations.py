@@ -124,6 +124,9 @@ class Conversation:
     failure: str = ""
     is_scorable: bool = True
     metrics: dict[str, float] = field(default_factory=dict)
+    is_cut: bool = False
+    """True if the environment has not said that the conversation is done: if it ends, a limit has ended it."""
+
     call: Future[Any] | None = None
     """The running call of the environment."""
 
@@ -131,6 +134,11 @@ class Conversation:
     def num_turns(self) -> int:
         """Turns of the policy."""
         return sum(turn.is_sampled for turn in self.turns)
+
+    @property
+    def last_sampled(self) -> Turn:
+        """The last turn of the policy."""
+        return next(turn for turn in reversed(self.turns) if turn.is_sampled)
 
     def write(self, sampled: Completion) -> None:
         """Append a turn of the policy."""
@@ -471,6 +479,7 @@ class Game:
                 start(number, sampled)
         for each in chosen:
             self.finish_turn(each)
+        self.end([each for each in chosen if each.finish_reason is not None and each.is_cut])
         for number in dict.fromkeys(each.prompt for each in chosen):
             if self.on_group is not None and all(each.finish_reason is not None for each in self.of_prompt(number)):
                 self.on_group(number, self.completions(number))
@@ -521,7 +530,7 @@ class Game:
         if result.failure:
             each.failure = result.failure
         step: Step = result.value
-        turn.reward = step.reward
+        turn.reward, each.is_cut = step.reward, not step.done
         for name, value in step.metrics.items():
             each.metrics[name] = each.metrics.get(name, 0.0) + value
         is_full = len(each.token_ids) >= self.sampling.max_completion_length
@@ -537,6 +546,17 @@ class Game:
         if step.keep is None:
             for message in messages_of(step.observation, self.runner.observation_role):
                 each.read(str(message["role"]), str(message["content"]), [])
+
+    def end(self, cut: Sequence[Conversation]) -> None:
+        """Add the last rewards of environments whose conversations a limit has ended."""
+        seeds = [derived_seed(self.seeds[each.prompt], "end", each.number) for each in cut]
+        for each, result in zip(cut, self.runner.end([each.state for each in cut], seeds), strict=True):
+            each.state = result.state
+            if result.failure:
+                self._fail(each, result)
+            elif result.value is not None:
+                turn = each.last_sampled
+                turn.reward = (turn.reward or 0.0) + result.value
 
     def _observe(self, each: Conversation, step: Step) -> None:
         """Append an observation, if a token of the next turn has room behind it."""
@@ -597,9 +617,9 @@ class Game:
             fix = "Fix it, raise the limit," if result.failure == "timeout" else "Fix it,"
             remedy = f"{fix} or set model.conversation.on_error to none or value to end the conversation without it."
             raise RuntimeError(f"{message} {remedy}") from result.cause
-        each.failure, each.finish_reason = result.failure, "stop"
+        each.failure, each.finish_reason, each.is_cut = result.failure, each.finish_reason or "stop", False
         if self.settings.on_error == "value":
-            each.turns[-1].reward = self.settings.error_value
+            each.last_sampled.reward = self.settings.error_value
         else:
             each.is_scorable = False
         self.owner.warn_once(

@@ -22,7 +22,7 @@ from grpo_lightning.rollout.conversations import Conversations, ConversationSett
 from grpo_lightning.rollout.groups import GroupSource
 from grpo_lightning.rollout.local_engine import LocalEngine
 from tests.conversation_runs import HERE, PROMPTS, SAMPLING, sample
-from tests.environments.games import ByPromptLength, Counted, Faulty
+from tests.environments.games import ByPromptLength, Counted, Ends, Faulty
 from tests.module_runs import ScriptedEngine
 from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
 
@@ -186,6 +186,38 @@ def test_limits_of_turns_and_tokens(policy, limits, length, reason, num_turns):
         assert sum(turn.is_sampled for turn in completion.turns) == num_turns
         assert len(completion.token_ids) <= length
         assert completion.is_truncated == (reason != "stop")
+
+
+@pytest.mark.parametrize(
+    ("limits", "length", "reward", "reason"),
+    [({"max_turns": 2}, 60, 21.0, "turns"), ({}, 9, 10.5, "length"), ({}, 14, 21.0, "length")],
+)
+def test_the_environment_gives_a_reward_when_a_limit_ends_the_conversation(policy, limits, length, reward, reason):
+    never_stops = replace(SAMPLING, max_completion_length=length, suppress_tokens=[EOS])
+    for completion in flat(sample(policy, Ends(), sampling=never_stops, max_turn_length=8, **limits)):
+        assert (completion.finish_reason, completion.environment_reward) == (reason, reward)
+        assert [turn.reward for turn in completion.turns if not turn.is_sampled] in ([], [None], [None, None])
+
+
+def test_an_environment_that_is_done_is_not_asked_again(policy):
+    class Done(Ends):
+        def step(self, completion: str) -> Step:
+            return Step(done=True, reward=1.0)
+
+    cut = replace(SAMPLING, max_completion_length=5, suppress_tokens=[EOS])
+    assert {c.environment_reward for c in flat(sample(policy, Done(), sampling=cut))} == {1.0}
+
+
+def test_on_error_says_what_happens_to_an_end_that_fails(policy):
+    def rows(**settings: Any) -> list[Completion]:
+        return flat(sample(policy, Ends("raise"), ["p"], max_turn_length=3, max_turns=1, **settings))
+
+    with pytest.raises(RuntimeError, match=r"Environment 'Ends' raised KeyError: 'gone'.* turn 1\)"):
+        rows()
+    assert [(c.ending.is_scorable, c.ending.failure, c.finish_reason) for c in rows(on_error="none")] == [
+        (False, "exception", "turns")
+    ] * 3
+    assert [c.environment_reward for c in rows(on_error="value", error_value=-1.0)] == [-1.0] * 3
 
 
 def test_observations_are_cut_and_counted(policy):
