@@ -565,7 +565,8 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
     assert aliases.keys() | of_conversations.keys() == set(ALIASES)
     has_turns = any(completion.turns is not None for group in groups for completion in group.completions)
     for name, read in of_conversations.items():
-        # A reward that takes all arguments gets no environments, which would be unpickled and pickled for it.
+        # A reward that takes all arguments without naming `environments` does not get them: they would be unpickled
+        # and pickled for it.
         if reward.names(name) or (has_turns and name != "environments"):
             aliases[name] = per_completion(read)
     return reward.select(
