@@ -18,7 +18,7 @@ from grpo_lightning.functional import turn_credits
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.rewards import EnvironmentReward, RewardWorkers
+from grpo_lightning.rewards import EnvironmentReward, RewardWorkers, ToolUse, WeightedReward
 from grpo_lightning.rollout.conversations import ConversationSettings
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.groups import kl_to_reference, mask_truncated
@@ -272,6 +272,18 @@ def test_what_needs_an_environment_has_one():
         module_of(limits={"turn_credit": 1.0}, objective=Objective(surrogate="gmpo", beta=0.0))
 
 
+@pytest.mark.parametrize("reward", [EnvironmentReward(), WeightedReward(EnvironmentReward(), name="won")])
+def test_rewards_of_the_environment_that_are_read_are_not_named(reward, caplog):
+    fit(module_of(rewards=[reward]), PROMPTS, max_steps=1)
+    assert "no reward of the run reads them" not in caplog.text
+
+
+def test_a_reward_that_names_turns_gets_none_without_an_environment():
+    module = make_module(rewards=[vowel_share, ToolUse()], reward_weights=[1.0, 0.0])
+    fit(module, PROMPTS, max_steps=1)
+    assert (module.rollout.scores.by_reward["tool_use"] == 0).all()
+
+
 def test_rewards_of_the_environment_that_nobody_reads_are_named(caplog):
     fit(module_of(rewards=[lambda completions: [0.0] * len(completions)]), PROMPTS, max_steps=1)
     assert "Environment 'ByPromptLength' gives rewards, but no reward of the run reads them" in caplog.text
@@ -317,9 +329,15 @@ def remembered(completions: list[Any], turns: list[Any], environments: list[Any]
     return [float(e.last == t[-1].text) for e, t in zip(environments, sampled, strict=True)]
 
 
+def remembered_as_in_trl(environments: list[Any], turns: list[Any], **columns: Any) -> list[float]:
+    """The same with the signature of TRL's rewards, which take all other arguments too."""
+    return remembered(columns["completions"], turns, environments)
+
+
+@pytest.mark.parametrize("reward", [remembered, remembered_as_in_trl])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_rewards_get_turns_and_the_environment_at_the_end(num_workers):
+def test_rewards_get_turns_and_the_environment_at_the_end(num_workers, reward):
     workers = RewardWorkers(num_workers=num_workers)
-    module = module_of(Remembers(), rewards=[remembered], reward_workers=workers)
+    module = module_of(Remembers(), rewards=[reward], reward_workers=workers)
     fit(module, PROMPTS, max_steps=1)
     assert (module.rollout.rewards == 1).all()

@@ -301,9 +301,8 @@ class WeightedReward(Reward):
         self.is_async = is_async(reward)
         self.in_process = self.is_async or _belongs_here(reward)
         self._name = name or _name(reward)
-        self._accepted, self._named, needed = keywords(reward, self._name)
+        self._named, self._takes_all, needed = keywords(reward, self._name)
         columns = [*needed, *getattr(innermost(reward), "required_columns", ())]
-        self._needed = frozenset(needed)
         self._completions_name = _first_argument(reward) if _is_orm(reward) else None
         known = {*CONTRACT, *ALIASES, self._completions_name}
         self.required_columns = tuple(column for column in columns if column not in known)
@@ -328,10 +327,10 @@ class WeightedReward(Reward):
         """Select the arguments that the reward takes."""
         if self._completions_name is not None and "completions" in available:
             available = {**available, self._completions_name: available["completions"]}
-        return {name: value for name, value in available.items() if self._accepted is None or name in self._accepted}
+        return {name: value for name, value in available.items() if self._takes_all or name in self._named}
 
     def names(self, argument: str) -> bool:
-        """Whether the reward's signature names an argument, with or without `**kwargs` behind it."""
+        """Whether the reward's signature names an argument, with or without `**kwargs` next to it."""
         return argument in self._named
 
     def check(self, max_completion_length: int) -> None:
@@ -389,11 +388,9 @@ class WeightedReward(Reward):
         A function with `**kwargs` may read any column. A `Reward` with `**kwargs` names the columns that it reads in
         its signature, or declares them in `required_columns` and `optional_columns`.
         """
-        if self.names(column) or column in self._needed:
+        if self.names(column) or column in (*self.required_columns, *self.optional_columns):
             return True
-        if column in (*self.required_columns, *self.optional_columns):
-            return True
-        return self._accepted is None and not isinstance(innermost(self.reward), Reward)
+        return self._takes_all and not isinstance(innermost(self.reward), Reward)
 
 
 def completion_text(completion: Content) -> str:
@@ -515,8 +512,8 @@ def innermost(reward: Callable[..., Any]) -> Callable[..., Any]:
     return reward
 
 
-def keywords(reward: Callable[..., Any], name: str) -> tuple[frozenset[str] | None, frozenset[str], list[str]]:
-    """The keyword arguments that a reward takes (None: any), those that it names, and those that it requires.
+def keywords(reward: Callable[..., Any], name: str) -> tuple[frozenset[str], bool, list[str]]:
+    """The keyword arguments that a reward names, whether it takes all others too, and the ones that it requires.
 
     Raises:
         ValueError: If the reward cannot be called by keyword.
@@ -532,12 +529,8 @@ def keywords(reward: Callable[..., Any], name: str) -> tuple[frozenset[str] | No
             )
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    names = frozenset(parameter.name for parameter in named)
-    return (
-        None if takes_all else names,
-        names,
-        [parameter.name for parameter in named if parameter.default is parameter.empty],
-    )
+    required = [parameter.name for parameter in named if parameter.default is parameter.empty]
+    return frozenset(parameter.name for parameter in named), takes_all, required
 
 
 def is_async(reward: Callable[..., Any]) -> bool:
