@@ -71,6 +71,10 @@ class MultiTurnFunction(Environment):
         return Step(mine[keep:], keep=keep)
 
 
+_SHARED = ("factory", "object")
+"""Attributes of a `ToolObject` that its copies share, or that are copied separately."""
+
+
 class ToolObject(Tools):
     """An environment of TRL (`environment_factory`): an object whose public methods are tools.
 
@@ -142,7 +146,10 @@ class ToolObject(Tools):
         Raises:
             RuntimeError: If the object cannot be copied, and another one answers differently to `reset`.
         """
-        new = copy.copy(self)
+        new = copy.copy(self)  # the factory may have what cannot be copied
+        vars(new).update(
+            {name: copy.deepcopy(value, memo) for name, value in self.__getstate__().items() if name not in _SHARED}
+        )
         try:
             new._bind(copy.deepcopy(self.object, memo))
             return new

@@ -7,16 +7,20 @@ the call. All calls of a round (one turn of each conversation) have one deadline
 of sampling.
 
 In the training process, a call changes the environment itself, so that after a failed call it is as this call has left
-it; time and memory have no limits, except the time of async methods. Random numbers of `random`, numpy and torch (on
-the CPU) are seeded per call in both places, but not within async methods, which run at the same time.
+it; time and memory have no limits, except the time of async methods.
+
+Random numbers of `random`, numpy and torch (on the CPU) are seeded per call in both places. Exceptions are async
+methods, which run at the same time, and calls in the training process during asynchronous rollouts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import math
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -160,7 +164,9 @@ class EnvironmentRunner:
             return future
         future = Future()
         try:
-            with seeded_random(seed):
+            # In a thread next to training, restoring would also take back what training has drawn meanwhile.
+            is_alone = threading.current_thread() is threading.main_thread()
+            with seeded_random(seed) if is_alone else contextlib.nullcontext():
                 outcome = self.calls.call(method, state, arguments)
         except Exception as error:  # noqa: BLE001 (an environment may raise anything; `on_error` decides)
             future.set_result(Answer().fail_by(error))

@@ -153,6 +153,20 @@ def test_an_object_that_cannot_be_copied_is_made_again():
         pickle.dumps(environment)
 
 
+def test_copies_share_no_state():
+    class Noting(ToolObject):
+        def step(self, completion: str):
+            self.notes.append(completion)
+            return super().step(completion)
+
+    environment = Noting(Locked)
+    environment.notes = []
+    environment.reset(secret="cat")
+    copied = copy.deepcopy(environment)
+    copied.step("It is cat.")
+    assert (environment.notes, copied.notes) == ([], ["It is cat."])
+
+
 def test_an_object_that_begins_differently_each_time_cannot_be_made_again():
     class Random(Locked):
         def reset(self, **columns) -> str:
