@@ -86,8 +86,8 @@ def plain_logprobs(
     if vlm.model.config.model_type == "internvl":
         for name in types:
             inputs.pop(name)
-    with torch.no_grad():
-        logits = vlm.model(**inputs, use_cache=False).logits[0, len(group.prompt_ids) - 1 : -1].float()
-    logits[:, [token for token in encoder.never_sampled if token < logits.shape[1]]] = -torch.inf
+    logits = vlm.model(**inputs, use_cache=False).logits[0, len(group.prompt_ids) - 1 : -1].float()
+    never = torch.tensor([token for token in encoder.never_sampled if token < logits.shape[1]])
+    logits = logits.index_fill(1, never, -torch.inf)
     chosen = torch.tensor(group.completions[number].token_ids)
     return (logits / temperature).log_softmax(-1).gather(1, chosen[:, None])[:, 0]
