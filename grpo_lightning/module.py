@@ -113,8 +113,11 @@ from grpo_lightning.training.micro_batches import (
     CycleShape,
     MicroStep,
     agree_on_chunks,
+    blank_of,
     find_prompts,
     give_images,
+    known_observations,
+    restore_observed,
 )
 from grpo_lightning.training.router_loss import RouterLoss, make_router_loss, router_coefficient
 from grpo_lightning.training.run_state import RunState
@@ -500,7 +503,7 @@ class GRPOLightningModule(L.LightningModule):
         self.run.cycle = self.cycle_shape.check_cycle(self.split_rollout(self.shared_groups.spread(rollout)))
         self.shared_groups.forget()
         micro_batches = self.run.cycle.micro_batches
-        agree_on_chunks(micro_batches, self.scorer.num_chunks)
+        agree_on_chunks(micro_batches, self.scorer)
         add_padding(self.metrics, self.scorer, micro_batches)
         self.report_empty_updates(rollout, micro_batches)
         if self.old_logprobs == "rollout":
@@ -601,9 +604,14 @@ class GRPOLightningModule(L.LightningModule):
         # the same features again, bit for bit.
         one_token = replace(self.sampling, max_completion_length=1)
         source = self.group_source._replace(conversations=None)
-        groups = source.sample(prompts, self.num_generations, one_token, [0] * len(prompts))
+        begun = (
+            prompts if self.conversations is None else self.conversations.resumed(prompts, known_observations(cycle))
+        )
+        groups = source.sample(begun, self.num_generations, one_token, [0] * len(prompts))
         find_prompts(cycle.micro_batches, prompts)
-        give_images(cycle.micro_batches, vision_of(groups, self.encoder, self.policy, self.sharding))
+        restore_observed(cycle.micro_batches, self.encoder)
+        vision = vision_of(groups, self.encoder, self.policy, self.sharding)
+        give_images(cycle.micro_batches, vision, blank_of(cycle.micro_batches, self.encoder))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -800,7 +808,7 @@ class GRPOLightningModule(L.LightningModule):
         self.reward_set.connect(device, self.sharding, num_local_ranks)
         if self.conversations is not None:
             self.conversations.connect(
-                TurnTokens(self.tokenizer, stop_ids(self.policy, self.tokenizer)), num_local_ranks
+                TurnTokens(self.tokenizer, stop_ids(self.policy, self.tokenizer), self.encoder), num_local_ranks
             )
         self.is_connected = True
 
@@ -898,7 +906,7 @@ class GRPOLightningModule(L.LightningModule):
         if self.run.cycle is not None:
             self.run.cycle.to(self.device)  # a checkpoint is loaded before the module moves to its device
             # The cycle may have been cut again for other ranks, and this run may have another `policy.chunk_size`.
-            agree_on_chunks(self.run.cycle.micro_batches, self.scorer.num_chunks)
+            agree_on_chunks(self.run.cycle.micro_batches, self.scorer)
         self.run.record(self.trainer)
         self.in_flight = InFlight() if self.max_staleness else None
         loader = self.trainer.train_dataloader

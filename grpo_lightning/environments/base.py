@@ -27,6 +27,7 @@ be pickled, has `in_process = True` or an async method runs in the training proc
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import numbers
 from abc import ABC, abstractmethod
@@ -34,10 +35,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from grpo_lightning.core.types import Message
+from grpo_lightning.core.images import ImageError, ImageRef
+from grpo_lightning.core.types import IMAGE_MARK, Message
+from grpo_lightning.data.images.references import ImageFinder
 
 Observation = str | Message | Sequence[Message] | None
-"""Text, which becomes a message of the environment's `observation_role`; one or more messages; or None for nothing."""
+"""Text, which becomes a message of the environment's `observation_role`; one or more messages; or None for nothing.
+
+The content of a message is text, or a list of parts: {"type": "text", "text": ...} and, for a policy that sees images,
+{"type": "image", "image": ...} with a PIL image, a path, the bytes of a file or a data: URL."""
 
 
 MOST_MESSAGES = 256
@@ -202,7 +208,10 @@ def _is_finite(value: Any) -> bool:
 
 
 def messages_of(observation: Any, role: str) -> list[Message]:
-    """Convert an observation to messages. Args: role: the role of text. Raises: InvalidStepError."""
+    """Convert an observation to messages. Args: role: the role of text. Raises: InvalidStepError.
+
+    The content of a message is text if it has no images, else a list of parts.
+    """
     if observation is None:
         return []
     if isinstance(observation, str):
@@ -217,17 +226,94 @@ def messages_of(observation: Any, role: str) -> list[Message]:
         raise InvalidStepError(
             f"The observation has {len(messages)} messages; at most {MOST_MESSAGES} are allowed: join their texts."
         )
-    if others := [m for m in messages if not isinstance(m.get("content"), str)]:
-        raise InvalidStepError(
-            f"The content of an observation must be text; the environment returned {others[0].get('content')!r:.120}. "
-            "Images in observations are not supported: put them into the prompt."
-        )
-    return list(messages)
+    return [{**message, "content": _content(message.get("content"))} for message in messages]
 
 
-def text_of(observation: Any) -> str:
-    """The text of an observation, one line per message."""
-    return "\n".join(message["content"] for message in messages_of(observation, "user"))
+def _content(content: Any) -> str | list[Mapping[str, Any]]:
+    """Check the content of a message: text, or a list of parts. Text alone becomes one text."""
+    if isinstance(content, str):
+        return content
+    parts = list(content) if isinstance(content, list | tuple) else [content]
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not (kind == "text" and isinstance(part.get("text"), str)) and not (kind == "image" and "image" in part):
+            raise InvalidStepError(
+                "The content of an observation must be text, or a list of parts {'type': 'text', 'text': ...} and "
+                f"{{'type': 'image', 'image': ...}}; the environment returned {part!r:.120}."
+            )
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
+def images_of(messages: Sequence[Message]) -> list[Any]:
+    """The images of messages from `messages_of`, in order."""
+    contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
+    return [part["image"] for content in contents for part in content if part["type"] == "image"]
+
+
+def change_texts(message: Message, change: Callable[[str], str]) -> Message:
+    """Apply a function to the text of a message from `messages_of`, or to each of its parts that is text."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": change(content)}
+    parts = [{**part, "text": change(part["text"])} if part["type"] == "text" else part for part in content]
+    return {**message, "content": parts}
+
+
+def with_kept_images(message: Message) -> Message:
+    """Replace the images of a message by copies: the environment may draw on an image, or overwrite a file, later.
+
+    Raises:
+        InvalidStepError: If an image cannot be read.
+    """
+    if isinstance(message["content"], str):
+        return message
+    find = ImageFinder("an observation")
+    try:
+        parts = [
+            {**part, "image": find.ref(part["image"], "the image").kept()} if part["type"] == "image" else part
+            for part in message["content"]
+        ]
+    except ImageError as error:
+        raise InvalidStepError(str(error)) from error
+    return {**message, "content": parts}
+
+
+def text_of(message: Message) -> str:
+    """The text of a message from `messages_of`, with `IMAGE_MARK` for an image."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else IMAGE_MARK for part in content)
+
+
+def without_image_data(message: Message) -> Message:
+    """A message whose image parts are only {"type": "image"}, as chat templates and prompts have them."""
+    content = message["content"]
+    if isinstance(content, str):
+        return message
+    return {**message, "content": [part if part["type"] == "text" else {"type": "image"} for part in content]}
+
+
+def save_observation(observation: Any) -> str:
+    """Write an observation, with its images, as JSON."""
+
+    def plain(value: Any) -> str:
+        return value.data_url() if isinstance(value, ImageRef) else str(value)
+
+    return json.dumps(observation, default=plain)
+
+
+def load_observation(text: str) -> Any:
+    """Read an observation from what `save_observation` wrote."""
+    observation = json.loads(text)
+    return observation if observation is None or isinstance(observation, str) else kept_observation(observation)
+
+
+def kept_observation(observation: Any) -> list[Message]:
+    """Messages with copies of their images. Raises: InvalidStepError."""
+    return [with_kept_images(message) for message in messages_of(observation, "user")]
 
 
 def named_columns(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:

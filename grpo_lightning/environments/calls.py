@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from grpo_lightning.environments.base import as_reward, as_step, messages_of, named_columns
+from grpo_lightning.environments.base import (
+    as_reward,
+    as_step,
+    change_texts,
+    kept_observation,
+    messages_of,
+    named_columns,
+)
 
 Method = Literal["reset", "step", "end", "on_failure"]
 
@@ -121,7 +128,10 @@ class EnvironmentCalls:
         return environment, replace(step, observation=self._cut(step.observation))
 
     def _cut(self, observation: Any) -> Any:
-        """Cut the texts of an observation, so that an answer of megabytes is not sent to the training process."""
+        """Cut the texts of an observation, so that an answer of megabytes is not sent to the training process.
+
+        Images are replaced by copies: the environment may change or overwrite them later.
+        """
         if observation is None or isinstance(observation, str):
             return observation and observation[: self.max_characters]
-        return [{**m, "content": m["content"][: self.max_characters]} for m in messages_of(observation, "user")]
+        return [change_texts(m, lambda text: text[: self.max_characters]) for m in kept_observation(observation)]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 from torch import Tensor
 
-from grpo_lightning.core.images import ImageError
+from grpo_lightning.core.images import ImageError, ImageRef
 from grpo_lightning.core.types import EncodedPrompt, ImageView, Message, Prompt, PromptVision, VisionInputs
 from grpo_lightning.policy.families import family_of
 from grpo_lightning.policy.hf import num_positions, vocabulary_size
@@ -110,11 +110,29 @@ class Encoder:
                 f"{where or prompt.label} has images and token_ids: prompts with images cannot be truncated. Remove "
                 "token_ids."
             )
-        images, text = [image.read() for image in prompt.images], self.render(prompt, where)
-        encoded = self.with_images(self.process(text, images, where or prompt.label), images)
+        return self.from_text(self.render(prompt, where), prompt.images, where or prompt.label)
+
+    def from_text(self, text: str, images: Sequence[ImageRef], where: str) -> EncodedPrompt:
+        """Encode a rendered text with one placeholder per image. Raises: ValueError as `__call__`."""
+        read = [image.read() for image in images]
+        encoded = self.with_images(self.process(text, read, where), read)
         assert encoded.vision is not None
-        encoded.vision.sources, encoded.vision.text = prompt.images, text
+        encoded.vision.sources, encoded.vision.text = images, text
         return encoded
+
+    def check_places(self, text: str, num_images: int, where: str) -> None:
+        """Raise ValueError if a rendered text does not have one placeholder per image."""
+        of_one = self.template([{"role": "user", "content": [{"type": "image"}]}], {})
+        found, expected = (
+            sum(token in self.media_token_ids for token in self.tokenizer(each, add_special_tokens=False)["input_ids"])
+            for each in (text, of_one)
+        )
+        if found != expected * num_images:
+            raise ValueError(
+                f"{where}: the chat template renders {num_images} image(s) with {found} image tokens instead of "
+                f"{expected * num_images}: {text!r:.200}. Return the images in messages whose role may contain images "
+                "in this template, for example 'user'."
+            )
 
     def check(self, prompt: Prompt, where: str = "") -> None:
         """Raise ValueError if a prompt contains video or audio, or contains an image and the policy is text-only.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,18 +31,26 @@ from grpo_lightning.core.types import (
     FinishReason,
     Group,
     Message,
+    ObservedImages,
     Prompt,
     SamplingParams,
     Turn,
     VisionInputs,
     check_ranges,
 )
-from grpo_lightning.environments.base import Step, messages_of, text_of
+from grpo_lightning.environments.base import (
+    Step,
+    change_texts,
+    images_of,
+    messages_of,
+    text_of,
+    without_image_data,
+)
 from grpo_lightning.environments.runner import EnvironmentRunner, OnError, Result
 from grpo_lightning.environments.tools import name_of
 from grpo_lightning.functional import turn_credits
 from grpo_lightning.policy.turns import TRUNCATED, TurnTokens
-from grpo_lightning.policy.vision import continued
+from grpo_lightning.policy.vision import continued, whole
 from grpo_lightning.rewards.base import WeightedReward
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turns
 
@@ -65,7 +73,9 @@ class ConversationSettings:
     (`sampling.max_completion_length`), which counts the tokens of observations too."""
 
     max_observation_length: int = 1024
-    """Tokens to which an observation is cut."""
+    """Tokens to which the text of an observation is cut. Images are never cut, and their tokens do not count here: the
+    size of images is limited by the policy's `max_pixels` or `max_anyres_num`, and all tokens count in
+    `sampling.max_completion_length`."""
 
     on_error: OnError = "raise"
     """What happens if a call of an environment fails. "raise" stops the run. The others end the conversation: with
@@ -117,6 +127,7 @@ class Conversation:
     mask: list[bool] = field(default_factory=list)
     entropies: list[float] | None = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    images: list[ObservedImages] = field(default_factory=list)
     weight_version: int | None = None
     finish_reason: FinishReason | None = None
     """None while the conversation is open."""
@@ -157,9 +168,11 @@ class Conversation:
             Turn("assistant", sampled.text, start, end, is_sampled=True, finish_reason=sampled.finish_reason)
         )
 
-    def read(self, role: str, text: str, ids: Sequence[int]) -> None:
+    def read(self, role: str, text: str, ids: Sequence[int], images: ObservedImages | None = None) -> None:
         """Append an observation."""
         start = len(self.token_ids)
+        if images is not None:
+            self.images.append(replace(images, start=start, end=start + len(ids)))
         self.token_ids += ids
         self.logprobs += [0.0] * len(ids)
         self.mask += [False] * len(ids)
@@ -176,15 +189,16 @@ class Conversation:
                 del values[end:]
         turn.end, turn.text = end, text
 
-    def completion(self, tokenizer: Any) -> Completion:
-        """The completion of an ended conversation."""
+    def completion(self, decode: Callable[[Sequence[int]], str]) -> Completion:
+        """The completion of an ended conversation. Args: decode: makes text of its tokens."""
         assert self.finish_reason is not None
         return Completion(
             self.token_ids,
             self.logprobs,
             self.finish_reason,
-            tokenizer.decode(self.token_ids, skip_special_tokens=True),
+            decode(self.token_ids),
             turns=self.turns,
+            images=self.images,
             ending=Ending(self.state, self.failure, self.is_scorable, self.metrics),
             mask=None if all(self.mask) else self.mask,
             entropies=self.entropies,
@@ -263,22 +277,12 @@ class Conversations:
                     f"Environment {self.runner.name!r}: `reset` {result.problem} ({prompt.label}). Fix it, or remove "
                     "the prompt."
                 ) from result.cause
-        begun = [
-            self._with_observation(prompt, self._readable(result.value))
-            for prompt, result in zip(prompts, results, strict=True)
-        ]
+        begun = [self.with_observation(prompt, result.value) for prompt, result in zip(prompts, results, strict=True)]
         return begun, [result.state for result in results]
 
-    def _readable(self, observation: Any) -> Any:
-        """A first observation with the limit of all observations; special tokens that it spells are escaped."""
-        if observation is None:
-            return None
-        if isinstance(observation, str):
-            return self.tokens.escaped(self.shortened(observation)[0])
-        return [
-            {**message, "content": self.tokens.escaped(self.shortened(str(message["content"]))[0])}
-            for message in messages_of(observation, self.runner.observation_role)
-        ]
+    def resumed(self, prompts: Sequence[Prompt], observations: Mapping[int | str, Any]) -> list[Prompt]:
+        """Prompts as `begin` returned them. Args: observations: `Prompt.observation` by `Prompt.key`."""
+        return [self.with_observation(self.described(prompt), observations.get(prompt.key)) for prompt in prompts]
 
     def shortened(self, text: str) -> tuple[str, bool]:
         """Cut an observation to `max_observation_length` tokens. Returns: the text, and whether it was cut."""
@@ -293,23 +297,47 @@ class Conversations:
             return prompt
         return replace(prompt, chat_template_kwargs={**prompt.chat_template_kwargs, "tools": self.schemas})
 
-    def _with_observation(self, prompt: Prompt, observation: Any) -> Prompt:
-        """Append a first observation to a prompt: text to its last user message, a message as it is."""
+    def with_observation(self, prompt: Prompt, observation: Any) -> Prompt:
+        """Append a first observation to a prompt: text to its last user message, a message as it is.
+
+        Its text has the limit of all observations, and special tokens that it spells are escaped.
+        """
         if observation is None or observation == "":
             return prompt
+        messages = [
+            change_texts(message, lambda text: self.tokens.escaped(self.shortened(text)[0]))
+            for message in messages_of(observation, "user")
+        ]
+        images = images_of(messages)
+        if images:
+            self.check_images(is_chat=not isinstance(prompt.content, str))
+        prompt = replace(prompt, token_ids=None, observation=observation, images=[*prompt.images, *images])
         if isinstance(prompt.content, str):
-            return replace(prompt, content=prompt.content + text_of(observation), token_ids=None)
+            return replace(prompt, content=prompt.content + "\n".join(map(text_of, messages)))
         content: list[Message] = list(prompt.content)
         if isinstance(observation, str) and content and content[-1]["role"] == "user":
             last = content[-1]
             parts = last["content"]
             more = (
-                f"{parts}\n\n{observation}"
+                f"{parts}\n\n{text_of(messages[0])}"
                 if isinstance(parts, str)
-                else [*parts, {"type": "text", "text": observation}]
+                else [*parts, {"type": "text", "text": text_of(messages[0])}]
             )
-            return replace(prompt, content=[*content[:-1], {**last, "content": more}], token_ids=None)
-        return replace(prompt, content=[*content, *messages_of(observation, "user")], token_ids=None)
+            return replace(prompt, content=[*content[:-1], {**last, "content": more}])
+        return replace(prompt, content=[*content, *map(without_image_data, messages)])
+
+    def check_images(self, *, is_chat: bool) -> None:
+        """Check that the policy can get an image of the environment. Raises: ValueError if not."""
+        if self.tokens.encoder is None:
+            raise ValueError(
+                f"Environment {self.runner.name!r} returned an image in an observation, and the policy is text-only. "
+                "Use a vision-language model as model.policy, or an environment that describes in text what it shows."
+            )
+        if not is_chat:
+            raise ValueError(
+                f"Environment {self.runner.name!r} returned an image in an observation, and the prompts are plain "
+                "text, in which no place is marked for images. Use chat prompts (data.prompt_as: chat)."
+            )
 
     # --------------------------------------------------------------------------------------------------------- playing
 
@@ -491,7 +519,7 @@ class Game:
     def completions(self, number: int) -> list[Completion]:
         """The completions of a prompt whose conversations have ended, built once."""
         if number not in self.ended:
-            self.ended[number] = [each.completion(self.tokens.tokenizer) for each in self.of_prompt(number)]
+            self.ended[number] = [each.completion(self.tokens.decode) for each in self.of_prompt(number)]
         return self.ended[number]
 
     @property
@@ -545,7 +573,7 @@ class Game:
             return
         if step.keep is None:
             for message in messages_of(step.observation, self.runner.observation_role):
-                each.read(str(message["role"]), str(message["content"]), [])
+                each.read(str(message["role"]), text_of(message), [])
 
     def end(self, cut: Sequence[Conversation]) -> None:
         """Add the last rewards of environments whose conversations a limit has ended."""
@@ -561,7 +589,7 @@ class Game:
     def _observe(self, each: Conversation, step: Step) -> None:
         """Append an observation, if a token of the next turn has room behind it."""
         is_chat = not isinstance(self.prompts[each.prompt].content, str)
-        turn = each.turns[-1]
+        turn, observed = each.turns[-1], None
         if step.keep is not None:
             assert isinstance(step.observation, str)
             self._keep(each, turn, step.keep)
@@ -570,12 +598,18 @@ class Game:
             ids = self.tokens.text_ids(text)
         else:
             messages = [
-                {**m, "content": self._shortened(each, str(m["content"]))}
-                for m in messages_of(step.observation, self.runner.observation_role)
+                change_texts(message, lambda text: self._shortened(each, text))
+                for message in messages_of(step.observation, self.runner.observation_role)
             ]
             settings = self.prompts[each.prompt].chat_template_kwargs
             last = each.token_ids[-1] if turn.end > turn.start else None
-            ids = self.tokens.ids(messages, last, settings, is_chat=is_chat)
+            if images := images_of(messages):
+                self.owner.check_images(is_chat=is_chat)
+                where = f"An observation of the environment {self.runner.name!r} ({self.prompts[each.prompt].label})"
+                shown = [without_image_data(message) for message in messages]
+                ids, observed = self.tokens.with_images(shown, images, last, settings, where)
+            else:
+                ids = self.tokens.ids(messages, last, settings, is_chat=is_chat)
             if is_chat and self.tokens.rewritten_part(settings):
                 self.owner.warn_once(
                     log,
@@ -585,10 +619,26 @@ class Game:
                     "that renders every turn anew will show the model conversations without their reasoning.",
                 )
         if len(each.token_ids) + len(ids) >= self.sampling.max_completion_length:
-            each.finish_reason, ids = "length", []
+            if observed is not None:
+                self._warn_of_length(each, observed)
+            each.finish_reason, ids, observed = "length", [], None
         for message in messages[:-1]:
-            each.read(str(message["role"]), str(message["content"]), [])
-        each.read(str(messages[-1]["role"]), str(messages[-1]["content"]), ids)
+            each.read(str(message["role"]), text_of(message), [])
+        each.read(str(messages[-1]["role"]), text_of(messages[-1]), ids, observed)
+
+    def _warn_of_length(self, each: Conversation, observed: ObservedImages) -> None:
+        """Warn that a conversation ends because an observation with images is too long."""
+        self.owner.warn_once(
+            log,
+            "images are too long",
+            "An observation of %d tokens, %d of them of images, leaves no room for another turn of the policy: the "
+            "conversation has %d tokens and may have %d (sampling.max_completion_length). Such conversations end "
+            "(finish reason length). Raise it, or limit the size of images (policy.max_pixels, policy.max_anyres_num).",
+            observed.end,
+            observed.vision.num_image_tokens,
+            len(each.token_ids),
+            self.sampling.max_completion_length,
+        )
 
     def _shortened(self, each: Conversation, text: str) -> str:
         """Cut an observation to `max_observation_length` tokens, and count it."""
@@ -634,12 +684,17 @@ class Game:
 
 
 def continued_vision(vision: VisionInputs, chosen: Sequence[Conversation], inputs: Sequence[list[int]]) -> VisionInputs:
-    """The vision inputs of prompts that are continued by text."""
-    lengths = [len(ids) - len(each.token_ids) for each, ids in zip(chosen, inputs, strict=True)]
-    prompts = [
-        continued(vision.prompts[each.prompt], each.token_ids, length)
-        for each, length in zip(chosen, lengths, strict=True)
-    ]
+    """The vision inputs of prompts that are continued by a conversation."""
+    prompts = []
+    for each, ids in zip(chosen, inputs, strict=True):
+        prompt, length = vision.prompts[each.prompt], len(ids) - len(each.token_ids)
+        if each.images:
+            prompts.append(whole(prompt, ids[:length], each.token_ids, each.images))
+            continue
+        more = continued(prompt, each.token_ids, length)
+        # A rank whose prompts have no images runs the vision tower on the blank image. Sharded towers are run by all
+        # ranks together, so that this one must run, too.
+        prompts.append(more if vision.blank is None else replace(more, features=None))
     return VisionInputs(prompts, vision.blank)
 
 

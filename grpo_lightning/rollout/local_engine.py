@@ -810,7 +810,10 @@ class KeptStates:
         Returns:
             Per layer, keys and values [N, key heads, columns, head size], left-padded.
         """
-        has_images = wave.vision is not None and any(prompt.images for prompt in wave.vision.prompts)
+        # With a blank image, other ranks may run the vision tower in this pass, which this rank then has to run, too.
+        has_images = wave.vision is not None and (
+            wave.vision.blank is not None or any(prompt.images for prompt in wave.vision.prompts)
+        )
         names = self.turns.rows[wave.first : wave.first + len(wave.prompts)] if len(wave.part) == 1 else ()
         if not names or has_images or any(name not in self.earlier for name in names):
             return None

@@ -36,7 +36,9 @@ def test_a_part_of_a_step_is_a_step(returned, expected):
         ("", "returned no observation"),
         ((None, False), "returned no observation"),
         (Step(["a"]), "must be text, a message"),  # type: ignore[list-item]
-        (Step({"role": "user", "content": [{"type": "image"}]}), "Images in observations are not supported"),
+        (Step({"role": "user", "content": [{"type": "image"}]}), "or a list of parts .* returned {'type': 'image'}"),
+        (Step({"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}), "returned {'type': 'video'"),
+        (Step({"role": "user", "content": 3}), "must be text, or a list of parts .* returned 3"),
         (Step([{"role": "user", "content": "a"}], keep=2), "not text"),
         (Step(()), "returned no observation"),
         (Step("a", keep="2"), "keep = '2': it must be a whole number"),  # type: ignore[arg-type]
