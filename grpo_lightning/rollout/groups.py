@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,10 @@ from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.vision import needs_blank
 from grpo_lightning.rewards.scoring import Scores, concatenate_scores
-from grpo_lightning.rollout.conversations import Conversations
 from grpo_lightning.rollout.engine import Progress, RolloutEngine
+
+if TYPE_CHECKING:  # which imports this module
+    from grpo_lightning.rollout.conversations import Conversations
 
 
 class GroupSource(NamedTuple):
