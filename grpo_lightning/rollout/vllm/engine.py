@@ -163,6 +163,11 @@ def listed(value: Item | list[Item]) -> list[Item]:
     return value if isinstance(value, list) else [value]
 
 
+def described(error: Exception | None) -> str | None:
+    """An error as text, for the other ranks; None without an error."""
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
 def are_urls(values: list[str]) -> bool:
     """True if all values are addresses of servers, and there is at least one."""
     return bool(values) and all(value.startswith(("http://", "https://")) for value in values)
@@ -534,38 +539,78 @@ class VLLMEngine(RolloutEngine):
         with self.lock:
             self.syncing_thread = threading.get_ident()
             sent, self.sent = self.sent or {}, None  # an update that fails leaves some of the weights behind
+            changed: list[weights.Kind] = []
             for kind in self.kinds:
                 state = weights.state_of(policy, self.sharding, kind)
                 if ranks.is_any(state != sent.get(kind)):
                     self.num_updates += 1
                     self.updates[kind] = self.num_updates
-                    self._send(policy, kind)
+                    changed.append(kind)
                     sent[kind] = state
+            if changed:
+                self._send(policy, changed)
             self.sent = sent
 
-    def _send(self, policy: nn.Module, kind: weights.Kind) -> None:
-        """Send the weights of the last update of a kind to vLLM, again if that fails temporarily. Collective.
+    def _send(self, policy: nn.Module, kinds: Sequence[weights.Kind]) -> None:
+        """Send the weights of the last update of some kinds to vLLM, all again if that fails temporarily. Collective.
 
         Raises:
             RuntimeError: On every rank, if vLLM of any rank cannot load the weights. That rank raises the original
                 error.
         """
         for failures in itertools.count(1):
-            error = self._update(policy, kind)
-            is_temporary = isinstance(error, UnavailableError) and failures <= self.max_retries
-            own = None if error is None else f"{type(error).__name__}: {error}", is_temporary, self.told
-            everyone = ranks.gather_objects(own)
-            problem = next((problem for problem, _, _ in everyone if problem is not None), None)
-            _, is_temporary, told = everyone[0]
-            if problem is None:
-                assert self.backend is not None
-                self.backend.adopt(told)
+            if all(self._arrived(self._update(policy, kind), failures) for kind in self._with_base(kinds)):
                 return
-            if not is_temporary:
-                raise error or RuntimeError(problem)
             if ranks.rank() == 0:
-                log.warning("The weights are sent again (%d of %d): %s", failures, self.max_retries, problem)
                 time.sleep(servers.BACKOFF * 2 ** (failures - 1))
+
+    def _with_base(self, kinds: Sequence[weights.Kind]) -> Sequence[weights.Kind]:
+        """Add the base to an adapter that is sent, if a server has lost it. Collective.
+
+        Raises:
+            RuntimeError: On every rank, if no server answers for `reconnect_timeout` seconds. Rank 0 raises the
+                original error.
+        """
+        if "adapter" not in kinds or "base" in kinds or self.mode == "colocate":
+            return kinds
+        assert isinstance(self.backend, Servers)
+        lacks, error = False, None
+        if ranks.rank() == 0:
+            try:
+                lacks = self.backend.lack(self.updates["base"])
+            except Exception as failure:  # noqa: BLE001 - raised on every rank
+                error = failure
+        problem, lacks = ranks.gather_objects((described(error), lacks))[0]
+        if problem is not None:
+            raise error or RuntimeError(problem)
+        return ("base", *kinds) if lacks else kinds
+
+    def _arrived(self, error: Exception | None, failures: int) -> bool:
+        """Exchange the errors of an attempt to send weights, and adopt its result. Collective.
+
+        Args:
+            error: The error of this rank.
+            failures: Number of this attempt.
+
+        Returns:
+            False if the weights have to be sent again.
+
+        Raises:
+            RuntimeError: On every rank, if the error is not temporary. The rank that has failed raises its own error.
+        """
+        is_temporary = isinstance(error, UnavailableError) and failures <= self.max_retries
+        everyone = ranks.gather_objects((described(error), is_temporary, self.told))
+        problem = next((problem for problem, _, _ in everyone if problem is not None), None)
+        _, is_temporary, told = everyone[0]
+        if problem is None:
+            assert self.backend is not None
+            self.backend.adopt(told)
+            return True
+        if not is_temporary:
+            raise error or RuntimeError(problem)
+        if ranks.rank() == 0:
+            log.warning("The weights are sent again (%d of %d): %s", failures, self.max_retries, problem)
+        return False
 
     def _update(self, policy: nn.Module, kind: weights.Kind) -> Exception | None:
         """Gather weights on every rank, and send them. Returns: the error that sending raised, of any kind."""
@@ -641,8 +686,7 @@ class VLLMEngine(RolloutEngine):
                 states = {kind: weights.state_of(self.policy, self.sharding, kind) for kind in self.kinds}
                 if ranks.is_any(states != self.sent):
                     raise RuntimeError("The policy has changed since sync_weights: call it before generate.")
-                for kind in self.kinds:
-                    self._send(self.policy, kind)
+                self._send(self.policy, self.kinds)
 
     def sample(self, batch: Batch, seeds: list[int]) -> None:
         """Sample the completions that the batch lacks, as far as vLLM has the weights. Raises: as `generate`."""
@@ -706,8 +750,7 @@ class VLLMEngine(RolloutEngine):
                     "all servers have lost its weights, and the policy may have newer ones."
                 )
             return 0
-        own = None if error is None else f"{type(error).__name__}: {error}"
-        everyone = ranks.gather_objects((own, len(batch.missing)))
+        everyone = ranks.gather_objects((described(error), len(batch.missing)))
         if error is not None:
             raise error
         for rank, (problem, _) in enumerate(everyone):

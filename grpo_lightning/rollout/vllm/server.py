@@ -168,6 +168,8 @@ class Served:
         """Version of this run's weights on the server; None if it has none of them."""
         self.adapter: str | None = None
         """Name of this run's newest adapter on the server; None without adapters."""
+        self.loaded: set[str] = set()
+        """Names of adapters that the server may have: an answer that got lost leaves it open."""
         self.route = COMPLETIONS
         self.has_images = False
         """True if prompts may have images (`check_images`)."""
@@ -359,11 +361,21 @@ class Served:
         """Load a new version of the adapter, from a folder that the server reads; unload the one before.
 
         Raises:
+            LostWeightsError: If the server has restarted.
+            UnavailableError: If another try may succeed.
             ServerError: If the server cannot load the adapter, for example because it does not see the folder.
         """
-        if self.adapter is not None:
-            self.client.post("/v1/unload_lora_adapter", {"lora_name": self.adapter})
-            self.adapter = None
+        self.adapter = None
+        for name in sorted(self.loaded):
+            try:
+                self.client.post("/v1/unload_lora_adapter", {"lora_name": name})
+            except UnavailableError:
+                raise
+            except ServerError as error:  # the server does not have it
+                if not self.has_weights():
+                    raise LostWeightsError(f"{error} The server has restarted.") from error
+            self.loaded.discard(name)
+        self.loaded.add(folder.name)
         self.client.post(LOAD_ADAPTER, {"lora_name": folder.name, "lora_path": str(folder.resolve())})
         self.adapter = folder.name
 
