@@ -30,6 +30,7 @@ from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turn
 from grpo_lightning.rollout.local_engine import stop_ids
 from grpo_lightning.rollout.vllm import adapters, colocate, images, servers, weights
 from grpo_lightning.rollout.vllm.requests import (
+    Answer,
     Arrivals,
     Request,
     check_sampling,
@@ -691,6 +692,29 @@ class VLLMEngine(RolloutEngine):
     def sample(self, batch: Batch, seeds: list[int]) -> None:
         """Sample the completions that the batch lacks, as far as vLLM has the weights. Raises: as `generate`."""
         assert self.backend is not None
+        own: Exception | None = None
+        requests: dict[int, Request] = {}
+        try:
+            requests = self.requests(batch, seeds)
+        except Exception as raised:
+            if not self.group.is_shared:
+                raise
+            own = raised
+        for done, answers in self._answers({index: requests[index] for index in batch.missing if requests}, own):
+            try:
+                for index, answer in answers if own is None else ():
+                    self._add(batch, index, requests[index], answer)
+                if own is None:
+                    batch.report(done)
+            except Exception as raised:
+                if not self.group.is_shared:
+                    raise
+                own = raised  # the other ranks of the group need this one in vLLM's collectives, until the last step
+        if own is not None:
+            raise own
+
+    def requests(self, batch: Batch, seeds: list[int]) -> dict[int, Request]:
+        """The requests of a batch's completions, by their indices, after checks. Raises: as `generate`."""
         prompts, sampling = batch.prompts, batch.sampling
         if len(seeds) != len(prompts):
             raise ValueError(f"seeds must hold one seed per prompt: {len(prompts)} prompts, {len(seeds)} seeds.")
@@ -701,23 +725,34 @@ class VLLMEngine(RolloutEngine):
         if batch.vision is not None and batch.images is None:
             batch.images = self.read_images(batch.vision)
         settings = sampling_settings(sampling, self.stop_ids)
-        requests = requests_of(prompts, seeds, batch.part, settings, batch.images, batch.limits)
-        missing = {index: requests[index] for index in batch.missing}
-        for done, answers in self._answers(missing):
-            for index, answer in answers:
-                if (seen := requests[index].images) is not None:
-                    images.check_prompt_ids(seen, requests[index].prompt_ids, answer.prompt_ids, self.image_remedy)
-                version = self.num_updates if self.enable_lora else answer.weight_version or self.num_updates
-                batch.add(index, completion_of(replace(answer, weight_version=version), sampling, self.tokenizer))
-            batch.report(done)
+        return dict(enumerate(requests_of(prompts, seeds, batch.part, settings, batch.images, batch.limits)))
 
-    def _answers(self, requests: dict[int, Request]) -> Iterator[Arrivals]:
+    def _add(self, batch: Batch, index: int, request: Request, answer: Answer) -> None:
+        """Add a completion to a batch. Raises: RuntimeError if vLLM has computed other ids for a prompt with images."""
+        if request.images is not None:
+            images.check_prompt_ids(request.images, request.prompt_ids, answer.prompt_ids, self.image_remedy)
+        version = self.num_updates if self.enable_lora else answer.weight_version or self.num_updates
+        batch.add(index, completion_of(replace(answer, weight_version=version), batch.sampling, self.tokenizer))
+
+    def _answers(self, requests: dict[int, Request], error: Exception | None) -> Iterator[Arrivals]:
         """Sample the completions of this rank's requests. Collective in a tensor-parallel group.
 
         All ranks of the group hand the requests of all of them to vLLM, in the same order, and keep their own answers.
+
+        Args:
+            requests: This rank's requests.
+            error: What is wrong with this rank's requests; the group then samples nothing.
+
+        Raises:
+            Exception: The error of this rank.
+            RuntimeError: If another rank of the group has one.
         """
         assert self.backend is not None
-        parts = self.group.broadcast(self.group.gather(requests))
+        members = self.group.broadcast(self.group.gather((requests, described(error))))
+        for member, (_, problem) in enumerate(members):
+            if problem is not None:
+                raise error or RuntimeError(f"Sampling failed on rank {self.group.first_rank + member}: {problem}")
+        parts = [part for part, _ in members]
         owners = [(member, index) for member, part in enumerate(parts) for index in part]
         together = {number: parts[member][index] for number, (member, index) in enumerate(owners)}
         for done, answers in self.backend.generate(together) if together else ():
