@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -99,6 +100,10 @@ class RolloutEngine(Protocol):
         Asynchronous rollouts (`model.max_staleness`) need such an engine.
         """
         return False
+
+    def hold_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Context of the turns of conversations: `sync_weights` in another thread waits until it ends."""
+        return contextlib.nullcontext()
 
     def check_run(
         self, policy: PolicySettings, sampling: Sequence[SamplingParams], sharding: Sharding, world_size: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -107,9 +108,10 @@ class GroupSource(NamedTuple):
 
         def sample() -> list[Group]:
             if self.conversations is not None:
-                sampled = self.conversations.play(
-                    self.engine, prompts, encoded, states, num_generations, params, seeds, progress, **more
-                )
+                with getattr(self.engine, "hold_weights", contextlib.nullcontext)():
+                    sampled = self.conversations.play(
+                        self.engine, prompts, encoded, states, num_generations, params, seeds, progress, **more
+                    )
             else:
                 ids = [prompt.token_ids for prompt in encoded]
                 sampled = self.engine.generate(ids, num_generations, params, seeds, progress, **more)

@@ -784,6 +784,21 @@ def test_weights_wait_for_a_rollout_in_another_thread(start, undisturbed):
     assert {c.weight_version for group in results[0] for c in group} == {1}
 
 
+def test_weights_do_not_change_between_the_turns_of_a_conversation(start):
+    engine, policy, server = start()
+    begun = threading.Event()
+    with engine.hold_weights():
+        engine.generate(PROMPTS, 1, SAMPLING, SEEDS)
+        update, _ = in_thread(lambda: begun.set() or engine.sync_weights(policy))
+        assert begun.wait(20)
+        step(policy, 0)
+        groups = engine.generate(PROMPTS, 1, SAMPLING, SEEDS)
+        assert server.fake.events.count("start") == 1
+        assert {c.weight_version for group in groups for c in group} == {1}
+    update.join(20)
+    assert server.fake.events.count("start") == 2
+
+
 def test_a_rollout_in_another_thread_neither_sends_weights_nor_speaks_to_other_ranks(start, monkeypatch, undisturbed):
     """Training may be changing the weights meanwhile, and uses the process group."""
     engine, _, server = start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -310,6 +311,10 @@ class VLLMEngine(RolloutEngine):
         """Thread that has called `sync_weights` last."""
         self.sent: dict[weights.Kind, dict[str, int]] | None = None
         """Checksums of the weights that vLLM has, by kind; None before the first update and after one that failed."""
+        self.is_discarded = False
+        """True if vLLM had the weights, and has discarded them (`sleep_level: 2`)."""
+        self.is_held = False
+        """True in the context `hold_weights`."""
         self.updates: dict[weights.Kind, int] = {}
         """Number of the last update of each kind."""
         self.num_updates = 0
@@ -483,7 +488,7 @@ class VLLMEngine(RolloutEngine):
             self.backend = colocate.Colocated(policy, tokenizer, sharding, options, self.processor, self.sleep_level)
         elif self.backend is None:  # used without `check_run`
             self.backend = self.connected(None)
-        self.sent = None
+        self.sent, self.is_discarded = None, False
 
     def connected(self, policy: str | None) -> Servers:
         """The servers, after checks; `policy` is the policy's name, None if it is in memory. Raises: `Served.check`."""
@@ -539,6 +544,7 @@ class VLLMEngine(RolloutEngine):
         """
         with self.lock:
             self.syncing_thread = threading.get_ident()
+            self.is_discarded = False
             sent, self.sent = self.sent or {}, None  # an update that fails leaves some of the weights behind
             changed: list[weights.Kind] = []
             for kind in self.kinds:
@@ -631,6 +637,22 @@ class VLLMEngine(RolloutEngine):
             pass
         return error
 
+    @contextlib.contextmanager
+    def hold_weights(self) -> Iterator[None]:
+        """Context of the calls of `generate` for one rollout, such as the turns of its conversations.
+
+        An update from another thread waits until the context ends, so that all turns are sampled from the same
+        weights. vLLM sleeps at its end, and not after each call.
+        """
+        with self.lock:
+            before, self.is_held = self.is_held, True
+            try:
+                yield
+            finally:
+                self.is_held = before
+            if not self.is_held:
+                self._sleep()
+
     @torch.no_grad()
     def generate(  # noqa: PLR0913 - see the protocol
         self,
@@ -654,7 +676,8 @@ class VLLMEngine(RolloutEngine):
 
         In the thread that has called `sync_weights`, the call is collective: the ranks agree on errors and on servers
         that need the weights again. In another thread, weights are never sent, because training may be changing them,
-        and errors are raised on this rank only.
+        and errors are raised on this rank only. If vLLM has discarded its weights (`sleep_level: 2`), the policy's are
+        sent first.
 
         Raises:
             ValueError: If a prompt is too long for vLLM or has too many images, or the sampling settings are not
@@ -662,6 +685,8 @@ class VLLMEngine(RolloutEngine):
             RuntimeError: On every rank, if vLLM fails, or computes other token ids for a prompt with images than the
                 policy.
         """
+        if self.is_discarded:
+            self.sync_weights(self.policy)
         if self.backend is None or self.sent is None:
             raise RuntimeError("vLLM has no weights yet: call sync_weights before generate.")
         batch = Batch(prompts, part or range(num_generations), sampling, progress, on_group, vision, limits)
@@ -675,7 +700,8 @@ class VLLMEngine(RolloutEngine):
                     error = raised
                 num_missing = self.agree(error, batch)
                 if not num_missing:
-                    self._sleep()
+                    if not self.is_held:
+                        self._sleep()
                     return batch.groups()
                 rounds_without_answers = rounds_without_answers + 1 if num_missing == remaining else 0
                 remaining = num_missing
@@ -760,11 +786,11 @@ class VLLMEngine(RolloutEngine):
             yield Arrivals(done, [(index, answer) for member, index, answer in found if member == self.group.member])
 
     def _sleep(self) -> None:
-        """Hand vLLM's memory to training, until the next call of `sync_weights`."""
+        """Hand vLLM's memory to training, until the next call of `sync_weights` or `generate`."""
         if isinstance(self.backend, colocate.Colocated):
             self.backend.sleep(self.sleep_level)
-        if self.sleep_level == 2:
-            self.sent = None
+        if self.sleep_level == 2 and self.sent is not None:
+            self.sent, self.is_discarded = None, True
 
     def agree(self, error: Exception | None, batch: Batch) -> int:
         """Exchange errors and the number of missing completions with the other ranks. Collective, see `generate`.

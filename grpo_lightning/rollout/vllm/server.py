@@ -292,12 +292,13 @@ class Served:
             if answer.done():
                 answer.result()
             self.group = GROUPS[self.backend](host, self.group_port, 0, info["world_size"], self.client.timeout)
-        except RuntimeError as error:  # also torch's errors of stores and process groups
+        except (RuntimeError, OSError) as error:  # torch's errors of stores and process groups; a used port with NCCL
             problem = problem_of(answer)
             # Without an answer, the workers still try to reach this machine, and would not succeed the next time.
             raise (ServerError if problem is None else type(problem))(
                 f"model.engine: the workers of the server at {self.url} did not join the weight transfer group at "
-                f"{host}:{self.group_port} (backend {self.backend}): {problem or error}"
+                f"{host}:{self.group_port} (backend {self.backend}): {problem or error} Set model.engine.group_port to "
+                "a free port that the server reaches."
             ) from error
         answer.result()
 
