@@ -780,6 +780,7 @@ class GRPOLightningModule(L.LightningModule):
             trained=self.sampling,
             validated=self.validation_sampling,
             conversations=self.conversations,
+            max_sequence_length=getattr(self.engine, "max_sequence_length", None),
         )
         data_checks.check_readers(rewards, metrics, self.loader, trainer)
 

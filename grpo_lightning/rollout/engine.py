@@ -101,6 +101,11 @@ class RolloutEngine(Protocol):
         """
         return False
 
+    @property
+    def max_sequence_length(self) -> int | None:
+        """Maximum tokens of a prompt and its completion, known after `check_run`; None for the policy's positions."""
+        return None
+
     def hold_weights(self) -> contextlib.AbstractContextManager[None]:
         """Context of the turns of conversations: `sync_weights` in another thread waits until it ends."""
         return contextlib.nullcontext()

@@ -341,6 +341,24 @@ def test_a_missing_group_of_layers_is_found(connect, monkeypatch):
         engine.generate(PROMPTS, 1, SAMPLING, seeds=[1, 2, 3])
 
 
+def test_after_an_update_that_failed_the_next_one_works(fake_vllm):  # noqa: F811
+    """vLLM refuses a new update while one is active."""
+    engine, policy = VLLMEngine(), tiny_model(**SMALL)
+    engine.connect(policy, tiny_tokenizer(), Sharding())
+    groups = weights.weight_groups
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "weight_groups", lambda *args: list(groups(*args))[1:])
+        with pytest.raises(RuntimeError, match="no value for"):
+            engine.sync_weights(policy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.backend.llm, "update_weights", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.sync_weights(policy)
+    engine.sync_weights(policy)
+    ((found,),) = engine.generate(PROMPTS[:1], 1, SAMPLING, seeds=[1])
+    assert found.logprobs == pytest.approx(scored(policy, PROMPTS[0], found), abs=1e-4)
+
+
 def test_prompts_that_are_too_long_are_refused_before_sampling(connect):
     engine, policy = connect(max_model_len=40)
     engine.sync_weights(policy)
@@ -476,6 +494,12 @@ def test_an_old_vllm_is_refused(fake_vllm, monkeypatch):  # noqa: F811
     [
         ({}, {"sampling": SamplingParams(min_p=0.1, top_p=0.5)}, "sampling.min_p .* are both set"),
         ({"max_model_len": 32}, {"sampling": SamplingParams(max_completion_length=32)}, "vLLM's max_model_len is 32"),
+        (
+            {"max_model_len": 32},
+            {"sampling": SamplingParams(max_completion_length=25)},
+            r"has \d+ tokens; with sampling.max_completion_length 25 that exceeds vLLM's max_model_len of 32. Raise it",
+        ),
+        ({"limit_mm_per_prompt": {"image": 2}}, {}, "engine.limit_mm_per_prompt is .*'image': 2.*is text-only: remove"),
         ({"max_model_len": 300}, {}, "engine.max_model_len is 300, and the policy has 256 positions"),
     ],
 )
@@ -625,6 +649,7 @@ def test_an_error_of_any_kind_on_rank_0_reaches_the_other_ranks(fake_vllm, monke
             {"mode": "server", "dtype": "float32"},
             "engine.dtype is 'float32', which has no effect with engine.mode 'serv",
         ),
+        ({"mode": "server", "lora_folder": "/x"}, "engine.lora_folder is '/x', which has no effect without engine.ena"),
         ({"mode": "server", "base_url": "http://x", "port": 9}, r"engine.base_url \(http://x\) and engine.host or"),
     ],
 )

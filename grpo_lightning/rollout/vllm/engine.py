@@ -338,6 +338,11 @@ class VLLMEngine(RolloutEngine):
                     f"engine.{name} is {getattr(self, name)!r}, which has no effect with engine.mode {self.mode!r}: "
                     f"remove it, or {remedy}."
                 )
+        if self.lora_folder is not None and not self.enable_lora:
+            raise ValueError(
+                f"engine.lora_folder is {self.lora_folder!r}, which has no effect without engine.enable_lora: remove "
+                "it, or set enable_lora to true."
+            )
         if self.base_url is not None and {"host", "port"} & changed:
             raise ValueError(
                 f"engine.base_url ({self.base_url}) and engine.host or engine.port ({self.host}:{self.port}) are both "
@@ -348,6 +353,11 @@ class VLLMEngine(RolloutEngine):
     def samples_in_background(self) -> bool:
         """True if `generate` can be called in another thread while the policy trains (`model.max_staleness`)."""
         return self.mode == "server"
+
+    @property
+    def max_sequence_length(self) -> int | None:
+        """vLLM's `max_model_len`; None if it is not known yet, or the policy's number of positions."""
+        return self.max_model_len if self.backend is None else self.backend.max_model_len
 
     @property
     def urls(self) -> list[str]:
@@ -385,6 +395,11 @@ class VLLMEngine(RolloutEngine):
         for each in sampling:
             check_sampling(each)
         self.processor = load_processor(policy, config)
+        if self.limit_mm_per_prompt is not None and self.processor is None:
+            raise ValueError(
+                f"engine.limit_mm_per_prompt is {self.limit_mm_per_prompt}, and the policy ({policy.name}) is "
+                "text-only: remove it."
+            )
         limit = self.max_model_len
         if self.mode == "colocate":
             colocate.check_installed(self.mode)
