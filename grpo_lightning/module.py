@@ -451,7 +451,7 @@ class GRPOLightningModule(L.LightningModule):
             Exception: If sampling fails now, on every rank. The error shows that of the background, too.
         """
         in_flight.forget(self.run.rollout_index - self.max_staleness)
-        groups = in_flight.take(prompts)
+        groups = in_flight.take(prompts, functools.partial(self.notify, "on_decode"))
         missing = [number for number, group in enumerate(groups) if group is None]
         self.metrics.add_seconds("time/sampling", in_flight.seconds)
         with in_flight.second_attempt():
@@ -483,7 +483,8 @@ class GRPOLightningModule(L.LightningModule):
         if ranks.is_any(bool(lacking)):  # with images and sharded weights, all ranks run the vision tower together
             chosen = [prompts[i] for i in lacking]
             groups = self.group_source
-            sample = groups.prepare(chosen, self.num_generations, self.sampling, [seeds[i] for i in lacking])
+            chosen_seeds = [seeds[i] for i in lacking]
+            sample = groups.prepare(chosen, self.num_generations, self.sampling, chosen_seeds, in_flight.report)
             if chosen:
                 in_flight.request(chosen, sample, self.run.rollout_index)
 
@@ -787,6 +788,7 @@ class GRPOLightningModule(L.LightningModule):
             trained=self.sampling,
             validated=self.validation_sampling,
             conversations=self.conversations,
+            max_sequence_length=getattr(self.engine, "max_sequence_length", None),
         )
         data_checks.check_readers(rewards, metrics, self.loader, trainer)
 

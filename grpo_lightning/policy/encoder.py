@@ -422,21 +422,26 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = ""
     return list(ids)
 
 
-def check_length(prompt: Prompt, num_tokens: int, limit: int | None, max_completion_length: int) -> None:
-    """Check that a prompt and its longest completion fit the model's positions.
+def check_length(
+    prompt: Prompt, num_tokens: int, limit: int | None, max_completion_length: int, *, is_of_engine: bool = False
+) -> None:
+    """Check that a prompt and its longest completion fit the model's positions, or the engine.
 
     Args:
         prompt: The prompt, which the error names.
         num_tokens: Length L of the prompt.
         limit: Number of positions of the model (`num_positions`); None means no limit.
         max_completion_length: Maximum number of tokens of a completion.
+        is_of_engine: Whether the limit is vLLM's `max_model_len`.
 
     Raises:
         ValueError: If prompt and completion do not fit; the message names the prompt and the lengths.
     """
     if limit is not None and num_tokens + max_completion_length > limit:
+        exceeded = f"vLLM's max_model_len of {limit}. Raise it (model.engine.max_model_len, or --max-model-len of the "
+        exceeded = f"{exceeded}server), lower" if is_of_engine else f"the policy's {limit} positions. Lower"
         raise ValueError(
             f"{prompt.label} has {num_tokens} tokens; with sampling.max_completion_length "
-            f"{max_completion_length} that exceeds the policy's {limit} positions. Lower the completion length, set "
+            f"{max_completion_length} that exceeds {exceeded} the completion length, set "
             "data.max_prompt_length (with overlong_prompts: drop or truncate), or remove the prompt."
         )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,10 @@ from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.vision import needs_blank
 from grpo_lightning.rewards.scoring import Scores, concatenate_scores
-from grpo_lightning.rollout.conversations import Conversations
 from grpo_lightning.rollout.engine import Progress, RolloutEngine
+
+if TYPE_CHECKING:  # which imports this module
+    from grpo_lightning.rollout.conversations import Conversations
 
 
 class GroupSource(NamedTuple):
@@ -105,9 +108,10 @@ class GroupSource(NamedTuple):
 
         def sample() -> list[Group]:
             if self.conversations is not None:
-                sampled = self.conversations.play(
-                    self.engine, prompts, encoded, states, num_generations, params, seeds, progress, **more
-                )
+                with getattr(self.engine, "hold_weights", contextlib.nullcontext)():
+                    sampled = self.conversations.play(
+                        self.engine, prompts, encoded, states, num_generations, params, seeds, progress, **more
+                    )
             else:
                 ids = [prompt.token_ids for prompt in encoded]
                 sampled = self.engine.generate(ids, num_generations, params, seeds, progress, **more)

@@ -218,3 +218,19 @@ def test_an_error_of_one_rank_raises_on_all_ranks(results, strategy, name, world
     first, last = results(strategy, name, world_size)[0]["errors"]
     assert last == "KeyError: 'a fault of the last rank'"
     assert first == f"RuntimeError: {last}"
+
+
+@TWO
+@pytest.mark.parametrize(
+    ("name", "owner", "message"),
+    [
+        ("tensor-parallel, too long", 0, "ValueError: a prompt is too long"),
+        ("tensor-parallel, a reward fails", 1, "KeyError: 'a fault of the last rank'"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["ddp"])
+def test_an_error_of_one_rank_ends_its_tensor_parallel_group(results, strategy, name, owner, message, world_size):
+    """The other rank would otherwise wait in vLLM's collectives."""
+    errors = results(strategy, name, world_size)[0]["errors"]
+    assert errors[owner] == message
+    assert errors[1 - owner] == f"RuntimeError: Sampling failed on rank {owner}: {message}"
