@@ -149,9 +149,9 @@ def check_prompts(
         max_sequence_length: The engine's maximum of prompt and completion; None if it has no limit of its own.
 
     Raises:
-        ValueError: If a prompt is a chat and the tokenizer has no chat template, if a prompt is too long for model or engine,
-            if it has different numbers of images and image placeholders, if it contains a video, or if it contains
-            images and the model is text-only.
+        ValueError: If a prompt is a chat and the tokenizer has no chat template, if a prompt is too long for model or
+            engine, if it has different numbers of images and image placeholders, if it contains a video, or if it
+            contains images and the model is text-only.
     """
     prompts = [prompt for data in known_data(trainer) for prompt in data]
     if not prompts:
@@ -173,7 +173,9 @@ def check_prompts(
         longest = sampling.max_completion_length
         for prompt in itertools.chain.from_iterable(map(known_prompts, data_sets)):
             if prompt.images or num_bytes(prompt) + more_bytes + TEMPLATE_TOKENS + longest > limit:
-                check_length(prompt, encoder.num_tokens(described(prompt)), limit, longest, is_of_engine=limit != positions)
+                check_length(
+                    prompt, encoder.num_tokens(described(prompt)), limit, longest, is_of_engine=limit != positions
+                )
 
 
 def longest_row(loader: PolicyLoader, trainer: L.Trainer, longest_completion: int) -> int | None:

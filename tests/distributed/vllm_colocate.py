@@ -83,26 +83,30 @@ def break_engine(patch: pytest.MonkeyPatch, fault: str | None) -> None:
                 yield group
 
         patch.setattr(weights, "weight_groups", failing)
-    elif fault == "too long":  # for one rank, which finds it before it samples
-        check = VLLMEngine.check_lengths
-
-        def refusing(self: VLLMEngine, prompts: Any, lengths: Any) -> None:
-            check(self, prompts, lengths)
-            if len(prompts) == 2 and self.num_updates and ranks.rank() == 0 and lengths[0] == SHORT:
-                raise ValueError("a prompt is too long")
-
-        patch.setattr(VLLMEngine, "check_lengths", refusing)
-    elif fault == "a reward fails":  # on one rank, while both sample
-        add = Batch.add
-
-        def adding(self: Batch, index: int, completion: Any) -> None:
-            add(self, index, completion)
-            if self.sampling.max_completion_length == SHORT and ranks.rank() == 1:
-                raise KeyError("a fault of the last rank")
-
-        patch.setattr(Batch, "add", adding)
+    elif fault in ("too long", "a reward fails"):
+        break_one_rank(patch, fault)
     elif fault == "late":  # vLLM has the first policy until the end
         patch.setattr(VLLMEngine, "sync_weights", lambda self, model: sync(self, model) if self.sent is None else None)
+
+
+def break_one_rank(patch: pytest.MonkeyPatch, fault: str) -> None:
+    """Let one rank of a tensor-parallel group fail: before it samples, or while both sample."""
+    check, add = VLLMEngine.check_lengths, Batch.add
+
+    def refusing(self: VLLMEngine, prompts: Any, lengths: Any) -> None:
+        check(self, prompts, lengths)
+        if ranks.rank() == 0 and lengths[0] == SHORT:
+            raise ValueError("a prompt is too long")
+
+    def adding(self: Batch, index: int, completion: Any) -> None:
+        add(self, index, completion)
+        if ranks.rank() == 1 and self.sampling.max_completion_length == SHORT:
+            raise KeyError("a fault of the last rank")
+
+    if fault == "too long":
+        patch.setattr(VLLMEngine, "check_lengths", refusing)
+    else:
+        patch.setattr(Batch, "add", adding)
 
 
 def train(strategy: str, name: str, folder: Path) -> None:

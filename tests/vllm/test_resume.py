@@ -24,9 +24,7 @@ class Rollouts(L.Callback):
         self.seen: list[Any] = []
 
     def on_rollout(self, trainer: Any, module: Any, rollout: Any) -> None:
-        self.seen += [
-            [(g.prompt.content, [(c.token_ids, c.logprobs) for c in g.completions]) for g in rollout.groups]
-        ]
+        self.seen += [[(g.prompt.content, [(c.token_ids, c.logprobs) for c in g.completions]) for g in rollout.groups]]
 
 
 def train(server: FakeServer, folder: Path, max_steps: int, ckpt_path: Path | None = None) -> tuple[Any, list[Any]]:
@@ -76,7 +74,9 @@ def test_a_run_whose_server_does_not_come_back_resumes_once_one_is_there(straigh
                 server.kill()
 
         server.before_completion = die
-        with pytest.raises(ServerError, match=r"no vLLM server has answered .* resume the run from its last checkpoint"):
+        with pytest.raises(
+            ServerError, match=r"no vLLM server has answered .* resume the run from its last checkpoint"
+        ):
             train(server, tmp_path, 6)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["step=1.ckpt", "step=2.ckpt"]
         server.before_completion = lambda count: None

@@ -636,7 +636,7 @@ def test_a_server_that_does_not_come_back_ends_the_update_of_adapters(adapted):
     engine, policy, server = adapted(reconnect_timeout=0.2)
     server.kill()
     step(policy, 1)
-    with pytest.raises(ServerError, match="no vLLM server has answered for model.engine.reconnect_timeout"):
+    with pytest.raises(ServerError, match=r"no vLLM server has answered for model.engine.reconnect_timeout"):
         engine.sync_weights(policy)
 
 
@@ -653,7 +653,7 @@ def test_one_of_two_servers_that_comes_back_gets_base_and_adapter(adapted):
 
 
 def test_a_server_that_dies_during_a_rollout_with_adapters_gets_all_weights(adapted):
-    engine, policy, server = adapted()
+    engine, _, server = adapted()
     expected = sampled(engine)
 
     def die():

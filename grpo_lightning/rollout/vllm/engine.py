@@ -356,7 +356,7 @@ class VLLMEngine(RolloutEngine):
 
     @property
     def max_sequence_length(self) -> int | None:
-        """vLLM's `max_model_len`; None if it is not known yet, or the policy's number of positions."""
+        """The `max_model_len` of vLLM; None if it is not known yet, or the policy's number of positions."""
         return self.max_model_len if self.backend is None else self.backend.max_model_len
 
     @property
