@@ -33,8 +33,18 @@ RECIPE = GroundingRecipe(
     GroundingWarmUp(num_tower_images=64, num_tower_steps=2, num_images=8, num_worked_steps=2, num_lazy_steps=2),
 )
 """
-SHORTENED = {"quickstart": ARITHMETIC, "quickstart_grounding": GROUNDING, "your_own_reward": ARITHMETIC}
-SHOWN = {"quickstart": "step   0", "quickstart_grounding": "val/greedy/iou", "your_own_reward": "step   0"}
+SHORTENED = {
+    "debug_a_run": ARITHMETIC,
+    "quickstart": ARITHMETIC,
+    "quickstart_grounding": GROUNDING,
+    "your_own_reward": ARITHMETIC,
+}
+SHOWN = {
+    "debug_a_run": "reward/zero_variance_groups",
+    "quickstart": "step   0",
+    "quickstart_grounding": "val/greedy/iou",
+    "your_own_reward": "step   0",
+}
 """Completions, or what was measured."""
 
 
