@@ -45,12 +45,14 @@ RECIPE = GuessingRecipe(
 )
 """
 SHORTENED = {
+    "debug_a_run": ARITHMETIC,
     "quickstart": ARITHMETIC,
     "quickstart_grounding": GROUNDING,
     "tools_and_conversations": GUESSING,
     "your_own_reward": ARITHMETIC,
 }
 SHOWN = {
+    "debug_a_run": ["reward/zero_variance_groups"],
     "quickstart": ["step   0"],
     "quickstart_grounding": ["val/greedy/iou"],
     "tools_and_conversations": [
