@@ -652,13 +652,17 @@ class VLLMEngine(RolloutEngine):
             pass
         return error
 
-    @contextlib.contextmanager
-    def hold_weights(self) -> Iterator[None]:
+    # A configuration is accepted only if its class has the annotations of the protocol, so the generator is apart.
+    def hold_weights(self) -> contextlib.AbstractContextManager[None]:
         """Context of the calls of `generate` for one rollout, such as the turns of its conversations.
 
         An update from another thread waits until the context ends, so that all turns are sampled from the same
         weights. vLLM sleeps at its end, and not after each call.
         """
+        return self._held()
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
         with self.lock:
             before, self.is_held = self.is_held, True
             try:
