@@ -226,10 +226,9 @@ def test_a_conversation_without_reward_has_none():
 def test_what_a_prompt_of_a_resumed_cycle_ends_with():
     conversations = Conversations(EnvironmentRunner(ByPromptLength(), HERE, 100), ConversationSettings())
     conversations.connect(TurnTokens(tiny_tokenizer(), [EOS]))
-    prompt = Prompt("p", index=3)
-    (begun,), _ = conversations.begin([prompt], [0])
+    (begun,), _ = conversations.begin([Prompt("p", index=3)], [0])
     assert (begun.content, begun.observation) == ("p!", "!")
-    (resumed,) = conversations.resumed([prompt], {prompt.key: begun.observation})
-    assert resumed == begun
-    (without,) = conversations.resumed([prompt], {prompt.key: None})
-    assert without.content == "p"
+    for observation, content in ((None, "p"), ("!", "p!")):
+        saved = Prompt("p!", index=3, observation=observation)
+        (resumed,) = conversations.resumed([Prompt("p", index=3)], {saved.key: saved.observation})
+        assert resumed.content == content
