@@ -28,9 +28,9 @@ from grpo_lightning.training.strategies import GRPODeepSpeedStrategy
 from tests import tiny_vlms
 from tests.marks import only
 from tests.pages import read, tables
+from tests.ports import free_port
 from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
 from tests.vllm.fakes import fake_vllm, serving  # noqa: F401 - a fixture
-from tests.vllm.test_engine import free_port
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 QUICKSTARTS = sorted(RECIPES.glob("quickstart*.yaml"))

@@ -8,7 +8,7 @@ rollout and the micro-steps that train on it.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -20,6 +20,16 @@ if TYPE_CHECKING:  # reward worker processes do not import torch
 
 Message = Mapping[str, Any]
 """One chat turn: {"role": "user", "content": "..."}."""
+
+
+def change_texts(message: Message, change: Callable[[str], str]) -> Message:
+    """Apply a function to the text of a message, or to each of its parts that is text."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": change(content)}
+    parts = [{**part, "text": change(part["text"])} if part["type"] == "text" else part for part in content]
+    return {**message, "content": parts}
+
 
 IMAGE_MARK = "<image>"
 """Stands for an image in the texts of observations: in logs, and in what rewards get."""

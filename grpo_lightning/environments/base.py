@@ -252,15 +252,6 @@ def images_of(messages: Sequence[Message]) -> list[Any]:
     return [part["image"] for content in contents for part in content if part["type"] == "image"]
 
 
-def change_texts(message: Message, change: Callable[[str], str]) -> Message:
-    """Apply a function to the text of a message from `messages_of`, or to each of its parts that is text."""
-    content = message["content"]
-    if isinstance(content, str):
-        return {**message, "content": change(content)}
-    parts = [{**part, "text": change(part["text"])} if part["type"] == "text" else part for part in content]
-    return {**message, "content": parts}
-
-
 def with_kept_images(message: Message) -> Message:
     """Replace the images of a message by copies: the environment may draw on an image, or overwrite a file, later.
 

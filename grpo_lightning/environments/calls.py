@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from grpo_lightning.core.types import change_texts
 from grpo_lightning.environments.base import (
     as_reward,
     as_step,
-    change_texts,
     kept_observation,
     messages_of,
     named_columns,
@@ -25,7 +25,7 @@ METHODS = ("reset", "step", "end")
 """The methods that may be async."""
 
 
-def name_of(environment: Any) -> str:
+def class_name(environment: Any) -> str:
     """The name of an environment's class, for messages; that of the user's own class if it is wrapped."""
     return type(getattr(environment, "for_rewards", environment)).__name__
 
@@ -36,7 +36,7 @@ def copied(environment: Any) -> Any:
         return copy.deepcopy(environment)
     except Exception as error:
         raise RuntimeError(
-            f"Environment {name_of(environment)!r} cannot be copied ({type(error).__name__}: {error}), but each "
+            f"Environment {class_name(environment)!r} cannot be copied ({type(error).__name__}: {error}), but each "
             "conversation of a prompt needs its own: give the class a method __deepcopy__, which shares what cannot be "
             "copied."
         ) from error
@@ -55,7 +55,7 @@ class EnvironmentCalls:
     @property
     def name(self) -> str:
         """The class name, for messages."""
-        return name_of(self.environment)
+        return class_name(self.environment)
 
     @property
     def is_async(self) -> bool:

@@ -164,7 +164,7 @@ class EnvironmentRunner:
             return future
         future = Future()
         try:
-            # In a thread next to training, restoring would also take back what training has drawn meanwhile.
+            # In a thread next to training, restoring the generators would repeat random numbers of training.
             is_alone = threading.current_thread() is threading.main_thread()
             with seeded_random(seed) if is_alone else contextlib.nullcontext():
                 outcome = self.calls.call(method, state, arguments)

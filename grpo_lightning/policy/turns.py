@@ -8,13 +8,13 @@ template writes behind this word is tokenized and appended.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from grpo_lightning.core.images import ImageRef
-from grpo_lightning.core.types import IMAGE_MARK, Message, ObservedImages
+from grpo_lightning.core.types import IMAGE_MARK, Message, ObservedImages, change_texts
 from grpo_lightning.policy.encoder import WORD_JOINER, Encoder, merge_text_parts
 
 if TYPE_CHECKING:
@@ -100,7 +100,10 @@ class TurnTokens:
             ValueError: If the chat template or the processor cannot take the messages or images.
         """
         assert self.encoder is not None
-        escaped = [{**m, "content": map_texts(m["content"], self.escaped)} for m in messages]
+        merged = [
+            {**message, "content": merge_text_parts(message["content"])} for message in messages
+        ]  # as templates do
+        escaped = [change_texts(message, self.escaped) for message in merged]
         text = self.behind_the_turn(escaped, settings)
         self.encoder.check_places(text, len(images), where)
         encoded, unexpanded = self.encoder.from_text(text, images, where), self.encoded(text)
@@ -211,11 +214,3 @@ class TurnTokens:
             if len(token) > 1 and token in text:
                 text = text.replace(token, token[0] + WORD_JOINER + token[1:])
         return text
-
-
-def map_texts(content: Any, change: Callable[[str], str]) -> Any:
-    """Apply a function to the texts of a message's content, with adjacent texts merged, as templates merge them."""
-    parts = merge_text_parts(content)
-    if isinstance(parts, str):
-        return change(parts)
-    return [{**part, "text": change(part["text"])} if part["type"] == "text" else part for part in parts]

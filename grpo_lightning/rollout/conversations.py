@@ -36,11 +36,11 @@ from grpo_lightning.core.types import (
     SamplingParams,
     Turn,
     VisionInputs,
+    change_texts,
     check_ranges,
 )
 from grpo_lightning.environments.base import (
     Step,
-    change_texts,
     images_of,
     messages_of,
     text_of,
@@ -135,8 +135,9 @@ class Conversation:
     failure: str = ""
     is_scorable: bool = True
     metrics: dict[str, float] = field(default_factory=dict)
-    is_cut: bool = False
-    """True if the environment has not said that the conversation is done: if it ends, a limit has ended it."""
+    is_done: bool = False
+    """True if the environment has said that the conversation is done, or a call of it has failed. Otherwise a limit has
+    ended a conversation that has ended."""
 
     call: Future[Any] | None = None
     """The running call of the environment."""
@@ -507,7 +508,7 @@ class Game:
                 start(number, sampled)
         for each in chosen:
             self.finish_turn(each)
-        self.end([each for each in chosen if each.finish_reason is not None and each.is_cut])
+        self.end([each for each in chosen if each.finish_reason is not None and not each.is_done])
         for number in dict.fromkeys(each.prompt for each in chosen):
             if self.on_group is not None and all(each.finish_reason is not None for each in self.of_prompt(number)):
                 self.on_group(number, self.completions(number))
@@ -558,7 +559,7 @@ class Game:
         if result.failure:
             each.failure = result.failure
         step: Step = result.value
-        turn.reward, each.is_cut = step.reward, not step.done
+        turn.reward, each.is_done = step.reward, step.done
         for name, value in step.metrics.items():
             each.metrics[name] = each.metrics.get(name, 0.0) + value
         is_full = len(each.token_ids) >= self.sampling.max_completion_length
@@ -575,10 +576,10 @@ class Game:
             for message in messages_of(step.observation, self.runner.observation_role):
                 each.read(str(message["role"]), text_of(message), [])
 
-    def end(self, cut: Sequence[Conversation]) -> None:
+    def end(self, limited: Sequence[Conversation]) -> None:
         """Add the last rewards of environments whose conversations a limit has ended."""
-        seeds = [derived_seed(self.seeds[each.prompt], "end", each.number) for each in cut]
-        for each, result in zip(cut, self.runner.end([each.state for each in cut], seeds), strict=True):
+        seeds = [derived_seed(self.seeds[each.prompt], "end", each.number) for each in limited]
+        for each, result in zip(limited, self.runner.end([each.state for each in limited], seeds), strict=True):
             each.state = result.state
             if result.failure:
                 self._fail(each, result)
@@ -667,7 +668,7 @@ class Game:
             fix = "Fix it, raise the limit," if result.failure == "timeout" else "Fix it,"
             remedy = f"{fix} or set model.conversation.on_error to none or value to end the conversation without it."
             raise RuntimeError(f"{message} {remedy}") from result.cause
-        each.failure, each.finish_reason, each.is_cut = result.failure, each.finish_reason or "stop", False
+        each.failure, each.finish_reason, each.is_done = result.failure, each.finish_reason or "stop", True
         if self.settings.on_error == "value":
             each.last_sampled.reward = self.settings.error_value
         else:

@@ -63,13 +63,18 @@ def test_sampled_and_scored_log_probs_are_those_of_a_plain_loop(family):
     for path in ("extended", "dense"):
         for chunk_size in (None, 1):
             scorer = Scorer(path, chunk_size=chunk_size, never=encoder.never_sampled)
-            found = scored(vlm, encoder, groups, scorer)
-            for i, group in enumerate(groups):
-                for number, completion in enumerate(group.completions):
-                    mask = torch.tensor(completion.mask)
-                    want = expected(vlm, encoder, group, number)[mask]
-                    assert torch.tensor(completion.logprobs)[mask].allclose(want, atol=1e-5)
-                    assert found[i, number][: len(mask)][mask].allclose(want, atol=1e-5)
+            check_logprobs(vlm, encoder, groups, scorer)
+
+
+def check_logprobs(vlm: Any, encoder: Any, groups: list[Group], scorer: Scorer) -> None:
+    """Check log-probs of sampling and of scoring against a plain loop over the conversations."""
+    found = scored(vlm, encoder, groups, scorer)
+    for i, group in enumerate(groups):
+        for number, completion in enumerate(group.completions):
+            mask = torch.tensor(completion.mask)
+            want = expected(vlm, encoder, group, number)[mask]
+            assert torch.tensor(completion.logprobs)[mask].allclose(want, atol=1e-5)
+            assert found[i, number][: len(mask)][mask].allclose(want, atol=1e-5)
 
 
 def test_a_family_without_a_record(monkeypatch):
@@ -77,13 +82,7 @@ def test_a_family_without_a_record(monkeypatch):
     vlm = tiny_vlms.build("qwen2_5_vl")
     monkeypatch.setattr("grpo_lightning.policy.families.FAMILIES", {})
     encoder, groups = sampled(vlm)
-    found = scored(vlm, encoder, groups, Scorer("dense", never=encoder.never_sampled))
-    for i, group in enumerate(groups):
-        for number, completion in enumerate(group.completions):
-            mask = torch.tensor(completion.mask)
-            want = expected(vlm, encoder, group, number)[mask]
-            assert torch.tensor(completion.logprobs)[mask].allclose(want, atol=1e-5)
-            assert found[i, number][: len(mask)][mask].allclose(want, atol=1e-5)
+    check_logprobs(vlm, encoder, groups, Scorer("dense", never=encoder.never_sampled))
 
 
 def batch_of(vlm: Any, encoder: Any, groups: list[Group]) -> Any:

@@ -29,20 +29,13 @@ from tests import conversation_runs, tiny_vlms
 from tests.environments.games import ByPromptLength
 from tests.marks import SLOW
 from tests.module_runs import SMALL, History, are_equal, fit, make_module, weights_of
+from tests.ports import free_port
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.vllm.fakes import fake_vllm, serving  # noqa: F401 - a fixture
 from tests.vllm.real import policies as real
 
 PROMPTS = [[40, 50, 60], [41, 42], [70, 71, 72, 73]]
 SAMPLING = SamplingParams(max_completion_length=6, suppress_tokens=[0])
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return int(opened.getsockname()[1])
 
 
 @pytest.fixture(params=["colocate", "server"])

@@ -3,7 +3,6 @@
 import base64
 import copy
 import io
-import socket
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from tests import tiny_vlms
 from tests.light_rewards import capitals
 from tests.module_runs import History, fit, make_module
 from tests.observed_images import Shows, source_of
+from tests.ports import free_port
 from tests.tiny_vlms import picture
 from tests.vision_prompts import SCENARIOS, encoder_of, prompt_of
 from tests.vllm.fakes import FakeLLM, fake_vllm, serving  # noqa: F401 - a fixture
@@ -28,12 +28,6 @@ from tests.vllm.real.policies import largest_vision_gap, sampled_groups, step
 SAMPLING = SamplingParams(max_completion_length=4, temperature=0.7)
 EXACT = 1e-4
 """Nats by which float32 log-probs of two implementations may differ."""
-
-
-def free_port():
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return int(opened.getsockname()[1])
 
 
 def loader_of(vlm, **settings):

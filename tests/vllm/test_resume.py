@@ -12,9 +12,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.server import ServerError
 from tests.module_runs import SMALL, are_equal, fit, make_module, weights_of
+from tests.ports import free_port
 from tests.tiny_models import tiny_model
 from tests.vllm.fakes import FakeServer, serving
-from tests.vllm.test_engine import free_port
 
 
 class Rollouts(L.Callback):

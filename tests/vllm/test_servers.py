@@ -21,9 +21,10 @@ from grpo_lightning.rollout.vllm.requests import Request
 from grpo_lightning.rollout.vllm.server import INCOMPLETE, Served, ServerError, UnavailableError
 from grpo_lightning.rollout.vllm.servers import Job, Pending, Told
 from tests.module_runs import SMALL, make_module
+from tests.ports import free_port
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.vllm.fakes import RefusalError, fake_vllm, serving  # noqa: F401 - a fixture
-from tests.vllm.test_engine import PROMPTS, SAMPLING, check_run, free_port, scored, step
+from tests.vllm.test_engine import PROMPTS, SAMPLING, check_run, scored, step
 
 SEEDS = [1, 2, 3]
 TOKENS, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
