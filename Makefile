@@ -108,7 +108,7 @@ prove-unchanged: $(READY) ## Show that the working tree trains to the metrics an
 	$(BIN)/python benchmarks/prove_unchanged.py --base $(BASE)
 
 prove-vllm: ## Show on a CPU that the quickstart learns with vLLM: in the process, on a server, and asynchronously
-	$(PYTHON) tests/vllm/run.py --install
+	$(PYTHON) tests/vllm/run.py -m "vllm and slow"
 	.venv-vllm/bin/python benchmarks/prove_vllm.py
 
 prove-wheel: $(READY) ## Show that the built wheel works in a fresh environment and an empty folder

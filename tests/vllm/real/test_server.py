@@ -19,6 +19,7 @@ from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.server import Served, ServerError, update_of
 from tests.conversation_runs import check_same_conversations
 from tests.module_runs import History, fit, make_module
+from tests.marks import SLOW
 from tests.ports import free_port
 from tests.tiny_models import EOS, tiny_tokenizer
 from tests.vllm.real.policies import PROMPTS, largest_gap, policy, step
@@ -146,6 +147,7 @@ def test_an_asynchronous_run_trains_on_rollouts_of_the_policy_before(server, fol
     assert engine.num_updates == engine.backend.num_sends == 4
 
 
+@SLOW
 def test_a_rollout_that_is_lost_in_the_background_is_sampled_again(server, folder, monkeypatch, caplog):
     """kill -9 after the first completion of the rollout that is sampled from the weights of the second step."""
     complete, killed = Served.complete, []

@@ -86,7 +86,7 @@ class Server:
         """End the server, first politely, so that it removes its shared memory."""
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(self.process.pid, signal.SIGTERM)
-            self.process.wait(20)
+            self.process.wait(5)  # that is enough, if it ends at all
         self.kill()
 
 
