@@ -18,8 +18,8 @@ from grpo_lightning.rollout.vllm import weights
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.server import Served, ServerError, update_of
 from tests.conversation_runs import check_same_conversations
-from tests.module_runs import History, fit, make_module
 from tests.marks import SLOW
+from tests.module_runs import History, fit, make_module
 from tests.ports import free_port
 from tests.tiny_models import EOS, tiny_tokenizer
 from tests.vllm.real.policies import PROMPTS, largest_gap, policy, step
