@@ -230,8 +230,8 @@ def test_the_meter_leaves_the_warm_up_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(training_runs.time, "process_time", lambda: next(seconds))
     children = iter([(7.0, 10.0), (7.5, 30.0), (7.5, 20.0)])  # CPU seconds and MiB at the end of each step
     monkeypatch.setattr(training_runs, "children_usage", lambda: next(children))
-    monkeypatch.setattr(training_runs, "peak_mib", lambda: 100.0)
-    meter = Meter(warmup_steps=1)
+    monkeypatch.setattr(training_runs, "peak_mib", lambda device: 100.0)
+    meter = Meter(Workload.load(workload_file("w1")))
     meter.trained(torch.tensor([[1, 1, 1]]))
     meter.step_ended()
     meter.begin("sampling")
