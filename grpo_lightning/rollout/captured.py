@@ -7,6 +7,7 @@ rows and the room for their tokens stay the same (`SharedPrompts.layout`), and i
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -108,35 +109,49 @@ class CapturedSteps:
 
 
 class CudaCapture:
-    """The `Capture` of CUDA. All graphs of an object have one memory pool: only the newest may be in use."""
+    """The `Capture` of CUDA.
+
+    All graphs have one memory pool. Only the newest may be in use: the next one overwrites what it has in memory.
+    """
 
     def __init__(self) -> None:
         self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None
+        self.anchor: torch.cuda.CUDAGraph | None = None
+        """An empty graph, because torch gives up a pool with its last graph."""
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """See `Capture`."""
-        if self.pool is None or self.stream is None:
+        if self.anchor is None:
             self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        graph, usual = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        self.stream.wait_stream(usual)
-        with torch.cuda.stream(self.stream):
-            # `torch.cuda.graph` would empty the allocator's cache first. Other threads may go on to use the device.
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            try:
-                result = run()
-            except BaseException:
-                self.abort(graph)
-                raise
-            graph.capture_end()
-        usual.wait_stream(self.stream)
+            _, self.anchor = self.record(lambda: torch.zeros(1, device="cuda"))
+        result, graph = self.record(run)
         return result, graph.replay
 
-    def abort(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture that has failed."""
+    def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, torch.cuda.CUDAGraph]:
+        """Capture a function. Returns: its result and the graph."""
+        assert self.stream is not None
+        graph, usual, device = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), torch.cuda.current_device()
+        generator = torch.cuda.default_generators[device]
+        random_state = generator.clone_state()
+        self.stream.wait_stream(usual)
         try:
-            graph.capture_end()
-        except RuntimeError:  # that the capture has failed
-            device = torch.cuda.current_device()
-            torch._C._cuda_endAllocateToPool(device, self.pool)  # which `capture_end` leaves out then
-            self.pool = None
+            with torch.cuda.stream(self.stream):
+                # `torch.cuda.graph` would empty the allocator's cache first. Other threads may go on to use the device.
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                try:
+                    result = run()
+                except BaseException:
+                    with contextlib.suppress(RuntimeError):  # that the capture is invalid
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        except BaseException:
+            # What torch leaves behind: random numbers as of a graph, and memory that goes to the graph's pool.
+            generator.graphsafe_set_state(random_state)
+            with contextlib.suppress(RuntimeError):  # that it does not
+                torch._C._cuda_endAllocateToPool(device, self.pool)
+            self.pool = self.stream = self.anchor = None
+            raise
+        usual.wait_stream(self.stream)
+        return result, graph
