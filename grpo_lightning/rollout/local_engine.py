@@ -915,11 +915,12 @@ def check_unguided(sampling: SamplingParams) -> None:
 def weights_cast_once(policy: nn.Module, device: torch.device) -> Iterator[None]:
     """Context in which autocast keeps the weights that it has cast, instead of casting them at every token.
 
-    Lightning has turned that off. The copies are freed at the end; if they would take more than half of the free
-    memory, none are kept.
+    Lightning has turned that off. Torch keeps trained weights only. The copies are freed at the end; if they would take
+    more than half of the free memory, none are kept.
     """
     kind = device.type
-    copies = sum(weight.nbytes // 2 for weight in policy.parameters() if weight.dtype == torch.float32)
+    cast = (weight for weight in policy.parameters() if weight.requires_grad and weight.dtype == torch.float32)
+    copies = sum(weight.nbytes // 2 for weight in cast)
     if not torch.is_autocast_enabled(kind) or copies > LARGEST_SHARE * free_bytes(device):
         yield
         return
