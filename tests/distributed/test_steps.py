@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.distributed import runs, steps
 from tests.distributed.harness import once, run_ranks
-from tests.marks import SLOW, selected
+from tests.marks import NIGHTLY, SLOW, selected
 
 STRATEGIES = [name for name in runs.STRATEGIES if name != "one"]
 FAST = [
@@ -57,7 +57,8 @@ def is_fast(strategy: str, case: str) -> bool:
 def matrix(cases: Iterable[str]) -> list[Any]:
     """Parameters for all strategies and cases that run under them."""
     pairs = [(strategy, case) for strategy in STRATEGIES for case in cases if is_run(strategy, case)]
-    return [pytest.param(*pair, id="-".join(pair), marks=() if is_fast(*pair) else SLOW) for pair in pairs]
+    marks = {pair: () if is_fast(*pair) else NIGHTLY if pair[0] == "zero1" else SLOW for pair in pairs}
+    return [pytest.param(*pair, id="-".join(pair), marks=marks[pair]) for pair in pairs]
 
 
 assert {*FAST, *OF_THE_LOSS, *OF_A_FORWARD_PASS} <= steps.CASES.keys()

@@ -117,7 +117,7 @@ def run(case: Case, strategy: str, folder: Path) -> dict[str, Any]:
         ranks_per_group=case.ranks_per_group,
         updates_per_rollout=case.updates,
         environment=Shows(num_turns=2) if case.shows else None,
-        conversation=ConversationSettings(max_turn_length=4),
+        conversation=ConversationSettings(max_turn_length=4) if case.shows else None,
     )
     watch = Watch()
     prompts = [with_files(parts, folder, index) for index, parts in enumerate(case.prompts)]
