@@ -16,7 +16,7 @@ READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-grounding quickstart-game quickstart-tools quickstart-reasoning-gym test test-slow test-nightly test-all test-vllm lint format bench bench-curves cuda prove-dapo prove-learning prove-same-learning prove-grounding prove-reasoning-gym prove-game prove-tools prove-resume prove-ranks prove-unchanged prove-vllm prove-wheel clean
+.PHONY: help setup quickstart quickstart-grounding quickstart-game quickstart-tools quickstart-reasoning-gym test test-slow test-nightly test-all test-vllm lint format bench bench-cuda bench-curves cuda prove-dapo prove-learning prove-same-learning prove-grounding prove-reasoning-gym prove-game prove-tools prove-resume prove-ranks prove-unchanged prove-vllm prove-wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-25s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -73,6 +73,9 @@ format: $(READY) ## Format the code and fix what can be fixed
 
 bench: $(READY) ## Time and memory of a training step against TRL's, on four workloads
 	$(BIN)/python benchmarks/versus_trl.py
+
+bench-cuda: $(READY) ## Time and memory of a training step against TRL's on a GPU
+	$(BIN)/python benchmarks/versus_trl.py --workloads w5
 
 bench-curves: $(READY) ## Cost per token against TRL's, by group size, prompt, completion and model size
 	$(BIN)/python benchmarks/versus_trl.py --curves

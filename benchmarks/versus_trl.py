@@ -5,7 +5,7 @@
     python benchmarks/versus_trl.py --steps 2 --repeats 1 # a short look
     python benchmarks/versus_trl.py --record              # also writes benchmarks/results/versus_trl.json
     python benchmarks/versus_trl.py --curves              # cost against G, prompt, completion and model size
-    python benchmarks/versus_trl.py --workloads cuda1     # 0.6B parameters in bf16-mixed on a GPU, by the wall clock
+    python benchmarks/versus_trl.py --workloads w5        # 0.6B parameters in bf16-mixed on a GPU, by the wall clock
 
 Both sides load the same folder: a Qwen2, or with images a Qwen2.5-VL, with random weights. It ends completions at
 random, with the same distribution of lengths on both sides: geometric, or log-normal (`workload.py`). Prompts, images,
@@ -49,7 +49,7 @@ from workload import Workload, build_policy
 FOLDER = Path(__file__).parent
 RESULT = FOLDER / "results" / "versus_trl.json"
 WORKLOADS = ("w1", "w2", "w3", "w4")
-ON_CUDA = ("cuda1", "cuda2")
+ON_CUDA = ("w5",)
 SIDES = ("trl", "ours")
 PACKAGES = ("torch", "transformers", "trl", "lightning", "grpo-lightning")
 LENGTH_TOLERANCE = 4
