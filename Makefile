@@ -16,7 +16,7 @@ READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-grounding quickstart-game quickstart-tools quickstart-reasoning-gym test test-slow test-all test-vllm lint format bench bench-curves cuda prove-dapo prove-learning prove-same-learning prove-grounding prove-reasoning-gym prove-game prove-tools prove-resume prove-ranks prove-unchanged prove-vllm prove-wheel clean
+.PHONY: help setup quickstart quickstart-grounding quickstart-game quickstart-tools quickstart-reasoning-gym test test-slow test-nightly test-all test-vllm lint format bench bench-cuda bench-curves cuda prove-dapo prove-learning prove-same-learning prove-grounding prove-reasoning-gym prove-game prove-tools prove-resume prove-ranks prove-unchanged prove-vllm prove-wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-25s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -50,10 +50,13 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist lo
 test: $(READY) ## What protects users, in minutes, on a CPU
 	$(PYTEST) $(PYTEST_ARGS)
 
-test-slow: $(READY) ## The rest: the full matrices
-	$(PYTEST) -m slow $(PYTEST_ARGS)
+test-slow: $(READY) ## The full matrices: every strategy, family, recipe and way of saving
+	$(PYTEST) -m "slow and not nightly" $(PYTEST_ARGS)
 
-test-all: test test-slow ## All tests
+test-nightly: $(READY) ## Further combinations of what the matrices have
+	$(PYTEST) -m nightly $(PYTEST_ARGS)
+
+test-all: test test-slow test-nightly ## All tests
 
 test-vllm: ## Test VLLMEngine against the real vLLM on a CPU, in an environment of its own and at most 10 minutes
 	$(PYTHON) tests/vllm/run.py $(PYTEST_ARGS)
@@ -70,6 +73,9 @@ format: $(READY) ## Format the code and fix what can be fixed
 
 bench: $(READY) ## Time and memory of a training step against TRL's, on four workloads
 	$(BIN)/python benchmarks/versus_trl.py
+
+bench-cuda: $(READY) ## Time and memory of a training step against TRL's on a GPU
+	$(BIN)/python benchmarks/versus_trl.py --workloads w5
 
 bench-curves: $(READY) ## Cost per token against TRL's, by group size, prompt, completion and model size
 	$(BIN)/python benchmarks/versus_trl.py --curves
@@ -108,7 +114,7 @@ prove-unchanged: $(READY) ## Show that the working tree trains to the metrics an
 	$(BIN)/python benchmarks/prove_unchanged.py --base $(BASE)
 
 prove-vllm: ## Show on a CPU that the quickstart learns with vLLM: in the process, on a server, and asynchronously
-	$(PYTHON) tests/vllm/run.py --install
+	$(PYTHON) tests/vllm/run.py -m "vllm and slow"
 	.venv-vllm/bin/python benchmarks/prove_vllm.py
 
 prove-wheel: $(READY) ## Show that the built wheel works in a fresh environment and an empty folder

@@ -81,7 +81,8 @@ def make_policy(size: str, device: torch.device) -> Any:
     """A Qwen2 with random weights, in bfloat16."""
     torch.manual_seed(0)
     config = Qwen2Config(**SIZES[size], max_position_embeddings=4096, eos_token_id=STOP, tie_word_embeddings=True)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device).eval()
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
 # ----------------------------------------------------------------------------------------------------------- the parts
@@ -131,11 +132,16 @@ def run_decode(options: argparse.Namespace) -> dict[str, Any]:
     device, (prompts, group, length, width) = torch.device(options.device), SHAPES[options.size]
     policy = make_policy(options.size, device)
     words = Tokenizer(models.WordLevel({"<unk>": 0, "<eos>": STOP}, unk_token="<unk>"))  # noqa: S106 - no password
-    engine = LocalEngine()
-    engine.connect(policy, PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>"), Sharding())  # noqa: S106
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")  # noqa: S106 - no password
     ids = [[5] * (length - i % 7) for i in range(prompts)]
     sampling = SamplingParams(max_completion_length=width, suppress_tokens=[STOP])
-    taken = seconds(device, lambda: engine.generate(ids, group, sampling, list(range(prompts))), options.repeats)
+
+    def measured(engine: LocalEngine) -> float:
+        engine.connect(policy, tokenizer, Sharding())
+        return seconds(device, lambda: engine.generate(ids, group, sampling, list(range(prompts))), options.repeats)
+
+    engine = LocalEngine()
+    taken, eager = measured(engine), measured(LocalEngine(enforce_eager=True))
     config, rate = policy.config, rates(device, options.size)
     head = config.hidden_size // config.num_attention_heads
     token_bytes = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head
@@ -148,6 +154,7 @@ def run_decode(options: argparse.Namespace) -> dict[str, Any]:
         "completions": prompts * group,
         "tokens_per_second": prompts * group * width / taken,
         "milliseconds_per_step": 1000 * taken / width,
+        "milliseconds_per_step_without_graphs": 1000 * eager / width,
         "floor_tokens_per_second": prompts * group * width / floor,
         "times_the_floor": taken / floor,
         **rate,

@@ -52,8 +52,8 @@ def group_of(name: str) -> str:
 class ProfiledMeter(Meter):
     """Profiles the step after the warm-up, and marks where its phases begin."""
 
-    def __init__(self, warmup_steps: int) -> None:
-        super().__init__(warmup_steps)
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
         self.profile = profile(activities=[ProfilerActivity.CPU], acc_events=True)
 
     def begin(self, phase: str) -> None:
@@ -109,7 +109,8 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["w1", "w2"], metavar="NAME")
     torch.set_num_threads(1)
     for name in parser.parse_args().workloads:
-        workload, meter = Workload.load(workload_file(name)), ProfiledMeter(warmup_steps=2)
+        workload = Workload.load(workload_file(name)).changed({"warmup_steps": 2})
+        meter = ProfiledMeter(workload)
         with tempfile.TemporaryDirectory() as folder:
             build_policy(workload, Path(folder))
             module = our_module(workload, Path(folder), 0, GRPOLightningModule)

@@ -32,8 +32,22 @@ def odd_length(completion_ids: Sequence[Sequence[int]], **columns: object) -> li
     return [float(len(ids) % 2) for ids in completion_ids]
 
 
-def peak_mib() -> float:
-    """Peak resident memory of this process so far, in MiB, without its children."""
+def clock(device: str) -> float:
+    """Seconds of CPU time of this process; with a GPU, of a clock on the wall once the device has finished."""
+    if device == "cpu":
+        return time.process_time()
+    import torch
+
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def peak_mib(device: str) -> float:
+    """Peak memory so far in MiB: resident, of this process without its children; with a GPU, of tensors on it."""
+    if device != "cpu":
+        import torch
+
+        return torch.cuda.max_memory_allocated() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
@@ -71,16 +85,16 @@ class Meter:
     Time and memory are those of the process and of the processes that it has started, which run the rewards.
 
     Args:
-        warmup_steps: Number of first steps that are left out.
+        workload: Has the number of first steps that are left out, and the device.
     """
 
-    def __init__(self, warmup_steps: int) -> None:
-        self.warmup_steps = warmup_steps
+    def __init__(self, workload: Workload) -> None:
+        self.warmup_steps, self.device = workload.warmup_steps, workload.device
         self.steps: list[Step] = []
         self.step = Step()
         self.phase = "other"
-        self.mark = time.process_time()
-        self.mib_before = peak_mib()
+        self.mark = clock(self.device)
+        self.mib_before = peak_mib(self.device)
         self.children_seconds = self.children_mib = 0.0
         self.padding: list[float] = []
         self.images: ImageCounts | None = None
@@ -88,7 +102,7 @@ class Meter:
 
     def begin(self, phase: str) -> None:
         """End the current phase of the step and begin another one."""
-        now = time.process_time()
+        now = clock(self.device)
         self.step.phases[self.phase] = self.step.phases.get(self.phase, 0.0) + now - self.mark
         self.phase, self.mark = phase, now
 
@@ -99,7 +113,7 @@ class Meter:
     def step_ended(self) -> None:
         """Record the end of an optimizer step."""
         self.begin("other")
-        seconds, mib = children_usage()
+        seconds, mib = children_usage() if self.device == "cpu" else (0.0, 0.0)
         self.step.phases["child processes"] = seconds - self.children_seconds
         self.children_seconds, self.children_mib = seconds, max(mib, self.children_mib)
         self.step.cpu_seconds = sum(self.step.phases.values())
@@ -114,7 +128,7 @@ class Meter:
         """The measurements that the child prints."""
         steps = self.steps[self.warmup_steps :]
         seconds, lengths = sum(step.cpu_seconds for step in steps), [n for step in steps for n in step.lengths]
-        peak = peak_mib() + self.children_mib
+        peak = peak_mib(self.device) + self.children_mib
         result: dict[str, Any] = {
             "ms_per_token": 1000 * seconds / sum(lengths),
             "cpu_seconds": seconds,
@@ -139,17 +153,17 @@ class Meter:
         return result
 
 
-def sgemm_rate() -> float:
-    """Operations per CPU second, in 1e9, of float32 matrix products of 1024 x 1024: the best of 10."""
+def matmul_rate(device: str) -> float:
+    """Operations per second of `clock`, in 1e9, of large matrix products in the device's precision: the best of 10."""
     import torch
 
-    size = 1024
-    one, other = torch.rand(2, size, size)
+    size, dtype = (1024, torch.float32) if device == "cpu" else (8192, torch.bfloat16)
+    one, other = torch.rand(2, size, size, dtype=dtype, device=device)
     times = []
     for _ in range(10):
-        start = time.process_time()
+        start = clock(device)
         one @ other
-        times.append(time.process_time() - start)
+        times.append(clock(device) - start)
     return 2 * size**3 / min(times) / 1e9
 
 
@@ -193,8 +207,8 @@ def trl_trainer(
             loss_type="dapo",
             use_bias_correction_kl=False,
             gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=True,
+            bf16=workload.device == "cuda",
+            use_cpu=workload.device == "cpu",
             optim="adamw_torch_fused",
             learning_rate=1e-6,
             weight_decay=0.0,
@@ -217,7 +231,7 @@ def run_trl(workload: Workload, folder: Path, accumulation: int, steps: int, see
     from transformers import TrainerCallback
     from trl import GRPOTrainer
 
-    meter = Meter(workload.warmup_steps)
+    meter = Meter(workload)
 
     class Metered(GRPOTrainer):
         def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
@@ -275,7 +289,9 @@ def fit(workload: Workload, folder: Path, module: Any, callback: Any, rows: list
     from grpo_lightning import PromptSource
 
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator=workload.device,
+        devices=1,
+        precision="32-true" if workload.device == "cpu" else "bf16-mixed",
         max_steps=steps,
         gradient_clip_val=1.0,
         default_root_dir=folder / "ours",
@@ -336,7 +352,7 @@ def run_ours(workload: Workload, folder: Path, accumulation: int, steps: int, se
 
     if accumulation != 1:
         raise ValueError(f"Our side is measured with its defaults; accumulation must be 1, got {accumulation}.")
-    meter = Meter(workload.warmup_steps)
+    meter = Meter(workload)
 
     class Metered(GRPOLightningModule):
         def update(self, micro_step: MicroStep) -> torch.Tensor:
@@ -348,7 +364,7 @@ def run_ours(workload: Workload, folder: Path, accumulation: int, steps: int, se
     module = our_module(workload, folder, seed, Metered)
     rows, callback = our_rows(workload, folder), metered_phases(workload, meter)
     fit(workload, folder, module, callback, rows, steps=workload.warmup_steps + steps, seed=seed)
-    meter.gflops_per_second = sgemm_rate()
+    meter.gflops_per_second = matmul_rate(workload.device)
     return meter
 
 

@@ -65,6 +65,8 @@ class Workload:
     sweep_steps: int
     accumulation: list[int]
     required_ratio: float
+    device: str = "cpu"
+    """Where both sides train: in float32 on `cpu`, in bf16-mixed on `cuda`."""
 
     def __post_init__(self) -> None:
         """Check the sizes. Raises: ValueError if the batch shapes or the image do not fit."""

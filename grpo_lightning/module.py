@@ -70,14 +70,14 @@ from grpo_lightning.rollout.groups import (
     OverlongFilter,
     Rollout,
     SharedGroups,
+    are_excluded,
     check_finite,
+    has_failed,
     kl_to_reference,
     mask_truncated,
     per_completion,
     trained_lengths,
     vision_of,
-    without_failed,
-    without_truncated,
 )
 from grpo_lightning.rollout.local_engine import LocalEngine, stop_ids
 from grpo_lightning.schedules import Schedule, SchedulerFactory
@@ -113,8 +113,11 @@ from grpo_lightning.training.micro_batches import (
     CycleShape,
     MicroStep,
     agree_on_chunks,
+    blank_of,
     find_prompts,
     give_images,
+    known_observations,
+    restore_observed,
 )
 from grpo_lightning.training.router_loss import RouterLoss, make_router_loss, router_coefficient
 from grpo_lightning.training.run_state import RunState
@@ -429,8 +432,10 @@ class GRPOLightningModule(L.LightningModule):
         if self.reference is not None and self.objective.kl_in == "reward":
             self.add_ref_logprobs(rollout)
             rewards = rewards - self.objective.beta * kl_to_reference(groups).view_as(rewards)
-        rewards = without_failed(without_truncated(rewards, groups, self.overlong_filter), groups)
-        return Rollout(groups, scores, rewards)
+        excluded = are_excluded(groups, self.overlong_filter).view_as(rewards)
+        if self.conversations is not None:
+            self.conversations.add_turn_credit(groups, excluded)
+        return Rollout(groups, scores, rewards.masked_fill(excluded, torch.nan))
 
     def rollout_seeds(self, rollout_index: int, indices: Sequence[int]) -> list[int]:
         """One seed per prompt of a rollout, by the prompts' positions among all prompts of the rollout."""
@@ -446,7 +451,7 @@ class GRPOLightningModule(L.LightningModule):
             Exception: If sampling fails now, on every rank. The error shows that of the background, too.
         """
         in_flight.forget(self.run.rollout_index - self.max_staleness)
-        groups = in_flight.take(prompts)
+        groups = in_flight.take(prompts, functools.partial(self.notify, "on_decode"))
         missing = [number for number, group in enumerate(groups) if group is None]
         self.metrics.add_seconds("time/sampling", in_flight.seconds)
         with in_flight.second_attempt():
@@ -478,7 +483,8 @@ class GRPOLightningModule(L.LightningModule):
         if ranks.is_any(bool(lacking)):  # with images and sharded weights, all ranks run the vision tower together
             chosen = [prompts[i] for i in lacking]
             groups = self.group_source
-            sample = groups.prepare(chosen, self.num_generations, self.sampling, [seeds[i] for i in lacking])
+            chosen_seeds = [seeds[i] for i in lacking]
+            sample = groups.prepare(chosen, self.num_generations, self.sampling, chosen_seeds, in_flight.report)
             if chosen:
                 in_flight.request(chosen, sample, self.run.rollout_index)
 
@@ -493,14 +499,12 @@ class GRPOLightningModule(L.LightningModule):
         check_finite(advantages, name="advantages", verb="compute_advantages")
         self.rollout = rollout
         self.run.rollout_index += 1
-        if self.conversations is not None:
-            self.conversations.add_turn_credit(rollout.groups)
         self.notify("on_rollout", self, rollout)
         self.add_ref_logprobs(rollout)
         self.run.cycle = self.cycle_shape.check_cycle(self.split_rollout(self.shared_groups.spread(rollout)))
         self.shared_groups.forget()
         micro_batches = self.run.cycle.micro_batches
-        agree_on_chunks(micro_batches, self.scorer.num_chunks)
+        agree_on_chunks(micro_batches, self.scorer)
         add_padding(self.metrics, self.scorer, micro_batches)
         self.report_empty_updates(rollout, micro_batches)
         if self.old_logprobs == "rollout":
@@ -601,9 +605,14 @@ class GRPOLightningModule(L.LightningModule):
         # the same features again, bit for bit.
         one_token = replace(self.sampling, max_completion_length=1)
         source = self.group_source._replace(conversations=None)
-        groups = source.sample(prompts, self.num_generations, one_token, [0] * len(prompts))
+        begun = (
+            prompts if self.conversations is None else self.conversations.resumed(prompts, known_observations(cycle))
+        )
+        groups = source.sample(begun, self.num_generations, one_token, [0] * len(prompts))
         find_prompts(cycle.micro_batches, prompts)
-        give_images(cycle.micro_batches, vision_of(groups, self.encoder, self.policy, self.sharding))
+        restore_observed(cycle.micro_batches, self.encoder)
+        vision = vision_of(groups, self.encoder, self.policy, self.sharding)
+        give_images(cycle.micro_batches, vision, blank_of(cycle.micro_batches, self.encoder))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -686,7 +695,9 @@ class GRPOLightningModule(L.LightningModule):
         seeds = [derived_seed(run_seed(self.seed), "evaluation", prompt.key) for prompt in prompts]
         with self.early_rewards(prompts):
             groups = self.generate(prompts, num_generations, sampling, seeds, shared=False)
-            return Evaluation(groups, self.begin_rewards(groups, num_generations).finish())
+            scores = self.begin_rewards(groups, num_generations).finish()
+        failed = [[has_failed(completion) for completion in group.completions] for group in groups]
+        return Evaluation(groups, scores.without(torch.tensor(failed, dtype=torch.bool).view_as(scores.total)))
 
     def on_validation_epoch_start(self) -> None:
         """Create the evaluation tables of each loader, one per kind of completion (sampled, greedy)."""
@@ -777,6 +788,7 @@ class GRPOLightningModule(L.LightningModule):
             trained=self.sampling,
             validated=self.validation_sampling,
             conversations=self.conversations,
+            max_sequence_length=getattr(self.engine, "max_sequence_length", None),
         )
         data_checks.check_readers(rewards, metrics, self.loader, trainer)
 
@@ -798,7 +810,7 @@ class GRPOLightningModule(L.LightningModule):
         self.reward_set.connect(device, self.sharding, num_local_ranks)
         if self.conversations is not None:
             self.conversations.connect(
-                TurnTokens(self.tokenizer, stop_ids(self.policy, self.tokenizer)), num_local_ranks
+                TurnTokens(self.tokenizer, stop_ids(self.policy, self.tokenizer), self.encoder), num_local_ranks
             )
         self.is_connected = True
 
@@ -896,7 +908,7 @@ class GRPOLightningModule(L.LightningModule):
         if self.run.cycle is not None:
             self.run.cycle.to(self.device)  # a checkpoint is loaded before the module moves to its device
             # The cycle may have been cut again for other ranks, and this run may have another `policy.chunk_size`.
-            agree_on_chunks(self.run.cycle.micro_batches, self.scorer.num_chunks)
+            agree_on_chunks(self.run.cycle.micro_batches, self.scorer)
         self.run.record(self.trainer)
         self.in_flight = InFlight() if self.max_staleness else None
         loader = self.trainer.train_dataloader

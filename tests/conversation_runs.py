@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from grpo_lightning.core.types import Completion, Prompt, SamplingParams
 from grpo_lightning.environments import EnvironmentRunner
 from grpo_lightning.policy.encoder import Encoder
@@ -13,11 +15,25 @@ from grpo_lightning.rewards import RewardWorkers
 from grpo_lightning.rollout.conversations import Conversations, ConversationSettings
 from grpo_lightning.rollout.groups import GroupSource
 from grpo_lightning.rollout.local_engine import LocalEngine
+from tests.environments.games import ByPromptLength
 from tests.tiny_models import EOS, tiny_tokenizer
 
 HERE = RewardWorkers(num_workers=0)
 PROMPTS = ["a", "b c", "d e f", "g h i j k"]
 SAMPLING = SamplingParams(max_completion_length=60)
+
+
+def check_same_conversations(policy: Any, engine: Any, atol: float) -> None:
+    """Check that a connected engine samples the greedy conversations of the local engine, with its log-probs."""
+    greedy = SamplingParams(max_completion_length=60, temperature=0, suppress_tokens=[EOS])
+    ours, theirs = (
+        sample(policy, ByPromptLength(), sampling=greedy, max_turn_length=5, **options)
+        for options in ({"engine": engine, "is_connected": True}, {})
+    )
+    for one, other in zip((c for row in ours for c in row), (c for row in theirs for c in row), strict=True):
+        assert (one.token_ids, one.mask, one.finish_reason) == (other.token_ids, other.mask, other.finish_reason)
+        assert torch.tensor(one.logprobs).allclose(torch.tensor(other.logprobs), atol=atol)
+    assert [sum(turn.is_sampled for turn in row[0].turns or ()) for row in ours] == [1, 2, 3, 5]
 
 
 def sample(

@@ -1,4 +1,4 @@
-"""Matrices of model families: a few members run with every commit, all of them in the nightly suite."""
+"""Matrices of model families: a few members run with every commit, all of them with `make test-slow`."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which cases of a matrix run in `make test`; the others are marked slow and run in `make test-all`."""
+"""Which cases of a matrix run in `make test`; the others are slow (`make test-slow`), or nightly (`test-nightly`)."""
 
 import ctypes
 from collections.abc import Collection, Iterable
@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 SLOW = pytest.mark.slow
+
+NIGHTLY = (pytest.mark.slow, pytest.mark.nightly)
+"""Of a case whose parts run in other cases: every strategy, every way of saving and every subject runs without them."""
 
 CREATE_RULESET = 444
 """Number of the system call that reports the version of Landlock, on every architecture."""
@@ -17,16 +20,17 @@ NEEDS_LANDLOCK = pytest.mark.skipif(
 )
 
 
-def only(fast: Collection[str], cases: Iterable[Any]) -> list[Any]:
-    """Parameters for all `cases`; those without their name (of a path: the stem) in `fast` are slow.
+def only(fast: Collection[str], cases: Iterable[Any], *, nightly: Collection[str] = ()) -> list[Any]:
+    """Parameters for all `cases`, by their names (of a path: the stem); those not in `fast` or `nightly` are slow.
 
     Raises:
-        ValueError: If a name in `fast` is none of the cases'.
+        ValueError: If a name in `fast` or `nightly` is none of the cases'.
     """
     names = {getattr(case, "stem", case): case for case in cases}
-    if unknown := set(fast) - set(names):
+    if unknown := {*fast, *nightly} - set(names):
         raise ValueError(f"no case is called {sorted(unknown)}; there are {sorted(names)}")
-    return [pytest.param(case, id=name, marks=() if name in fast else SLOW) for name, case in names.items()]
+    marks = dict.fromkeys(fast, ()) | dict.fromkeys(nightly, NIGHTLY)
+    return [pytest.param(case, id=name, marks=marks.get(name, SLOW)) for name, case in names.items()]
 
 
 def selected(request: pytest.FixtureRequest, name: str, **others: object) -> list[str]:

@@ -147,7 +147,7 @@ class AnotherRank(L.Callback):
 
         def max_over_ranks(values: Tensor) -> Tensor:
             self.num_agreed += 1
-            return values + 1
+            return values + torch.tensor([1, 0])  # passes without images, and with images
 
         own = SimpleNamespace(max_over_ranks=max_over_ranks, sum_over_ranks=ranks.sum_over_ranks)
         monkeypatch.setattr(micro_batches, "ranks", own)

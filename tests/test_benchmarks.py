@@ -67,6 +67,16 @@ def test_the_workload_files_ask_for_what_is_reported(name: str):
     assert workload.mean_completion_tokens < workload.max_completion_tokens
 
 
+def test_the_workload_of_a_gpu_has_the_shape_of_its_title():
+    """Qwen2.5-0.5B; the loss is compared in float32 on the other workloads."""
+    workload = Workload.load(workload_file("w5"))
+    assert workload.device == "cuda"
+    assert list(workload.model.values()) == [24, 896, 14, 2, 4864, 151936]
+    side = {"peak_mib": 1.0}
+    summary = {"ours": side, "trl": side, "ratio": {"median": 4.5}, "length_difference": 0.0}
+    assert len(bars_of(summary, None, workload)) == 3
+
+
 def test_an_unknown_key_in_the_workload_is_refused(tmp_path: Path):
     path = tmp_path / "workload.yaml"
     path.write_text(workload_file("w1").read_text() + "\nstep: 3\n")
@@ -230,8 +240,8 @@ def test_the_meter_leaves_the_warm_up_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(training_runs.time, "process_time", lambda: next(seconds))
     children = iter([(7.0, 10.0), (7.5, 30.0), (7.5, 20.0)])  # CPU seconds and MiB at the end of each step
     monkeypatch.setattr(training_runs, "children_usage", lambda: next(children))
-    monkeypatch.setattr(training_runs, "peak_mib", lambda: 100.0)
-    meter = Meter(warmup_steps=1)
+    monkeypatch.setattr(training_runs, "peak_mib", lambda device: 100.0)
+    meter = Meter(Workload.load(workload_file("w1")))
     meter.trained(torch.tensor([[1, 1, 1]]))
     meter.step_ended()
     meter.begin("sampling")

@@ -92,9 +92,13 @@ vllm_gpu_memory_utilization vllm_max_model_len vllm_max_num_seqs vllm_enforce_ea
 vllm_enable_prefix_caching vllm_server_host vllm_server_port vllm_server_timeout num_infer_workers
 tensor_parallel_size async_generate sleep_level move_model_batches offload_optimizer offload_model
 gc_collect_after_offload multi_turn_func sync_ref_model ref_model_mixup_alpha ref_model_sync_steps lmdeploy_device
-NPROC_PER_NODE NNODES CUDA_VISIBLE_DEVICES
+NPROC_PER_NODE NNODES CUDA_VISIBLE_DEVICES vllm_enable_lora vllm_server_base_url vllm_server_group_port
+vllm_server_pass_dataset vllm_tensor_parallel_size vllm_pipeline_parallel_size vllm_data_parallel_size
+vllm_enable_expert_parallel vllm_max_lora_rank vllm_quantization vllm_engine_kwargs vllm_disable_custom_all_reduce
+vllm_disable_cascade_attn vllm_mm_processor_cache_gb vllm_speculative_config vllm_use_async_engine
+vllm_reasoning_parser enable_flattened_weight_sync
 """
-"""The flags of ms-swift 3.3.1 that concern GRPO, or any training."""
+"""The flags of ms-swift 3.3.1, and the newer ones of vLLM, that concern GRPO, or any training."""
 
 TRL_REWARDS = """
 accuracy_reward reasoning_accuracy_reward think_format_reward get_cosine_scaled_reward get_repetition_penalty_reward

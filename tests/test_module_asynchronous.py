@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import threading
 import traceback
 
 import lightning as L
@@ -11,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.objective import Objective, StepCounts
+from grpo_lightning.rollout import asynchronous
 from grpo_lightning.rollout.asynchronous import InFlight, show_first
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.local_engine import LocalEngine
@@ -290,6 +292,36 @@ def one_token_batch(behaviour, advantages):
         advantages=advantages,
         rollout_logprobs=behaviour[:, None],
     )
+
+
+class Waits(BackgroundEngine):
+    """In the background, sampling waits until the main thread has reported its progress."""
+
+    def __init__(self):
+        super().__init__()
+        self.reported = threading.Event()
+
+    def generate(self, prompts, num_generations, sampling, seeds, progress=None, **options):
+        if threading.current_thread() is not threading.main_thread():
+            self.reported.clear()
+            progress(17, 19)
+            assert self.reported.wait(60), "no progress of the background is reported"
+        return super().generate(prompts, num_generations, sampling, seeds, progress, **options)
+
+
+def test_progress_in_the_background_is_reported_while_training_waits_for_it(monkeypatch):
+    """Otherwise the watchdog would end a run whose rollouts take long."""
+    monkeypatch.setattr(asynchronous, "POLL", 0.01)
+    engine = Waits()
+
+    class Reports(L.Callback):
+        def on_decode(self, trainer, done, total):
+            assert threading.current_thread() is threading.main_thread()
+            if (done, total) == (17, 19):
+                engine.reported.set()
+
+    recorder, _, _ = run(1, engine=engine, trainer={"callbacks": [Reports()], "max_steps": 3})
+    assert recorder.staleness == [{0}, {1}, {1}]
 
 
 def test_requests_are_counted_and_forgotten():

@@ -11,14 +11,17 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional
 
 from grpo_lightning.callbacks import CompletionLog
+from grpo_lightning.core.types import Completion, Group, Prompt, Turn
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.environments import Step, Tools
+from grpo_lightning.functional import turn_credits
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.rewards import EnvironmentReward, RewardWorkers
+from grpo_lightning.rewards import EnvironmentReward, RewardWorkers, ToolUse, WeightedReward
 from grpo_lightning.rollout.conversations import ConversationSettings
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
+from grpo_lightning.rollout.groups import kl_to_reference, mask_truncated
 from tests.environments.games import ByPromptLength, Counted, Faulty, double
 from tests.module_runs import SMALL, History, are_equal, fit, make_module, make_trainer, vowel_share, weights_of
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -93,6 +96,97 @@ def test_failures_are_counted_and_not_trained_on(caplog):
     assert history.steps[0]["environment/failures/exception"] == 16
     assert module.rollout.rewards.isnan().all()
     assert not module.rollout.advantages.any()
+
+
+class Once(ByPromptLength):
+    """Ends with the first turn. Fails after first characters with an even number."""
+
+    def step(self, completion: str) -> Step:
+        if ord(completion[:1] or "a") % 2 == 0:
+            raise KeyError("even")
+        return Step(done=True, reward=float(completion.count("a")))
+
+
+def test_failures_are_not_validated(caplog):
+    module = module_of(Once(), {"max_turn_length": 6, "on_error": "none"})
+    seen: list[Any] = []
+    evaluate = module.evaluate
+
+    def remembered(*args: Any, **more: Any) -> Any:
+        seen.append(evaluate(*args, **more))
+        return seen[-1]
+
+    module.evaluate = remembered  # type: ignore[method-assign]
+    numbers = make_trainer().validate(module, PromptSource(PROMPTS, 4), verbose=False)[0]
+    sampled = [e for e in seen if e.groups[0].completions[0].logprobs][::2]
+    pairs = [
+        (completion, total)
+        for evaluation in sampled
+        for group, totals in zip(evaluation.groups, evaluation.scores.total.tolist(), strict=True)
+        for completion, total in zip(group.completions, totals, strict=True)
+    ]
+    failed = [bool(completion.ending.failure) for completion, _ in pairs]
+    assert [total != total for _, total in pairs] == failed
+    assert 0 < sum(failed) < len(failed) == len(PROMPTS)
+    assert numbers["val/environment_failures"] == pytest.approx(sum(failed) / len(failed))
+    good = [completion.environment_reward for completion, _ in pairs if not completion.ending.failure]
+    assert numbers["val/environment_reward"] == pytest.approx(sum(good) / len(good))
+    assert numbers["val/turns"] == 1
+
+
+def test_failures_have_no_credit():
+    limits = {"max_turn_length": 6, "on_error": "none", "turn_credit": 1.0}
+    module = module_of(Once(), limits, objective=Objective(beta=0.0), num_generations=8)
+    fit(module, PROMPTS, max_steps=1, shuffle=False)
+    num_failed = 0
+    for group in module.rollout.groups:
+        good = [c for c in group.completions if not c.ending.failure]
+        num_failed += len(group.completions) - len(good)
+        assert not any(any(c.turn_advantages) for c in group.completions if c.ending.failure)
+        expected = turn_credits([[c.environment_reward] for c in good])
+        assert [c.turn_advantages for c in good] == [
+            pytest.approx([credit] * len(c.token_ids)) for c, (credit,) in zip(good, expected, strict=True)
+        ]
+    assert num_failed > 0
+
+
+class Traded(Counted):
+    """The first character decides which of two turns gets the reward; both together always get 1."""
+
+    def step(self, completion: str) -> Step:
+        self.turn += 1
+        if self.turn == 1:
+            self.first = float(ord(completion[:1] or "a") % 2)
+            return Step("?", reward=self.first)
+        return Step(done=True, reward=1 - self.first)
+
+
+@pytest.mark.parametrize("turn_credit", [0.0, 1.0])
+def test_groups_whose_turns_have_credit_are_not_sampled_again(turn_credit):
+    history = History()
+    limits = {"max_turn_length": 3, "turn_credit": turn_credit}
+    sampling = {"dynamic_sampling": DynamicSampling(max_resample_times=1), "num_generations": 8}
+    module = module_of(Traded(), limits, objective=Objective(beta=0.0), **sampling)
+    fit(module, PROMPTS, max_steps=1, shuffle=False, callbacks=[history])
+    assert not module.rollout.advantages.any()  # the sums are the same
+    assert history.steps[0]["rollout/resample_rounds"] == (0 if turn_credit else 1)
+
+
+def test_the_kl_of_a_filtered_conversation_leaves_out_observations():
+    logprobs, ref_logprobs = [-1.0, -1.0, 0.0, 0.0, -2.0], [-1.5, -1.0, -5.0, -5.0, -1.0]
+    turns = [
+        Turn("assistant", "a", 0, 2, is_sampled=True),
+        Turn("user", "b", 2, 4, is_sampled=False),
+        Turn("assistant", "c", 4, 5, is_sampled=True),
+    ]
+    completion = Completion(
+        [1, 2, 3, 4, 5], logprobs, "length", "abc", turns=turns, mask=[True, True, False, False, True]
+    )
+    completion.ref_logprobs = ref_logprobs
+    group = Group(Prompt("p"), [1], [completion])
+    assert kl_to_reference([group]).tolist() == [[-0.5]]
+    mask_truncated([group], "loss")
+    assert kl_to_reference([group]).tolist() == [[-0.5]]
 
 
 def test_completions_jsonl_has_the_turns(tmp_path):
@@ -178,9 +272,24 @@ def test_what_needs_an_environment_has_one():
         module_of(limits={"turn_credit": 1.0}, objective=Objective(surrogate="gmpo", beta=0.0))
 
 
+@pytest.mark.parametrize("reward", [EnvironmentReward(), WeightedReward(EnvironmentReward(), name="won")])
+def test_rewards_of_the_environment_that_are_read_are_not_named(reward, caplog):
+    fit(module_of(rewards=[reward]), PROMPTS, max_steps=1)
+    assert "no reward of the run reads them" not in caplog.text
+
+
+def test_a_reward_that_names_turns_gets_none_without_an_environment():
+    module = make_module(rewards=[vowel_share, ToolUse()], reward_weights=[1.0, 0.0])
+    fit(module, PROMPTS, max_steps=1)
+    assert (module.rollout.scores.by_reward["tool_use"] == 0).all()
+
+
 def test_rewards_of_the_environment_that_nobody_reads_are_named(caplog):
     fit(module_of(rewards=[lambda completions: [0.0] * len(completions)]), PROMPTS, max_steps=1)
     assert "Environment 'ByPromptLength' gives rewards, but no reward of the run reads them" in caplog.text
+    caplog.clear()
+    fit(module_of(), PROMPTS, max_steps=1)
+    assert "no reward of the run reads them" not in caplog.text
 
 
 def test_a_module_is_not_loaded_without_its_environment(tmp_path):
@@ -220,9 +329,15 @@ def remembered(completions: list[Any], turns: list[Any], environments: list[Any]
     return [float(e.last == t[-1].text) for e, t in zip(environments, sampled, strict=True)]
 
 
+def remembered_as_in_trl(environments: list[Any], turns: list[Any], **columns: Any) -> list[float]:
+    """The same with the signature of TRL's rewards, which take all other arguments too."""
+    return remembered(columns["completions"], turns, environments)
+
+
+@pytest.mark.parametrize("reward", [remembered, remembered_as_in_trl])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_rewards_get_turns_and_the_environment_at_the_end(num_workers):
+def test_rewards_get_turns_and_the_environment_at_the_end(num_workers, reward):
     workers = RewardWorkers(num_workers=num_workers)
-    module = module_of(Remembers(), rewards=[remembered], reward_workers=workers)
+    module = module_of(Remembers(), rewards=[reward], reward_workers=workers)
     fit(module, PROMPTS, max_steps=1)
     assert (module.rollout.rewards == 1).all()

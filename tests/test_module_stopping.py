@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from grpo_lightning.data.source import PromptSource
+from tests.marks import NIGHTLY
 from tests.module_runs import are_equal, make_module, make_source, make_trainer, weights_of
 
 pytestmark = [
@@ -185,7 +186,7 @@ def combinations():
         for j, saving in enumerate(SAVING):
             for k, limit in enumerate(("max_steps", "max_epochs")):
                 is_quick = (saving == "the default" or i == j % len(STOPS)) and (i + j + k) % 2
-                marks = [] if is_quick else [pytest.mark.slow]
+                marks = () if is_quick else NIGHTLY
                 yield pytest.param(stopping, saving, limit, marks=marks, id=f"{stopping}, {saving}, {limit}")
 
 

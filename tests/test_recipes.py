@@ -28,9 +28,9 @@ from grpo_lightning.training.strategies import GRPODeepSpeedStrategy
 from tests import tiny_vlms
 from tests.marks import only
 from tests.pages import read, tables
+from tests.ports import free_port
 from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
 from tests.vllm.fakes import fake_vllm, serving  # noqa: F401 - a fixture
-from tests.vllm.test_engine import free_port
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 QUICKSTARTS = sorted(RECIPES.glob("quickstart*.yaml"))
@@ -129,6 +129,10 @@ OWN_ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
     },
     "openai/gsm8k": lambda n: {"question": f"{n}+1", "answer": f"{n} + 1 = <<{n}+1={n + 1}>>{n + 1}\n#### {n + 1}"},
     "trl-lib/ultrafeedback-prompt": lambda n: {"prompt": [{"content": f"{n}+1", "role": "user"}]},
+    "runs/guess_number_qwen2.5_1.5b/games": lambda n: {
+        "question": f"I am thinking of a whole number from {n + 1} to {n + 100}.",
+        "number": n + 50,
+    },
     "runs/quickstart/task": lambda n: {"prompt": f"{n}+1", "answer": str(n + 1)},
     "runs/quickstart_game/task": lambda n: {"prompt": "guess:", "number": n % 10},
     "runs/quickstart_tools/task": lambda n: {"question": f"{n}+1", "answer": str(n + 1)},
@@ -203,10 +207,10 @@ def gym_rows(number: int) -> list[dict[str, Any]]:
     return [row("spell_backward", {}, entry)] * number
 
 
-def flags(recipe: Path) -> list[str]:
+def flags(recipe: Path, replaced: dict[str, str] = SHORTER | WITHOUT_CUDA) -> list[str]:
     """The command line that runs a recipe with the tiny model and data in the place of its own."""
     content = recipe.read_text()
-    for long, short in (SHORTER | WITHOUT_CUDA).items():
+    for long, short in replaced.items():
         content = content.replace(long, short)
     content = re.sub(r"max_model_len: \d+", "max_model_len: 256", content)
     Path("recipe.yaml").write_text(content)

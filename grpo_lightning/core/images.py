@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import io
 from collections.abc import Callable, Hashable, Iterator
@@ -94,6 +95,16 @@ class ImageRef:
             image.load()
         self.remember(size, is_whole=True)
         return size
+
+    def kept(self) -> ImageRef:
+        """Return a reference to a copy of the image as it is now, as a PNG file in memory. Raises: ImageError."""
+        file = io.BytesIO()
+        self.read().save(file, "PNG", compress_level=1)
+        return ImageRef(file.getvalue(), self.where)
+
+    def data_url(self) -> str:
+        """The image as a data: URL. Raises: ImageError."""
+        return "data:image/png;base64," + base64.b64encode(self.kept().source).decode()
 
     def shared_by(self, read: Callable[[], Image]) -> ImageRef:
         """Return a copy of the reference that reads its image with `read`."""

@@ -8,7 +8,7 @@ rollout and the micro-steps that train on it.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -20,6 +20,19 @@ if TYPE_CHECKING:  # reward worker processes do not import torch
 
 Message = Mapping[str, Any]
 """One chat turn: {"role": "user", "content": "..."}."""
+
+
+def change_texts(message: Message, change: Callable[[str], str]) -> Message:
+    """Apply a function to the text of a message, or to each of its parts that is text."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": change(content)}
+    parts = [{**part, "text": change(part["text"])} if part["type"] == "text" else part for part in content]
+    return {**message, "content": parts}
+
+
+IMAGE_MARK = "<image>"
+"""Stands for an image in the texts of observations: in logs, and in what rewards get."""
 
 Coordinates = Literal["resized", "norm1000"]
 """A model's coordinate convention: pixels of the resized image, or 0 to 1000 along each axis of the image."""
@@ -62,6 +75,9 @@ class Prompt:
     images: Sequence[ImageRef] = ()
     """References to the images, in the order of the message parts `{"type": "image"}`; read lazily."""
 
+    observation: Any = field(default=None, compare=False)
+    """What the environment of a conversation began with, which `content` ends with; None for nothing."""
+
     where: str = field(default="", compare=False)
     """File and line of the row, for messages; empty if unknown."""
 
@@ -88,7 +104,7 @@ class Turn:
     the environment continues the policy's own message (see `environments.base.Step`)."""
 
     text: str
-    """The decoded tokens of the policy without special tokens, or the observation."""
+    """The decoded tokens of the policy without special tokens, or the observation, with `IMAGE_MARK` for an image."""
 
     start: int
     """Index, among the tokens of the completion, of the first token of this turn."""
@@ -136,13 +152,16 @@ class Completion:
     finish_reason: FinishReason
 
     text: str = ""
-    """The decoded tokens, without special tokens."""
+    """The decoded tokens, without special tokens, and with `IMAGE_MARK` for an image."""
 
     turns: list[Turn] | None = None
     """The turns of a conversation, in order; None for a completion without an environment."""
 
     ending: Ending | None = None
     """What the environment left; None for a completion without an environment."""
+
+    images: list[ObservedImages] = field(default_factory=list)
+    """The observations with images, in order."""
 
     mask: list[bool] | None = None
     """[T] True where a token is trained on; None trains on all tokens.
@@ -267,6 +286,21 @@ class MicroBatch:
     vision: VisionInputs | None = None
     """Vision inputs of the prompts; None for a text-only policy."""
 
+    images: Sequence[Sequence[ObservedImages]] = ()
+    """[B] observations with images of each completion; empty if there are none."""
+
+    conversation_vision: VisionInputs | None = None
+    """[B] vision inputs of prompt and completion together, without images for completions that contain none. None if no
+    completion of any rank contains images."""
+
+    num_image_chunks: int | None = None
+    """As `num_chunks`, for the completions that contain images, which run apart from the others. `num_chunks` is then
+    that of the others."""
+
+    prompt_observations: Sequence[str] = ()
+    """[N] `Prompt.observation` of each prompt as JSON, by which a resumed run finds the images; empty if there are
+    none."""
+
     @property
     def token_advantages(self) -> Tensor:
         """Advantage of each token: [B, T] with the credit of turns, else [B, 1]."""
@@ -279,6 +313,31 @@ class MicroBatch:
 
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         return MicroBatch(**(vars(self) | {name: value.to(device) for name, value in tensors.items()}))
+
+    def select(self, rows: Sequence[int]) -> MicroBatch:
+        """Select completions by row, with their prompts. The numbers of chunks are not set."""
+        from torch import Tensor
+
+        index = self.prompt_index[list(rows)].tolist()
+        prompts = sorted(set(index))
+        fields: dict[str, Any] = {
+            "prompt_index": self.prompt_index.new_tensor([prompts.index(prompt) for prompt in index]),
+            "vision": self.vision and self.vision.select(prompts),
+            "conversation_vision": self.conversation_vision and self.conversation_vision.select(rows),
+            "num_chunks": None,
+            "num_image_chunks": None,
+        }
+        for name, value in vars(self).items():
+            chosen = prompts if name in OF_PROMPTS else rows
+            if name not in fields and isinstance(value, Tensor):
+                fields[name] = value[list(chosen)]
+            elif name not in fields and value:  # a sequence
+                fields[name] = [value[i] for i in chosen]
+        return MicroBatch(**fields)
+
+
+OF_PROMPTS = ("prompt_ids", "prompt_mask", "groups", "prompt_keys", "prompt_observations")
+"""Fields of a `MicroBatch` with one entry per prompt."""
 
 
 @dataclass
@@ -438,6 +497,19 @@ class VisionInputs:
     def select(self, prompts: Sequence[int]) -> VisionInputs:
         """Select prompts by index; indices may repeat."""
         return VisionInputs([self.prompts[number] for number in prompts], self.blank)
+
+
+@dataclass
+class ObservedImages:
+    """An observation with images in a completion: the tokens from `start` to `end`."""
+
+    start: int
+    end: int
+    unexpanded_ids: list[int]
+    """The observation's tokens with one placeholder per image, for engines that process images themselves."""
+
+    vision: PromptVision
+    """Vision inputs of the observation."""
 
 
 @dataclass

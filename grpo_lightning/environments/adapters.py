@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from grpo_lightning.core.event_loop import wait_for
 from grpo_lightning.core.types import Message
-from grpo_lightning.environments.base import Environment, EnvironmentLike, Step
-from grpo_lightning.environments.tools import ToolFormat, Tools
+from grpo_lightning.environments.base import Environment, EnvironmentLike, Step, named_columns
+from grpo_lightning.environments.tools import ToolFormat, Tools, name_of
 
 
 class MultiTurnFunction(Environment):
@@ -69,11 +71,19 @@ class MultiTurnFunction(Environment):
         return Step(mine[keep:], keep=keep)
 
 
+_SHARED = ("factory", "object")
+"""Attributes of a `ToolObject` that its copies share, or that are copied separately."""
+
+
 class ToolObject(Tools):
     """An environment of TRL (`environment_factory`): an object whose public methods are tools.
 
-    Its method `reset`, if it has one, gets the data columns, and may return the first observation. Its method
-    `get_reward`, if it has one, gives the reward at the end of the conversation.
+    Its method `reset`, if it has one, gets the data columns that it names, and may return the first observation. Its
+    method `get_reward`, if it has one, gives the reward at the end of every conversation. All methods may be async.
+
+    `reset` is called once per prompt, and the G conversations of the prompt begin with copies of the object. An object
+    that cannot be pickled (with a lock or a client) runs in the training process. If it cannot be copied either, the
+    factory makes an object per conversation, and `reset` is called on each of them.
 
     Args:
         factory: Class, or function without arguments, that makes the object.
@@ -82,34 +92,92 @@ class ToolObject(Tools):
     """
 
     def __init__(self, factory: Callable[[], Any], format: ToolFormat = "auto", max_calls: int = 8) -> None:
+        """Raises: ValueError if what the factory makes has no public methods, or is an environment of this package."""
         self.factory = factory
         self.object: Any = factory()
-        super().__init__(self._methods(), format, max_calls)
+        kind = type(self.object).__name__
+        if isinstance(self.object, Environment):
+            raise ValueError(f"The factory made a {kind}, which is an environment itself: pass this object instead.")
+        methods = self._methods()
+        if not methods:
+            raise ValueError(f"The factory made a {kind}, which has no public methods that the policy could call.")
+        self.in_process = bool(getattr(self.object, "in_process", False))
+        self.is_new = True
+        """True until `reset` or a tool is called."""
+        self.columns: dict[str, Any] | None = None
+        """What `reset` got; None before it, and in workers, where the object is pickled instead of made again."""
+        self.first: Any = None
+        """What `reset` returned."""
+        super().__init__(methods, format, max_calls)
 
     def _methods(self) -> list[Callable[..., Any]]:
-        """The public methods, apart from `reset` and `get_reward`."""
-        found = inspect.getmembers(self.object, inspect.ismethod)
-        return [method for name, method in found if not name.startswith("_") and name not in ("reset", "get_reward")]
+        """The public methods, apart from `reset` and `get_reward`. Properties are not read."""
+        found = [name for name, _ in inspect.getmembers(type(self.object), inspect.isfunction)]
+        chosen = [name for name in found if not name.startswith("_") and name not in ("reset", "get_reward")]
+        return [getattr(self.object, name) for name in chosen]
+
+    @property
+    def for_rewards(self) -> Any:
+        """The object itself."""
+        return self.object
 
     def reset(self, **columns: Any) -> Any:
         """Reset the object."""
         reset = getattr(self.object, "reset", None)
-        return None if reset is None else reset(**columns)
+        self.is_new, self.columns = False, columns
+        self.first = None if reset is None else wait_for(reset(**named_columns(reset, columns)))
+        return self.first
 
     def step(self, completion: str) -> Step:
         """Run the calls of a turn; at the end of the conversation, ask for the reward."""
+        self.is_new = False
         step = super().step(completion)
-        if step.done and hasattr(self.object, "get_reward"):
-            return Step(step.observation, done=True, reward=float(self.object.get_reward()), metrics=step.metrics)
-        return step
+        return replace(step, reward=self.end()) if step.done else step
+
+    def end(self) -> float | None:
+        """Ask for the reward."""
+        get_reward = getattr(self.object, "get_reward", None)
+        value = None if get_reward is None else wait_for(get_reward())
+        return None if value is None else float(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ToolObject:
+        """Copy the object, or make another one.
+
+        Raises:
+            RuntimeError: If the object cannot be copied, and another one answers differently to `reset`.
+        """
+        new = copy.copy(self)  # the factory may have what cannot be copied
+        vars(new).update(
+            {name: copy.deepcopy(value, memo) for name, value in self.__getstate__().items() if name not in _SHARED}
+        )
+        try:
+            new._bind(copy.deepcopy(self.object, memo))
+            return new
+        except Exception as error:
+            if self.columns is None and not self.is_new:
+                raise
+            new._bind(self.factory())
+            if self.columns is not None and new.reset(**self.columns) != self.first:
+                raise RuntimeError(
+                    f"a {type(self.object).__name__} cannot be copied ({type(error).__name__}: {error}), and another "
+                    "one cannot take its place, because its `reset` answers differently to the same columns: make "
+                    "`reset` deterministic, or give the class a method __deepcopy__"
+                ) from error
+            return new
+
+    def _bind(self, value: Any) -> None:
+        """Take another object."""
+        self.object = value
+        self.functions = {name_of(method): method for method in self._methods()}
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the bound methods, which `__setstate__` binds again."""
-        return {name: value for name, value in vars(self).items() if name != "functions"}
+        return {name: value for name, value in vars(self).items() if name not in ("functions", "columns", "first")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.functions = {method.__name__: method for method in self._methods()}
+        self.columns = self.first = None
+        self._bind(self.object)
 
 
 def as_environment(value: EnvironmentLike) -> Any:
@@ -117,8 +185,8 @@ def as_environment(value: EnvironmentLike) -> Any:
 
     Args:
         value: An object with a method `step`; a list of functions, which become `Tools`; a function in ms-swift's style
-            (`MultiTurnFunction`); or a class or function that makes an object with tools, as TRL's
-            `environment_factory` (`ToolObject`).
+            (`MultiTurnFunction`), which takes the list of conversations; or a class or function without arguments that
+            makes an object with tools, as TRL's `environment_factory` (`ToolObject`).
 
     Raises:
         ValueError: If the value is none of these.
@@ -132,8 +200,31 @@ def as_environment(value: EnvironmentLike) -> Any:
     if isinstance(value, type):
         return ToolObject(value)
     if callable(value):
-        return MultiTurnFunction(value)
+        return _of_function(value)
+    if isinstance(value, Mapping):
+        raise ValueError(
+            f"model.environment got a dict of factories: {', '.join(map(repr, value))}. All rows of a run have one "
+            "environment: write a class whose `reset` chooses by a data column, and pass this class."
+        )
     raise ValueError(
         f"model.environment must be an object with a method `step`, a list of functions (tools), a multi-turn function "
         f"or a class whose methods are tools; got {value!r:.80}."
+    )
+
+
+def _of_function(function: Callable[..., Any]) -> Environment:
+    """Tell multi-turn functions of ms-swift, which take one argument, from factories of TRL, which take none."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # it has no signature
+        parameters = [inspect.Parameter("unknown", inspect.Parameter.VAR_POSITIONAL)]
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if len(needed) == 1 and needed[0].kind is not needed[0].KEYWORD_ONLY:
+        return MultiTurnFunction(function)
+    if not needed and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return ToolObject(function)
+    raise ValueError(
+        f"model.environment got the function {function!r:.80}, whose arguments do not say what it is: write "
+        "MultiTurnFunction(function) if it takes the list of conversations (ms-swift), or ToolObject(factory) if it "
+        "takes no arguments and makes an object with tools (TRL)."
     )

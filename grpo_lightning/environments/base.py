@@ -16,9 +16,10 @@ the environment ends the conversation. Only what the policy wrote is trained on.
 Every conversation has its own environment. It begins as a copy of the object in `model.environment`, and `reset` gets
 the data columns of the prompt. `reset` is called once per prompt: the G conversations of a group begin with copies of
 the same environment, because GRPO compares completions of one prompt. After that, `step` gets the text of each turn of
-the policy.
+the policy. If a limit of the run ends the conversation (`max_turns`, `max_completion_length`) and not the environment,
+`end` is asked for a last reward.
 
-The environment's object has all of its state. By default, `reset` and `step` run in worker processes with the limits of
+The environment's object has all of its state. By default, its methods run in worker processes with the limits of
 `model.reward_workers` (`environments/runner.py`): between two calls, the object is pickled. An environment that cannot
 be pickled, has `in_process = True` or an async method runs in the training process.
 """
@@ -26,16 +27,27 @@ be pickled, has `in_process = True` or an async method runs in the training proc
 from __future__ import annotations
 
 import inspect
+import json
 import math
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from grpo_lightning.core.types import Message
+from grpo_lightning.core.images import ImageError, ImageRef
+from grpo_lightning.core.types import IMAGE_MARK, Message
+from grpo_lightning.data.images.references import ImageFinder
 
 Observation = str | Message | Sequence[Message] | None
-"""Text, which becomes a message of the environment's `observation_role`; one or more messages; or None for nothing."""
+"""Text, which becomes a message of the environment's `observation_role`; one or more messages; or None for nothing.
+
+The content of a message is text, or a list of parts: {"type": "text", "text": ...} and, for a policy that sees images,
+{"type": "image", "image": ...} with a PIL image, a path, the bytes of a file or a data: URL."""
+
+
+MOST_MESSAGES = 256
+"""Most messages of one observation."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +109,24 @@ class Environment(ABC):
     def step(self, completion: str) -> Any:
         """Answer a turn of the policy. Args: completion: its text. Returns: what `as_step` takes."""
 
+    def end(self) -> Any:
+        """Give a last reward, if a limit of the run ends the conversation before `step` has said that it is done.
+
+        Returns:
+            A number, which is added to the reward of the last turn, or None.
+        """
+        return None
+
+    @property
+    def for_rewards(self) -> Any:
+        """What rewards get in the argument `environments`."""
+        return self
+
     def on_failure(self, kind: str, problem: str) -> Any:
-        """Answer in place of a call of `step` that failed; the environment is in the state before this call.
+        """Answer in place of a call of `step` that failed.
+
+        In workers, the environment is in the state before this call. In the training process, it is as the failed call
+        has left it.
 
         Args:
             kind: See `environments.runner.FAILURES`.
@@ -130,26 +158,60 @@ def as_step(value: Any) -> Step:
         step = Step(done=True)
     else:
         step = value if isinstance(value, Step) else Step(value)
-    messages_of(step.observation, "user")  # checks the observation
+    messages = messages_of(step.observation, "user")
     if not isinstance(step.done, bool):
         raise InvalidStepError(f"`step` returned done = {step.done!r:.80}: it must be True or False.")
-    reward = step.reward
-    is_number = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
-    if reward is not None and not is_number:
-        raise InvalidStepError(f"`step` returned the reward {reward!r:.80}: it must be a finite number, or None.")
-    if step.keep is not None and not isinstance(step.observation, str):
+    if step.keep is not None:
+        if not isinstance(step.keep, int) or isinstance(step.keep, bool) or step.keep < 0:
+            raise InvalidStepError(
+                f"`step` returned keep = {step.keep!r:.80}: it must be a whole number of characters from 0, or None."
+            )
+        if not isinstance(step.observation, str):
+            raise InvalidStepError(
+                f"`step` returned keep = {step.keep} with the observation {step.observation!r:.80}, not text."
+            )
+    if not step.done and (not messages or step.observation == ""):
         raise InvalidStepError(
-            f"`step` returned keep = {step.keep} with the observation {step.observation!r:.80}, not text."
+            f"`step` returned no observation ({step.observation!r}), and the conversation is not done: return one, or "
+            "done = True."
         )
-    if not step.done and step.observation in (None, "", []):
-        raise ValueError(
-            "`step` returned no observation, and the conversation is not done: return one, or done = True."
-        )
-    return step
+    return replace(step, reward=as_reward(step.reward, "step"), metrics=_as_metrics(step.metrics))
+
+
+def as_reward(value: Any, method: str) -> float | None:
+    """Check and convert a reward. Args: method: what returned it. Raises: InvalidStepError."""
+    if value is None:
+        return None
+    if not _is_finite(value) or isinstance(value, bool):
+        raise InvalidStepError(f"`{method}` returned the reward {value!r:.80}: it must be a finite number, or None.")
+    return float(value)
+
+
+def _as_metrics(metrics: Any) -> dict[str, float]:
+    """Check and convert the metrics of a step. Raises: InvalidStepError."""
+    if not isinstance(metrics, Mapping):
+        raise InvalidStepError(f"`step` returned the metrics {metrics!r:.80}: they must be a dict of numbers.")
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not _is_finite(value):
+            raise InvalidStepError(
+                f"`step` returned the metric {name!r:.80} = {value!r:.80}: it must be a name with a finite number."
+            )
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _is_finite(value: Any) -> bool:
+    """True for a finite number, also one of numpy."""
+    try:
+        return isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of floats
+        return False
 
 
 def messages_of(observation: Any, role: str) -> list[Message]:
-    """Convert an observation to messages. Args: role: the role of text. Raises: InvalidStepError."""
+    """Convert an observation to messages. Args: role: the role of text. Raises: InvalidStepError.
+
+    The content of a message is text if it has no images, else a list of parts.
+    """
     if observation is None:
         return []
     if isinstance(observation, str):
@@ -160,17 +222,89 @@ def messages_of(observation: Any, role: str) -> list[Message]:
             f"An observation must be text, a message {{'role': ..., 'content': ...}} or a list of messages; the "
             f"environment returned {observation!r:.120}."
         )
-    if others := [m for m in messages if not isinstance(m.get("content"), str)]:
+    if len(messages) > MOST_MESSAGES:
         raise InvalidStepError(
-            f"The content of an observation must be text; the environment returned {others[0].get('content')!r:.120}. "
-            "Images in observations are not supported: put them into the prompt."
+            f"The observation has {len(messages)} messages; at most {MOST_MESSAGES} are allowed: join their texts."
         )
-    return list(messages)
+    return [{**message, "content": _content(message.get("content"))} for message in messages]
 
 
-def text_of(observation: Any) -> str:
-    """The text of an observation, one line per message."""
-    return "\n".join(message["content"] for message in messages_of(observation, "user"))
+def _content(content: Any) -> str | list[Mapping[str, Any]]:
+    """Check the content of a message: text, or a list of parts. Text alone becomes one text."""
+    if isinstance(content, str):
+        return content
+    parts = list(content) if isinstance(content, list | tuple) else [content]
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not (kind == "text" and isinstance(part.get("text"), str)) and not (kind == "image" and "image" in part):
+            raise InvalidStepError(
+                "The content of an observation must be text, or a list of parts {'type': 'text', 'text': ...} and "
+                f"{{'type': 'image', 'image': ...}}; the environment returned {part!r:.120}."
+            )
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
+def images_of(messages: Sequence[Message]) -> list[Any]:
+    """The images of messages from `messages_of`, in order."""
+    contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
+    return [part["image"] for content in contents for part in content if part["type"] == "image"]
+
+
+def with_kept_images(message: Message) -> Message:
+    """Replace the images of a message by copies: the environment may draw on an image, or overwrite a file, later.
+
+    Raises:
+        InvalidStepError: If an image cannot be read.
+    """
+    if isinstance(message["content"], str):
+        return message
+    find = ImageFinder("an observation")
+    try:
+        parts = [
+            {**part, "image": find.ref(part["image"], "the image").kept()} if part["type"] == "image" else part
+            for part in message["content"]
+        ]
+    except ImageError as error:
+        raise InvalidStepError(str(error)) from error
+    return {**message, "content": parts}
+
+
+def text_of(message: Message) -> str:
+    """The text of a message from `messages_of`, with `IMAGE_MARK` for an image."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else IMAGE_MARK for part in content)
+
+
+def without_image_data(message: Message) -> Message:
+    """A message whose image parts are only {"type": "image"}, as chat templates and prompts have them."""
+    content = message["content"]
+    if isinstance(content, str):
+        return message
+    return {**message, "content": [part if part["type"] == "text" else {"type": "image"} for part in content]}
+
+
+def save_observation(observation: Any) -> str:
+    """Write an observation, with its images, as JSON."""
+
+    def plain(value: Any) -> str:
+        return value.data_url() if isinstance(value, ImageRef) else str(value)
+
+    return json.dumps(observation, default=plain)
+
+
+def load_observation(text: str) -> Any:
+    """Read an observation from what `save_observation` wrote."""
+    observation = json.loads(text)
+    return observation if observation is None or isinstance(observation, str) else kept_observation(observation)
+
+
+def kept_observation(observation: Any) -> list[Message]:
+    """Messages with copies of their images. Raises: InvalidStepError."""
+    return [with_kept_images(message) for message in messages_of(observation, "user")]
 
 
 def named_columns(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,37 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from grpo_lightning.environments.base import as_step, messages_of, named_columns
+from grpo_lightning.core.types import change_texts
+from grpo_lightning.environments.base import (
+    as_reward,
+    as_step,
+    kept_observation,
+    messages_of,
+    named_columns,
+)
 
-Method = Literal["reset", "step", "on_failure"]
+Method = Literal["reset", "step", "end", "on_failure"]
+
+
+METHODS = ("reset", "step", "end")
+"""The methods that may be async."""
+
+
+def class_name(environment: Any) -> str:
+    """The name of an environment's class, for messages; that of the user's own class if it is wrapped."""
+    return type(getattr(environment, "for_rewards", environment)).__name__
+
+
+def copied(environment: Any) -> Any:
+    """Copy an environment. Raises: RuntimeError if it cannot be copied."""
+    try:
+        return copy.deepcopy(environment)
+    except Exception as error:
+        raise RuntimeError(
+            f"Environment {class_name(environment)!r} cannot be copied ({type(error).__name__}: {error}), but each "
+            "conversation of a prompt needs its own: give the class a method __deepcopy__, which shares what cannot be "
+            "copied."
+        ) from error
 
 
 @dataclass
@@ -27,12 +55,12 @@ class EnvironmentCalls:
     @property
     def name(self) -> str:
         """The class name, for messages."""
-        return type(self.environment).__name__
+        return class_name(self.environment)
 
     @property
     def is_async(self) -> bool:
         """True if a method is a coroutine function."""
-        return any(inspect.iscoroutinefunction(getattr(self.environment, name, None)) for name in ("reset", "step"))
+        return any(inspect.iscoroutinefunction(getattr(self.environment, name, None)) for name in METHODS)
 
     @property
     def in_process(self) -> bool:
@@ -49,7 +77,14 @@ class EnvironmentCalls:
     def __call__(self, method: Method, state: bytes | None, arguments: Any) -> tuple[bytes, Any]:
         """Call a method in a worker, where the environment arrives and leaves pickled. Args: as `call`."""
         after, value = self.call(method, None if state is None else pickle.loads(state), arguments)  # noqa: S301 (our own)
-        return pickle.dumps(after), value
+        try:
+            return pickle.dumps(after), value
+        except Exception as error:
+            raise RuntimeError(
+                f"Environment {self.name!r} cannot be pickled after `{method}` ({type(error).__name__}: {error}), but "
+                "between two calls in workers it is pickled: remove what cannot be pickled from the object, or set "
+                "in_process = True on its class"
+            ) from error
 
     def call(self, method: Method, environment: Any, arguments: Any) -> Any:
         """Call a method of an environment.
@@ -57,18 +92,20 @@ class EnvironmentCalls:
         Args:
             method: Name of the method.
             environment: The environment; None for a copy of the one that conversations begin with.
-            arguments: The columns for `reset`, the text for `step`, (kind, problem) for `on_failure`.
+            arguments: The columns for `reset`, the text for `step`, None for `end`, (kind, problem) for `on_failure`.
 
         Returns:
             (The environment after the call, the value), or a coroutine that returns this.
         """
-        environment = copy.deepcopy(self.environment) if environment is None else environment
+        environment = copied(self.environment) if environment is None else environment
         value: Any = None
         if method == "reset":
             reset = getattr(environment, "reset", None)
             value = None if reset is None else reset(**named_columns(reset, arguments))
         elif method == "step":
             value = environment.step(arguments)
+        elif method == "end":
+            value = environment.end() if hasattr(environment, "end") else None
         elif hasattr(environment, "on_failure"):
             value = environment.on_failure(*arguments)
         if inspect.isawaitable(value):
@@ -83,13 +120,18 @@ class EnvironmentCalls:
         if method == "reset":
             messages_of(value, "user")
             return environment, self._cut(value)
+        if method == "end":
+            return environment, as_reward(value, "end")
         if method == "on_failure" and value is None:
             return environment, None
         step = as_step(value)
         return environment, replace(step, observation=self._cut(step.observation))
 
     def _cut(self, observation: Any) -> Any:
-        """Cut the texts of an observation, so that an answer of megabytes is not sent to the training process."""
+        """Cut the texts of an observation, so that an answer of megabytes is not sent to the training process.
+
+        Images are replaced by copies: the environment may change or overwrite them later.
+        """
         if observation is None or isinstance(observation, str):
             return observation and observation[: self.max_characters]
-        return [{**m, "content": m["content"][: self.max_characters]} for m in messages_of(observation, "user")]
+        return [change_texts(m, lambda text: text[: self.max_characters]) for m in kept_observation(observation)]

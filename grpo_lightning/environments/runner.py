@@ -1,25 +1,36 @@
 """Runs the environments of a rollout: concurrently, in worker processes, within limits.
 
-The workers are those of the rewards (`rewards/workers.py`), with the limits of `model.reward_workers`. A call gets the
-pickled environment, and returns it with what it answered. A worker keeps nothing between calls, so that every call can
-be killed, and an environment whose call has failed is as it was before the call.
+The workers are as those of the rewards (`rewards/workers.py`), in a pool of their own, with the limits of
+`model.reward_workers`. A call gets the pickled environment, and returns it with what it answered. A worker keeps
+nothing between calls, so that every call can be killed, and an environment whose call has failed is as it was before
+the call. All calls of a round (one turn of each conversation) have one deadline: `step_timeout_seconds` after the end
+of sampling.
+
+In the training process, a call changes the environment itself, so that after a failed call it is as this call has left
+it; time and memory have no limits, except the time of async methods.
+
+Random numbers of `random`, numpy and torch (on the CPU) are seeded per call in both places. Exceptions are async
+methods, which run at the same time, and calls in the training process during asynchronous rollouts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
+import contextlib
 import inspect
 import logging
+import math
+import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
+from grpo_lightning.core.event_loop import event_loop
 from grpo_lightning.core.types import Prompt
-from grpo_lightning.environments.base import InvalidStepError
-from grpo_lightning.environments.calls import EnvironmentCalls, Method
-from grpo_lightning.rewards.scoring import event_loop
-from grpo_lightning.rewards.workers import Answer, RewardWorkers, WorkerPool
+from grpo_lightning.environments.base import Environment, InvalidStepError
+from grpo_lightning.environments.calls import EnvironmentCalls, Method, copied
+from grpo_lightning.rewards.workers import Answer, RewardWorkers, WorkerPool, seeded_random
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +45,7 @@ class Result(NamedTuple):
 
     state: Any
     """The environment after the call, pickled if it runs in workers. After a failed call in a worker, it is the
-    environment before the call."""
+    environment before the call; in the training process, it is as the failed call has left it."""
 
     value: Any
     """An observation (`reset`) or a `Step` (`step`); None if the call failed."""
@@ -61,6 +72,7 @@ class EnvironmentRunner:
     def __init__(self, environment: Any, limits: RewardWorkers, max_characters: int) -> None:
         self.calls, self.limits = EnvironmentCalls(environment, max_characters), limits
         self.pool = WorkerPool([self.calls], limits, "Environment")  # type: ignore[list-item]
+        self._begin_round()
 
     @property
     def name(self) -> str:
@@ -84,23 +96,34 @@ class EnvironmentRunner:
     def reset(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Result]:
         """Begin conversations: one call per prompt. Args: seeds: of the random numbers of each call."""
         columns = [{"prompt": prompt.content, **prompt.columns} for prompt in prompts]
-        waiting = [self._call("reset", None, each, seed) for each, seed in zip(columns, seeds, strict=True)]
-        return [self._result(future, None) for future in waiting]
+        return self._all("reset", [None] * len(prompts), columns, seeds)
+
+    def end(self, states: Sequence[Any], seeds: Sequence[int]) -> list[Result]:
+        """Ask the environments of conversations that a limit has ended for a last reward (`Environment.end`)."""
+        method = getattr(type(self.calls.environment), "end", None)
+        if method is None or method is Environment.end:  # without a call, which would pickle the environment
+            return [Result(state, None) for state in states]
+        return self._all("end", states, [None] * len(states), seeds)
+
+    def _all(
+        self, method: Method, states: Sequence[Any], arguments: Sequence[Any], seeds: Sequence[int]
+    ) -> list[Result]:
+        """Make calls at the same time, and wait for all of them."""
+        self._begin_round()
+        waiting = [
+            self._call(method, state, each, seed) for state, each, seed in zip(states, arguments, seeds, strict=True)
+        ]
+        self._end_round()
+        return [self._result(future, state) for future, state in zip(waiting, states, strict=True)]
 
     def copy(self, state: Any) -> Any:
         """An environment of its own for each conversation of a prompt. Raises: RuntimeError if it cannot be copied."""
-        if isinstance(state, bytes):
-            return state
-        try:
-            return copy.deepcopy(state)
-        except Exception as error:
-            raise RuntimeError(
-                f"Environment {self.name!r} cannot be copied ({type(error).__name__}: {error}), but each conversation "
-                "of a prompt needs its own: give the class a method __deepcopy__, which shares what cannot be copied."
-            ) from error
+        return state if isinstance(state, bytes) else copied(state)
 
     def step(self, state: Any, text: str, seed: int) -> Future[Answer]:
         """Start a call of `step`. Args: state: the environment; text: the policy's turn."""
+        if not math.isinf(self._deadline):
+            self._begin_round()
         return self._call("step", state, text, seed)
 
     def wait(self, future: Future[Answer], state: Any) -> Result:
@@ -110,20 +133,41 @@ class EnvironmentRunner:
             future: What `step` returned.
             state: The environment before the call.
         """
+        if math.isinf(self._deadline):
+            self._end_round()
         result = self._result(future, state)
         if not result.failure:
             return result
-        answer = self._result(self._call("on_failure", state, (result.failure, result.problem), 0), state)
+        late = self._deadline + self.limits.timeout_seconds  # an answer to a call that the deadline has stopped
+        answer = self._result(self._call("on_failure", state, (result.failure, result.problem), 0, late), state)
         return result if answer.failure or answer.value is None else answer
 
-    def _call(self, method: Method, state: Any, arguments: Any, seed: int) -> Future[Answer]:
+    def _begin_round(self) -> None:
+        """Begin a round of calls. While turns are being sampled, its calls have no deadline."""
+        self._round: list[Future[Answer]] = []
+        self._deadline = math.inf
+
+    def _end_round(self) -> None:
+        """Start the time that all calls of a round together may take: all of them have been made."""
+        self._deadline = time.monotonic() + self.limits.step_timeout_seconds
+        if self.pool.has(self.calls):  # type: ignore[arg-type]
+            self.pool.set_deadline(self._round, self._deadline)
+
+    def _call(
+        self, method: Method, state: Any, arguments: Any, seed: int, deadline: float = math.inf
+    ) -> Future[Answer]:
         self.pool.wait()
         if self.pool.has(self.calls):  # type: ignore[arg-type]
             given = {"method": method, "state": state, "arguments": arguments}
-            return self.pool.submit(self.calls, given, seed)  # type: ignore[arg-type]
-        future: Future[Answer] = Future()
+            future = self.pool.submit(self.calls, given, seed, deadline=deadline)  # type: ignore[arg-type]
+            self._round.append(future)
+            return future
+        future = Future()
         try:
-            outcome = self.calls.call(method, state, arguments)
+            # In a thread next to training, restoring the generators would repeat random numbers of training.
+            is_alone = threading.current_thread() is threading.main_thread()
+            with seeded_random(seed) if is_alone else contextlib.nullcontext():
+                outcome = self.calls.call(method, state, arguments)
         except Exception as error:  # noqa: BLE001 (an environment may raise anything; `on_error` decides)
             future.set_result(Answer().fail_by(error))
             return future

@@ -7,8 +7,10 @@ formats in which chat templates show calls. What goes wrong with a call is an ob
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import json
+import os
 import re
 import types
 import typing
@@ -18,8 +20,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from grpo_lightning.core.event_loop import wait_for
 from grpo_lightning.core.types import Message
-from grpo_lightning.environments.base import Environment, Step
+from grpo_lightning.environments.base import MOST_MESSAGES, Environment, Step
 
 ToolFormat = Literal["auto", "json", "python"]
 """`json`: `{"name": ..., "arguments": {...}}`, as Qwen, Hermes, Llama 3.1 and Mistral write calls. `python`:
@@ -28,9 +31,21 @@ ToolFormat = Literal["auto", "json", "python"]
 OUTCOMES = ("ok", "malformed", "unknown_tool", "wrong_arguments", "exception", "timeout", "crash", "too_many")
 """What can become of a call; `environment/calls/<outcome>` counts each."""
 
-_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_FENCED = re.compile(r"```(?:tool_code|tool_call)\n(.*?)(?:```|\Z)", re.DOTALL)
-_MARKERS = re.compile(r"<\|python_tag\|>|\[TOOL_CALLS\]|<\|tool_call_start\|>|<\|tool_call_end\|>")
+_MARKED = re.compile(
+    r"<tool_call>(.*?)(?:</tool_call>|\Z)"
+    r"|```(?:tool_code|tool_call)\n(.*?)(?:```|\Z)"
+    r"|<\|tool_call_start\|>(.*?)(?:<\|tool_call_end\|>|\Z)"
+    r"|(?:\[TOOL_CALLS\]|<\|python_tag\|>)(.*?)(?=\[TOOL_CALLS\]|<\|python_tag\|>|\Z)",
+    re.DOTALL,
+)
+"""What stands between, or behind, the markers of calls."""
+
+MOST_FAILED = 64
+"""Places of a text at which JSON is tried to be read without success: each may take as long as the text."""
+
+_REASONING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+_JSON_START = re.compile(r'[{]\s*"|\[\s*[{]')
+_QUOTED_OR_BRACKET = re.compile(r"""'(?:\\.|[^'\\])*(?:'|\\?\Z)|"(?:\\.|[^"\\])*(?:"|\\?\Z)|[\[\](){}]""", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -48,7 +63,10 @@ class Tools(Environment):
 
     A function needs type hints and a docstring in Google's style, from which the chat template describes it. It runs in
     a worker process, so that it can be killed. What it returns becomes a message of the role "tool". An unknown tool,
-    wrong arguments, an exception and a timeout become messages too, and are counted.
+    wrong arguments, an exception and a timeout become messages too, and are counted. An async function is awaited.
+
+    A timeout or a crash stops all calls of the turn: the policy gets one message about it, without the name of a tool,
+    and the answers and counts of the turn's other calls are lost.
 
     Args:
         tools: The functions.
@@ -67,8 +85,8 @@ class Tools(Environment):
         """Raises: ValueError if an argument is out of range, or two tools have the same name."""
         if format not in typing.get_args(ToolFormat):
             raise ValueError(f"format must be one of {', '.join(typing.get_args(ToolFormat))}, got {format!r}.")
-        if max_calls < 1:
-            raise ValueError(f"max_calls must be at least 1, got {max_calls}.")
+        if not 1 <= max_calls < MOST_MESSAGES:
+            raise ValueError(f"max_calls must be from 1 to {MOST_MESSAGES - 1}, got {max_calls}.")
         names = Counter(name_of(tool) for tool in tools)
         if twice := [name for name, count in names.items() if count > 1]:
             raise ValueError(f"Two tools have the name {twice[0]!r}: rename one.")
@@ -107,7 +125,7 @@ class Tools(Environment):
         if problem := argument_problem(function, call.arguments):
             return "wrong_arguments", f"Error: {problem}"
         try:
-            value = function(**call.arguments)
+            value = wait_for(function(**call.arguments))
         except Exception as error:  # noqa: BLE001 - a tool may raise anything, and the policy gets it
             return "exception", f"Error: {type(error).__name__}: {error}"
         return "ok", value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
@@ -141,24 +159,27 @@ def counted(outcomes: Counter[str]) -> dict[str, float]:
 
 
 def read_calls(text: str, names: Mapping[str, Any], style: ToolFormat = "auto") -> Iterator[ToolCall]:
-    """Find the calls in a turn, in order.
+    """Find the calls in a turn, in order. Reasoning (`<think>...</think>`) has no calls.
 
-    Calls are inside `<tool_call>...</tool_call>`, in a fence of `tool_code`, or are the whole text, possibly behind the
-    marker of a model. Text of the last kind is a call only if it names a known tool or has the keys of a call.
+    Calls are inside `<tool_call>...</tool_call>` or a fence of `tool_code`, or behind the marker of a model. Many
+    tokenizers remove these markers from the text. Without them, a call in JSON may have text around it, and a list of
+    calls in Python may have text behind it. Then it is a call only if it names a known tool; without text, arguments
+    are enough.
 
     Args:
         text: The turn.
         names: The tools by name.
         style: The format of calls.
     """
-    if blocks := [*_TAGGED.findall(text), *_FENCED.findall(text)]:
+    text = _REASONING.sub("", text).rpartition("</think>")[2].strip()  # the prompt may have opened the reasoning
+    if blocks := [str(match[match.lastindex or 0]) for match in _MARKED.finditer(text)]:
         for block in blocks:
-            found = list(_calls_in(block, style))
+            found = [call for call, _ in _calls_in(block, style)]
             yield from found or [ToolCall("", {}, f"{block.strip()[:200]!r} is not a call: {_EXPECTED[style]}.")]
         return
-    whole = _MARKERS.sub("", text).strip()
-    for part in whole.split(";") if whole.startswith("{") else [whole]:  # Llama 3.1 writes several calls like this
-        yield from (call for call in _calls_in(part, style) if call.name in names or style != "auto" or call.arguments)
+    for call, is_alone in _calls_in(text, style):
+        if call.name in names or (is_alone and (style != "auto" or call.arguments)):
+            yield call
 
 
 _EXPECTED: Mapping[ToolFormat, str] = {
@@ -168,19 +189,46 @@ _EXPECTED: Mapping[ToolFormat, str] = {
 }
 
 
-def _calls_in(text: str, style: ToolFormat) -> Iterator[ToolCall]:
-    """The calls that a text consists of; nothing if it is not made of calls."""
+def _calls_in(text: str, style: ToolFormat) -> Iterator[tuple[ToolCall, bool]]:
+    """The calls in a text, and for each whether the text has nothing else."""
     text = text.strip()
-    if style in ("auto", "json"):
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            pass
-        else:
-            yield from _calls_of(value)
+    if style in ("auto", "python"):  # first: an argument in Python may be a text that has JSON
+        whole = list(_python_calls(text))
+        found = whole or list(_python_calls(_first_list(text)))
+        yield from ((call, bool(whole)) for call in found)
+        if found:
             return
-    if style in ("auto", "python"):
-        yield from _python_calls(text)
+    if style in ("auto", "json"):
+        values, rest = _json_values(text)
+        yield from ((call, not rest) for value in values for call in _calls_of(value))
+
+
+def _first_list(text: str) -> str:
+    """The list that a text begins with, in Python's syntax; empty if there is none."""
+    depth = 0
+    for match in _QUOTED_OR_BRACKET.finditer(text) if text.startswith("[") else ():
+        depth += {"[": 1, "(": 1, "{": 1, "]": -1, ")": -1, "}": -1}.get(match[0], 0)
+        if depth == 0:
+            return text[: match.end()]
+    return ""
+
+
+def _json_values(text: str) -> tuple[list[Any], str]:
+    """The objects and lists of objects in a text, and the text around them, without separators."""
+    values: list[Any] = []
+    rest, position, num_failed = "", 0, 0
+    while match := _JSON_START.search(text, position):
+        rest += text[position : match.start()]
+        try:
+            value, position = json.JSONDecoder().raw_decode(text, match.start())
+            values.append(value)
+        except (ValueError, RecursionError):
+            num_failed += 1
+            if num_failed == MOST_FAILED:
+                return values, text
+            position = match.start() + 1
+            rest += text[match.start()]
+    return values, (rest + text[position:]).strip(" \n\r\t;,")
 
 
 def _calls_of(value: Any) -> Iterator[ToolCall]:
@@ -303,34 +351,29 @@ class Search:
         """Raises: FileNotFoundError, or ValueError if the file has no texts; the message names file and line."""
         if top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {top_k}.")
-        self.path, self.top_k = path, top_k
-        self.texts = list(self._read())
-        if not self.texts:
-            raise ValueError(f"{path} has no texts.")
-        self.counts = [Counter(self.words(text)) for text in self.texts]
-        self.mean_length = sum(count.total() for count in self.counts) / len(self.counts)
-        self.num_with = Counter(word for count in self.counts for word in count)
+        self.path, self.top_k = os.path.abspath(path), top_k
+        status = os.stat(path)
+        self.version = (status.st_mtime_ns, status.st_size)
+        """Tells a file from another one that was written to the same path later in this process."""
+        self.index = _index(self.path, self.version)
 
-    def _read(self) -> Iterator[str]:
+    @property
+    def texts(self) -> list[str]:
         """The texts of the file."""
-        with open(self.path, encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                if not self.path.endswith(".jsonl"):
-                    yield line.strip()
-                    continue
-                try:
-                    yield str(json.loads(line)["text"])
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(
-                        f"{self.path}:{number} is not a JSON row with a column 'text': {line[:80]!r}."
-                    ) from error
+        return self.index.texts
 
     @staticmethod
     def words(text: str) -> list[str]:
         """The words of a text, in lower case."""
         return re.findall(r"\w+", text.lower())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle without the texts, because environments are pickled for every call."""
+        return {name: value for name, value in vars(self).items() if name != "index"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.index = _index(self.path, self.version)
 
     def __call__(self, query: str) -> str:
         """Search a collection of texts.
@@ -343,13 +386,46 @@ class Search:
         """
         import math
 
-        scores = []
-        for count in self.counts:
+        index, scores = self.index, []
+        for count in index.counts:
             score = 0.0
             for word in set(self.words(query)) & count.keys():
-                n, f = self.num_with[word], count[word]
-                idf = math.log(1 + (len(self.texts) - n + 0.5) / (n + 0.5))
-                score += idf * f * 2.5 / (f + 1.5 * (0.25 + 0.75 * count.total() / self.mean_length))
+                n, f = index.num_with[word], count[word]
+                idf = math.log(1 + (len(index.texts) - n + 0.5) / (n + 0.5))
+                score += idf * f * 2.5 / (f + 1.5 * (0.25 + 0.75 * count.total() / index.mean_length))
             scores.append(score)
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[: self.top_k]
-        return "\n".join(self.texts[i] for i in best if scores[i] > 0) or "Nothing was found."
+        return "\n".join(index.texts[i] for i in best if scores[i] > 0) or "Nothing was found."
+
+
+class _Index:
+    """The texts of a file, and the counts of their words."""
+
+    def __init__(self, path: str) -> None:
+        self.texts = list(_read_texts(path))
+        if not self.texts:
+            raise ValueError(f"{path} has no texts.")
+        self.counts = [Counter(Search.words(text)) for text in self.texts]
+        self.mean_length = sum(count.total() for count in self.counts) / len(self.counts)
+        self.num_with = Counter(word for count in self.counts for word in count)
+
+
+@functools.lru_cache(maxsize=8)
+def _index(path: str, version: tuple[int, int]) -> _Index:
+    """Read a file once per process. Workers share what was read before they were forked."""
+    return _Index(path)
+
+
+def _read_texts(path: str) -> Iterator[str]:
+    """Read the texts of a file."""
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            if not path.endswith(".jsonl"):
+                yield line.strip()
+                continue
+            try:
+                yield str(json.loads(line)["text"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}:{number} is not a JSON row with a column 'text': {line[:80]!r}.") from error

@@ -4,11 +4,12 @@ extended: The prompt pass runs each prompt once, and keeps its KV cache in the a
 the completions with this cache. With full attention, prompts of different lengths are padded behind in the prompt pass,
 which needs no mask, and in front in the cache.
 
-dense: Every row is [prompt | completion]. This path is for models that do not support the extended path, and for
-verifying the extended path in tests.
+dense: Every row is [prompt | completion]. This path is for models that do not support the extended path, for
+verifying the extended path in tests, and for completions that contain images (observations of an environment): the
+images' positions, and the attention between their tokens, need the whole row.
 
-Both paths give the same values and gradients, up to rounding. A run uses one path throughout: otherwise the two
-log-probs of an importance ratio could differ by rounding alone.
+Both paths give the same values and gradients, up to rounding. A completion is on the same path throughout a run:
+otherwise the two log-probs of an importance ratio could differ by rounding alone.
 
 Completions run in chunks of similar length, one forward pass each, padded to its longest completion. Smaller chunks
 compute less padding, but every pass costs time of its own: launching its operations, and gathering the weights if they
@@ -43,7 +44,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from grpo_lightning.core.types import MicroBatch
+from grpo_lightning.core.types import MicroBatch, PromptVision, VisionInputs
 from grpo_lightning.functional.logprobs import token_entropy, token_logprobs
 from grpo_lightning.functional.routing import RouterLoad, total_load
 from grpo_lightning.policy.hf import base_model, known_arguments, running_module, text_config
@@ -116,6 +117,50 @@ class Scorer:
         """
         refuse_transformers_checkpointing(model)
         head = replace(self.head(temperature), trains_entropy=trains_entropy)
+        parts = self.parts(batch)
+        if len(parts) == 1 and parts[0].batch is batch:
+            return self._score(model, batch, head, routers)
+        scores = [part.scorer._score(model, part.batch, head, routers) for part in parts]
+        width = batch.completion_ids.shape[1]
+        # Dummy completions come last; dropping them sets their gradient to 0.
+        order = sorted(range(len(parts)), key=lambda i: not parts[i].rows)
+        original_order = batch.prompt_index.new_tensor([row for i in order for row in parts[i].rows]).argsort()
+
+        def joined(values: list[Tensor]) -> Tensor:
+            padded = [nn.functional.pad(values[i], (0, width - values[i].shape[1])) for i in order]
+            return torch.cat(padded)[original_order]
+
+        loads = [each.load for each in scores if each.load is not None]
+        return TokenScores(
+            joined([each.logprobs for each in scores]),
+            joined([each.entropy for each in scores]),
+            total_load(loads) if loads else None,
+        )
+
+    def parts(self, batch: MicroBatch) -> list[Part]:
+        """Split a micro-batch into completions without images, and with images, which run on the dense path.
+
+        All ranks run the same parts (`agree_on_chunks`), so that they gather sharded weights equally often. A rank
+        without completions of a part runs a dummy completion.
+        """
+        if not has_images(batch) and not batch.num_image_chunks:
+            return [Part(self, batch, range(len(batch.completion_ids)))]
+        plain, shown = rows_by_images(batch)
+        parts = []
+        if batch.num_chunks or (batch.num_chunks is None and plain):
+            part = batch.select(plain) if plain else dummy_of(batch)
+            parts.append(Part(self, replace(part, conversation_vision=None, num_chunks=batch.num_chunks), plain))
+        if batch.num_image_chunks or (batch.num_image_chunks is None and shown):
+            part = batch.select(shown) if shown else text_dummy_of(batch)
+            part = replace(part, vision=None, num_chunks=batch.num_image_chunks)
+            parts.append(Part(replace(self, path="dense"), part, shown))
+        return parts
+
+    def _score(
+        self, model: nn.Module, batch: MicroBatch, head: FullHead | SlicedHead, routers: Routers | None
+    ) -> TokenScores:
+        """Score completions that are all on this scorer's path."""
+        trains_entropy = head.trains_entropy
         prepare = extended_chunks if self.path == "extended" else dense_chunks
         score, prompt_load = prepare(model, batch, head, routers)
         is_recomputed = self.checkpoint_chunks and torch.is_grad_enabled()
@@ -141,8 +186,16 @@ class Scorer:
         return SlicedHead(temperature, self.head_chunk_size, self.logit_scale, self.never)
 
     def num_chunks(self, batch: MicroBatch) -> int:
-        """Number of chunks that this batch needs."""
+        """Number of chunks that the completions without images need."""
+        if has_images(batch):
+            rows = rows_by_images(batch)[0]
+            return self.num_chunks(replace(batch.select(rows), images=())) if rows else 0
         return len(chunk_sizes(self._row_lengths(batch), self.chunk_size))
+
+    def num_image_chunks(self, batch: MicroBatch) -> int:
+        """Number of chunks that the completions with images need."""
+        rows = rows_by_images(batch)[1] if has_images(batch) else ()
+        return replace(self, path="dense").num_chunks(replace(batch.select(rows), images=())) if rows else 0
 
     def chunks(self, batch: MicroBatch) -> list[Tensor | None]:
         """Row indices of every chunk, longest completions first; [None] (all rows in order) for a single chunk.
@@ -161,6 +214,11 @@ class Scorer:
 
     def padding(self, batch: MicroBatch) -> tuple[int, int]:
         """Padding tokens, and all tokens, in the forward passes of a micro-batch."""
+        counts = [part.scorer._padding(part.batch) for part in self.parts(batch)]
+        return sum(padding for padding, _ in counts), sum(tokens for _, tokens in counts)
+
+    def _padding(self, batch: MicroBatch) -> tuple[int, int]:
+        """As `padding`, for completions that are all on this scorer's path."""
         lengths = self._row_lengths(batch)
         computed = computed_tokens(lengths, chunk_sizes(lengths, self.chunk_size, batch.num_chunks or 1))
         real = int(batch.attention_mask.sum())
@@ -190,6 +248,51 @@ class Scorer:
         """[B] tokens of each row, longest first. On the dense path, rows include their prompt."""
         lengths = batch.attention_mask.sum(1).sort(descending=True).values
         return (lengths + (batch.prompt_ids.shape[1] if self.path == "dense" else 0)).tolist()  # type: ignore[no-any-return]
+
+
+class Part(NamedTuple):
+    """Completions of a micro-batch that run on the same path."""
+
+    scorer: Scorer
+    batch: MicroBatch
+    rows: Sequence[int]
+    """Their rows in the micro-batch; empty for a dummy completion."""
+
+
+def has_images(batch: MicroBatch) -> bool:
+    """True if completions of this rank contain images."""
+    return any(batch.images)
+
+
+def rows_by_images(batch: MicroBatch) -> tuple[list[int], list[int]]:
+    """The rows of completions without images, and with images."""
+    images = batch.images or [()] * len(batch.completion_ids)
+    numbers = range(len(images))
+    return [row for row in numbers if not images[row]], [row for row in numbers if images[row]]
+
+
+def dummy_of(batch: MicroBatch) -> MicroBatch:
+    """A prompt of the micro-batch with a completion of one masked token."""
+    dummy = batch.select([0])
+    return replace(
+        dummy,
+        completion_ids=dummy.completion_ids[:, :1],
+        attention_mask=dummy.attention_mask[:, :1],
+        completion_mask=torch.zeros_like(dummy.completion_mask[:, :1]),
+    )
+
+
+def text_dummy_of(batch: MicroBatch) -> MicroBatch:
+    """A prompt and a completion of one masked token each, without an image. The vision tower runs on the blank one."""
+    dummy = dummy_of(batch)
+    token = dummy.completion_ids
+    blank = None if batch.conversation_vision is None else batch.conversation_vision.blank
+    return replace(
+        dummy,
+        prompt_ids=token,
+        prompt_mask=torch.ones_like(dummy.attention_mask),
+        conversation_vision=VisionInputs([PromptVision()], blank),
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- chunks
@@ -452,23 +555,29 @@ def dense_chunks(
     model: nn.Module, batch: MicroBatch, head: Head, routers: Routers | None
 ) -> tuple[ScoreChunk, RouterLoad | None]:
     """Run [prompt | completion] rows, one forward pass per chunk; an image is encoded for every row of its prompt."""
-    placed = place(model, batch.prompt_ids, batch.prompt_mask, batch.vision)
+    whole = batch.conversation_vision
+    placed = None if whole else place(model, batch.prompt_ids, batch.prompt_mask, batch.vision)
 
     def score(rows: Tensor | None) -> tuple[Tensor, RouterLoad | None]:
         ids, mask, fan = rows_of(batch, rows)
         width = ids.shape[1]
         inputs = torch.cat([fan_out(batch.prompt_ids, fan), ids], 1)
         seen = torch.cat([fan_out(batch.prompt_mask, fan), mask], 1)
-        # Positions continue after the prompt, without counting padding; completions contain no image placeholders.
-        after = {"position_ids": placed.along(fan_out(placed.first, fan) + mask.long().cumsum(-1) - 1)}
-        continued = {
-            name: torch.cat([fan_out_last(given, fan), after.get(name, torch.zeros_like(ids))], -1)
-            for name, given in placed.arguments.items()
-        }
+        if placed is None:
+            assert whole is not None
+            vision: VisionInputs | None = whole if rows is None else whole.select(rows.tolist())
+            continued = place(model, inputs, seen, vision).arguments
+        else:
+            # Positions continue after the prompt, without counting padding; these completions contain no image.
+            after = {"position_ids": placed.along(fan_out(placed.first, fan) + mask.long().cumsum(-1) - 1)}
+            continued = {
+                name: torch.cat([fan_out_last(given, fan), after.get(name, torch.zeros_like(ids))], -1)
+                for name, given in placed.arguments.items()
+            }
+            prompts = batch.prompt_index if rows is None else batch.prompt_index[rows]
+            vision = batch.vision and batch.vision.select(prompts.tolist())
         arguments = known_arguments(model, **continued, logits_to_keep=width + 1, use_cache=False)
         arguments |= {"input_ids": inputs, "attention_mask": seen.long()}
-        prompts = batch.prompt_index if rows is None else batch.prompt_index[rows]
-        vision = batch.vision and batch.vision.select(prompts.tolist())
         with seeing(model, vision) as images, recording(routers) as routed:
             scores = head.score(model, arguments | images, lambda states: states[:, -width - 1 : -1], ids, mask)
         if routers is None:

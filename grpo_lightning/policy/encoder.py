@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 from torch import Tensor
 
-from grpo_lightning.core.images import ImageError
+from grpo_lightning.core.images import ImageError, ImageRef
 from grpo_lightning.core.types import EncodedPrompt, ImageView, Message, Prompt, PromptVision, VisionInputs
 from grpo_lightning.policy.families import family_of
 from grpo_lightning.policy.hf import num_positions, vocabulary_size
@@ -110,11 +110,29 @@ class Encoder:
                 f"{where or prompt.label} has images and token_ids: prompts with images cannot be truncated. Remove "
                 "token_ids."
             )
-        images, text = [image.read() for image in prompt.images], self.render(prompt, where)
-        encoded = self.with_images(self.process(text, images, where or prompt.label), images)
+        return self.from_text(self.render(prompt, where), prompt.images, where or prompt.label)
+
+    def from_text(self, text: str, images: Sequence[ImageRef], where: str) -> EncodedPrompt:
+        """Encode a rendered text with one placeholder per image. Raises: ValueError as `__call__`."""
+        read = [image.read() for image in images]
+        encoded = self.with_images(self.process(text, read, where), read)
         assert encoded.vision is not None
-        encoded.vision.sources, encoded.vision.text = prompt.images, text
+        encoded.vision.sources, encoded.vision.text = images, text
         return encoded
+
+    def check_places(self, text: str, num_images: int, where: str) -> None:
+        """Raise ValueError if a rendered text does not have one placeholder per image."""
+        of_one = self.template([{"role": "user", "content": [{"type": "image"}]}], {})
+        found, expected = (
+            sum(token in self.media_token_ids for token in self.tokenizer(each, add_special_tokens=False)["input_ids"])
+            for each in (text, of_one)
+        )
+        if found != expected * num_images:
+            raise ValueError(
+                f"{where}: the chat template renders {num_images} image(s) with {found} image tokens instead of "
+                f"{expected * num_images}: {text!r:.200}. Return the images in messages whose role may contain images "
+                "in this template, for example 'user'."
+            )
 
     def check(self, prompt: Prompt, where: str = "") -> None:
         """Raise ValueError if a prompt contains video or audio, or contains an image and the policy is text-only.
@@ -404,21 +422,26 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = ""
     return list(ids)
 
 
-def check_length(prompt: Prompt, num_tokens: int, limit: int | None, max_completion_length: int) -> None:
-    """Check that a prompt and its longest completion fit the model's positions.
+def check_length(
+    prompt: Prompt, num_tokens: int, limit: int | None, max_completion_length: int, *, is_of_engine: bool = False
+) -> None:
+    """Check that a prompt and its longest completion fit the model's positions, or the engine.
 
     Args:
         prompt: The prompt, which the error names.
         num_tokens: Length L of the prompt.
         limit: Number of positions of the model (`num_positions`); None means no limit.
         max_completion_length: Maximum number of tokens of a completion.
+        is_of_engine: Whether the limit is vLLM's `max_model_len`.
 
     Raises:
         ValueError: If prompt and completion do not fit; the message names the prompt and the lengths.
     """
     if limit is not None and num_tokens + max_completion_length > limit:
+        exceeded = f"vLLM's max_model_len of {limit}. Raise it (model.engine.max_model_len, or --max-model-len of the "
+        exceeded = f"{exceeded}server), lower" if is_of_engine else f"the policy's {limit} positions. Lower"
         raise ValueError(
             f"{prompt.label} has {num_tokens} tokens; with sampling.max_completion_length "
-            f"{max_completion_length} that exceeds the policy's {limit} positions. Lower the completion length, set "
+            f"{max_completion_length} that exceeds {exceeded} the completion length, set "
             "data.max_prompt_length (with overlong_prompts: drop or truncate), or remove the prompt."
         )

@@ -294,6 +294,9 @@ KEY_MULTIPLE = {"cuda": 8}
 """The number of keys that attention kernels read the bias of at once, by device type; 1 on others. The padded length of
 prompts is a multiple of this number."""
 
+WINDOWS = (64, 128, 256, 512)
+"""Own tokens that are attended to at a time in fixed shapes, filled or not; above the last, multiples of it."""
+
 ATTENTION = "grpo_lightning_shared_prompts"
 """The name of `SharedPrompts.attend` among transformers' attention functions. It has no mask function there, so
 transformers makes no mask."""
@@ -394,11 +397,16 @@ class SharedPrompts(Cache):
         longest: Most tokens per row that will be stored.
     """
 
+    has_fixed_shapes = False
+    """True if the tensors of a step, and their shapes, stay those of the step before as long as `layout` does, so that
+    a CUDA graph can compute the step. Attention then masks columns of the window that are not filled yet."""
+
     def __init__(
         self, policy: nn.Module, prefilled: SamplingCache, mask: Tensor, prompt_of: Tensor, longest: int
     ) -> None:
         super().__init__(layers=[])
         self.policy, self.device, self.longest = policy, mask.device, longest
+        self.changes, self.window = 0, 0
         states = [States(layer.keys, layer.values) for layer in prefilled.layers]
         self.prompts = states
         """Per layer, [N, key heads, L, head size]."""
@@ -439,14 +447,39 @@ class SharedPrompts(Cache):
             # one layer after the other, so that only one layer is stored twice at a time
             for i, pair in enumerate(self.own):
                 self.own[i] = States(*(nn.functional.pad(x, (0, 0, 0, room)) for x in pair))
+            self.changes += 1
         self.num_steps += 1
         self.length += 1
-        if self.ages is not None:
+        if self.has_fixed_shapes:
+            self.fill_in_place()
+        elif self.ages is not None:
             self.column, self.ages = self.ages, self.ages + 1
             columns = torch.arange(round_up(self.length, self.device), device=self.device)
             bias = masking_bias(columns < self.ages[:, None], self.own[0].keys.dtype)
             self.own_bias = bias[..., : self.length]
         return {"cache": self}
+
+    @property
+    def layout(self) -> tuple[int, int, int]:
+        """Changes whenever a step has other tensors, or other shapes, than the step before."""
+        return id(self), self.changes, self.window
+
+    def fill_in_place(self) -> None:
+        """Set the columns of the new tokens and the bias of the own tokens, in the tensors of the step before."""
+        window = next((w for w in WINDOWS if w >= self.length), -(-self.length // WINDOWS[-1]) * WINDOWS[-1])
+        window = min(window, self.capacity)
+        if self.ages is None:
+            self.ages = torch.full((len(self.prompt_of),), self.length - 1, device=self.device)
+        if self.column is None or self.own_bias is None or window != self.window:
+            self.window = window
+            self.changes += 1
+            self.column = torch.empty_like(self.ages)
+            self.columns = torch.arange(round_up(window, self.device), device=self.device)
+            shape = len(self.ages), 1, 1, len(self.columns)
+            self.own_bias = torch.empty(shape, dtype=self.own[0].keys.dtype, device=self.device)[..., :window]
+        self.column.copy_(self.ages)
+        self.ages += 1
+        self.own_bias.copy_(masking_bias(self.columns[:window] < self.ages[:, None], self.own_bias.dtype))
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[None]:
@@ -526,7 +559,8 @@ class SharedPrompts(Cache):
         ages = [self.num_steps - step for step in start]
         self.start, self.length = start, max(ages)
         self.ages = None if len(set(ages)) == 1 else torch.tensor(ages, device=self.device)
-        self.every_row, self.own_bias = torch.arange(len(ages), device=self.device), None
+        self.own_bias = None
+        self.changes += 1
 
     def group(self, prompt_of: list[int]) -> None:
         """Arrange the rows in N groups by prompt, and set the row at each place and the group and place of each row.
@@ -542,6 +576,7 @@ class SharedPrompts(Cache):
         size = max(map(len, members))
         self.prompt_of = prompt_of
         rows = [[*group, *[0] * (size - len(group))] for group in members]
+        self.every_row = torch.arange(len(prompt_of), device=self.device)
         self.is_in_order = [row for group in rows for row in group] == list(range(len(prompt_of)))
         """True if the groups are equally large and their rows follow each other, so that no row has to be gathered."""
         self.row_at = torch.tensor(rows, device=self.device)  # [N, size]
@@ -588,7 +623,8 @@ class SharedPrompts(Cache):
         """
         rows, heads, _, size = query.shape
         keys, values = self.prompts[layer_idx]
-        own_keys, own_values = (x[:, :, : self.length] for x in self.own[layer_idx])
+        length = self.window if self.has_fixed_shapes else self.length
+        own_keys, own_values = (x[:, :, :length] for x in self.own[layer_idx])
         groups, places = self.row_at.shape
         key_heads = keys.shape[1]
         # transformers' query head h reads key head h // (heads / key heads)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from grpo_lightning.core.types import Message
-from grpo_lightning.policy.encoder import WORD_JOINER
+from grpo_lightning.core.images import ImageRef
+from grpo_lightning.core.types import IMAGE_MARK, Message, ObservedImages, change_texts
+from grpo_lightning.policy.encoder import WORD_JOINER, Encoder, merge_text_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,10 +36,14 @@ class TurnTokens:
     Args:
         tokenizer: The policy's tokenizer.
         stop_ids: Ids of the tokens that end a turn of the policy.
+        encoder: Encodes images; None for texts only.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], encoder: Encoder | None = None
+    ) -> None:
         self.tokenizer, self.stop_ids = tokenizer, frozenset(stop_ids)
+        self.encoder = encoder if encoder is not None and encoder.sees_images else None
 
     def ids(
         self, messages: Sequence[Message], last_id: int | None, settings: Mapping[str, Any], *, is_chat: bool
@@ -58,8 +63,55 @@ class TurnTokens:
             return self.text_ids("".join(str(message["content"]) for message in messages))
         escaped = [{**message, "content": self.escaped(str(message["content"]))} for message in messages]
         ids = self.encoded(self.behind_the_turn(escaped, settings))
-        is_repeated = ids and last_id is not None and last_id in self.stop_ids and ids[0] in self.stop_ids
-        return ids[1:] if is_repeated else ids
+        return ids[self.num_repeated(ids, last_id) :]
+
+    def num_repeated(self, ids: Sequence[int], last_id: int | None) -> int:
+        """Number of tokens at the beginning that repeat the stop token with which the policy's turn has ended.
+
+        Only the very token that the policy wrote is a repetition: another stop token can open the next message, as
+        `<|user|>` does in GLM's templates. Some templates write a space in front of it.
+        """
+        if last_id not in self.stop_ids or last_id not in ids:
+            return 0
+        place = ids.index(last_id)
+        return 0 if str(self.tokenizer.decode(ids[:place])).strip() else place + 1
+
+    def with_images(
+        self,
+        messages: Sequence[Message],
+        images: Sequence[ImageRef],
+        last_id: int | None,
+        settings: Mapping[str, Any],
+        where: str,
+    ) -> tuple[list[int], ObservedImages]:
+        """Tokens that follow a turn of the policy, as `ids`, for messages of a chat with images.
+
+        Args:
+            messages: The messages of the environment, with a part {"type": "image"} per image.
+            images: The images, in order.
+            last_id: The last token of the policy's turn.
+            settings: Arguments of the chat template.
+            where: Name of the observation in errors.
+
+        Returns:
+            The tokens, and the images; these count their tokens from the first one of the observation.
+
+        Raises:
+            ValueError: If the chat template or the processor cannot take the messages or images.
+        """
+        assert self.encoder is not None
+        merged = [
+            {**message, "content": merge_text_parts(message["content"])} for message in messages
+        ]  # as templates do
+        escaped = [change_texts(message, self.escaped) for message in merged]
+        text = self.behind_the_turn(escaped, settings)
+        self.encoder.check_places(text, len(images), where)
+        encoded, unexpanded = self.encoder.from_text(text, images, where), self.encoded(text)
+        assert encoded.vision is not None
+        skipped = self.num_repeated(encoded.token_ids, last_id)
+        ids = encoded.token_ids[skipped:]
+        encoded.vision.token_types = {name: types[skipped:] for name, types in encoded.vision.token_types.items()}
+        return ids, ObservedImages(0, len(ids), unexpanded[skipped:], encoded.vision)
 
     def text_ids(self, text: str) -> list[int]:
         """Tokens of a text that continues what is there."""
@@ -68,6 +120,20 @@ class TurnTokens:
     def encoded(self, text: str) -> list[int]:
         """Tokens of a text, without those that the tokenizer begins texts with."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of a completion's tokens, without special tokens, and with `IMAGE_MARK` for an image."""
+        media = () if self.encoder is None else self.encoder.media_token_ids
+        if not set(media) & set(ids):
+            return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        image = self.encoder.config.image_token_id  # type: ignore[union-attr]
+        mark, shown = self.encoded(IMAGE_MARK), list[int]()
+        for before, token in zip([None, *ids], ids, strict=False):
+            if token not in media:
+                shown.append(token)
+            elif token == image != before:
+                shown += mark
+        return str(self.tokenizer.decode(shown, skip_special_tokens=True))
 
     def cut(self, text: str, max_tokens: int) -> tuple[str, bool]:
         """Cut a text to a number of tokens. Returns: the text, and whether it was cut."""
@@ -139,7 +205,8 @@ class TurnTokens:
     def special_tokens(self) -> list[str]:
         """Special tokens as text, the longest first."""
         added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        return sorted({*added, *map(str, self.tokenizer.all_special_tokens)}, key=len, reverse=True)
+        media = [] if self.encoder is None else self.encoder.media_tokens
+        return sorted({*added, *media, *map(str, self.tokenizer.all_special_tokens)}, key=len, reverse=True)
 
     def escaped(self, text: str) -> str:
         """Escape special tokens that a text spells: an observation must not end a message."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from grpo_lightning.core import ranks
-from grpo_lightning.core.types import ImageFeatures, PromptVision, VisionInputs
+from grpo_lightning.core.types import ImageFeatures, ObservedImages, PromptVision, VisionInputs
 from grpo_lightning.policy.families import family_of, inner_model, is_tower_trained
 from grpo_lightning.policy.hf import base_model, compute_device, known_arguments, text_positions
 
@@ -175,7 +175,7 @@ def place(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: Vis
 
     Args:
         model: The policy.
-        prompt_ids: [N, L], left-padded.
+        prompt_ids: [N, L], left-padded; or conversations, padded on both sides.
         prompt_mask: [N, L] bool.
         vision: Vision inputs of the prompts.
     """
@@ -184,7 +184,7 @@ def place(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: Vis
     lengths = prompt_mask.sum(-1).tolist()
     types = {
         # The tokens of prompts without types, for example of a dummy prompt, are text.
-        name: pad_left(
+        name: at_tokens(
             [
                 prompt.token_types.get(name, torch.zeros(length, dtype=torch.long))
                 for prompt, length in zip(vision.prompts, lengths, strict=True)
@@ -201,7 +201,7 @@ def place(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: Vis
         return PlacedPrompts(types | {"position_ids": text_positions(prompt_mask)}, first, 1)
     rows = zip(prompt_ids, prompt_mask, vision.prompts, strict=True)
     placed = [position_of(inner, ids[mask], prompt) for ids, mask, prompt in rows]
-    positions = pad_left([positions for positions, _ in placed], prompt_mask).movedim(0, 1)
+    positions = at_tokens([positions for positions, _ in placed], prompt_mask).movedim(0, 1)
     first = torch.tensor([[following] for _, following in placed], device=prompt_mask.device)
     return PlacedPrompts(types | {"position_ids": positions}, first, 3)
 
@@ -226,6 +226,43 @@ def continued(prompt: PromptVision, more_ids: Sequence[int], length: int) -> Pro
     return replace(prompt, token_types=types, positions=positions, more_ids=list(more_ids))
 
 
+def whole(
+    prompt: PromptVision,
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    observed: Sequence[ObservedImages],
+) -> PromptVision:
+    """The vision inputs of a conversation with images in its observations.
+
+    Args:
+        prompt: Vision inputs of the prompt.
+        prompt_ids: [L] tokens of the prompt.
+        completion_ids: [T] tokens behind the prompt.
+        observed: The observations with images.
+    """
+    parts = [prompt, *(each.vision for each in observed)]
+    length = len(prompt_ids) + len(completion_ids)
+    token_types: dict[str, Tensor] = {}
+    places = [(0, prompt), *((len(prompt_ids) + each.start, each.vision) for each in observed)]
+    for start, part in places:
+        for name, types in part.token_types.items():
+            row = token_types.setdefault(name, types.new_zeros(length))
+            row[start : start + len(types)] = types
+    # A prompt without images has no rendered text, and all of its tokens are as they are.
+    unexpanded, end = ([] if prompt.sources else list(prompt_ids)), 0
+    for each in observed:
+        unexpanded += [*completion_ids[end : each.start], *each.unexpanded_ids]
+        end = each.end
+    return PromptVision(
+        images=concatenate_images([part for part in parts if part.images]),
+        token_types=token_types,
+        num_image_tokens=sum(part.num_image_tokens for part in parts),
+        sources=[source for part in parts for source in part.sources],
+        text=prompt.text,
+        more_ids=[*unexpanded, *completion_ids[end:]],
+    )
+
+
 def position_of(inner: Any, ids: Tensor, prompt: PromptVision) -> tuple[Tensor, int]:
     """[3, L] positions of a prompt's tokens, and the position of the first token after the prompt."""
     if prompt.positions is None:
@@ -240,7 +277,9 @@ def position_of(inner: Any, ids: Tensor, prompt: PromptVision) -> tuple[Tensor, 
     return prompt.positions
 
 
-def pad_left(rows: Sequence[Tensor], mask: Tensor) -> Tensor:
-    """Left-pad N tensors [..., l] with zeros to [N, ..., L], on the device of the mask [N, L]."""
-    length = mask.shape[1]
-    return torch.stack([nn.functional.pad(row, (length - row.shape[-1], 0)) for row in rows]).to(mask.device)
+def at_tokens(rows: Sequence[Tensor], mask: Tensor) -> Tensor:
+    """Spread N tensors [..., l] over the l tokens of each row of a mask [N, L], with zeros at padding: [N, ..., L]."""
+    spread = [row.new_zeros(*row.shape[:-1], mask.shape[1]) for row in rows]
+    for each, row, tokens in zip(spread, rows, mask.to(rows[0].device), strict=True):
+        each[..., tokens] = row
+    return torch.stack(spread).to(mask.device)

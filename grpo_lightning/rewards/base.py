@@ -32,7 +32,8 @@ argument is.
 For conversations (`model.environment`), the completion of a chat has all messages behind the prompt, with the
 observations, and its text is that of the policy's last turn. These arguments are passed too, if the data has no column
 of the same name: `turns` (lists of `core.types.Turn`), `environment_rewards` (the sum of the environment's rewards,
-None if it gave none) and, if the signature names it, `environments` (the environment's object at the end).
+None if it gave none), `environment_metrics` (dicts with the sums of the numbers that the environment logs) and, if the
+signature names it, `environments` (the user's own object at the end).
 
 By default, a call gets the completions of one prompt. Only a call of an async reward, or of a reward with
 `in_process = True`, gets the completions of the whole batch. Worker processes (`rewards/workers.py`) call copies of a
@@ -80,6 +81,7 @@ ALIASES = (
     "turns",
     "environments",
     "environment_rewards",
+    "environment_metrics",
 )
 """Further arguments, passed if the data have no column of that name: those with names from TRL, ms-swift and VLM-R1,
 and what the environments of conversations left."""
@@ -299,7 +301,7 @@ class WeightedReward(Reward):
         self.is_async = is_async(reward)
         self.in_process = self.is_async or _belongs_here(reward)
         self._name = name or _name(reward)
-        self._accepted, needed = keywords(reward, self._name)
+        self._named, self._takes_all, needed = keywords(reward, self._name)
         columns = [*needed, *getattr(innermost(reward), "required_columns", ())]
         self._completions_name = _first_argument(reward) if _is_orm(reward) else None
         known = {*CONTRACT, *ALIASES, self._completions_name}
@@ -325,11 +327,11 @@ class WeightedReward(Reward):
         """Select the arguments that the reward takes."""
         if self._completions_name is not None and "completions" in available:
             available = {**available, self._completions_name: available["completions"]}
-        return {name: value for name, value in available.items() if self._accepted is None or name in self._accepted}
+        return {name: value for name, value in available.items() if self._takes_all or name in self._named}
 
     def names(self, argument: str) -> bool:
-        """Whether the reward's signature names an argument."""
-        return self._accepted is not None and argument in self._accepted
+        """Whether the reward's signature names an argument, with or without `**kwargs` next to it."""
+        return argument in self._named
 
     def check(self, max_completion_length: int) -> None:
         """Run `check` of the wrapped reward, if it is a `Reward`.
@@ -383,14 +385,12 @@ class WeightedReward(Reward):
     def may_read(self, column: str) -> bool:
         """Whether the reward may read a data column.
 
-        A function with `**kwargs` may read any column. A `Reward` with `**kwargs` declares the columns that it reads in
-        `required_columns` and `optional_columns`.
+        A function with `**kwargs` may read any column. A `Reward` with `**kwargs` names the columns that it reads in
+        its signature, or declares them in `required_columns` and `optional_columns`.
         """
-        if self._accepted is not None and column in self._accepted:
+        if self.names(column) or column in (*self.required_columns, *self.optional_columns):
             return True
-        if column in (*self.required_columns, *self.optional_columns):
-            return True
-        return self._accepted is None and not isinstance(innermost(self.reward), Reward)
+        return self._takes_all and not isinstance(innermost(self.reward), Reward)
 
 
 def completion_text(completion: Content) -> str:
@@ -512,8 +512,8 @@ def innermost(reward: Callable[..., Any]) -> Callable[..., Any]:
     return reward
 
 
-def keywords(reward: Callable[..., Any], name: str) -> tuple[frozenset[str] | None, list[str]]:
-    """The keyword arguments that a reward takes (None: any), and the keyword arguments that it requires.
+def keywords(reward: Callable[..., Any], name: str) -> tuple[frozenset[str], bool, list[str]]:
+    """The keyword arguments that a reward names, whether it takes all others too, and the ones that it requires.
 
     Raises:
         ValueError: If the reward cannot be called by keyword.
@@ -529,8 +529,8 @@ def keywords(reward: Callable[..., Any], name: str) -> tuple[frozenset[str] | No
             )
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    accepted = None if takes_all else frozenset(parameter.name for parameter in named)
-    return accepted, [parameter.name for parameter in named if parameter.default is parameter.empty]
+    required = [parameter.name for parameter in named if parameter.default is parameter.empty]
+    return frozenset(parameter.name for parameter in named), takes_all, required
 
 
 def is_async(reward: Callable[..., Any]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_lightning.rewards.base import Content, Reward
@@ -28,8 +28,31 @@ class EnvironmentReward(Reward):
 
 
 class ToolUse(Reward):
-    """1 if a tool answered in the conversation, else 0. With weight 0, the fraction is only logged."""
+    """1 if a tool was run in the conversation, else 0. With weight 0, the fraction is only logged.
 
-    def __call__(self, completions: Sequence[Content], turns: Sequence[Any], **columns: Any) -> list[float]:
-        """Look at the turns. Args: completions, turns: [B]. Returns: [B]."""
-        return [float(any(turn.role == "tool" for turn in each or ())) for each in turns]
+    Calls that ran count, also if the tool raised an error, took too long or crashed (`ok`, `exception`, `timeout` and
+    `crash` of `environment/calls/<outcome>`). Calls that were refused do not count: those that are malformed, name an
+    unknown tool, have wrong arguments or are too many. In an environment that does not count calls, messages of the
+    role "tool" count.
+    """
+
+    def __call__(
+        self,
+        completions: Sequence[Content],
+        turns: Sequence[Any],
+        environment_metrics: Sequence[Mapping[str, float]],
+        **columns: Any,
+    ) -> list[float]:
+        """Look for calls. Args: completions, turns, environment_metrics: [B]. Returns: [B]."""
+        return [float(_has_run(*each)) for each in zip(turns, environment_metrics, strict=True)]
+
+
+RUN = ("ok", "exception", "timeout", "crash")
+"""The outcomes of calls that ran (see `environments.tools.OUTCOMES`)."""
+
+
+def _has_run(turns: Sequence[Any] | None, metrics: Mapping[str, float]) -> bool:
+    """Whether a tool was run."""
+    if "calls" in metrics or "used_tools" in metrics:
+        return any(metrics.get(f"calls/{outcome}", 0) > 0 for outcome in RUN)
+    return any(turn.role == "tool" for turn in turns or ())

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import functools
 import itertools
 import logging
 import math
-import os
 import pickle
 import statistics
-import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -29,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from grpo_lightning.core.event_loop import event_loop
 from grpo_lightning.core.seeding import derived_seed
 from grpo_lightning.core.types import Completion, Group, Message, Prompt
 from grpo_lightning.rewards.base import (
@@ -78,6 +76,11 @@ class Scores:
     def of_totals(cls, total: Tensor) -> Scores:
         """Make scores from totals [N, G] alone, without values per reward."""
         return cls(total, {}, {}, {}, {})
+
+    def without(self, excluded: Tensor) -> Scores:
+        """Make completions not scorable. Args: excluded: [N, G] bool."""
+        by_reward = {name: values.masked_fill(excluded, math.nan) for name, values in self.by_reward.items()}
+        return replace(self, total=self.total.masked_fill(excluded, math.nan), by_reward=by_reward)
 
     def select(self, rows: Sequence[int]) -> Scores:
         """Select groups, in the given order; metrics and failures remain those of all groups."""
@@ -476,24 +479,6 @@ def _describe(result: Any) -> str:
     return f"a {type(result).__name__}{size}: {result!r:.80}"
 
 
-def event_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of async rewards and environments, in a thread of its own."""
-    return _event_loop(os.getpid())
-
-
-@functools.cache
-def _event_loop(process_id: int) -> asyncio.AbstractEventLoop:
-    """The event loop of async rewards. It runs in its own thread, because notebooks run a loop in the main thread.
-
-    Args:
-        process_id: Id of this process, as the cache key: a forked process lacks the loop's thread and needs its own
-            loop.
-    """
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name=f"rewards-{process_id}", daemon=True).start()
-    return loop
-
-
 async def _finish(answer: Answer) -> Answer:
     """Wait for the values of an async reward."""
     try:
@@ -560,12 +545,15 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
     of_conversations: dict[str, Callable[[Group, Completion], Any]] = {
         "turns": lambda _, completion: completion.turns,
         "environment_rewards": lambda _, completion: completion.environment_reward,
+        "environment_metrics": lambda _, completion: (
+            {} if completion.ending is None else dict(completion.ending.metrics)
+        ),
         "environments": lambda _, completion: _environment(completion),
     }
     assert aliases.keys() | of_conversations.keys() == set(ALIASES)
     has_turns = any(completion.turns is not None for group in groups for completion in group.completions)
     for name, read in of_conversations.items():
-        # A reward that takes all arguments gets no environments, which would be unpickled and pickled for it.
+        # A reward that only takes `**kwargs` gets no environments, which would be unpickled and pickled for it.
         if reward.names(name) or (has_turns and name != "environments"):
             aliases[name] = per_completion(read)
     return reward.select(
@@ -593,9 +581,10 @@ def worker_call(reward: WeightedReward, group: Group, context: CallContext) -> t
 
 
 def _environment(completion: Completion) -> Any:
-    """The environment of a completion, as it is at the end; None without one."""
+    """The environment of a completion, as it is at the end; None without one. It is the user's own object."""
     state = None if completion.ending is None else completion.ending.state
-    return pickle.loads(state) if isinstance(state, bytes) else state  # noqa: S301 (our own)
+    environment = pickle.loads(state) if isinstance(state, bytes) else state  # noqa: S301 (our own)
+    return getattr(environment, "for_rewards", environment)
 
 
 def written_messages(completion: Completion) -> list[Message]:

@@ -34,7 +34,7 @@ import traceback
 import types
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -450,6 +450,16 @@ class WorkerPool:
                 self.keep(call.reward, answer.problem)
         return len(calls)
 
+    def set_deadline(self, answers: Iterable[Future[Answer]], deadline: float) -> None:
+        """Set the deadline of calls that were submitted without one.
+
+        Args:
+            answers: What `submit` returned for the calls.
+            deadline: In `time.monotonic` seconds.
+        """
+        chosen = set(answers)
+        self._set_deadline([SentCall(*sent) for sent in list(self._pending.items()) if sent[1] in chosen], deadline)
+
     def _send(self, data: bytes, seconds: float = math.inf, deadline: float = math.inf) -> SentCall:
         """Send a pickled call to the supervisor."""
         assert self.limits is not None
@@ -853,6 +863,23 @@ def _limit_memory(memory_bytes: int) -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+@contextlib.contextmanager
+def seeded_random(seed: int) -> Iterator[None]:
+    """Seed the random number generators as for a call in a worker, and restore them afterwards."""
+    python, numpy, torch = random.getstate(), sys.modules.get("numpy"), sys.modules.get("torch")
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    of_torch = None if torch is None else torch.default_generator.get_state()
+    _seed_random(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
+        if torch is not None:
+            torch.default_generator.set_state(of_torch)
 
 
 def _seed_random(seed: int) -> None:

@@ -13,14 +13,18 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import NamedTuple
 
 from grpo_lightning.core import ranks
 from grpo_lightning.core.background import in_background
 from grpo_lightning.core.types import Group, Prompt
+from grpo_lightning.rollout.engine import Progress
 
 log = logging.getLogger(__name__)
+
+POLL = 1.0
+"""Seconds between two looks at the decoding progress of the background."""
 
 
 class Sampled(NamedTuple):
@@ -51,6 +55,14 @@ class InFlight:
         """Seconds that it took to sample the groups which `take` has returned last."""
         self.failure: Exception | None = None
         """Error of this rank that lost groups in the last `take`."""
+        self.running: list[Future[Sampled]] = []
+        """What is sampled in the background, also what was forgotten."""
+        self.latest: tuple[int, int] | None = None
+        """The newest decoding progress of the background."""
+
+    def report(self, done: int, total: int) -> None:
+        """Record decoding progress; engines call this in another thread, where callbacks must not be called."""
+        self.latest = (done, total)
 
     def request(self, prompts: Sequence[Prompt], sample: Callable[[], list[Group]], rollout_index: int) -> None:
         """Start sampling in the background.
@@ -61,6 +73,7 @@ class InFlight:
             rollout_index: Index of the present rollout.
         """
         future = in_background(lambda: timed(sample))
+        self.running.append(future)
         for position, prompt in enumerate(prompts):
             self.requests.setdefault(prompt.key, deque()).append(Request(future, position, rollout_index))
 
@@ -89,15 +102,34 @@ class InFlight:
                 positions.append(position)
         return positions
 
-    def take(self, prompts: Sequence[Prompt]) -> list[Group | None]:
-        """Wait for the groups of N prompts. Collective.
+    def wait(self, progress: Progress | None = None) -> None:
+        """Wait until nothing is sampled in the background, and pass on its decoding progress.
+
+        Without progress, the watchdog would end a run that waits for a long rollout.
+        """
+        seen = None
+        while self.running:
+            done, _ = wait(self.running, timeout=POLL, return_when=FIRST_COMPLETED)
+            self.running = [future for future in self.running if future not in done]
+            if self.latest is not seen:
+                seen = self.latest
+                if seen is not None and progress is not None:
+                    progress(*seen)
+
+    def take(self, prompts: Sequence[Prompt], progress: Progress | None = None) -> list[Group | None]:
+        """Wait until nothing is sampled in the background, and take the groups of N prompts. Collective.
 
         If sampling has failed on any rank, all ranks log a warning, and all prompts that were requested together with
         the failed ones are forgotten.
 
+        Args:
+            prompts: N prompts.
+            progress: Called in this thread with the decoding progress.
+
         Returns:
             N groups; None for prompts that are not in flight, and for those whose sampling has failed.
         """
+        self.wait(progress)
         self.failure = None
         groups: list[Group | None] = []
         used: dict[int, Sampled] = {}

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from grpo_lightning.core import ranks
@@ -29,18 +31,26 @@ from grpo_lightning.core.types import (
     FinishReason,
     Group,
     Message,
+    ObservedImages,
     Prompt,
     SamplingParams,
     Turn,
     VisionInputs,
+    change_texts,
     check_ranges,
 )
-from grpo_lightning.environments.base import Step, messages_of, text_of
+from grpo_lightning.environments.base import (
+    Step,
+    images_of,
+    messages_of,
+    text_of,
+    without_image_data,
+)
 from grpo_lightning.environments.runner import EnvironmentRunner, OnError, Result
 from grpo_lightning.environments.tools import name_of
 from grpo_lightning.functional import turn_credits
 from grpo_lightning.policy.turns import TRUNCATED, TurnTokens
-from grpo_lightning.policy.vision import continued
+from grpo_lightning.policy.vision import continued, whole
 from grpo_lightning.rewards.base import WeightedReward
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turns
 
@@ -63,7 +73,9 @@ class ConversationSettings:
     (`sampling.max_completion_length`), which counts the tokens of observations too."""
 
     max_observation_length: int = 1024
-    """Tokens to which an observation is cut."""
+    """Tokens to which the text of an observation is cut. Images are never cut, and their tokens do not count here: the
+    size of images is limited by the policy's `max_pixels` or `max_anyres_num`, and all tokens count in
+    `sampling.max_completion_length`."""
 
     on_error: OnError = "raise"
     """What happens if a call of an environment fails. "raise" stops the run. The others end the conversation: with
@@ -115,6 +127,7 @@ class Conversation:
     mask: list[bool] = field(default_factory=list)
     entropies: list[float] | None = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    images: list[ObservedImages] = field(default_factory=list)
     weight_version: int | None = None
     finish_reason: FinishReason | None = None
     """None while the conversation is open."""
@@ -122,6 +135,10 @@ class Conversation:
     failure: str = ""
     is_scorable: bool = True
     metrics: dict[str, float] = field(default_factory=dict)
+    is_done: bool = False
+    """True if the environment has said that the conversation is done, or a call of it has failed. Otherwise a limit has
+    ended a conversation that has ended."""
+
     call: Future[Any] | None = None
     """The running call of the environment."""
 
@@ -129,6 +146,11 @@ class Conversation:
     def num_turns(self) -> int:
         """Turns of the policy."""
         return sum(turn.is_sampled for turn in self.turns)
+
+    @property
+    def last_sampled(self) -> Turn:
+        """The last turn of the policy."""
+        return next(turn for turn in reversed(self.turns) if turn.is_sampled)
 
     def write(self, sampled: Completion) -> None:
         """Append a turn of the policy."""
@@ -147,9 +169,11 @@ class Conversation:
             Turn("assistant", sampled.text, start, end, is_sampled=True, finish_reason=sampled.finish_reason)
         )
 
-    def read(self, role: str, text: str, ids: Sequence[int]) -> None:
+    def read(self, role: str, text: str, ids: Sequence[int], images: ObservedImages | None = None) -> None:
         """Append an observation."""
         start = len(self.token_ids)
+        if images is not None:
+            self.images.append(replace(images, start=start, end=start + len(ids)))
         self.token_ids += ids
         self.logprobs += [0.0] * len(ids)
         self.mask += [False] * len(ids)
@@ -166,15 +190,16 @@ class Conversation:
                 del values[end:]
         turn.end, turn.text = end, text
 
-    def completion(self, tokenizer: Any) -> Completion:
-        """The completion of an ended conversation."""
+    def completion(self, decode: Callable[[Sequence[int]], str]) -> Completion:
+        """The completion of an ended conversation. Args: decode: makes text of its tokens."""
         assert self.finish_reason is not None
         return Completion(
             self.token_ids,
             self.logprobs,
             self.finish_reason,
-            tokenizer.decode(self.token_ids, skip_special_tokens=True),
+            decode(self.token_ids),
             turns=self.turns,
+            images=self.images,
             ending=Ending(self.state, self.failure, self.is_scorable, self.metrics),
             mask=None if all(self.mask) else self.mask,
             entropies=self.entropies,
@@ -253,8 +278,19 @@ class Conversations:
                     f"Environment {self.runner.name!r}: `reset` {result.problem} ({prompt.label}). Fix it, or remove "
                     "the prompt."
                 ) from result.cause
-        begun = [self._with_observation(prompt, result.value) for prompt, result in zip(prompts, results, strict=True)]
+        begun = [self.with_observation(prompt, result.value) for prompt, result in zip(prompts, results, strict=True)]
         return begun, [result.state for result in results]
+
+    def resumed(self, prompts: Sequence[Prompt], observations: Mapping[int | str, Any]) -> list[Prompt]:
+        """Prompts as `begin` returned them. Args: observations: `Prompt.observation` by `Prompt.key`."""
+        return [self.with_observation(self.described(prompt), observations.get(prompt.key)) for prompt in prompts]
+
+    def shortened(self, text: str) -> tuple[str, bool]:
+        """Cut an observation to `max_observation_length` tokens. Returns: the text, and whether it was cut."""
+        longest = self.settings.max_observation_length
+        short, is_cut = self.tokens.cut(text[: longest * CHARACTERS_PER_TOKEN], longest)
+        is_cut = is_cut or len(text) > longest * CHARACTERS_PER_TOKEN
+        return short if not is_cut or short.endswith(TRUNCATED) else short + TRUNCATED, is_cut
 
     def described(self, prompt: Prompt) -> Prompt:
         """A prompt whose chat template describes the tools."""
@@ -262,23 +298,47 @@ class Conversations:
             return prompt
         return replace(prompt, chat_template_kwargs={**prompt.chat_template_kwargs, "tools": self.schemas})
 
-    def _with_observation(self, prompt: Prompt, observation: Any) -> Prompt:
-        """Append a first observation to a prompt: text to its last user message, a message as it is."""
+    def with_observation(self, prompt: Prompt, observation: Any) -> Prompt:
+        """Append a first observation to a prompt: text to its last user message, a message as it is.
+
+        Its text has the limit of all observations, and special tokens that it spells are escaped.
+        """
         if observation is None or observation == "":
             return prompt
+        messages = [
+            change_texts(message, lambda text: self.tokens.escaped(self.shortened(text)[0]))
+            for message in messages_of(observation, "user")
+        ]
+        images = images_of(messages)
+        if images:
+            self.check_images(is_chat=not isinstance(prompt.content, str))
+        prompt = replace(prompt, token_ids=None, observation=observation, images=[*prompt.images, *images])
         if isinstance(prompt.content, str):
-            return replace(prompt, content=prompt.content + text_of(observation), token_ids=None)
+            return replace(prompt, content=prompt.content + "\n".join(map(text_of, messages)))
         content: list[Message] = list(prompt.content)
         if isinstance(observation, str) and content and content[-1]["role"] == "user":
             last = content[-1]
             parts = last["content"]
             more = (
-                f"{parts}\n\n{observation}"
+                f"{parts}\n\n{text_of(messages[0])}"
                 if isinstance(parts, str)
-                else [*parts, {"type": "text", "text": observation}]
+                else [*parts, {"type": "text", "text": text_of(messages[0])}]
             )
-            return replace(prompt, content=[*content[:-1], {**last, "content": more}], token_ids=None)
-        return replace(prompt, content=[*content, *messages_of(observation, "user")], token_ids=None)
+            return replace(prompt, content=[*content[:-1], {**last, "content": more}])
+        return replace(prompt, content=[*content, *map(without_image_data, messages)])
+
+    def check_images(self, *, is_chat: bool) -> None:
+        """Check that the policy can get an image of the environment. Raises: ValueError if not."""
+        if self.tokens.encoder is None:
+            raise ValueError(
+                f"Environment {self.runner.name!r} returned an image in an observation, and the policy is text-only. "
+                "Use a vision-language model as model.policy, or an environment that describes in text what it shows."
+            )
+        if not is_chat:
+            raise ValueError(
+                f"Environment {self.runner.name!r} returned an image in an observation, and the prompts are plain "
+                "text, in which no place is marked for images. Use chat prompts (data.prompt_as: chat)."
+            )
 
     # --------------------------------------------------------------------------------------------------------- playing
 
@@ -322,20 +382,29 @@ class Conversations:
         game.conversations = [
             Conversation(n, g, self.runner.copy(states[n])) for n in range(len(prompts)) for g in part
         ]
-        # An engine whose calls are collective is called by all ranks until the last conversation has ended.
-        waits = ranks.world_size() > 1 and not getattr(engine, "samples_in_background", False)
+        # The calls of an engine are collective, so all ranks make them until the last conversation has ended. In the
+        # background, they are not, and the main thread has the collectives.
+        waits = ranks.world_size() > 1 and threading.current_thread() is threading.main_thread()
         rows = list(range(len(game.conversations)))
         while ranks.is_any(bool(rows)) if waits else bool(rows):
             game.play_round(engine, rows, num_generations, progress, vision)
             rows = [row for row in rows if game.conversations[row].finish_reason is None]
         return [game.completions(n) for n in range(len(prompts))]
 
-    def add_turn_credit(self, groups: Sequence[Group]) -> None:
-        """Set the `turn_advantages` of all completions, unless `turn_credit` is 0. A turn without reward has 0."""
+    def add_turn_credit(self, groups: Sequence[Group], excluded: Tensor) -> None:
+        """Set the `turn_advantages` of all completions, unless `turn_credit` is 0. A turn without reward counts as 0.
+
+        Args:
+            groups: N groups.
+            excluded: [N, G] bool. Conversations that do not count, as in the advantages: their credit is 0.
+        """
         if self.settings.turn_credit == 0:
             return
-        for group in groups:
-            of_policy = [[turn for turn in c.turns or () if turn.is_sampled] for c in group.completions]
+        for group, of_group in zip(groups, excluded.tolist(), strict=True):
+            of_policy = [
+                [] if is_excluded else [turn for turn in completion.turns or () if turn.is_sampled]
+                for completion, is_excluded in zip(group.completions, of_group, strict=True)
+            ]
             rewards = [[turn.reward or 0.0 for turn in turns] for turns in of_policy]
             credits = turn_credits(rewards, discount=self.settings.turn_discount)
             for completion, turns, of_turns in zip(group.completions, of_policy, credits, strict=True):
@@ -430,13 +499,16 @@ class Game:
         more |= {name: value for name, value in optional.items() if name in takes and value is not None}
         if vision is not None:
             more["vision"] = vision
-        sampling = replace(self.sampling, max_completion_length=max(limits, default=1))
+        # In the first round the limits are the same, and a rank without prompts decodes with the others: by this limit.
+        longest = self.longest_turn if is_first else max(limits, default=1)
+        sampling = replace(self.sampling, max_completion_length=longest)
         groups = engine.generate(inputs, count, sampling, seeds, progress, **more)
         for number, sampled in enumerate(groups):
             if chosen[number * per_input].call is None:  # the engine does not report groups
                 start(number, sampled)
         for each in chosen:
             self.finish_turn(each)
+        self.end([each for each in chosen if each.finish_reason is not None and not each.is_done])
         for number in dict.fromkeys(each.prompt for each in chosen):
             if self.on_group is not None and all(each.finish_reason is not None for each in self.of_prompt(number)):
                 self.on_group(number, self.completions(number))
@@ -448,13 +520,18 @@ class Game:
     def completions(self, number: int) -> list[Completion]:
         """The completions of a prompt whose conversations have ended, built once."""
         if number not in self.ended:
-            self.ended[number] = [each.completion(self.tokens.tokenizer) for each in self.of_prompt(number)]
+            self.ended[number] = [each.completion(self.tokens.decode) for each in self.of_prompt(number)]
         return self.ended[number]
+
+    @property
+    def longest_turn(self) -> int:
+        """Most tokens of a first turn."""
+        longest = self.sampling.max_completion_length
+        return longest if self.settings.max_turn_length is None else min(longest, self.settings.max_turn_length)
 
     def turn_limit(self, each: Conversation) -> int:
         """Most tokens of the next turn of a conversation."""
-        left = self.sampling.max_completion_length - len(each.token_ids)
-        return left if self.settings.max_turn_length is None else min(left, self.settings.max_turn_length)
+        return min(self.longest_turn, self.sampling.max_completion_length - len(each.token_ids))
 
     def start_turn(self, each: Conversation, sampled: Completion, limit: int) -> None:
         """Append a sampled turn, and start the call of its environment."""
@@ -482,7 +559,7 @@ class Game:
         if result.failure:
             each.failure = result.failure
         step: Step = result.value
-        turn.reward = step.reward
+        turn.reward, each.is_done = step.reward, step.done
         for name, value in step.metrics.items():
             each.metrics[name] = each.metrics.get(name, 0.0) + value
         is_full = len(each.token_ids) >= self.sampling.max_completion_length
@@ -497,12 +574,23 @@ class Game:
             return
         if step.keep is None:
             for message in messages_of(step.observation, self.runner.observation_role):
-                each.read(str(message["role"]), str(message["content"]), [])
+                each.read(str(message["role"]), text_of(message), [])
+
+    def end(self, limited: Sequence[Conversation]) -> None:
+        """Add the last rewards of environments whose conversations a limit has ended."""
+        seeds = [derived_seed(self.seeds[each.prompt], "end", each.number) for each in limited]
+        for each, result in zip(limited, self.runner.end([each.state for each in limited], seeds), strict=True):
+            each.state = result.state
+            if result.failure:
+                self._fail(each, result)
+            elif result.value is not None:
+                turn = each.last_sampled
+                turn.reward = (turn.reward or 0.0) + result.value
 
     def _observe(self, each: Conversation, step: Step) -> None:
         """Append an observation, if a token of the next turn has room behind it."""
         is_chat = not isinstance(self.prompts[each.prompt].content, str)
-        turn = each.turns[-1]
+        turn, observed = each.turns[-1], None
         if step.keep is not None:
             assert isinstance(step.observation, str)
             self._keep(each, turn, step.keep)
@@ -511,12 +599,18 @@ class Game:
             ids = self.tokens.text_ids(text)
         else:
             messages = [
-                {**m, "content": self._shortened(each, str(m["content"]))}
-                for m in messages_of(step.observation, self.runner.observation_role)
+                change_texts(message, lambda text: self._shortened(each, text))
+                for message in messages_of(step.observation, self.runner.observation_role)
             ]
             settings = self.prompts[each.prompt].chat_template_kwargs
             last = each.token_ids[-1] if turn.end > turn.start else None
-            ids = self.tokens.ids(messages, last, settings, is_chat=is_chat)
+            if images := images_of(messages):
+                self.owner.check_images(is_chat=is_chat)
+                where = f"An observation of the environment {self.runner.name!r} ({self.prompts[each.prompt].label})"
+                shown = [without_image_data(message) for message in messages]
+                ids, observed = self.tokens.with_images(shown, images, last, settings, where)
+            else:
+                ids = self.tokens.ids(messages, last, settings, is_chat=is_chat)
             if is_chat and self.tokens.rewritten_part(settings):
                 self.owner.warn_once(
                     log,
@@ -526,19 +620,33 @@ class Game:
                     "that renders every turn anew will show the model conversations without their reasoning.",
                 )
         if len(each.token_ids) + len(ids) >= self.sampling.max_completion_length:
-            each.finish_reason, ids = "length", []
+            if observed is not None:
+                self._warn_of_length(each, observed)
+            each.finish_reason, ids, observed = "length", [], None
         for message in messages[:-1]:
-            each.read(str(message["role"]), str(message["content"]), [])
-        each.read(str(messages[-1]["role"]), str(messages[-1]["content"]), ids)
+            each.read(str(message["role"]), text_of(message), [])
+        each.read(str(messages[-1]["role"]), text_of(messages[-1]), ids, observed)
+
+    def _warn_of_length(self, each: Conversation, observed: ObservedImages) -> None:
+        """Warn that a conversation ends because an observation with images is too long."""
+        self.owner.warn_once(
+            log,
+            "images are too long",
+            "An observation of %d tokens, %d of them of images, leaves no room for another turn of the policy: the "
+            "conversation has %d tokens and may have %d (sampling.max_completion_length). Such conversations end "
+            "(finish reason length). Raise it, or limit the size of images (policy.max_pixels, policy.max_anyres_num).",
+            observed.end,
+            observed.vision.num_image_tokens,
+            len(each.token_ids),
+            self.sampling.max_completion_length,
+        )
 
     def _shortened(self, each: Conversation, text: str) -> str:
         """Cut an observation to `max_observation_length` tokens, and count it."""
-        longest = self.settings.max_observation_length
-        short, is_cut = self.tokens.cut(text[: longest * CHARACTERS_PER_TOKEN], longest)
-        is_cut = is_cut or len(text) > longest * CHARACTERS_PER_TOKEN
+        short, is_cut = self.owner.shortened(text)
         if is_cut:
             each.metrics["truncated_observations"] = each.metrics.get("truncated_observations", 0.0) + 1
-        return short if not is_cut or short.endswith(TRUNCATED) else short + TRUNCATED
+        return short
 
     def _keep(self, each: Conversation, turn: Turn, characters: int) -> None:
         """Drop the tokens of the last turn that are not within its first characters."""
@@ -560,9 +668,9 @@ class Game:
             fix = "Fix it, raise the limit," if result.failure == "timeout" else "Fix it,"
             remedy = f"{fix} or set model.conversation.on_error to none or value to end the conversation without it."
             raise RuntimeError(f"{message} {remedy}") from result.cause
-        each.failure, each.finish_reason = result.failure, "stop"
+        each.failure, each.finish_reason, each.is_done = result.failure, each.finish_reason or "stop", True
         if self.settings.on_error == "value":
-            each.turns[-1].reward = self.settings.error_value
+            each.last_sampled.reward = self.settings.error_value
         else:
             each.is_scorable = False
         self.owner.warn_once(
@@ -577,12 +685,17 @@ class Game:
 
 
 def continued_vision(vision: VisionInputs, chosen: Sequence[Conversation], inputs: Sequence[list[int]]) -> VisionInputs:
-    """The vision inputs of prompts that are continued by text."""
-    lengths = [len(ids) - len(each.token_ids) for each, ids in zip(chosen, inputs, strict=True)]
-    prompts = [
-        continued(vision.prompts[each.prompt], each.token_ids, length)
-        for each, length in zip(chosen, lengths, strict=True)
-    ]
+    """The vision inputs of prompts that are continued by a conversation."""
+    prompts = []
+    for each, ids in zip(chosen, inputs, strict=True):
+        prompt, length = vision.prompts[each.prompt], len(ids) - len(each.token_ids)
+        if each.images:
+            prompts.append(whole(prompt, ids[:length], each.token_ids, each.images))
+            continue
+        more = continued(prompt, each.token_ids, length)
+        # A rank whose prompts have no images runs the vision tower on the blank image. Sharded towers are run by all
+        # ranks together, so that this one must run, too.
+        prompts.append(more if vision.blank is None else replace(more, features=None))
     return VisionInputs(prompts, vision.blank)
 
 

@@ -44,11 +44,17 @@ class DynamicSampling:
         check_ranges("dynamic_sampling", self, [("max_resample_times", is_count, allowed)])
 
     def is_idle(self, rollout: Rollout, objective: Objective) -> Tensor:
-        """Find groups to replace in a scored rollout: [N] bool. Raises: ValueError if `reward` has no scores."""
+        """Find groups to replace in a scored rollout: [N] bool. Groups whose turns have credit are kept.
+
+        Raises:
+            ValueError: If `reward` has no scores.
+        """
         assert rollout.rewards is not None
         assert rollout.scores is not None
         lengths = trained_lengths(rollout.groups).view_as(rollout.rewards)
+        has_credit = [any(any(c.turn_advantages or ()) for c in group.completions) for group in rollout.groups]
         is_idle = objective.groups_without_gradient(rollout.rewards, lengths)
+        is_idle &= ~torch.tensor(has_credit, dtype=torch.bool)
         if self.reward is None:
             return is_idle
         named = rollout.scores.by_reward.get(self.reward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -99,6 +100,15 @@ class RolloutEngine(Protocol):
         Asynchronous rollouts (`model.max_staleness`) need such an engine.
         """
         return False
+
+    @property
+    def max_sequence_length(self) -> int | None:
+        """Maximum tokens of a prompt and its completion, known after `check_run`; None for the policy's positions."""
+        return None
+
+    def hold_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Context of the turns of conversations: `sync_weights` in another thread waits until it ends."""
+        return contextlib.nullcontext()
 
     def check_run(
         self, policy: PolicySettings, sampling: Sequence[SamplingParams], sharding: Sharding, world_size: int

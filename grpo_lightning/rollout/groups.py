@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,10 @@ from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.vision import needs_blank
 from grpo_lightning.rewards.scoring import Scores, concatenate_scores
-from grpo_lightning.rollout.conversations import Conversations
 from grpo_lightning.rollout.engine import Progress, RolloutEngine
+
+if TYPE_CHECKING:  # which imports this module
+    from grpo_lightning.rollout.conversations import Conversations
 
 
 class GroupSource(NamedTuple):
@@ -105,9 +108,10 @@ class GroupSource(NamedTuple):
 
         def sample() -> list[Group]:
             if self.conversations is not None:
-                sampled = self.conversations.play(
-                    self.engine, prompts, encoded, states, num_generations, params, seeds, progress, **more
-                )
+                with getattr(self.engine, "hold_weights", contextlib.nullcontext)():
+                    sampled = self.conversations.play(
+                        self.engine, prompts, encoded, states, num_generations, params, seeds, progress, **more
+                    )
             else:
                 ids = [prompt.token_ids for prompt in encoded]
                 sampled = self.engine.generate(ids, num_generations, params, seeds, progress, **more)
@@ -127,11 +131,13 @@ def kl_to_reference(groups: Sequence[Group]) -> Tensor:
 
 
 def _kl(completion: Completion) -> float:
-    """KL of one completion in nats."""
+    """KL of one completion in nats, over the tokens that the policy sampled, also those of a filtered completion."""
     assert completion.ref_logprobs is not None
-    mask = completion.mask if completion.mask and any(completion.mask) else [True] * len(completion.logprobs)
-    sampled = zip(completion.logprobs, completion.ref_logprobs, mask, strict=True)
-    return sum(own - ref for own, ref, is_sampled in sampled if is_sampled)
+    differences = [own - ref for own, ref in zip(completion.logprobs, completion.ref_logprobs, strict=True)]
+    if completion.turns is None:
+        mask = completion.mask if completion.mask and any(completion.mask) else [True] * len(differences)
+        return sum(difference for difference, is_sampled in zip(differences, mask, strict=True) if is_sampled)
+    return sum(sum(differences[turn.start : turn.end]) for turn in completion.turns if turn.is_sampled)
 
 
 def vision_of(groups: Sequence[Group], encoder: Encoder, policy: nn.Module, sharding: Sharding) -> VisionInputs | None:
@@ -160,30 +166,24 @@ def mask_truncated(groups: Sequence[Group], overlong_filter: OverlongFilter) -> 
                 completion.mask = [False] * len(completion.token_ids)
 
 
-def without_truncated(rewards: Tensor, groups: Sequence[Group], overlong_filter: OverlongFilter) -> Tensor:
-    """Set the rewards of truncated completions to nan (not scorable) if the filter is "group". Args: rewards: [N, G].
+def are_excluded(groups: Sequence[Group], overlong_filter: OverlongFilter) -> Tensor:
+    """Whether a completion is excluded from mean and std of its group: [N, G] bool.
 
-    Returns:
-        [N, G].
+    That is, if it is truncated and the filter is "group", or if its environment failed and `on_error` is "none".
     """
-    if overlong_filter != "group":
-        return rewards
-    truncated = [[completion.is_truncated for completion in group.completions] for group in groups]
-    return rewards.masked_fill(torch.tensor(truncated, dtype=torch.bool).view_as(rewards), torch.nan)
+    excluded = [
+        [
+            (completion.is_truncated and overlong_filter == "group") or has_failed(completion)
+            for completion in group.completions
+        ]
+        for group in groups
+    ]
+    return torch.tensor(excluded, dtype=torch.bool)
 
 
-def without_failed(rewards: Tensor, groups: Sequence[Group]) -> Tensor:
-    """Set the rewards of completions whose environment failed to nan (not scorable), if `on_error` is "none".
-
-    Args:
-        rewards: [N, G].
-        groups: N groups.
-
-    Returns:
-        [N, G].
-    """
-    failed = [[c.ending is not None and not c.ending.is_scorable for c in group.completions] for group in groups]
-    return rewards.masked_fill(torch.tensor(failed, dtype=torch.bool).view_as(rewards), torch.nan)
+def has_failed(completion: Completion) -> bool:
+    """Whether the environment of a completion failed, and `on_error` is "none"."""
+    return completion.ending is not None and not completion.ending.is_scorable
 
 
 def trained_lengths(groups: Sequence[Group]) -> Tensor:

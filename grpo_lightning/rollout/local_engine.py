@@ -47,6 +47,7 @@ from grpo_lightning.policy.probe import compare, model_type, no_cache_reason, pr
 from grpo_lightning.policy.settings import PolicySettings
 from grpo_lightning.policy.sharding import Sharding, full_shape
 from grpo_lightning.policy.vision import PlacedPrompts, place, seeing
+from grpo_lightning.rollout.captured import LEAST_LENGTH, Capture, CapturedSteps, CudaCapture
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turns
 from grpo_lightning.rollout.token_sampler import ChooseDraw, Draw, TokenSampler, Uniforms, unfused
 
@@ -55,6 +56,9 @@ log = logging.getLogger(__name__)
 LOOK_INTERVAL = {"cpu": 1}
 """Decoding steps after which the host looks at which completions have ended, by device type; 16 on others. A look waits
 for the device, and what is sampled after a completion's end is dropped."""
+
+CAPTURES: dict[str, Callable[[], Capture]] = {"cuda": CudaCapture}
+"""What captures decoding steps, by device type."""
 
 LEAST_ENDED = {"cpu": 0.0}
 """Fraction of the open rows that must have ended before these leave the batch, by device type; 0.25 on others, where a
@@ -84,11 +88,20 @@ class LocalEngine(RolloutEngine):
             rollout, which is fast, but every device must hold the full weights. False gathers each layer when it runs,
             at every token; all ranks then wait for the longest completion. "auto" gathers once unless the full
             weights would take more than half of the free GPU memory. All three give the same completions.
+        enforce_eager: Whether to run decoding steps without CUDA graphs. With them, the steps of small models take a
+            fraction of the time. They are used on GPUs, where the weights are not sharded, if the model allows it.
     """
 
-    def __init__(self, max_rows: int | None = None, *, gather_for_generation: Literal["auto"] | bool = "auto") -> None:
+    def __init__(
+        self,
+        max_rows: int | None = None,
+        *,
+        gather_for_generation: Literal["auto"] | bool = "auto",
+        enforce_eager: bool = False,
+    ) -> None:
         self.max_rows = max_rows
         self.gather_for_generation = gather_for_generation
+        self.enforce_eager = enforce_eager
         limits = [
             ("max_rows", max_rows is None or max_rows >= 1, "at least 1, or null for no limit"),
             (
@@ -117,6 +130,7 @@ class LocalEngine(RolloutEngine):
             )
         self.way: Way = "shared"
         self.reason = ""
+        self.captured: CapturedSteps | None = None
         if reason := no_fan_out_reason(policy):
             self.use("generate", reason)
         elif reason := unshared_reason(policy):
@@ -207,7 +221,7 @@ class LocalEngine(RolloutEngine):
         groups = SampledGroups(len(part), self.completions, on_group)
         kept = KeptStates(turns) if turns is not None and self.way == "shared" else None
         waiting = WaitingPrompts(Wave(prompts, seeds, num_generations, part, vision, 0, own), self.max_rows)
-        with evaluating(self.policy), self.weights() as lockstep:
+        with evaluating(self.policy), self.weights() as lockstep, self.quick_steps(sampling.max_completion_length):
             num_waves = lockstep.num_waves(waiting.num_waves)
             if self.way == "generate":
                 # Ranks with fewer waves than others run dummy waves, to take part in the collectives.
@@ -232,6 +246,26 @@ class LocalEngine(RolloutEngine):
             self.logged_gathering = gathers
         with self.sharding.gathered(self.policy) if gathers else contextlib.nullcontext():
             yield Lockstep(is_needed=not gathers and ranks.world_size() > 1)
+
+    @contextlib.contextmanager
+    def quick_steps(self, longest: int) -> Iterator[None]:
+        """Context in which, if possible, decoding steps run from CUDA graphs, and autocast casts weights once.
+
+        Args:
+            longest: `max_completion_length`. Short rollouts, such as the probe of a policy, are not worth a capture.
+        """
+        device = compute_device(self.policy)
+        if self.sharding.is_sharded or device.type not in CAPTURES:
+            yield
+            return
+        if not self.enforce_eager and longest >= LEAST_LENGTH and self.captured is None:
+            self.captured = CapturedSteps(CAPTURES[device.type]())
+        try:
+            with weights_cast_once(self.policy, device):
+                yield
+        finally:
+            if self.captured is not None:
+                self.captured.forget()
 
     def decode(
         self,
@@ -306,6 +340,8 @@ class LocalEngine(RolloutEngine):
         decoding_cache = SharedPrompts if self.way == "shared" else RepeatedPrompts
         # the last token is never fed back
         cache: DecodingCache = decoding_cache(self.policy, prefilled, prompt_mask, fan, longest - 1)
+        if isinstance(cache, SharedPrompts) and self.captured is not None:
+            cache.has_fixed_shapes = self.captured.is_usable and longest >= LEAST_LENGTH
         rows = OpenRows(
             cache=cache,
             start=[step] * len(fan),
@@ -363,9 +399,17 @@ class LocalEngine(RolloutEngine):
             ids = torch.full((1, 1), self.pad_id, device=placed.first.device)
             self.forward(ids, position_ids=placed.along(torch.zeros_like(ids)))
             return
-        ids = rows.before(step + 1)[:, -1:]
-        with rows.cache.decoding():
-            rows.logits = self.forward(ids, position_ids=placed.along(rows.position), **rows.cache.next_token())
+        ids, position, cache = rows.before(step + 1)[:, -1:], placed.along(rows.position), rows.cache
+        arguments = cache.next_token()
+
+        def forward(ids: Tensor, position: Tensor) -> Tensor:
+            return self.forward(ids, position_ids=position, **arguments)
+
+        with cache.decoding():
+            if self.captured is not None and isinstance(cache, SharedPrompts) and cache.has_fixed_shapes:
+                rows.logits = self.captured(cache.layout, forward, ids, position)
+            else:
+                rows.logits = forward(ids, position)
         rows.position = rows.position + 1
 
     def prefill(
@@ -784,9 +828,10 @@ class SampledGroups:
 class KeptStates:
     """Keys and values of conversations, kept from the end of a turn to the beginning of the next one.
 
-    The states of a prompt are those of its conversation's last turn, whose last token was never run. Of the new tokens,
-    the rows of a wave run the same number, so that all of them stay left-padded: a row with fewer new tokens runs some
-    old ones again.
+    The states of a prompt are those of its conversation's last turn, whose last token was never run. They are used as
+    far as the tokens are the same: tokens at the end of a turn may have been dropped since. Of the new tokens, the rows
+    of a wave run the same number, so that all of them stay left-padded: a row with fewer new tokens runs some old ones
+    again.
 
     Args:
         turns: Names the conversations, and holds what is kept.
@@ -794,8 +839,9 @@ class KeptStates:
 
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
-        self.earlier: dict[int, list[States]] = dict(turns.states)
-        """What earlier calls have kept, by conversation. Each layer has states [key heads, tokens, head size]."""
+        self.earlier: dict[int, tuple[list[int], list[States]]] = dict(turns.states)
+        """What earlier calls have kept, by conversation: the token ids, and for each layer their states [key heads,
+        tokens, head size]."""
         turns.states.clear()
 
     def before(self, wave: Wave, width: int) -> list[States] | None:
@@ -808,21 +854,24 @@ class KeptStates:
         Returns:
             Per layer, keys and values [N, key heads, columns, head size], left-padded.
         """
-        has_images = wave.vision is not None and any(prompt.images for prompt in wave.vision.prompts)
+        # With a blank image, other ranks may run the vision tower in this pass, which this rank then has to run, too.
+        has_images = wave.vision is not None and (
+            wave.vision.blank is not None or any(prompt.images for prompt in wave.vision.prompts)
+        )
         names = self.turns.rows[wave.first : wave.first + len(wave.prompts)] if len(wave.part) == 1 else ()
         if not names or has_images or any(name not in self.earlier for name in names):
             return None
         kept = [self.earlier.pop(name) for name in names]
-        num_new = max(len(ids) - states[0].keys.shape[1] for ids, states in zip(wave.prompts, kept, strict=True))
+        num_new = max(len(ids) - num_equal(ids, before) for ids, (before, _) in zip(wave.prompts, kept, strict=True))
         columns = width - num_new
         lengths = [max(0, len(ids) - num_new) for ids in wave.prompts]
         if columns <= 0 or num_new <= 0 or not any(lengths):
             return None
         begun = []
-        for layer in range(len(kept[0])):
+        for layer in range(len(kept[0][1])):
             pair = [
                 torch.stack(
-                    [fit_left(states[layer][i][:, :n], columns) for states, n in zip(kept, lengths, strict=True)]
+                    [fit_left(states[layer][i][:, :n], columns) for (_, states), n in zip(kept, lengths, strict=True)]
                 )
                 for i in range(2)
             ]
@@ -842,9 +891,15 @@ class KeptStates:
         numbers = rows.number.tolist()
         for row in leaving:
             number = numbers[row]
-            num_own = len(sampled.rows[number].token_ids) - 1
-            num_prompt = len(whole.prompts[number // len(whole.part)])
-            self.turns.states[self.turns.rows[number]] = rows.cache.states_of(row, num_prompt, num_own)
+            prompt, own = whole.prompts[number // len(whole.part)], sampled.rows[number].token_ids[:-1]
+            states = rows.cache.states_of(row, len(prompt), len(own))
+            self.turns.states[self.turns.rows[number]] = (prompt + own, states)
+
+
+def num_equal(ids: Sequence[int], others: Sequence[int]) -> int:
+    """Number of tokens at the beginning that are the same."""
+    pairs = enumerate(zip(ids, others, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(ids), len(others)))
 
 
 def check_unguided(sampling: SamplingParams) -> None:
@@ -854,6 +909,26 @@ def check_unguided(sampling: SamplingParams) -> None:
             f"sampling.guided_regex is {sampling.guided_regex!r}, and LocalEngine has no guided decoding: set "
             "model.engine to VLLMEngine, which has it, or remove guided_regex."
         )
+
+
+@contextlib.contextmanager
+def weights_cast_once(policy: nn.Module, device: torch.device) -> Iterator[None]:
+    """Context in which autocast keeps the weights that it has cast, instead of casting them at every token.
+
+    Lightning has turned that off. Torch keeps trained weights only. The copies are freed at the end; if they would take
+    more than half of the free memory, none are kept.
+    """
+    kind = device.type
+    cast = (weight for weight in policy.parameters() if weight.requires_grad and weight.dtype == torch.float32)
+    copies = sum(weight.nbytes // 2 for weight in cast)
+    if not torch.is_autocast_enabled(kind) or copies > LARGEST_SHARE * free_bytes(device):
+        yield
+        return
+    with torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=True):
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()
 
 
 def choose_draw(device: torch.device) -> ChooseDraw:

@@ -15,6 +15,7 @@ from grpo_lightning.core import ranks
 from grpo_lightning.core.ranks import Teams
 from grpo_lightning.core.seeding import derived_seed
 from grpo_lightning.core.types import Group, MicroBatch
+from grpo_lightning.environments.base import save_observation
 from grpo_lightning.objective import StepCounts
 from grpo_lightning.policy.adapters import trained_adapter
 from grpo_lightning.policy.completion_logprobs import Scorer, TokenScores
@@ -25,8 +26,10 @@ from grpo_lightning.policy.routers import Routers
 from grpo_lightning.policy.sharding import Sharding, fsdp_modules, own_part
 from grpo_lightning.rollout.groups import vision_of
 from grpo_lightning.training.micro_batches import (
+    CompletionRow,
     CycleShape,
     agree_on_chunks,
+    blank_of,
     give_images,
     plan_over_ranks,
     prompt_lengths,
@@ -87,13 +90,25 @@ class Actor:
             pad_id=self.pad_id,
             skip_zero_advantages=skip_zero_advantages,
             teams=self.teams,
-            cost=lambda rows: self.scorer.cost(prompt_lengths(rows), [row.length for row in rows]),
+            cost=self.cost,
         )
         if self.encoder.sees_images:
+            observations = {i: group.prompt.observation for i, group in enumerate(groups)}
             for batch in micro_batches:
                 batch.prompt_keys = [groups[number].prompt.key if number >= 0 else "" for number in batch.groups]
-        give_images(micro_batches, vision_of(groups, self.encoder, self.policy, self.sharding))
+                if any(value is not None for value in observations.values()):
+                    batch.prompt_observations = [save_observation(observations.get(number)) for number in batch.groups]
+        vision = vision_of(groups, self.encoder, self.policy, self.sharding)
+        give_images(micro_batches, vision, blank_of(micro_batches, self.encoder))
         return [batch.to(self.device) for batch in micro_batches], counts
+
+    def cost(self, rows: Sequence[CompletionRow]) -> float:
+        """Cost of a micro-batch of these completions, in tokens. Completions with images are on the dense path."""
+        total = 0.0
+        for scorer, shows in ((self.scorer, False), (replace(self.scorer, path="dense"), True)):
+            part = [row for row in rows if bool(row.completion.images) == shows]
+            total += scorer.cost(prompt_lengths(part), [row.length for row in part])
+        return total
 
     def token_logprobs(self, batch: MicroBatch, *, trains_entropy: bool = False) -> TokenScores:
         """[B, T] log-probs and entropies of a micro-batch under the policy, with their gradients; and the routing."""
@@ -127,7 +142,7 @@ class Actor:
             rows = [replace(group, completions=[replace(c, mask=None) for c in group.completions]) for group in groups]
         with torch.no_grad(), self.phase("ref_logprobs"), self.reference.scoring(self.policy) as model:
             micro_batches, _ = self.micro_batches(rows, None, shape)
-            agree_on_chunks(micro_batches, self.scorer.num_chunks)
+            agree_on_chunks(micro_batches, self.scorer)
             for batch in micro_batches:
                 logprobs = self.scorer(model, batch, temperature=self.temperature).logprobs.float().tolist()
                 for row, (prompt, number) in enumerate(zip(batch.prompt_index.tolist(), batch.numbers, strict=True)):

@@ -132,8 +132,9 @@ def check_prompts(
     trained: SamplingParams,
     validated: SamplingParams,
     conversations: Conversations | None = None,
+    max_sequence_length: int | None = None,
 ) -> None:
-    """Check that tokenizer and model support the prompts, if the data is already known.
+    """Check that tokenizer, model and engine support the prompts, if the data is already known.
 
     To save time, only some of the prompts without images are tokenized: one text, one chat, and those that may be too
     long for the model. A text has at most as many tokens as bytes, so short texts need not be tokenized to know that
@@ -145,11 +146,12 @@ def check_prompts(
         trained: Sampling of training completions.
         validated: Sampling of evaluation completions.
         conversations: Their chat template is checked, and the tools that it describes count as tokens of the prompts.
+        max_sequence_length: The engine's maximum of prompt and completion; None if it has no limit of its own.
 
     Raises:
-        ValueError: If a prompt is a chat and the tokenizer has no chat template, if a prompt is too long for the model,
-            if it has different numbers of images and image placeholders, if it contains a video, or if it contains
-            images and the model is text-only.
+        ValueError: If a prompt is a chat and the tokenizer has no chat template, if a prompt is too long for model or
+            engine, if it has different numbers of images and image placeholders, if it contains a video, or if it
+            contains images and the model is text-only.
     """
     prompts = [prompt for data in known_data(trainer) for prompt in data]
     if not prompts:
@@ -163,14 +165,17 @@ def check_prompts(
                 conversations.check(encoder.tokenizer, is_chat=kind is list)
     described = (lambda prompt: prompt) if conversations is None else conversations.described
     more_bytes = 0 if conversations is None else len(json.dumps(conversations.schemas))
-    limit = num_positions(encoder.config)
+    positions = num_positions(encoder.config)
+    limit = min((each for each in (positions, max_sequence_length) if each is not None), default=None)
     if limit is None:
         return
     for data_sets, sampling in ((training_sets(trainer), trained), (evaluation_sets(trainer), validated)):
         longest = sampling.max_completion_length
         for prompt in itertools.chain.from_iterable(map(known_prompts, data_sets)):
             if prompt.images or num_bytes(prompt) + more_bytes + TEMPLATE_TOKENS + longest > limit:
-                check_length(prompt, encoder.num_tokens(described(prompt)), limit, longest)
+                check_length(
+                    prompt, encoder.num_tokens(described(prompt)), limit, longest, is_of_engine=limit != positions
+                )
 
 
 def longest_row(loader: PolicyLoader, trainer: L.Trainer, longest_completion: int) -> int | None:

@@ -17,7 +17,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from grpo_lightning.core.images import ImageRef
-from grpo_lightning.core.types import Group, SamplingParams, Turn, check_ranges
+from grpo_lightning.core.types import Completion, Group, SamplingParams, Turn, check_ranges
 from grpo_lightning.functional.pass_at_k import interval, pass_at_k
 from grpo_lightning.rewards import RewardSet, Scores
 
@@ -170,8 +170,9 @@ class EvaluationTable(Metric):
     """Stores the values of each completion of all ranks, so that batches of different sizes are averaged correctly.
 
     `compute` returns means over completions: `reward` (the weighted total), each reward by name, `length` (tokens) and
-    `truncated`. A mean reward leaves out the completions that are not scorable. `compute` also returns means over
-    prompts: `avg@G` and `pass@k`, with the ends `/low` and `/high` of their confidence intervals.
+    `truncated`, and for conversations `turns` (of the policy) and `environment_failures` (the fraction in which a call
+    of the environment failed). A mean reward leaves out the completions that are not scorable. `compute` also returns
+    means over prompts: `avg@G` and `pass@k`, with the ends `/low` and `/high` of their confidence intervals.
     The values of `validation.metrics` are included. If there are several data sources, `compute` also returns all these
     values for each source (`source/<name>/...`). nan values are left out.
 
@@ -200,7 +201,7 @@ class EvaluationTable(Metric):
         kinds = {type(metric).__name__ for metric in (self, *validation.metrics)}
         before = f"The ``compute`` method of metric ({'|'.join(sorted(kinds))}) was called before"
         warnings.filterwarnings("ignore", message=before)
-        self.columns = ["source", "solved", "reward", *rewards, "length", "truncated"]
+        self.columns = ["source", "solved", "reward", *rewards, "length", "truncated", "turns", "environment_failures"]
         self.num_generations, self.validation, self.sources = num_generations, validation, list(sources)
         self.success = validation.success or success or rewards[0]
         self.metrics = FurtherMetrics(validation.metrics)
@@ -240,6 +241,8 @@ class EvaluationTable(Metric):
             *scores.by_reward.values(),
             torch.tensor([[len(c.token_ids) for c in row] for row in completions], dtype=torch.float32),
             torch.tensor([[c.is_truncated for c in row] for row in completions], dtype=torch.float32),
+            torch.tensor([[num_turns(c) for c in row] for row in completions], dtype=torch.float32),
+            torch.tensor([[failures(c) for c in row] for row in completions], dtype=torch.float32),
         ]
         self.rows.append(torch.stack([value.cpu() for value in values], dim=2).to(self.device))
 
@@ -278,6 +281,16 @@ class EvaluationTable(Metric):
             low, high = interval(chances, self.validation.confidence, self.num_generations if k == 1 else 1)
             means |= {name: chances.nanmean().item(), f"{name}/low": low, f"{name}/high": high}
         return {name: value for name, value in means.items() if value == value}
+
+
+def num_turns(completion: Completion) -> float:
+    """Turns of the policy in a conversation; nan without an environment."""
+    return math.nan if completion.turns is None else sum(turn.is_sampled for turn in completion.turns)
+
+
+def failures(completion: Completion) -> float:
+    """1 if a call of the environment failed, else 0; nan without an environment."""
+    return math.nan if completion.ending is None else float(bool(completion.ending.failure))
 
 
 @functools.cache  # once per process

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -20,10 +20,23 @@ from torch import Tensor
 
 from grpo_lightning.core import ranks
 from grpo_lightning.core.ranks import Teams
-from grpo_lightning.core.types import Completion, Group, MicroBatch, Prompt, PromptVision, VisionInputs
+from grpo_lightning.core.types import (
+    Completion,
+    Group,
+    MicroBatch,
+    ObservedImages,
+    Prompt,
+    PromptVision,
+    VisionInputs,
+)
 from grpo_lightning.data.batch import PromptBatch
+from grpo_lightning.data.images.references import ImageFinder
+from grpo_lightning.environments.base import load_observation
 from grpo_lightning.objective import StepCounts
+from grpo_lightning.policy.completion_logprobs import Scorer
+from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.hf import left_pad
+from grpo_lightning.policy.vision import whole
 
 Item = TypeVar("Item")
 
@@ -238,10 +251,16 @@ class Cycle:
     def state_dict(self) -> dict[str, Any]:
         """Return what a run needs to resume inside the cycle: ids, masks, log-probs and advantages.
 
-        Images are not included: a resumed run reads them again (`give_images`).
+        Images of the data are not included: a resumed run reads them again (`give_images`). Those that environments
+        have shown are included as files.
         """
+
+        def saved(batch: MicroBatch) -> dict[str, Any]:
+            without = replace(batch.to("cpu"), vision=None, conversation_vision=None)
+            return vars(without) | {"images": saved_images(batch.images)}
+
         return {
-            "micro_batches": [vars(replace(batch.to("cpu"), vision=None)) for batch in self.micro_batches],
+            "micro_batches": [saved(batch) for batch in self.micro_batches],
             "counts": [tuple(counts) for counts in self.counts],
             "num_iterations": self.num_iterations,
             "position": self.position,
@@ -251,7 +270,7 @@ class Cycle:
     def from_state_dict(cls, state: dict[str, Any]) -> Cycle:
         """Restore a cycle on the CPU from its `state_dict`."""
         return cls(
-            [MicroBatch(**batch) for batch in state["micro_batches"]],
+            [loaded_batch(batch) for batch in state["micro_batches"]],
             [StepCounts(*counts) for counts in state["counts"]],
             state["num_iterations"],
             state["position"],
@@ -365,32 +384,100 @@ def plan_over_ranks(
     return micro_batches, [StepCounts(*of_all) for of_all in ranks.sum_over_ranks(torch.tensor(counts)).tolist()]
 
 
-def agree_on_chunks(micro_batches: Sequence[MicroBatch], num_chunks: Callable[[MicroBatch], int]) -> None:
-    """Set `num_chunks` of every micro-batch to the maximum over ranks. Collective: all ranks have equally many.
+def agree_on_chunks(micro_batches: Sequence[MicroBatch], scorer: Scorer) -> None:
+    """Set the numbers of chunks of every micro-batch to the maximum over ranks. Collective: all ranks call it.
 
     Sharded weights are gathered by all ranks together, so all ranks run equally many forward passes. Call it before the
     first pass over the micro-batches, whoever made them: `split_rollout`, its override, or a checkpoint.
 
     Args:
         micro_batches: This rank's micro-batches.
-        num_chunks: Returns the number of forward passes that a micro-batch needs (`Scorer.num_chunks`).
+        scorer: Knows how many forward passes a micro-batch needs.
     """
-    most = ranks.max_over_ranks(torch.tensor([num_chunks(batch) for batch in micro_batches])).tolist()
-    for batch, number in zip(micro_batches, most, strict=True):
-        batch.num_chunks = number
+    needed = [[scorer.num_chunks(batch), scorer.num_image_chunks(batch)] for batch in micro_batches]
+    most = ranks.max_over_ranks(torch.tensor(needed)).tolist()
+    for batch, (number, with_images) in zip(micro_batches, most, strict=True):
+        batch.num_chunks, batch.num_image_chunks = number, with_images
 
 
-def give_images(micro_batches: Sequence[MicroBatch], vision: VisionInputs | None) -> None:
-    """Add to each micro-batch the images of its prompts.
+def give_images(
+    micro_batches: Sequence[MicroBatch], vision: VisionInputs | None, blank: Mapping[str, Tensor] | None = None
+) -> None:
+    """Add to each micro-batch the images of its prompts and completions.
 
     Args:
         micro_batches: Micro-batches of one rollout.
         vision: Vision inputs of all groups of the rollout, in order; None for a text-only policy.
+        blank: The encoder's blank image, if a completion of any rank contains images.
     """
     for batch in micro_batches if vision else ():
         assert vision is not None
         prompts = [vision.prompts[number] if number >= 0 else PromptVision() for number in batch.groups]
         batch.vision = VisionInputs(prompts, vision.blank)
+        if any(batch.images) or blank is not None:
+            batch.conversation_vision = VisionInputs(list(conversations_of(batch, prompts)), blank)
+
+
+def blank_of(micro_batches: Sequence[MicroBatch], encoder: Encoder) -> Mapping[str, Tensor] | None:
+    """The blank image, if a completion of any rank contains images. Collective: call it on every rank."""
+    if not encoder.sees_images or encoder.family is None:
+        return None
+    return encoder.blank if ranks.is_any(any(any(batch.images) for batch in micro_batches)) else None
+
+
+def conversations_of(batch: MicroBatch, prompts: Sequence[PromptVision]) -> Iterator[PromptVision]:
+    """Vision inputs of prompt and completion together, for completions that contain images; empty ones for others."""
+    prompt_ids = [ids[mask].tolist() for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
+    images = batch.images or [()] * len(batch.completion_ids)
+    rows = zip(batch.prompt_index.tolist(), batch.completion_ids, batch.attention_mask, images, strict=True)
+    for prompt, ids, mask, observed in rows:
+        yield whole(prompts[prompt], prompt_ids[prompt], ids[mask].tolist(), observed) if observed else PromptVision()
+
+
+def saved_images(images: Sequence[Sequence[ObservedImages]]) -> list[list[dict[str, Any]]]:
+    """What checkpoints contain of the images in completions: the image files, which nothing else keeps."""
+    return [
+        [
+            {
+                "start": each.start,
+                "end": each.end,
+                "text": each.vision.text,
+                "files": [source.data_url() for source in each.vision.sources],
+            }
+            for each in of_row
+        ]
+        for of_row in images
+    ]
+
+
+def loaded_batch(fields: Mapping[str, Any]) -> MicroBatch:
+    """A micro-batch of a checkpoint, without vision inputs. Images in completions have only their files and text."""
+    finder = ImageFinder("the checkpoint")
+    images = [
+        [
+            ObservedImages(
+                each["start"],
+                each["end"],
+                [],
+                PromptVision(sources=[finder.ref(file, "an image") for file in each["files"]], text=each["text"]),
+            )
+            for each in of_row
+        ]
+        for of_row in fields.get("images", ())
+    ]
+    return MicroBatch(**{**fields, "images": images})
+
+
+def restore_observed(micro_batches: Sequence[MicroBatch], encoder: Encoder) -> None:
+    """Encode the images in the completions of a resumed cycle again."""
+    for batch in micro_batches:
+        for each in (observed for of_row in batch.images for observed in of_row):
+            encoded = encoder.from_text(each.vision.text, each.vision.sources, "the checkpoint").vision
+            assert encoded is not None
+            # The first token was left out if it was the stop token of the policy's turn.
+            length = each.end - each.start
+            encoded.token_types = {name: types[-length:] for name, types in encoded.token_types.items()}
+            each.vision = encoded
 
 
 def find_prompts(micro_batches: Sequence[MicroBatch], prompts: Sequence[Prompt]) -> None:
@@ -410,6 +497,16 @@ def find_prompts(micro_batches: Sequence[MicroBatch], prompts: Sequence[Prompt])
                 "end of a cycle."
             )
         batch.groups = [positions[key] for key in batch.prompt_keys]
+
+
+def known_observations(cycle: Cycle) -> dict[int | str, Any]:
+    """What the environments of a resumed cycle began with (`Prompt.observation`), by `Prompt.key`."""
+    return {
+        key: load_observation(observation)
+        for batch in cycle.micro_batches
+        for key, observation in zip(batch.prompt_keys, batch.prompt_observations, strict=False)
+        if observation
+    }
 
 
 def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share) -> list[list[CompletionRow]]:
@@ -492,7 +589,7 @@ def joined(units: list[list[CompletionRow]]) -> list[CompletionRow]:
     return list(itertools.chain.from_iterable(units))
 
 
-def prompt_lengths(rows: list[CompletionRow]) -> list[int]:
+def prompt_lengths(rows: Sequence[CompletionRow]) -> list[int]:
     """Tokens of each prompt of the completions. A prompt counts once for all its completions."""
     return list({row.group: len(row.prompt_ids) for row in rows}.values())
 
@@ -557,6 +654,7 @@ def collate(rows: list[CompletionRow], pad_id: int) -> MicroBatch:
         ref_logprobs=padded(lambda row: row.completion.ref_logprobs or [0.0] * row.length, 0.0, torch.float32)
         if any(row.completion.ref_logprobs is not None for row in rows)
         else None,
+        images=[row.completion.images for row in rows] if any(row.completion.images for row in rows) else (),
         turn_advantages=padded(lambda row: row.completion.turn_advantages or [0.0] * row.length, 0.0, torch.float32)
         if any(row.completion.turn_advantages is not None for row in rows)
         else None,

@@ -26,6 +26,7 @@ from grpo_lightning.training.micro_batches import (
     CycleShape,
     collate,
     idle_micro_batch,
+    loaded_batch,
     split_update,
 )
 
@@ -43,6 +44,9 @@ class SavedRow(CompletionRow):
 
     prompt_key: int | str = ""
     """`Prompt.key` of its prompt; empty for a text-only policy."""
+
+    prompt_observation: str = ""
+    """See `MicroBatch.prompt_observations`."""
 
     old_logprobs: Tensor | None = None
     """[T]"""
@@ -86,7 +90,7 @@ def redistribute(saved: Sequence[Mapping[str, Any]], shape: CycleShape, *, teams
     for cycle in saved:
         for index, fields in enumerate(cycle["micro_batches"]):
             has_images |= bool(fields["prompt_keys"])
-            for row in saved_rows(MicroBatch(**fields), cycle):
+            for row in saved_rows(loaded_batch(fields), cycle):
                 row.group, team = divmod(row.group, teams.num_teams)
                 row.number, member = divmod(row.number, teams.ranks_per_group)
                 if (team, member) == (teams.team, teams.member):
@@ -107,15 +111,23 @@ def redistribute(saved: Sequence[Mapping[str, Any]], shape: CycleShape, *, teams
             for part in parts
         ]
     if has_images:
-        keys: dict[int, int | str] = {row.group: row.prompt_key for row in rows} | {-1: ""}
-        for batch in micro_batches:
-            batch.prompt_keys = [keys[group] for group in batch.groups]
+        name_prompts(micro_batches, rows)
     return Cycle(
         micro_batches,
         [StepCounts(*counts) for counts in saved[0]["counts"]],
         saved[0]["num_iterations"],
         saved[0]["position"] // saved_accumulate(saved[0]) * shape.accumulate_grad_batches,
     )
+
+
+def name_prompts(micro_batches: Sequence[MicroBatch], rows: Sequence[SavedRow]) -> None:
+    """Set the entries by which a resumed run finds the images of prompts."""
+    names = {row.group: (row.prompt_key, row.prompt_observation) for row in rows}
+    for batch in micro_batches:
+        named = [names[group] if group >= 0 else ("", "") for group in batch.groups]
+        batch.prompt_keys = [key for key, _ in named]
+        if any(observation for _, observation in names.values()):
+            batch.prompt_observations = [observation for _, observation in named]
 
 
 def saved_accumulate(cycle: Mapping[str, Any]) -> int:
@@ -129,6 +141,7 @@ def saved_rows(batch: MicroBatch, share: Mapping[str, int]) -> Iterator[SavedRow
         raise ValueError(UNKNOWN_COMPLETIONS)
     prompts = [ids[mask].tolist() for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
     keys = batch.prompt_keys or [""] * len(prompts)
+    observations = batch.prompt_observations or [""] * len(prompts)
     for row, (prompt, number) in enumerate(zip(batch.prompt_index.tolist(), batch.numbers, strict=True)):
         if number < 0 and not batch.completion_mask[row].any():
             continue
@@ -150,10 +163,12 @@ def saved_rows(batch: MicroBatch, share: Mapping[str, int]) -> Iterator[SavedRow
                 mask=batch.completion_mask[row, :length].tolist(),
                 ref_logprobs=None if reference is None else reference.tolist(),
                 turn_advantages=None if credit is None else credit.tolist(),
+                images=list(batch.images[row]) if batch.images else [],
             ),
             advantage=float(batch.advantages[row]),
             number=share["first_completion"] + number * share["completion_step"],
             prompt_key=keys[prompt],
+            prompt_observation=observations[prompt],
             old_logprobs=values(batch.old_logprobs),
             selected=values(batch.selected),
         )

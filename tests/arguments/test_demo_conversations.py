@@ -14,6 +14,7 @@ from transformers import Qwen2ForCausalLM
 from grpo_lightning.demo import guessing, tool_use
 from grpo_lightning.demo.arithmetic import DemoModel, build_model, build_tokenizer
 from grpo_lightning.demo.guessing import GuessingGame, GuessingRecipe, GuessingTask, GuessingWarmUp
+from grpo_lightning.demo.number_games import NumberGames
 from grpo_lightning.demo.tool_use import CHAT_TEMPLATE, CalculatorSums, ToolRecipe, ToolTask, ToolWarmUp
 from grpo_lightning.environments import calculator
 from grpo_lightning.rollout.conversations import tool_schemas
@@ -44,6 +45,32 @@ def test_games(tmp_path):
     for name, other in {"num_digits": 5, "num_guesses": 3, "num_train": 21, "num_heldout": 11}.items():
         assert facts(**{name: other})[name] == other != plain[name]
     assert facts(seed=1)["order"] != plain["order"]
+
+
+@case(NumberGames, "folder", "size", "heldout_size", "num_numbers", "num_ranges", "seed")
+def test_games_in_words(tmp_path):
+    def facts(folder: str = "games", **changed: Any) -> dict[str, Any]:
+        NumberGames(str(tmp_path / folder), **{"size": 40, "heldout_size": 10, "seed": 0} | changed)()
+        train = rows(tmp_path / folder / "train.jsonl")
+        ranges = [[int(part) for part in row["question"].rstrip(".").split() if part.isdigit()] for row in train]
+        return {
+            "size": len(train),
+            "heldout_size": len(rows(tmp_path / folder / "heldout.jsonl")),
+            "num_numbers": {last - first + 1 for first, last in ranges},
+            "num_ranges": {first for first, _ in ranges} <= {1, 2},
+            "games": train,
+        }
+
+    plain = facts()
+    for name, other, found in (
+        ("size", 41, 41),
+        ("heldout_size", 11, 11),
+        ("num_numbers", 50, {50}),
+        ("num_ranges", 2, True),
+    ):
+        assert facts(**{name: other})[name] == found != plain[name]
+    assert facts(seed=1)["games"] != plain["games"]
+    assert facts("elsewhere") == plain
 
 
 @case(ToolTask, "num_terms", "least", "num_train", "num_heldout", "seed")

@@ -22,14 +22,15 @@ from grpo_lightning.environments import (
 from grpo_lightning.environments.runner import Result
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
+from grpo_lightning.policy.turns import TurnTokens
 from grpo_lightning.rewards import EnvironmentReward, RewardWorkers
-from grpo_lightning.rollout.conversations import ConversationSettings
+from grpo_lightning.rollout.conversations import Conversations, ConversationSettings
 from tests.arguments.registry import case
-from tests.conversation_runs import sample
+from tests.conversation_runs import HERE, sample
 from tests.environments.games import ByPromptLength, Counted, Faulty, broken, double
 from tests.environments.test_adapters import Wordle, but_wait, recheck
 from tests.module_runs import fit, make_module
-from tests.tiny_models import EOS, tiny_model
+from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
 
 LONG = SamplingParams(max_completion_length=60, suppress_tokens=[EOS])
 
@@ -219,3 +220,15 @@ def test_a_conversation_without_reward_has_none():
     turn = Turn("assistant", "a", 0, 1, is_sampled=True)
     completion = Completion([1], [0.0], "stop", turns=[turn], ending=Ending(b""))
     assert (completion.environment_reward, completion.num_sampled) == (None, 1)
+
+
+@case(Prompt, "observation")
+def test_what_a_prompt_of_a_resumed_cycle_ends_with():
+    conversations = Conversations(EnvironmentRunner(ByPromptLength(), HERE, 100), ConversationSettings())
+    conversations.connect(TurnTokens(tiny_tokenizer(), [EOS]))
+    (begun,), _ = conversations.begin([Prompt("p", index=3)], [0])
+    assert (begun.content, begun.observation) == ("p!", "!")
+    for observation, content in ((None, "p"), ("!", "p!")):
+        saved = Prompt("p!", index=3, observation=observation)
+        (resumed,) = conversations.resumed([Prompt("p", index=3)], {saved.key: saved.observation})
+        assert resumed.content == content

@@ -11,6 +11,7 @@ import grpo_lightning.data.reasoning_gym
 import grpo_lightning.demo.arithmetic
 import grpo_lightning.demo.grounding
 import grpo_lightning.demo.guessing
+import grpo_lightning.demo.number_games
 import grpo_lightning.demo.reasoning_gym
 import grpo_lightning.demo.tool_use
 import grpo_lightning.environments
@@ -26,6 +27,7 @@ PUBLIC = [
     grpo_lightning.demo.arithmetic,
     grpo_lightning.demo.grounding,
     grpo_lightning.demo.guessing,
+    grpo_lightning.demo.number_games,
     grpo_lightning.demo.reasoning_gym,
     grpo_lightning.demo.tool_use,
     grpo_lightning.environments,

@@ -10,6 +10,7 @@ import pytest
 
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.rollout import local_engine
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm.requests import sampling_settings
 from tests.arguments.registry import case
@@ -109,6 +110,20 @@ class Shards(Sharding):
     def gathered(self, model: Any) -> Iterator[None]:
         self.count += 1
         yield
+
+
+@case(LocalEngine, "enforce_eager")
+def test_enforce_eager(monkeypatch):
+    captured: list[bool] = []
+
+    def capture(run: Any) -> Any:
+        captured.append(True)
+        return run(), lambda: None
+
+    monkeypatch.setitem(local_engine.CAPTURES, "cpu", lambda: capture)
+    for enforce_eager in (True, False):
+        draw(SamplingParams(max_completion_length=40), LocalEngine(enforce_eager=enforce_eager))
+        assert bool(captured) == (not enforce_eager)
 
 
 @case(LocalEngine, "gather_for_generation")

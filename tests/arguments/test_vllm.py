@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ from grpo_lightning.rollout.vllm.server import ServerError
 from tests import tiny_vlms
 from tests.arguments.registry import case
 from tests.module_runs import SMALL
+from tests.ports import free_port
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.vision_prompts import SCENARIOS, encoder_of
 from tests.vllm.fakes import FakeLLM, fake_vllm, serving  # noqa: F401 - a fixture
@@ -190,12 +190,6 @@ def test_reconnect_timeout():
             assert (time.monotonic() - started >= 1.2) == (seconds == 1.2)
             engine.backend.servers[0].leave()
             server.restart()
-
-
-def free_port() -> int:
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return int(opened.getsockname()[1])
 
 
 @case(VLLMEngine, "timeout")

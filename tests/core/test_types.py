@@ -52,7 +52,10 @@ def test_micro_batch_moves_every_tensor_and_keeps_none():
     assert moved.pop("ref_logprobs") is None
     assert moved.pop("turn_advantages") is None
     assert moved.pop("num_chunks") is None
+    assert moved.pop("num_image_chunks") is None
     assert moved.pop("vision") is None
+    assert moved.pop("conversation_vision") is None
+    assert moved.pop("images") == moved.pop("prompt_observations") == ()
     assert moved.pop("selected") is None
     assert moved.pop("groups") == moved.pop("numbers") == moved.pop("prompt_keys") == ()
     assert {tensor.device.type for tensor in moved.values()} == {"meta"}

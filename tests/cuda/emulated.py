@@ -28,6 +28,8 @@ import torch.utils._pytree as pytree
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from grpo_lightning.rollout import local_engine
+
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 aten = torch.ops.aten
 
@@ -333,6 +335,7 @@ class EmulatedCuda(TorchDispatchMode):
             *(mock.patch.object(torch.cuda, n, return_value=answer) for n, answer in ANSWERS.items()),
             mock.patch.object(torch.optim.Optimizer, HEALTH_CHECK, return_value=None, create=True),
             mock.patch.object(torch, "compile", refuse_to_compile),
+            mock.patch.dict(local_engine.CAPTURES, clear=True),  # no graphs: their launches could not be counted
             mock.patch.object(torch.cuda, "synchronize", synchronize),
             mock.patch.object(torch.autograd, "_engine_run_backward", backward),
             mock.patch.object(torch.autocast, "__init__", autocast),

@@ -113,6 +113,7 @@ def test_an_item_is_made_alike_and_means_the_same_after_a_file(name: str):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", task_names())
 def test_an_item_of_any_task_is_made_alike_and_means_the_same_after_a_file(name: str):
     check_task(name, 8)

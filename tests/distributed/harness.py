@@ -13,7 +13,6 @@ import functools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
+
+from tests.ports import free_port
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
@@ -33,13 +34,6 @@ FOR_ALL = {
     "PYTHONPATH": str(ROOT),
 }
 """What packages read when they are imported."""
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def environment(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -3,7 +3,8 @@
 Two epochs over seven prompts on two ranks, two updates of two micro-batches per rollout, two iterations, a KL, AdamW, a
 cosine schedule and clipping. A checkpoint after every optimizer step; the last two are kept. The subject says whether
 the prompts are `text`, or some of them have `images`, which are read anew in the run that goes on; of `further prompts`
-and `further images` there are more, and those that teach nothing give way to them.
+and `further images` there are more, and those that teach nothing give way to them. In `conversations`, an environment
+answers, in as many turns as a prompt has words.
 """
 
 from __future__ import annotations
@@ -31,18 +32,24 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.reference import SyncReference
+from grpo_lightning.rollout.conversations import ConversationSettings
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.schedules import Cosine
 from grpo_lightning.training.checkpoint_files import why_incomplete
 from tests.distributed import harness, vision
 from tests.distributed.runs import STRATEGIES
 from tests.distributed.steps import save_policy, whole_weights
+from tests.environments.games import ByPromptLength
 from tests.light_rewards import capitals, vowel_share
 
 PROMPTS = [f"prompt {'x' * i}{i}" for i in range(7)]
 SEEN = [["words"], [0, "a"], ["b", 1, "and", 2], ["more words"], [3, "c"], ["d", 4], ["last"]]
 """Numbers stand for pictures."""
 
+TURNS = ["one", "one two three", "four words, four turns", "1", "two words", "a b c d e", "last"]
+"""Prompts of conversations."""
+
+CONVERSATIONS = "conversations"
 FAMILY = "qwen2_5_vl"
 FURTHER = "further"
 SHARED = "shared"
@@ -77,10 +84,15 @@ def train(
     world_size = int(os.environ["WORLD_SIZE"])
     ranks_per_group = min(2, world_size) if SHARED in subject else 1
     reward = capitals if has_images else vowel_share
+    played: dict[str, Any] = {"sampling": SamplingParams(max_completion_length=6)}
+    if CONVERSATIONS in subject:
+        limits = ConversationSettings(max_turn_length=4, turn_credit=0.5)
+        played = {"environment": ByPromptLength(), "conversation": limits}
+        played["sampling"] = SamplingParams(max_completion_length=48)
     module = GRPOLightningModule(
         PolicyLoader(str(folder / (FAMILY if has_images else "policy")), **settings),
         rewards=[functools.partial(of_some, reward) if draws_more else reward],
-        sampling=SamplingParams(max_completion_length=6),
+        **played,
         objective=Objective(beta=0.04),
         optimizer=functools.partial(AdamW, lr=3e-3),
         scheduler=functools.partial(Cosine, warmup_ratio=0.1),
@@ -120,7 +132,8 @@ def train(
         callbacks=[saving, Final(), *([Kill(kill["micro_step"], kill["hook"])] if is_hit(kill) else [])],
     )
     seen = [vision.with_files(parts, folder, index) for index, parts in enumerate(SEEN)]
-    prompts = (seen if has_images else PROMPTS) * (3 if draws_more else 1)
+    texts = TURNS if CONVERSATIONS in subject else PROMPTS
+    prompts = (seen if has_images else texts) * (3 if draws_more else 1)
     size, cycle = 4 * ranks_per_group // world_size, module.cycle_length(2)
     source = PromptSource(prompts, size, cycle=cycle, draws_more=draws_more, ranks_per_group=ranks_per_group)
     trainer.fit(module, source, ckpt_path=newest(checkpoints))

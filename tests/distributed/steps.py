@@ -278,7 +278,7 @@ def run(case: Case, strategy: str, folder: Path) -> dict[str, Any]:
     module = make_module(
         given_adapter(folder) if case.is_given else PolicyLoader(str(folder / case.folder), **case.policy),
         [RewardModel(folder / "classifier", batch_size=3) if case.is_scored_by_model else small_letters],
-        length=LONGEST,
+        length=LONGEST if case.gathers is None else 2 * LONGEST,
         lr=case.lr,
         **played,
         objective=Objective(**case.objective),
@@ -304,6 +304,7 @@ def run(case: Case, strategy: str, folder: Path) -> dict[str, Any]:
         "trained": watch.trained,
         "log": watch.log,
         "scored": watch.scored,
+        "turns": watch.turns,
     }
 
 
@@ -311,8 +312,12 @@ class Watch(L.Callback):
     """The whole weights before and after, what was logged, and whether the weights are sharded in between."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self.before, self.log, self.scored = whole_weights(pl_module), {}, []
+        self.before, self.log, self.scored, self.turns = whole_weights(pl_module), {}, [], []
         self.trained = [name for name, p in pl_module.policy.named_parameters() if p.requires_grad]
+
+    def on_rollout(self, trainer: L.Trainer, pl_module: Any, rollout: Any) -> None:
+        completions = [completion for group in rollout.groups for completion in group.completions]
+        self.turns += [sum(t.is_sampled for t in c.turns) for c in completions if c.turns is not None]
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
         self.log = {name: float(value) for name, value in trainer.callback_metrics.items() if "time/" not in name}

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tests.distributed import command
-from tests.distributed.harness import environment, free_port, run_ranks
+from tests.distributed.harness import environment, run_ranks
+from tests.ports import free_port
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from tests.distributed import harness, vision
 from tests.distributed.elastic import Leg, run_legs
 from tests.distributed.resume import FAMILY
 from tests.distributed.steps import save_policy
-from tests.marks import SLOW
+from tests.marks import NIGHTLY, SLOW, only
 
 METRICS = ("policy/loss", "policy/kl", "policy/grad_norm", "lr", "epoch")
 
@@ -56,10 +56,10 @@ def compare_runs(got, want, *, tolerance=1e-6, metrics=METRICS):
     "legs",
     [
         pytest.param([Leg(1, 3), Leg(2, 9), Leg(1)], id="inside cycles", marks=SLOW),
-        pytest.param([Leg(1, 4), Leg(2, 12), Leg(1)], id="between cycles, in the middle of an epoch", marks=SLOW),
+        pytest.param([Leg(1, 4), Leg(2, 12), Leg(1)], id="between cycles, in the middle of an epoch", marks=NIGHTLY),
         pytest.param([Leg(2, 3), Leg(2, 9, ranks_per_group=2), Leg(1)], id="shared groups", marks=SLOW),
         pytest.param(
-            [Leg(1, 3), Leg(2, 8, accumulate=1), Leg(1, 10, accumulate=4), Leg(1)], id="micro-batches", marks=SLOW
+            [Leg(1, 3), Leg(2, 8, accumulate=1), Leg(1, 10, accumulate=4), Leg(1)], id="micro-batches", marks=NIGHTLY
         ),
     ],
 )
@@ -69,7 +69,9 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path, unbroken, legs):
 
 
 @SLOW
-@pytest.mark.parametrize("subject", ["further text", "images", "further images"])
+@pytest.mark.parametrize(
+    "subject", only([], ["further text", "images", "further images"], nightly=["further text", "images"])
+)
 def test_replaced_prompts_and_images_are_those_of_the_unbroken_run(tmp_path, unbroken, subject):
     save(tmp_path, subject)
     legs = [Leg(1, 3), Leg(2, 9), Leg(2, 11, ranks_per_group=2), Leg(1)]
@@ -80,7 +82,10 @@ def test_replaced_prompts_and_images_are_those_of_the_unbroken_run(tmp_path, unb
 
 
 @SLOW
-@pytest.mark.parametrize("stops", [(3, 9), (4, 12)], ids=["inside cycles", "between cycles"])
+@pytest.mark.parametrize(
+    "stops",
+    [pytest.param((3, 9), id="inside cycles"), pytest.param((4, 12), id="between cycles", marks=NIGHTLY)],
+)
 def test_fsdp2_resumes_on_another_number_of_ranks(tmp_path, unbroken, stops):
     save(tmp_path)
     legs = [Leg(2, stops[0], "fsdp2"), Leg(1, stops[1], "fsdp2"), Leg(2, strategy="fsdp2")]
@@ -91,10 +96,10 @@ def test_fsdp2_resumes_on_another_number_of_ranks(tmp_path, unbroken, stops):
 @pytest.mark.parametrize(
     ("strategy", "before", "after", "policy"),
     [
-        pytest.param("zero1", 1, 2, {}, id="zero1, 1 -> 2"),
+        pytest.param("zero1", 1, 2, {}, id="zero1, 1 -> 2", marks=NIGHTLY),
         pytest.param("zero2", 2, 1, {}, id="zero2, 2 -> 1"),
         pytest.param("zero3", 2, 1, {"freeze_layers": 1}, id="zero3, 2 -> 1, frozen layer"),
-        pytest.param("zero3", 1, 2, {}, id="zero3, 1 -> 2"),
+        pytest.param("zero3", 1, 2, {}, id="zero3, 1 -> 2", marks=NIGHTLY),
     ],
 )
 def test_zero_resumes_on_another_number_of_ranks_after_the_command_that_it_names(

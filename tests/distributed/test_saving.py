@@ -27,7 +27,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-@pytest.fixture(scope="module", params=only([], [name for name in STRATEGIES if name not in ("one", "zero1")]))
+@pytest.fixture(
+    scope="module", params=only([], [name for name in STRATEGIES if name not in ("one", "zero1")], nightly=["zero2"])
+)
 def strategy(request: pytest.FixtureRequest, folder: Path) -> str:
     """A strategy, with its runs on two ranks."""
     kinds = selected(request, "kind", strategy=request.param)

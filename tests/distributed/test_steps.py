@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.distributed import runs, steps
 from tests.distributed.harness import once, run_ranks
-from tests.marks import SLOW, selected
+from tests.marks import NIGHTLY, SLOW, selected
 
 STRATEGIES = [name for name in runs.STRATEGIES if name != "one"]
 FAST = [
@@ -57,7 +57,8 @@ def is_fast(strategy: str, case: str) -> bool:
 def matrix(cases: Iterable[str]) -> list[Any]:
     """Parameters for all strategies and cases that run under them."""
     pairs = [(strategy, case) for strategy in STRATEGIES for case in cases if is_run(strategy, case)]
-    return [pytest.param(*pair, id="-".join(pair), marks=() if is_fast(*pair) else SLOW) for pair in pairs]
+    marks = {pair: () if is_fast(*pair) else NIGHTLY if pair[0] == "zero1" else SLOW for pair in pairs}
+    return [pytest.param(*pair, id="-".join(pair), marks=marks[pair]) for pair in pairs]
 
 
 assert {*FAST, *OF_THE_LOSS, *OF_A_FORWARD_PASS} <= steps.CASES.keys()
@@ -98,6 +99,12 @@ def test_two_ranks_train_what_one_does(folder: Path, run: Callable[[str], None],
         assert found["trained"] == expected["trained"]
         if not steps.CASES[case].is_given:
             assert all(not weight.any() for name, weight in found["before"].items() if "lora_B" in name)
+        if case.startswith("conversations"):
+            turns = [torch.load(folder / f"{strategy}-{case}-{each}.pt")["turns"] for each in (0, 1)]
+            assert {1, 5} <= set(expected["turns"]) == {number for own in turns for number in own}
+            if "shared" not in case:  # each prompt is on one rank
+                assert set(turns[0]) == {1}
+                assert set(turns[1]) == {5}
         for name, after in expected["after"].items():
             difference = (found["after"][name] - after).norm() / after.norm()
             assert difference <= TOLERANCE, f"{name} differs by {difference:.1e} on rank {rank}"

@@ -12,7 +12,7 @@ from tests.distributed import shared_errors, teams
 from tests.distributed.harness import once, run_ranks
 from tests.distributed.steps import save_policy
 from tests.distributed.test_logs import is_own
-from tests.marks import SLOW, selected
+from tests.marks import NIGHTLY, SLOW, selected
 
 TOLERANCE = 1e-6
 
@@ -47,6 +47,9 @@ CASES = {
     Layout("ddp", 4, 4): [*ONE_TEAM, "one prompt, dynamic, kl"],
     Layout("ddp", 2, 1): ["nothing but equals, fixed, kl", "images of equals, dynamic, kl"],
 }
+
+FURTHER = {Layout("ddp", 4, 2), Layout("ddp", 4, 4), Layout("fsdp2", 4, 2)}
+"""Layouts of which the others have the strategies and the sizes of teams."""
 
 pytestmark = SLOW
 
@@ -97,7 +100,11 @@ def compare_tokens(ones: list[dict[str, Any]], tokens: list[dict[str, Any]]) -> 
 
 @pytest.mark.parametrize(
     ("layout", "case"),
-    [pytest.param(layout, case, id=f"{layout}-{case}") for layout, cases in CASES.items() for case in cases],
+    [
+        pytest.param(layout, case, id=f"{layout}-{case}", marks=NIGHTLY if layout in FURTHER else ())
+        for layout, cases in CASES.items()
+        for case in cases
+    ],
 )
 def test_teams_train_what_one_device_does(folder: Path, run: Callable[[Layout], None], layout: Layout, case: str):
     """Compare everything that the ranks found with what one device found."""

@@ -11,7 +11,12 @@ from tests.distributed import vision
 from tests.distributed.harness import once, run_ranks
 from tests.marks import SLOW, selected
 
-OF_SHARDED_WEIGHTS = ["sampled layer by layer", "sampled by a frozen tower layer by layer"]
+OF_SHARDED_WEIGHTS = [
+    "sampled layer by layer",
+    "sampled by a frozen tower layer by layer",
+    "images in observations, layer by layer",
+    "images in observations, frozen tower, layer by layer",
+]
 """Where the weights are whole, they are sampled from as they are: these cases run under ZeRO-3 and FSDP2."""
 OF_A_FORWARD_PASS = ["dense", "layers", "sampled, gathered"]
 """Cases that say nothing of how gradients are divided, all that tells ZeRO-2 from DDP: they do not run under ZeRO-2."""

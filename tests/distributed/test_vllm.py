@@ -13,7 +13,7 @@ from tests.distributed import vllm_colocate
 from tests.distributed.harness import once, run_ranks
 from tests.distributed.steps import save_policy
 from tests.distributed.vllm import STEPS, train
-from tests.marks import SLOW, only, selected
+from tests.marks import NIGHTLY, SLOW, only, selected
 from tests.vllm.fakes import serving
 
 
@@ -63,11 +63,11 @@ def trained(
 @pytest.mark.parametrize(
     ("strategy", "kind", "is_killed"),
     [
-        ("ddp", "merged", False),
-        ("ddp", "merged", True),
+        pytest.param("ddp", "merged", False, marks=NIGHTLY),
+        pytest.param("ddp", "merged", True, marks=NIGHTLY),
         ("ddp", "adapters", True),
         ("zero2", "merged", True),
-        ("zero3", "merged", True),
+        pytest.param("zero3", "merged", True, marks=NIGHTLY),
         ("zero3", "adapters", False),
         ("fsdp2", "merged", False),
     ],
@@ -86,7 +86,15 @@ def test_two_ranks_on_a_server_train_as_one_device(strategy, kind, is_killed, tm
 
 
 @SLOW
-@pytest.mark.parametrize(("strategy", "is_killed"), [("ddp", False), ("ddp", True), ("zero3", True), ("fsdp2", False)])
+@pytest.mark.parametrize(
+    ("strategy", "is_killed"),
+    [
+        pytest.param("ddp", False, marks=NIGHTLY),
+        ("ddp", True),
+        ("zero3", True),
+        pytest.param("fsdp2", False, marks=NIGHTLY),
+    ],
+)
 def test_two_ranks_with_asynchronous_rollouts_train_as_one_device(strategy, is_killed, tmp_path):
     """Also if the server dies during a rollout in the background: it is sampled again, from newer weights."""
     save_policy(tmp_path)
@@ -149,7 +157,7 @@ def results(tmp_path_factory, request):
     return result
 
 
-STRATEGIES = only(["zero3"], ["ddp", "zero2", "zero3", "fsdp2"])
+STRATEGIES = only(["zero3"], ["ddp", "zero2", "zero3", "fsdp2"], nightly=["ddp", "zero2"])
 
 
 TWO = pytest.mark.parametrize("world_size", [2])
@@ -218,3 +226,19 @@ def test_an_error_of_one_rank_raises_on_all_ranks(results, strategy, name, world
     first, last = results(strategy, name, world_size)[0]["errors"]
     assert last == "KeyError: 'a fault of the last rank'"
     assert first == f"RuntimeError: {last}"
+
+
+@TWO
+@pytest.mark.parametrize(
+    ("name", "owner", "message"),
+    [
+        ("tensor-parallel, too long", 0, "ValueError: a prompt is too long"),
+        ("tensor-parallel, a reward fails", 1, "KeyError: 'a fault of the last rank'"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["ddp"])
+def test_an_error_of_one_rank_ends_its_tensor_parallel_group(results, strategy, name, owner, message, world_size):
+    """The other rank would otherwise wait in vLLM's collectives."""
+    errors = results(strategy, name, world_size)[0]["errors"]
+    assert errors[owner] == message
+    assert errors[1 - owner] == f"RuntimeError: Sampling failed on rank {owner}: {message}"

@@ -17,15 +17,21 @@ from grpo_lightning.core import ranks
 from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.objective import Objective
+from grpo_lightning.rewards import EnvironmentReward
+from grpo_lightning.rollout.conversations import ConversationSettings
 from grpo_lightning.rollout.local_engine import LocalEngine
 from tests import tiny_vlms
 from tests.distributed.runs import fit, make_module
 from tests.distributed.steps import LONGEST, ByPrompt, Watch
 from tests.light_rewards import capitals
+from tests.observed_images import Shows
 from tests.vision_prompts import prompt_of
 
 MIXED = [[0, "where?"], ["words only"], ["compare", 1, "with", 2], ["no image here"]]
 """Numbers stand for pictures: the first rank of two has them all."""
+
+SHOWN = [["look"], ["none, words only"], [0, "see"], ["none again"]]
+"""The first rank of two has all images of the environment, too."""
 
 TEXT = [["one"], ["two of them"], ["3"], ["number four"]]
 
@@ -46,6 +52,8 @@ class Case:
     """On two ranks; one device has all completions of a prompt."""
     engine: Any = None
     """Arguments of the local engine; None scripts the completions."""
+    shows: bool = False
+    """Conversations, in which the environment shows images to prompts without the word "none"."""
 
 
 CASES = {
@@ -74,6 +82,21 @@ CASES = {
     "sampled by a frozen tower layer by layer": Case(
         policy={"freeze_vision_modules": True}, engine={"gather_for_generation": False}, beta=0.04
     ),
+    "images in observations": Case(prompts=SHOWN, shows=True, engine={}, beta=0.04, accumulate=2, steps=2),
+    "images in observations, layer by layer": Case(
+        prompts=SHOWN,
+        shows=True,
+        engine={"gather_for_generation": False},
+        policy={"activation_checkpointing": "chunks"},
+    ),
+    "images in observations, frozen tower, layer by layer": Case(
+        prompts=SHOWN,
+        shows=True,
+        engine={"gather_for_generation": False},
+        policy={"freeze_vision_modules": True},
+        beta=0.04,
+    ),
+    "images in observations of shared groups": Case(prompts=SHOWN, shows=True, engine={}, ranks_per_group=2, updates=2),
     "shared groups, kl": Case(ranks_per_group=2, beta=0.04, accumulate=2, steps=2),
     "shared groups, sampled by a frozen tower": Case(
         ranks_per_group=2, policy={"freeze_vision_modules": True}, engine={}, beta=0.04, steps=2
@@ -85,14 +108,16 @@ def run(case: Case, strategy: str, folder: Path) -> dict[str, Any]:
     """Train the case; returns the weights before and after, whole, and which are trained."""
     module = make_module(
         PolicyLoader(str(folder / case.family), **case.policy),
-        [capitals],
-        length=LONGEST if case.engine is None else 4,
+        [EnvironmentReward()] if case.shows else [capitals],
+        length=60 if case.shows else LONGEST if case.engine is None else 4,
         lr=case.lr,
         engine=ByPrompt() if case.engine is None else LocalEngine(**case.engine),
         objective=Objective(beta=case.beta),
         num_generations=4,
         ranks_per_group=case.ranks_per_group,
         updates_per_rollout=case.updates,
+        environment=Shows(num_turns=2) if case.shows else None,
+        conversation=ConversationSettings(max_turn_length=4) if case.shows else None,
     )
     watch = Watch()
     prompts = [with_files(parts, folder, index) for index, parts in enumerate(case.prompts)]

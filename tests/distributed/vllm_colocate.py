@@ -17,7 +17,7 @@ import torch
 from grpo_lightning import PolicyLoader
 from grpo_lightning.core import ranks
 from grpo_lightning.rollout.vllm import weights
-from grpo_lightning.rollout.vllm.engine import VLLMEngine
+from grpo_lightning.rollout.vllm.engine import Batch, VLLMEngine
 from tests.distributed.runs import STRATEGIES, num_ranks
 from tests.distributed.vllm import full_weights
 from tests.module_runs import PROMPTS, History, make_module, make_source, make_trainer
@@ -26,6 +26,9 @@ from tests.vllm.fakes import install_fake
 from tests.vllm.real.policies import policy
 
 STEPS = 3
+SHORT = 6
+"""Length of completions by which a fault tells them from those of the probe."""
+
 LORA = {"rank": 8, "alpha": 16}
 
 
@@ -36,6 +39,7 @@ class Case:
     policy: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
     ranks_per_group: int = 1
+    length: int = 8
     prompts: list[str] = field(default_factory=lambda: PROMPTS[:4])
     fault: str | None = None
     """What is broken deliberately."""
@@ -54,6 +58,8 @@ CASES: dict[str, Case] = {
     "late": Case(fault="late"),
     "dropped": Case(fault="dropped"),
     "failing": Case(fault="failing"),
+    "tensor-parallel, too long": Case(engine={"tensor_parallel_size": 2}, length=SHORT, fault="too long"),
+    "tensor-parallel, a reward fails": Case(engine={"tensor_parallel_size": 2}, length=SHORT, fault="a reward fails"),
 }
 
 
@@ -77,8 +83,30 @@ def break_engine(patch: pytest.MonkeyPatch, fault: str | None) -> None:
                 yield group
 
         patch.setattr(weights, "weight_groups", failing)
+    elif fault in ("too long", "a reward fails"):
+        break_one_rank(patch, fault)
     elif fault == "late":  # vLLM has the first policy until the end
         patch.setattr(VLLMEngine, "sync_weights", lambda self, model: sync(self, model) if self.sent is None else None)
+
+
+def break_one_rank(patch: pytest.MonkeyPatch, fault: str) -> None:
+    """Let one rank of a tensor-parallel group fail: before it samples, or while both sample."""
+    check, add = VLLMEngine.check_lengths, Batch.add
+
+    def refusing(self: VLLMEngine, prompts: Any, lengths: Any) -> None:
+        check(self, prompts, lengths)
+        if ranks.rank() == 0 and lengths[0] == SHORT:
+            raise ValueError("a prompt is too long")
+
+    def adding(self: Batch, index: int, completion: Any) -> None:
+        add(self, index, completion)
+        if ranks.rank() == 1 and self.sampling.max_completion_length == SHORT:
+            raise KeyError("a fault of the last rank")
+
+    if fault == "too long":
+        patch.setattr(VLLMEngine, "check_lengths", refusing)
+    else:
+        patch.setattr(Batch, "add", adding)
 
 
 def train(strategy: str, name: str, folder: Path) -> None:
@@ -90,7 +118,7 @@ def train(strategy: str, name: str, folder: Path) -> None:
     loader = PolicyLoader(str(folder / "policy"), **case.policy)
     per_group = min(num_ranks(), case.ranks_per_group)
     engine = VLLMEngine(**options)
-    module = make_module(policy=loader, length=8, lr=1e-2, engine=engine, ranks_per_group=per_group)
+    module = make_module(policy=loader, length=case.length, lr=1e-2, engine=engine, ranks_per_group=per_group)
     trainer = make_trainer(devices=num_ranks(), strategy=STRATEGIES[strategy](), max_steps=STEPS, callbacks=[history])
     size = 4 * module.ranks_per_group // num_ranks()
     source = make_source(module, case.prompts, batch_size=size, shuffle=False, ranks_per_group=module.ranks_per_group)
@@ -99,7 +127,7 @@ def train(strategy: str, name: str, folder: Path) -> None:
         break_engine(patch, case.fault)
         try:
             trainer.fit(module, source)
-        except (RuntimeError, KeyError) as raised:
+        except (RuntimeError, KeyError, ValueError) as raised:
             if case.fault is None:
                 raise
             error = f"{type(raised).__name__}: {raised}"

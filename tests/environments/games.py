@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import random
+import threading
 import time
 from typing import Any
 
@@ -83,3 +86,59 @@ def broken(text: str) -> str:
         text: Any text.
     """
     raise ValueError(f"cannot take {text}")
+
+
+async def later(number: int) -> int:
+    """Double a number, asynchronously.
+
+    Args:
+        number: The number.
+    """
+    await asyncio.sleep(0)
+    return 2 * number
+
+
+class Locked:
+    """An object with tools that cannot be copied or pickled."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def reset(self, secret: str = "", **columns: Any) -> str:
+        self.secret, self.reward = secret, 0.0
+        return "Guess."
+
+    async def guess(self, word: str) -> str:
+        """Guess.
+
+        Args:
+            word: The word.
+        """
+        self.reward = float(word == self.secret)
+        return "right" if self.reward else "wrong"
+
+    async def get_reward(self) -> float:
+        return self.reward
+
+
+class Draws(Environment):
+    """Answers with a random number."""
+
+    def step(self, completion: str) -> str:
+        return str(random.random())
+
+
+class Ends(Environment):
+    """Never says that it is done, and gives its reward at the end."""
+
+    def __init__(self, way: str = "") -> None:
+        self.way, self.turn = way, 0
+
+    def step(self, completion: str) -> Step:
+        self.turn += 1
+        return Step("on", reward=0.5)
+
+    def end(self) -> Any:
+        if self.way == "raise":
+            raise KeyError("gone")
+        return "much" if self.way == "wrong" else 10.0 * self.turn

@@ -1,12 +1,15 @@
 """Multi-turn functions as ms-swift documents them, and environments as TRL documents them, run unchanged."""
 
+import copy
+import functools
 import pickle
+import random
 
 import pytest
 
 from grpo_lightning.environments import MultiTurnFunction, Tools, as_environment
 from grpo_lightning.environments.adapters import ToolObject
-from tests.environments.games import double
+from tests.environments.games import Counted, Locked, double
 
 
 def recheck(inputs):
@@ -98,6 +101,10 @@ class Wordle:
     def get_reward(self) -> float:
         return float(self.done)
 
+    @property
+    def left(self) -> int:
+        raise AssertionError("a property is no tool, and is not read")
+
 
 def test_an_environment_of_trl():
     environment = as_environment(Wordle)
@@ -112,8 +119,88 @@ def test_an_environment_of_trl():
     assert environment.step("It is cat.").reward == 1.0
 
 
+class NoReward:
+    """An object with a tool, and nothing else."""
+
+    def look(self) -> str:
+        """Look."""
+        return "nothing"
+
+
+def test_an_environment_that_a_limit_ends_is_asked_for_its_reward():
+    environment = ToolObject(Wordle)
+    environment.reset(secret="cat")
+    assert environment.step('[guess(word="cat")]').reward is None
+    assert environment.end() == 1.0
+    assert ToolObject(NoReward).end() is None
+
+
+def test_rewards_get_the_object():
+    environment = ToolObject(Wordle)
+    assert environment.for_rewards is environment.object
+    assert isinstance(environment.for_rewards, Wordle)
+
+
+def test_an_object_that_cannot_be_copied_is_made_again():
+    environment = ToolObject(Locked)
+    environment.reset(secret="cat")
+    one, other = copy.deepcopy(environment), copy.deepcopy(environment)
+    assert one.step('[guess(word="cat")]').observation[0]["content"] == "right"
+    assert other.step('[guess(word="cot")]').observation[0]["content"] == "wrong"
+    assert (one.end(), other.end()) == (1.0, 0.0)
+    assert other.step("It is cot.").reward == 0.0
+    with pytest.raises(TypeError, match="pickle"):
+        pickle.dumps(environment)
+
+
+def test_copies_share_no_state():
+    class Noting(ToolObject):
+        def step(self, completion: str):
+            self.notes.append(completion)
+            return super().step(completion)
+
+    environment = Noting(Locked)
+    environment.notes = []
+    environment.reset(secret="cat")
+    copied = copy.deepcopy(environment)
+    copied.step("It is cat.")
+    assert (environment.notes, copied.notes) == ([], ["It is cat."])
+
+
+def test_an_object_that_begins_differently_each_time_cannot_be_made_again():
+    class Random(Locked):
+        def reset(self, **columns) -> str:
+            return str(random.random())
+
+    environment = ToolObject(Random)
+    environment.reset()
+    with pytest.raises(RuntimeError, match=r"its `reset` answers differently .* method __deepcopy__"):
+        copy.deepcopy(environment)
+
+
+def make_wordle(length: int = 3) -> Wordle:
+    return Wordle()
+
+
+@pytest.mark.parametrize("factory", [Wordle, make_wordle, functools.partial(make_wordle, length=4)])
+def test_factories(factory):
+    environment = as_environment(factory)
+    assert isinstance(environment, ToolObject)
+    assert isinstance(environment.object, Wordle)
+
+
 def test_what_becomes_an_environment():
     assert isinstance(as_environment([double]), Tools)
+    assert isinstance(as_environment(functools.partial(lambda hint, inputs: inputs, "hint")), MultiTurnFunction)
+    for unclear in (lambda *inputs: inputs, lambda inputs, hint: inputs):
+        with pytest.raises(ValueError, match=r"write MultiTurnFunction\(function\) .* or ToolObject\(factory\)"):
+            as_environment(unclear)
+    with pytest.raises(ValueError, match=r"got a dict of factories: 'a', 'b'\. All rows of a run have one environment"):
+        as_environment({"a": Wordle, "b": Wordle})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="made a Counted, which is an environment itself"):
+        as_environment(lambda: Counted(num_turns=2))
+    with pytest.raises(ValueError, match="made a int, which has no public methods"):
+        ToolObject(lambda: 3)
     with pytest.raises(ValueError, match=r"must be an object: write Tools\(...\)"):
         as_environment(Tools)
     with pytest.raises(ValueError, match="must be an object with a method `step`"):

@@ -1,9 +1,10 @@
 """What an environment may return, and which columns it gets."""
 
+import numpy as np
 import pytest
 
 from grpo_lightning.environments import GuessTheNumber, Step
-from grpo_lightning.environments.base import as_step, messages_of, named_columns
+from grpo_lightning.environments.base import InvalidStepError, as_step, messages_of, named_columns
 
 
 @pytest.mark.parametrize(
@@ -16,6 +17,9 @@ from grpo_lightning.environments.base import as_step, messages_of, named_columns
         ((None, True), Step(done=True)),
         ({"role": "tool", "content": "4"}, Step({"role": "tool", "content": "4"})),
         (Step("a", reward=1.0), Step("a", reward=1.0)),
+        (Step("a", reward=np.float32(0.5)), Step("a", reward=0.5)),  # type: ignore[arg-type]
+        (Step("a", metrics={"n": np.int64(2), "won": True}), Step("a", metrics={"n": 2.0, "won": 1.0})),
+        (Step("a", keep=0), Step("a", keep=0)),
     ],
 )
 def test_a_part_of_a_step_is_a_step(returned, expected):
@@ -32,12 +36,22 @@ def test_a_part_of_a_step_is_a_step(returned, expected):
         ("", "returned no observation"),
         ((None, False), "returned no observation"),
         (Step(["a"]), "must be text, a message"),  # type: ignore[list-item]
-        (Step({"role": "user", "content": [{"type": "image"}]}), "Images in observations are not supported"),
+        (Step({"role": "user", "content": [{"type": "image"}]}), "or a list of parts .* returned {'type': 'image'}"),
+        (Step({"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}), "returned {'type': 'video'"),
+        (Step({"role": "user", "content": 3}), "must be text, or a list of parts .* returned 3"),
         (Step([{"role": "user", "content": "a"}], keep=2), "not text"),
+        (Step(()), "returned no observation"),
+        (Step("a", keep="2"), "keep = '2': it must be a whole number"),  # type: ignore[arg-type]
+        (Step("a", keep=-1), "keep = -1: it must be a whole number"),
+        (Step("a", metrics=None), "the metrics None"),  # type: ignore[arg-type]
+        (Step("a", metrics={"a": "b"}), "the metric 'a' = 'b'"),  # type: ignore[dict-item]
+        (Step("a", metrics={1: 2.0}), "the metric 1 = 2.0"),  # type: ignore[dict-item]
+        (Step("a", metrics={"a": float("inf")}), "the metric 'a' = inf"),
+        ([{"role": "user", "content": "a"}] * 300, "has 300 messages; at most 256"),
     ],
 )
 def test_other_values_are_refused(returned, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(InvalidStepError, match=message):
         as_step(returned)
 
 

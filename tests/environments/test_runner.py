@@ -2,14 +2,15 @@
 
 import asyncio
 import logging
+import random
 import time
 
 import pytest
 
 from grpo_lightning.core.types import Prompt
-from grpo_lightning.environments import Environment, EnvironmentRunner, Step, Tools
+from grpo_lightning.environments import Environment, EnvironmentRunner, Step, ToolObject, Tools
 from grpo_lightning.rewards import RewardWorkers
-from tests.environments.games import Counted, Faulty, slow_tool
+from tests.environments.games import Counted, Draws, Ends, Faulty, Locked, later, slow_tool
 
 LIMITS = RewardWorkers(num_workers=2, timeout_seconds=1.0, step_timeout_seconds=20.0)
 
@@ -107,3 +108,100 @@ def test_reset_that_fails_says_what_it_needs():
     runner = EnvironmentRunner(Picky(), RewardWorkers(num_workers=0), 1000)
     (result,) = runner.reset([Prompt("p", columns={"colour": 1})], [0])
     assert "needs the data column 'size'; the row has prompt, colour" in result.problem
+
+
+def test_the_calls_of_a_round_have_one_deadline():
+    limits = RewardWorkers(num_workers=1, timeout_seconds=1.0, step_timeout_seconds=1.5)
+    runner = EnvironmentRunner(Faulty("hang"), limits, 1000)
+    state = runner.reset([Prompt("p")], [0])[0].state
+    state = runner.wait(runner.step(state, "a", 0), state).state
+    start = time.monotonic()
+    calls = [runner.step(state, "b", seed) for seed in range(6)]
+    results = [runner.wait(call, state) for call in calls]
+    assert time.monotonic() - start < 5  # one after the other they take 6
+    assert {result.failure for result in results} == {"timeout"}
+    assert "model.reward_workers.timeout_seconds" in results[0].problem
+    assert "was not started" in results[-1].problem
+    assert "model.reward_workers.step_timeout_seconds" in results[-1].problem
+    # The next round has a deadline of its own.
+    fresh = runner.reset([Prompt("p")], [0])[0].state
+    assert runner.wait(runner.step(fresh, "a", 0), fresh).value.observation == "on"
+    runner.pool.stop()
+
+
+def test_random_numbers_are_those_of_the_seed():
+    """Of the seed alone: in workers, in the training process, and whatever has been drawn before."""
+    before = random.getstate()
+    here = [play(Draws(), "a", limits=RewardWorkers(num_workers=0))[0].value for _ in range(2)]
+    assert random.getstate() == before
+    assert [play(Draws(), "a")[0].value] * 2 == here
+
+
+def test_an_async_tool_is_awaited_in_a_worker():
+    for limits in (LIMITS, RewardWorkers(num_workers=0)):
+        (result,) = play(Tools([later]), "[later(number=4)]", limits=limits)
+        assert result.value.observation[0]["content"] == "8"
+        assert result.value.metrics["calls/ok"] == 1
+        assert isinstance(result.state, bytes) == (limits is LIMITS)
+
+
+def test_the_end_of_a_conversation():
+    for environment, kind, value in [
+        (Ends(), "", 10.0),
+        (Ends("raise"), "exception", None),
+        (Ends("wrong"), "invalid_value", None),
+        (Counted(), "", None),  # it has no `end`
+    ]:
+        for limits in (LIMITS, RewardWorkers(num_workers=0)):
+            runner = EnvironmentRunner(environment, limits, 1000)
+            state = runner.reset([Prompt("p")], [0])[0].state
+            state = runner.wait(runner.step(state, "a", 0), state).state
+            (result,) = runner.end([state], [0])
+            assert (result.failure, result.value) == (kind, value)
+            runner.pool.stop()
+
+
+def test_an_object_with_a_lock_runs_in_the_training_process(caplog):
+    runner = EnvironmentRunner(ToolObject(Locked), LIMITS, 1000)
+    with caplog.at_level(logging.WARNING):
+        runner.start()
+    assert "Environment 'Locked' runs in the training process" in caplog.text
+    result = runner.reset([Prompt("p", columns={"secret": "cat"})], [0])[0]
+    assert result.value == "Guess."
+    states = [runner.copy(result.state) for _ in range(2)]
+    assert states[0] is not states[1]
+    told = runner.wait(runner.step(states[0], '[guess(word="cat")]', 0), states[0])
+    assert told.value.observation[0]["content"] == "right"
+    assert [each.value for each in runner.end(states, [0, 0])] == [1.0, 0.0]
+
+
+class LockedGame(Counted):
+    """An environment that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = Locked().lock
+
+
+def test_an_environment_that_cannot_be_copied_says_what_to_do():
+    (result,) = EnvironmentRunner(LockedGame(), RewardWorkers(num_workers=0), 1000).reset([Prompt("p")], [0])
+    assert "Environment 'LockedGame' cannot be copied (TypeError" in result.problem
+    assert "give the class a method __deepcopy__" in result.problem
+
+
+class OpensLater(Environment):
+    """Opens in `reset` what cannot be pickled."""
+
+    def reset(self, prompt: str) -> None:
+        self.lock = Locked().lock
+
+    def step(self, completion: str) -> None:
+        return None
+
+
+def test_a_state_that_cannot_be_pickled_says_what_to_do():
+    runner = EnvironmentRunner(OpensLater(), LIMITS, 1000)
+    (result,) = runner.reset([Prompt("p")], [0])
+    runner.pool.stop()
+    assert "cannot be pickled after `reset`" in result.problem
+    assert "set in_process = True on its class" in result.problem

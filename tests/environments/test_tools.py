@@ -1,6 +1,7 @@
 """Tools: calls are read in the formats of chat templates, and what goes wrong is told to the policy."""
 
 import json
+import pickle
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from grpo_lightning.environments import Search, Tools, calculator
 from grpo_lightning.environments.tools import ToolCall, argument_problem, read_calls
 from grpo_lightning.rollout.conversations import tool_schemas
-from tests.environments.games import broken, double
+from tests.environments.games import broken, double, later
 
 KNOWN = {"double": double, "calculator": calculator}
 CALL = ToolCall("double", {"number": 3})
@@ -27,6 +28,19 @@ CALL = ToolCall("double", {"number": 3})
         "[double(number=3)]",
         "<|tool_call_start|>[double(number=3)]<|tool_call_end|>",
         "```tool_code\ndouble(number=3)\n```",
+        # Text around a call, with the markers of the model and without them.
+        "<|tool_call_start|>[double(number=3)]<|tool_call_end|>Checking...",
+        "Let me look.<|tool_call_start|>[double(number=3)]<|tool_call_end|>",
+        "[double(number=3)]Checking [it]...",
+        'Let me look.[TOOL_CALLS][{"name": "double", "arguments": {"number": 3}}]',
+        'Let me look.[{"name": "double", "arguments": {"number": 3}}]',
+        '{"name": "double", "parameters": {"number": 3}} and then I wait.',
+        '```json\n{"name": "double", "parameters": {"number": 3}}\n```',
+        # Reasoning, also if the prompt has opened it.
+        '<think>double?</think>\n{"name": "double", "parameters": {"number": 3}}',
+        "<think>Which tool?\n</think>[double(number=3)]",
+        "Which tool?\n</think>\n\ndouble(number=3)",
+        '<think><tool_call>{"name": "double", "arguments": {"number": 9}}</tool_call></think>[double(number=3)]',
     ],
 )
 def test_formats_of_chat_templates(text):
@@ -35,7 +49,27 @@ def test_formats_of_chat_templates(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["The answer is 6.", "", '{"answer": 6}', "6", "[6, 7]", "print(6)", "f(x)", '{"name": "Ann"}', "[", "{", "a;b"],
+    [
+        *(
+            "The answer is 6.",
+            "",
+            '{"answer": 6}',
+            "6",
+            "[6, 7]",
+            "print(6)",
+            "f(x)",
+            '{"name": "Ann"}',
+            "[",
+            "{",
+            "a;b",
+        ),
+        '<think><tool_call>{"name": "double", "arguments": {"number": 3}}</tool_call></think>It is 6.',
+        '<think>I begin with <tool_call>{"name": "double", "arguments": {"number": 3}}</tool_call>',
+        "double(number=3) is 6.",
+        "As [double(number=3)] says, it is 6.",
+        '{"answer": {"name": "double", "arguments": {"number": 3}}}',
+        'For example {"name": "half", "arguments": {"number": 3}}',
+    ],
 )
 def test_an_answer_is_no_call(text):
     assert list(read_calls(text, KNOWN)) == []
@@ -49,6 +83,22 @@ def test_several_calls_of_a_turn():
     assert [call.arguments["number"] for call in read_calls(llama, KNOWN)] == [1, 2]
 
 
+def test_the_arguments_of_a_call_may_be_any_text():
+    for query in ("a; b", "a}; {b", "[TOOL]", '"quoted"', "double(number=3)"):
+        as_json = json.dumps({"name": "search", "parameters": {"query": query}})
+        for text in (as_json, f"{as_json}; {as_json}", f"[search(query={query!r})] behind"):
+            calls = list(read_calls(text, {"search": None, **KNOWN}))
+            assert {(call.name, call.arguments["query"]) for call in calls} == {("search", query)}, text
+    inner = json.dumps({"name": "double", "arguments": {"number": 3}})
+    assert [call.name for call in read_calls(f"[search(query={inner!r})]", {"search": None, **KNOWN})] == ["search"]
+
+
+def test_what_follows_a_marker_must_be_a_call():
+    for text in ("[TOOL_CALLS] double 3", "<|python_tag|>import os", "<|tool_call_start|>[double(number=3]"):
+        (call,) = read_calls(text, KNOWN)
+        assert "is not a call: write" in call.problem
+
+
 @pytest.mark.parametrize(
     ("text", "outcome", "told"),
     [
@@ -60,10 +110,11 @@ def test_several_calls_of_a_turn():
         ("<tool_call>[double(3)]</tool_call>", "malformed", "must have names"),
         ('<tool_call>{"name": "half", "arguments": {}}</tool_call>', "unknown_tool", "there is no tool 'half'"),
         ("[broken(text='this')]", "exception", "ValueError: cannot take this"),
+        ("[later(number=3)]", "ok", "6"),
     ],
 )
 def test_outcomes_are_observations_and_are_counted(text, outcome, told):
-    step = Tools([double, broken]).step(text)
+    step = Tools([double, broken, later]).step(text)
     assert not step.done
     (message,) = step.observation
     assert message["role"] == "tool"
@@ -88,6 +139,8 @@ def test_settings_are_checked():
         Tools([double, double])
     with pytest.raises(ValueError, match="format must be one of auto, json, python"):
         Tools([double], format="xml")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_calls must be from 1 to 255, got 256"):
+        Tools([double], max_calls=256)
 
 
 def test_a_fixed_format_reads_no_other():
@@ -150,6 +203,17 @@ def test_search_finds_the_text_that_fits(tmp_path):
 
     with pytest.raises(ValueError, match=r"texts\.jsonl:2 is not a JSON row with a column 'text'"):
         Search(str(path))
+
+
+def test_a_search_is_pickled_without_its_texts(tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("".join(f"text {number} of many\n" for number in range(1000)))
+    search = Search(str(path), top_k=2)
+    pickled = pickle.dumps(Tools([search]))
+    assert len(pickled) < 1000
+    copied = pickle.loads(pickled).functions["search"]
+    assert copied.texts is search.texts  # it is read once per process
+    assert copied("text 7") == search("text 7")
 
 
 def untold(x):

@@ -105,7 +105,7 @@ def test_05_ranks_make_the_same_number_of_calls_whatever_they_drew(monkeypatch: 
             advantages = torch.full((len(groups), 4), float(rank))  # the first one's groups teach nothing
             settings: dict[str, Any] = {"updates": 1, "accumulate": 2, "pad_id": PAD, "skip_zero_advantages": True}
             batches, _ = plan_over_ranks(groups, advantages, **settings)
-            agree_on_chunks(batches, Scorer(chunk_size=2).num_chunks)
+            agree_on_chunks(batches, Scorer(chunk_size=2))
             return batches
 
         return TwoRanks(monkeypatch).run(plan)

@@ -37,6 +37,33 @@ def test_a_stop_token_is_not_repeated():
     assert tokens.tokenizer.decode(cut) == "<eos> <|user|>higher<eos> <|assistant|>"
 
 
+def test_only_the_stop_token_that_the_policy_wrote_is_a_repetition():
+    """In GLM's templates, messages end where the next role begins, and roles are stop tokens, too."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|observation|>", "<|assistant|>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    user, observation = tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
+    tokens = TurnTokens(tokenizer, [EOS, user, observation])
+    for last, expected in [
+        (user, "higher<|assistant|>"),
+        (EOS, "<|user|>higher<|assistant|>"),
+        (observation, "<|user|>higher<|assistant|>"),
+        (50, "<|user|>higher<|assistant|>"),
+    ]:
+        assert tokenizer.decode(tokens.ids(OBSERVATION, last, {}, is_chat=True)) == expected, last
+
+
+def test_a_space_in_front_of_the_templates_stop_token_is_not_written_behind_that_of_the_policy():
+    tokens = turns(CHATML.replace("<eos> ", " <eos>"))
+    assert (
+        tokens.tokenizer.decode(tokens.ids(OBSERVATION, EOS, {}, is_chat=True)) == "<|user|>higher <eos><|assistant|>"
+    )
+    assert tokens.tokenizer.decode(tokens.ids(OBSERVATION, 50, {}, is_chat=True)).startswith(" <eos><|user|>")
+
+
 def test_the_whole_conversation_is_what_the_template_renders():
     tokens = turns(CHATML)
     chat = [{"role": "user", "content": "guess"}]

@@ -17,12 +17,12 @@ from grpo_lightning.environments import Environment, EnvironmentRunner, Step
 from grpo_lightning.functional import turn_credits
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.policy.turns import TurnTokens
+from grpo_lightning.policy.turns import TRUNCATED, TurnTokens
 from grpo_lightning.rollout.conversations import Conversations, ConversationSettings
 from grpo_lightning.rollout.groups import GroupSource
 from grpo_lightning.rollout.local_engine import LocalEngine
 from tests.conversation_runs import HERE, PROMPTS, SAMPLING, sample
-from tests.environments.games import ByPromptLength, Counted, Faulty
+from tests.environments.games import ByPromptLength, Counted, Ends, Faulty
 from tests.module_runs import ScriptedEngine
 from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
 
@@ -119,18 +119,22 @@ def test_every_way_of_the_engine_plays_the_same(policy, make):
 
 def test_logprobs_are_those_of_the_whole_sequence(policy):
     """Against one forward pass over prompt and conversation."""
-    tokenizer = tiny_tokenizer()
     for prompt, row in zip(PROMPTS, sample(policy, ByPromptLength(), max_turn_length=5), strict=True):
-        for completion in row:
-            before = tokenizer(prompt + "!")["input_ids"]
-            ids = torch.tensor([before + completion.token_ids])
-            with torch.no_grad():
-                logits = policy(ids).logits[0, len(before) - 1 : -1]
-            logits[:, 97:] = -torch.inf  # ids without a token are never sampled
-            expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-            mask = torch.tensor(completion.mask or [True] * len(completion.token_ids))
-            assert torch.tensor(completion.logprobs)[mask].allclose(expected[mask], atol=1e-5)
-            assert not torch.tensor(completion.logprobs)[~mask].any()
+        check_logprobs(policy, prompt + "!", row)
+
+
+def check_logprobs(policy: Any, prompt: str, completions: list[Completion], suppressed: Any = ()) -> None:
+    """Check log-probs against one forward pass over prompt and conversation."""
+    before = tiny_tokenizer()(prompt)["input_ids"]
+    for completion in completions:
+        ids = torch.tensor([before + completion.token_ids])
+        with torch.no_grad():
+            logits = policy(ids).logits[0, len(before) - 1 : -1]
+        logits[:, [*range(97, logits.shape[1]), *suppressed]] = -torch.inf  # ids without a token are never sampled
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        mask = torch.tensor(completion.mask or [True] * len(completion.token_ids))
+        assert torch.tensor(completion.logprobs)[mask].allclose(expected[mask], atol=1e-5)
+        assert not torch.tensor(completion.logprobs)[~mask].any()
 
 
 def test_the_cache_lives_on_between_turns(policy):
@@ -184,6 +188,38 @@ def test_limits_of_turns_and_tokens(policy, limits, length, reason, num_turns):
         assert completion.is_truncated == (reason != "stop")
 
 
+@pytest.mark.parametrize(
+    ("limits", "length", "reward", "reason"),
+    [({"max_turns": 2}, 60, 21.0, "turns"), ({}, 9, 10.5, "length"), ({}, 14, 21.0, "length")],
+)
+def test_the_environment_gives_a_reward_when_a_limit_ends_the_conversation(policy, limits, length, reward, reason):
+    never_stops = replace(SAMPLING, max_completion_length=length, suppress_tokens=[EOS])
+    for completion in flat(sample(policy, Ends(), sampling=never_stops, max_turn_length=8, **limits)):
+        assert (completion.finish_reason, completion.environment_reward) == (reason, reward)
+        assert [turn.reward for turn in completion.turns if not turn.is_sampled] in ([], [None], [None, None])
+
+
+def test_an_environment_that_is_done_is_not_asked_again(policy):
+    class Done(Ends):
+        def step(self, completion: str) -> Step:
+            return Step(done=True, reward=1.0)
+
+    cut = replace(SAMPLING, max_completion_length=5, suppress_tokens=[EOS])
+    assert {c.environment_reward for c in flat(sample(policy, Done(), sampling=cut))} == {1.0}
+
+
+def test_on_error_says_what_happens_to_an_end_that_fails(policy):
+    def rows(**settings: Any) -> list[Completion]:
+        return flat(sample(policy, Ends("raise"), ["p"], max_turn_length=3, max_turns=1, **settings))
+
+    with pytest.raises(RuntimeError, match=r"Environment 'Ends' raised KeyError: 'gone'.* turn 1\)"):
+        rows()
+    assert [(c.ending.is_scorable, c.ending.failure, c.finish_reason) for c in rows(on_error="none")] == [
+        (False, "exception", "turns")
+    ] * 3
+    assert [c.environment_reward for c in rows(on_error="value", error_value=-1.0)] == [-1.0] * 3
+
+
 def test_observations_are_cut_and_counted(policy):
     (row,) = sample(policy, Faulty("megabytes"), ["p"], max_turn_length=3, max_observation_length=8, max_turns=3)
     for completion in row:
@@ -208,6 +244,56 @@ def test_a_turn_can_be_continued(policy):
         assert [turn.role for turn in completion.turns] == ["assistant", "", "assistant", "", "assistant"]
         assert completion.text[2:4] == completion.text[6:8] == "->"
         assert completion.mask == [True, True, False, False] * 2 + [True] * 5
+
+
+class Interrupt(Environment):
+    """Goes on behind the first two characters of each turn, with more tokens than it drops."""
+
+    def step(self, completion: str) -> Step:
+        return Step("-> wait, ", keep=2)
+
+
+def test_what_was_computed_of_dropped_tokens_is_not_used(policy):
+    sampling = replace(SAMPLING, suppress_tokens=[EOS])
+    for prompt in ("p", "a longer prompt"):
+        limits = {"sampling": sampling, "max_turn_length": 5, "max_turns": 3}
+        (row,) = sample(policy, Interrupt(), [prompt], **limits)
+        assert [turn.end - turn.start for turn in row[0].turns] == [2, 9, 2, 9, 5]
+        assert [plain(c) for c in row] == [
+            plain(c) for c in sample(policy, Interrupt(), [prompt], engine=Forgetful(), **limits)[0]
+        ]
+        check_logprobs(policy, prompt, row, suppressed=[EOS])
+
+
+class RecordedEngine(ScriptedEngine):
+    """Remembers with which lengths it was called."""
+
+    samples_in_background = True
+    """Can sample in a background thread. Called in the main thread, it is collective."""
+
+    def __init__(self, rows: Any) -> None:
+        super().__init__(rows)
+        self.lengths: list[int] = []
+
+    def generate(self, prompts: Any, num_generations: int, sampling: Any, *args: Any, **more: Any) -> Any:
+        self.lengths.append(sampling.max_completion_length)
+        return super().generate(prompts, num_generations, sampling, *args, **more)
+
+
+def test_a_rank_without_prompts_makes_the_calls_of_the_others(monkeypatch):
+    """It has no conversation, and calls the engine with the others' length as long as one of them has."""
+    engine, tokenizer = RecordedEngine([]), tiny_tokenizer()
+    engine.connect(None, tokenizer, None)
+    conversations = Conversations(EnvironmentRunner(Counted(), HERE, 100), ConversationSettings(max_turn_length=7))
+    conversations.connect(TurnTokens(tokenizer, [EOS]))
+    others = iter([True, True, False])
+    monkeypatch.setattr("grpo_lightning.core.ranks.world_size", lambda: 2)
+    monkeypatch.setattr("grpo_lightning.core.ranks.is_any", lambda own: next(others))
+    assert conversations.play(engine, [], [], [], 2, SAMPLING, []) == []
+    assert engine.lengths[0] == 7
+    assert len(engine.lengths) == 2
+    with pytest.raises(StopIteration):
+        next(others)
 
 
 def test_what_is_decoded_and_encoded_anew_has_other_tokens():
@@ -272,6 +358,27 @@ def test_a_first_observation_ends_the_prompt(policy):
         [{"role": "user", "content": "begin"}],
     ]
     assert len(states) == 3
+
+
+def test_a_first_observation_has_the_limits_of_the_others():
+    class Says(Over):
+        def reset(self, prompt: Any, answer: Any) -> Any:
+            return answer
+
+    tokenizer = tiny_tokenizer()
+    conversations = Conversations(EnvironmentRunner(Says(), HERE, 100), ConversationSettings(max_observation_length=8))
+    conversations.connect(TurnTokens(tokenizer, [EOS]))
+    chat = [{"role": "user", "content": "hello"}]
+    answers: list[Any] = ["x" * 300, "ab<eos>cd", [{"role": "system", "content": "y" * 300}]]
+    prompts = [
+        Prompt(content, columns={"answer": each}) for content, each in zip(["t:", chat, chat], answers, strict=True)
+    ]
+    text, escaped, messages = (prompt.content for prompt in conversations.begin(prompts, [1, 2, 3])[0])
+    assert text == "t:" + "x" * 8 + TRUNCATED
+    last = escaped[-1]["content"].partition("hello\n\n")[2]
+    assert "<eos>" not in last
+    assert last.startswith("ab<")
+    assert messages[-1] == {"role": "system", "content": "y" * 8 + TRUNCATED}
 
 
 # -------------------------------------------------------------------------------------------------------------- credit

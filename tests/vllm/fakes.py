@@ -349,6 +349,8 @@ class FakeServer:
         """Seconds before a completion is answered."""
         self.failures: dict[str, list[int | str]] = {}
         """By route, what the next calls get instead of an answer: an HTTP status, or "break" (of the connection)."""
+        self.loses_answers = 0
+        """Adapters that are loaded next, but answered with 500."""
         self.before_completion: Callable[[int], None] = lambda count: None
         """Called before each completion, with the number of earlier ones."""
         self.http: Any = None
@@ -452,8 +454,8 @@ class FakeServer:
             "/openapi.json": lambda _: {
                 "paths": {} if "/v1/load_lora_adapter" in self.hidden else dict.fromkeys(self.routes())
             },
-            "/v1/load_lora_adapter": lambda body: self.fake.add_adapter(body["lora_name"], body["lora_path"]),
-            "/v1/unload_lora_adapter": lambda body: self.fake.adapters.pop(body["lora_name"]) and None,
+            "/v1/load_lora_adapter": self.load_adapter,
+            "/v1/unload_lora_adapter": self.unload_adapter,
             "/detokenize": lambda body: {"prompt": self.fake.tokenizer.decode(body["tokens"])},
         }
 
@@ -485,6 +487,18 @@ class FakeServer:
     def finish(self, body: dict[str, Any]) -> None:
         self.fake.finish()
         self.label(body.get("weight_version", self.fake.version))
+
+    def load_adapter(self, body: dict[str, Any]) -> None:
+        if body["lora_name"] in self.fake.adapters:
+            raise RefusalError(400, f"The lora adapter '{body['lora_name']}' has already been loaded.")
+        self.fake.add_adapter(body["lora_name"], body["lora_path"])
+        if self.loses_answers:
+            self.loses_answers -= 1
+            raise RuntimeError("the answer is lost")
+
+    def unload_adapter(self, body: dict[str, Any]) -> None:
+        if self.fake.adapters.pop(body["lora_name"], None) is None:
+            raise RefusalError(404, f"The lora adapter '{body['lora_name']}' cannot be found.")
 
     def sample(self, body: dict[str, Any], prompt: list[int], settings: dict[str, Any], vision: Any = None) -> Any:
         """Sample a completion. Returns: tokens, log-probs, finish reason, version of the weights."""

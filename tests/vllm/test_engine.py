@@ -21,27 +21,21 @@ from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local_engine import LocalEngine
-from grpo_lightning.rollout.vllm import colocate, weights
+from grpo_lightning.rollout.vllm import colocate, transfer, weights
 from grpo_lightning.rollout.vllm import server as vllm_server
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.server import ServerError, own_address
-from tests import tiny_vlms
+from tests import conversation_runs, tiny_vlms
+from tests.environments.games import ByPromptLength
 from tests.marks import SLOW
 from tests.module_runs import SMALL, History, are_equal, fit, make_module, weights_of
+from tests.ports import free_port
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.vllm.fakes import fake_vllm, serving  # noqa: F401 - a fixture
 from tests.vllm.real import policies as real
 
 PROMPTS = [[40, 50, 60], [41, 42], [70, 71, 72, 73]]
 SAMPLING = SamplingParams(max_completion_length=6, suppress_tokens=[0])
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return int(opened.getsockname()[1])
 
 
 @pytest.fixture(params=["colocate", "server"])
@@ -267,6 +261,30 @@ def test_vllm_sleeps_between_rollouts(fake_vllm, level):  # noqa: F811
         ]
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_vllm_sleeps_after_a_conversation_and_not_between_its_turns(fake_vllm, level):  # noqa: F811
+    engine, policy = VLLMEngine(sleep_level=level), tiny_model(**SMALL)
+    engine.connect(policy, tiny_tokenizer(), Sharding())
+    fake = engine.backend.llm.fake
+    for _ in range(2):
+        groups = conversation_runs.sample(policy, ByPromptLength(), engine=engine, is_connected=True, max_turn_length=4)
+        assert max(len(c.turns) for group in groups for c in group) > 2
+    assert fake.levels == [2, level, level]
+    assert fake.asleep
+
+
+def test_weights_that_vllm_has_discarded_are_sent_again(fake_vllm):  # noqa: F811
+    """For example if a resumed run computes the image features of its pending cycle before the next update."""
+    engine, policy = VLLMEngine(sleep_level=2), tiny_model(**SMALL)
+    engine.connect(policy, tiny_tokenizer(), Sharding())
+    with pytest.raises(RuntimeError, match="vLLM has no weights yet"):
+        engine.generate(PROMPTS[:1], 1, SAMPLING, seeds=[1])
+    engine.sync_weights(policy)
+    for _ in range(2):
+        ((found,),) = engine.generate(PROMPTS[:1], 1, SAMPLING, seeds=[1])
+        assert found.logprobs == pytest.approx(scored(policy, PROMPTS[0], found), abs=1e-4)
+
+
 def test_a_rank_without_prompts_sleeps_too(fake_vllm):  # noqa: F811
     engine, policy = VLLMEngine(sleep_level=1), tiny_model(**SMALL)
     engine.connect(policy, tiny_tokenizer(), Sharding())
@@ -314,6 +332,24 @@ def test_a_missing_group_of_layers_is_found(connect, monkeypatch):
         engine.sync_weights(policy)
     with pytest.raises(RuntimeError, match="vLLM has no weights yet"):
         engine.generate(PROMPTS, 1, SAMPLING, seeds=[1, 2, 3])
+
+
+def test_after_an_update_that_failed_the_next_one_works(fake_vllm):  # noqa: F811
+    """vLLM refuses a new update while one is active."""
+    engine, policy = VLLMEngine(), tiny_model(**SMALL)
+    engine.connect(policy, tiny_tokenizer(), Sharding())
+    groups = weights.weight_groups
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "weight_groups", lambda *args: list(groups(*args))[1:])
+        with pytest.raises(RuntimeError, match="no value for"):
+            engine.sync_weights(policy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.backend.llm, "update_weights", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.sync_weights(policy)
+    engine.sync_weights(policy)
+    ((found,),) = engine.generate(PROMPTS[:1], 1, SAMPLING, seeds=[1])
+    assert found.logprobs == pytest.approx(scored(policy, PROMPTS[0], found), abs=1e-4)
 
 
 def test_prompts_that_are_too_long_are_refused_before_sampling(connect):
@@ -451,6 +487,12 @@ def test_an_old_vllm_is_refused(fake_vllm, monkeypatch):  # noqa: F811
     [
         ({}, {"sampling": SamplingParams(min_p=0.1, top_p=0.5)}, "sampling.min_p .* are both set"),
         ({"max_model_len": 32}, {"sampling": SamplingParams(max_completion_length=32)}, "vLLM's max_model_len is 32"),
+        (
+            {"max_model_len": 32},
+            {"sampling": SamplingParams(max_completion_length=25)},
+            r"has \d+ tokens; with sampling.max_completion_length 25 that exceeds vLLM's max_model_len of 32. Raise it",
+        ),
+        ({"limit_mm_per_prompt": {"image": 2}}, {}, "engine.limit_mm_per_prompt is .*'image': 2.*is text-only: remove"),
         ({"max_model_len": 300}, {}, "engine.max_model_len is 300, and the policy has 256 positions"),
     ],
 )
@@ -600,6 +642,7 @@ def test_an_error_of_any_kind_on_rank_0_reaches_the_other_ranks(fake_vllm, monke
             {"mode": "server", "dtype": "float32"},
             "engine.dtype is 'float32', which has no effect with engine.mode 'serv",
         ),
+        ({"mode": "server", "lora_folder": "/x"}, "engine.lora_folder is '/x', which has no effect without engine.ena"),
         ({"mode": "server", "base_url": "http://x", "port": 9}, r"engine.base_url \(http://x\) and engine.host or"),
     ],
 )
@@ -680,6 +723,36 @@ def test_a_server_that_dies_ends_the_rollout_with_an_error():
     message = r"no vLLM server has answered for model.engine.reconnect_timeout \(0.1 seconds\): http\S+. Start it again"
     with pytest.raises(ServerError, match=message):
         engine.generate(PROMPTS[:1], 1, SAMPLING, seeds=[1])
+
+
+@pytest.mark.parametrize("error", [OSError(98, "Address already in use"), RuntimeError("EADDRINUSE")])
+def test_a_group_port_that_is_in_use_is_named(monkeypatch, error):
+    """With NCCL, it is an `OSError`."""
+
+    def refuse(*_):
+        raise error
+
+    policy = tiny_model(**SMALL)
+    monkeypatch.setattr(vllm_server, "PATIENCE", 0.1)
+    with serving(policy.config) as running:
+        engine = served(running)
+        engine.connect(policy, tiny_tokenizer(), Sharding())
+        monkeypatch.setattr(vllm_server, "GROUPS", {"gloo": refuse})
+        monkeypatch.setattr(running, "join", lambda body: None)
+        with pytest.raises(ServerError, match=r"in use|EADDRINUSE.* Set model.engine.group_port to a free port"):
+            engine.sync_weights(policy)
+
+
+def test_nccl_waits_no_longer_than_the_timeout():
+    release = threading.Event()
+    assert transfer.call_within(20, "a broadcast by NCCL", lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        transfer.call_within(20, "opening the NCCL group", lambda: 1 / 0)
+    with pytest.raises(
+        RuntimeError, match=r"a broadcast by NCCL has not ended within model.engine.timeout \(0.05 seconds\)"
+    ):
+        transfer.call_within(0.05, "a broadcast by NCCL", lambda: release.wait(60))
+    release.set()
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import base64
 import copy
 import io
-import socket
 
 import pytest
 import torch
@@ -13,11 +12,14 @@ from grpo_lightning.core.types import PromptVision, SamplingParams
 from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm import images
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from tests import tiny_vlms
 from tests.light_rewards import capitals
 from tests.module_runs import History, fit, make_module
+from tests.observed_images import Shows, source_of
+from tests.ports import free_port
 from tests.tiny_vlms import picture
 from tests.vision_prompts import SCENARIOS, encoder_of, prompt_of
 from tests.vllm.fakes import FakeLLM, fake_vllm, serving  # noqa: F401 - a fixture
@@ -26,12 +28,6 @@ from tests.vllm.real.policies import largest_vision_gap, sampled_groups, step
 SAMPLING = SamplingParams(max_completion_length=4, temperature=0.7)
 EXACT = 1e-4
 """Nats by which float32 log-probs of two implementations may differ."""
-
-
-def free_port():
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return int(opened.getsockname()[1])
 
 
 def loader_of(vlm, **settings):
@@ -137,6 +133,28 @@ def test_a_run_trains(fake_vllm, mode):  # noqa: F811
         fit(module, prompts, batch_size=3, max_steps=2, callbacks=[history])
     assert max(map(abs, history.of("policy/rollout_kl"))) < 1e-6
     assert max(history.of("policy/rollout_difference_max")) < EXACT
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+def test_a_conversation_sees_the_images_of_its_observations(connect, family):
+    """Greedy conversations are those of the local engine, whose log-probs are those of a plain loop."""
+    vlm = tiny_vlms.build(family)
+    local, encoder = LocalEngine(), encoder_of(vlm)
+    # The small vLLM decodes prompts and encodes them again, which keeps only the tokens of whole characters.
+    broken = [i for i in range(len(encoder.tokenizer)) if not encoder.tokenizer.decode([i]).isascii()]
+    greedy = SamplingParams(max_completion_length=160, temperature=0, suppress_tokens=broken)
+    local.connect(vlm.model, encoder.tokenizer, Sharding())
+    engine = connect(vlm)
+    engine.sync_weights(vlm.model)
+    found = []
+    for each in (engine, local):
+        source = source_of(vlm, encoder, each, Shows(), max_turn_length=5)
+        prompts = [prompt_of(*parts) for parts in (["none, only words"], ["look"], [picture(0), "where?"])]
+        found.append([c for group in source.sample(prompts, 2, greedy, [0, 1, 2]) for c in group.completions])
+    for one, other in zip(*found, strict=True):
+        assert (one.token_ids, one.mask, one.text) == (other.token_ids, other.mask, other.text)
+        assert torch.tensor(one.logprobs).allclose(torch.tensor(other.logprobs), atol=EXACT)
+    assert [len(completion.images) for completion in found[0]] == [0, 0, 2, 2, 2, 2]
 
 
 # ------------------------------------------------------------------------------------------------------- the functions

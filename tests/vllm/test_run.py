@@ -35,7 +35,7 @@ def commands(monkeypatch, tmp_path):
 def test_an_installation_that_fails_is_a_banner_and_an_exit_status(commands, monkeypatch, capfd):
     monkeypatch.setattr(run, "VLLM", "broken==1")
     assert run.install() == 1
-    assert "pip --quiet --disable-pip-version-check install broken==1" in commands[-1]
+    assert "pip --quiet --disable-pip-version-check install --no-compile broken==1" in commands[-1]
     assert f"{BANNER}: vLLM could not be installed (" in capfd.readouterr().err
     assert not run.READY.exists()
 

@@ -11,6 +11,8 @@ import torch
 
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import SamplingParams
+from grpo_lightning.policy.lora import LoRA
+from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm import weights
@@ -19,9 +21,10 @@ from grpo_lightning.rollout.vllm.requests import Request
 from grpo_lightning.rollout.vllm.server import INCOMPLETE, Served, ServerError, UnavailableError
 from grpo_lightning.rollout.vllm.servers import Job, Pending, Told
 from tests.module_runs import SMALL, make_module
+from tests.ports import free_port
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.vllm.fakes import RefusalError, fake_vllm, serving  # noqa: F401 - a fixture
-from tests.vllm.test_engine import PROMPTS, SAMPLING, check_run, free_port, step
+from tests.vllm.test_engine import PROMPTS, SAMPLING, check_run, scored, step
 
 SEEDS = [1, 2, 3]
 TOKENS, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
@@ -453,6 +456,22 @@ def test_a_server_that_restarts_between_rollouts_gets_the_weights(start, undistu
     assert all(torch.equal(own[name], weight) for name, weight in policy.named_parameters())
 
 
+def test_without_retries_the_run_waits_for_a_server_that_has_died(start, undisturbed):
+    """`max_retries` counts failures of servers that are alive."""
+    engine, _, server = start(max_retries=0)
+
+    def die():
+        server.kill()
+        server.before_completion = lambda count: None
+        later(0.2, server.restart)
+
+    server.before_completion = at(5, die)
+    assert sampled(engine) == undisturbed
+    server.failures[TOKENS] = [500]
+    with pytest.raises(ServerError, match="The request has failed 1 times"):
+        sampled(engine)
+
+
 def test_a_server_that_does_not_come_back_ends_the_rollout(start):
     engine, _, server = start(reconnect_timeout=0.2)
     server.before_completion = at(5, server.kill)
@@ -532,6 +551,142 @@ def test_a_new_run_repairs_a_server_whose_update_did_not_finish(start, undisturb
     other.sync_weights(policy)
     own = dict(server.fake.model.named_parameters())
     assert all(torch.equal(own[name], weight) for name, weight in policy.named_parameters())
+
+
+# ------------------------------------------------------------------------------------------------------------ adapters
+
+
+@pytest.fixture
+def adapted():
+    """Starts servers, and makes an engine that sends them adapters alone; both have the first weights."""
+    with ExitStack() as stack:
+
+        def make(count=1, **settings):
+            policy = add_adapters(tiny_model(**SMALL), LoRA(rank=4))
+            servers = [stack.enter_context(serving(policy.get_base_model().config)) for _ in range(count)]
+            engine = engine_of(servers, policy, enable_lora=True, **settings)
+            step(policy, 0)
+            engine.sync_weights(policy)
+            return (engine, policy, *servers)
+
+        yield make
+
+
+def update(engine, policy, seed=1):
+    """The next update; afterwards, the log-probs are those of the policy."""
+    step(policy, seed)
+    engine.sync_weights(policy)
+    check_logprobs(engine, policy)
+
+
+def check_logprobs(engine, policy):
+    groups = engine.generate(PROMPTS, 2, SAMPLING, SEEDS)
+    expected = [pytest.approx(scored(policy, p, c), abs=1e-4) for p, g in zip(PROMPTS, groups, strict=True) for c in g]
+    assert [c.logprobs for group in groups for c in group] == expected
+
+
+@pytest.mark.parametrize("route", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+@pytest.mark.parametrize("failure", [500, "break"])
+def test_an_adapter_that_fails_to_load_is_sent_again(adapted, route, failure):
+    engine, policy, server = adapted()
+    server.failures[route] = [failure]
+    update(engine, policy)
+    assert server.failures[route] == []
+
+
+def test_an_adapter_that_was_loaded_without_an_answer_is_loaded_again(adapted):
+    """vLLM refuses to load a name that it knows."""
+    engine, policy, server = adapted()
+    server.loses_answers = 1
+    update(engine, policy)
+    assert len(server.fake.adapters) == 1
+
+
+@pytest.mark.parametrize("downtime", [0.0, 0.3])
+def test_a_server_that_restarts_between_rollouts_gets_base_and_adapter(adapted, downtime):
+    """Also if it is still down when the weights are sent, and if there is not a single retry."""
+    engine, policy, server = adapted(max_retries=0)
+    check_logprobs(engine, policy)
+    server.kill()
+    later(downtime, server.restart) if downtime else server.restart()
+    update(engine, policy)
+    assert server.fake.events.count("start") == 1
+
+
+def test_an_adapter_that_another_client_has_unloaded_is_sent_again(adapted):
+    """The unload is then refused, which does not end the run."""
+    engine, policy, server = adapted()
+    server.fake.adapters.clear()
+    update(engine, policy)
+
+
+def test_a_server_that_dies_while_an_adapter_is_loaded_gets_all_weights(adapted):
+    engine, policy, server = adapted()
+    load = server.load_adapter
+
+    def die(body):
+        server.load_adapter = load
+        server.kill()
+        later(0.1, server.restart)
+
+    server.load_adapter = die
+    update(engine, policy)
+
+
+def test_a_server_that_does_not_come_back_ends_the_update_of_adapters(adapted):
+    engine, policy, server = adapted(reconnect_timeout=0.2)
+    server.kill()
+    step(policy, 1)
+    with pytest.raises(ServerError, match=r"no vLLM server has answered for model.engine.reconnect_timeout"):
+        engine.sync_weights(policy)
+
+
+def test_one_of_two_servers_that_comes_back_gets_base_and_adapter(adapted):
+    engine, policy, first, second = adapted(2)
+    first.kill()
+    update(engine, policy, 1)
+    assert [bool(server.version) for server in engine.backend.servers] == [False, True]
+    first.restart()
+    update(engine, policy, 2)
+    assert [bool(server.version) for server in engine.backend.servers] == [True, True]
+    assert [server.fake.events.count("start") for server in (first, second)] == [1, 1]
+    assert first.bodies
+
+
+def test_a_server_that_dies_during_a_rollout_with_adapters_gets_all_weights(adapted):
+    engine, _, server = adapted()
+    expected = sampled(engine)
+
+    def die():
+        server.kill()
+        server.before_completion = lambda count: None
+        later(0.1, server.restart)
+
+    server.before_completion = at(len(server.bodies) + 5, die)
+    assert sampled(engine) == expected
+
+
+def test_a_server_that_dies_in_the_background_gets_all_weights_with_the_next_adapter(adapted):
+    engine, policy, server = adapted()
+
+    def die():
+        server.kill()
+        server.before_completion = lambda count: None
+        server.restart()
+
+    server.before_completion = at(len(server.bodies) + 5, die)
+    thread, results = in_thread(lambda: engine.generate(PROMPTS, 4, SAMPLING, SEEDS))
+    thread.join(20)
+    assert "are missing" in str(results[0])
+    update(engine, policy)
+
+
+def test_a_server_that_refuses_an_adapter_ends_the_run(adapted):
+    engine, policy, server = adapted()
+    server.failures["/v1/load_lora_adapter"] = [400]
+    step(policy, 1)
+    with pytest.raises(ServerError, match="load_lora_adapter answered 400"):
+        engine.sync_weights(policy)
 
 
 # -------------------------------------------------------------------------------------------------- ranks and threads
@@ -628,6 +783,21 @@ def test_weights_wait_for_a_rollout_in_another_thread(start, undisturbed):
     assert contents(results[0]) == undisturbed
     assert server.fake.events.count("start") == 2
     assert {c.weight_version for group in results[0] for c in group} == {1}
+
+
+def test_weights_do_not_change_between_the_turns_of_a_conversation(start):
+    engine, policy, server = start()
+    begun = threading.Event()
+    with engine.hold_weights():
+        engine.generate(PROMPTS, 1, SAMPLING, SEEDS)
+        update, _ = in_thread(lambda: begun.set() or engine.sync_weights(policy))
+        assert begun.wait(20)
+        step(policy, 0)
+        groups = engine.generate(PROMPTS, 1, SAMPLING, SEEDS)
+        assert server.fake.events.count("start") == 1
+        assert {c.weight_version for group in groups for c in group} == {1}
+    update.join(20)
+    assert server.fake.events.count("start") == 2
 
 
 def test_a_rollout_in_another_thread_neither_sends_weights_nor_speaks_to_other_ranks(start, monkeypatch, undisturbed):

@@ -10,6 +10,7 @@ import torch
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.rollout.vllm import weights
 from grpo_lightning.rollout.vllm.weights import check_policy, gathered_groups, state_of, weight_groups
 from tests.tiny_models import tiny_model
 
@@ -162,6 +163,35 @@ def test_the_state_changes_with_every_weight():
             weight.view(-1)[0] += 1e-6 + weight.view(-1)[0].abs() * 1e-6
         assert state_of(policy, Sharding()) != first
         first = state_of(policy, Sharding())
+
+
+def test_the_state_changes_if_two_weights_of_a_tensor_change_by_opposite_bits():
+    """Plain sums of bits would stay the same, and vLLM would keep the old weights."""
+    policy = tiny_model("qwen2", **SMALL)
+    first = state_of(policy, Sharding())
+    bits = policy.model.norm.weight.data.view(torch.int32)
+    for changes in ({3: 1, 7: -1}, {3: 1, 4: -2, 5: 1}):
+        for index, change in changes.items():
+            bits[index] += change
+        assert state_of(policy, Sharding()) != first
+        for index, change in changes.items():
+            bits[index] -= change
+        assert state_of(policy, Sharding()) == first
+    weight = policy.model.layers[0].mlp.up_proj.weight
+    with torch.no_grad():
+        weight.copy_(weight.flip(0))
+    assert state_of(policy, Sharding()) != first
+
+
+def test_the_state_is_the_same_in_parts_of_any_size(monkeypatch):
+    policy = tiny_model("qwen2", **SMALL)
+    monkeypatch.setattr(weights, "PART", 100)
+    first = state_of(policy, Sharding())
+    assert state_of(policy, Sharding()) == first
+    with torch.no_grad():
+        weight = policy.model.layers[0].mlp.up_proj.weight.view(-1)
+        weight[:200] = weight[:200].roll(100)  # two parts change places
+    assert state_of(policy, Sharding()) != first
 
 
 def dora():

@@ -159,12 +159,26 @@ class Colocated:
         """
         self.wake_up("weights")
         with untouched_state():
-            self.llm.start_weight_update()
-            for group in groups:
-                self.llm.update_weights({"update_info": {"weights": group}})
-            self.llm.finish_weight_update(weight_version=str(version))
+            try:
+                self.llm.start_weight_update()
+                for group in groups:
+                    self.llm.update_weights({"update_info": {"weights": group}})
+                self.llm.finish_weight_update(weight_version=str(version))
+            except BaseException:
+                self.end_update()
+                raise
         self.wake_up("kv_cache")  # after the update, which needs memory itself
         self.reset_cache()
+
+    def end_update(self) -> None:
+        """End an update that has failed, so that a new one can start; see `Served.end_update`."""
+        for call in (
+            self.llm.start_weight_update,
+            lambda: self.llm.finish_weight_update(weight_version="incomplete"),
+            lambda: self.llm.finish_weight_update(weight_version="incomplete"),
+        ):
+            with contextlib.suppress(Exception):
+                call()
 
     def load_adapter(self, adapter: dict[str, Tensor], version: int) -> None:
         """Load a new version of the adapter, and forget the one before.

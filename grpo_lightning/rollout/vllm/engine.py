@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -30,6 +31,7 @@ from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turn
 from grpo_lightning.rollout.local_engine import stop_ids
 from grpo_lightning.rollout.vllm import adapters, colocate, images, servers, weights
 from grpo_lightning.rollout.vllm.requests import (
+    Answer,
     Arrivals,
     Request,
     check_sampling,
@@ -161,6 +163,11 @@ class Batch:
 def listed(value: Item | list[Item]) -> list[Item]:
     """A setting that is one value or a list of values, as a list."""
     return value if isinstance(value, list) else [value]
+
+
+def described(error: Exception | None) -> str | None:
+    """An error as text, for the other ranks; None without an error."""
+    return None if error is None else f"{type(error).__name__}: {error}"
 
 
 def are_urls(values: list[str]) -> bool:
@@ -304,6 +311,10 @@ class VLLMEngine(RolloutEngine):
         """Thread that has called `sync_weights` last."""
         self.sent: dict[weights.Kind, dict[str, int]] | None = None
         """Checksums of the weights that vLLM has, by kind; None before the first update and after one that failed."""
+        self.is_discarded = False
+        """True if vLLM had the weights, and has discarded them (`sleep_level: 2`)."""
+        self.is_held = False
+        """True in the context `hold_weights`."""
         self.updates: dict[weights.Kind, int] = {}
         """Number of the last update of each kind."""
         self.num_updates = 0
@@ -327,6 +338,11 @@ class VLLMEngine(RolloutEngine):
                     f"engine.{name} is {getattr(self, name)!r}, which has no effect with engine.mode {self.mode!r}: "
                     f"remove it, or {remedy}."
                 )
+        if self.lora_folder is not None and not self.enable_lora:
+            raise ValueError(
+                f"engine.lora_folder is {self.lora_folder!r}, which has no effect without engine.enable_lora: remove "
+                "it, or set enable_lora to true."
+            )
         if self.base_url is not None and {"host", "port"} & changed:
             raise ValueError(
                 f"engine.base_url ({self.base_url}) and engine.host or engine.port ({self.host}:{self.port}) are both "
@@ -337,6 +353,11 @@ class VLLMEngine(RolloutEngine):
     def samples_in_background(self) -> bool:
         """True if `generate` can be called in another thread while the policy trains (`model.max_staleness`)."""
         return self.mode == "server"
+
+    @property
+    def max_sequence_length(self) -> int | None:
+        """The `max_model_len` of vLLM; None if it is not known yet, or the policy's number of positions."""
+        return self.max_model_len if self.backend is None else self.backend.max_model_len
 
     @property
     def urls(self) -> list[str]:
@@ -374,6 +395,11 @@ class VLLMEngine(RolloutEngine):
         for each in sampling:
             check_sampling(each)
         self.processor = load_processor(policy, config)
+        if self.limit_mm_per_prompt is not None and self.processor is None:
+            raise ValueError(
+                f"engine.limit_mm_per_prompt is {self.limit_mm_per_prompt}, and the policy ({policy.name}) is "
+                "text-only: remove it."
+            )
         limit = self.max_model_len
         if self.mode == "colocate":
             colocate.check_installed(self.mode)
@@ -477,7 +503,7 @@ class VLLMEngine(RolloutEngine):
             self.backend = colocate.Colocated(policy, tokenizer, sharding, options, self.processor, self.sleep_level)
         elif self.backend is None:  # used without `check_run`
             self.backend = self.connected(None)
-        self.sent = None
+        self.sent, self.is_discarded = None, False
 
     def connected(self, policy: str | None) -> Servers:
         """The servers, after checks; `policy` is the policy's name, None if it is in memory. Raises: `Served.check`."""
@@ -533,39 +559,80 @@ class VLLMEngine(RolloutEngine):
         """
         with self.lock:
             self.syncing_thread = threading.get_ident()
+            self.is_discarded = False
             sent, self.sent = self.sent or {}, None  # an update that fails leaves some of the weights behind
+            changed: list[weights.Kind] = []
             for kind in self.kinds:
                 state = weights.state_of(policy, self.sharding, kind)
                 if ranks.is_any(state != sent.get(kind)):
                     self.num_updates += 1
                     self.updates[kind] = self.num_updates
-                    self._send(policy, kind)
+                    changed.append(kind)
                     sent[kind] = state
+            if changed:
+                self._send(policy, changed)
             self.sent = sent
 
-    def _send(self, policy: nn.Module, kind: weights.Kind) -> None:
-        """Send the weights of the last update of a kind to vLLM, again if that fails temporarily. Collective.
+    def _send(self, policy: nn.Module, kinds: Sequence[weights.Kind]) -> None:
+        """Send the weights of the last update of some kinds to vLLM, all again if that fails temporarily. Collective.
 
         Raises:
             RuntimeError: On every rank, if vLLM of any rank cannot load the weights. That rank raises the original
                 error.
         """
         for failures in itertools.count(1):
-            error = self._update(policy, kind)
-            is_temporary = isinstance(error, UnavailableError) and failures <= self.max_retries
-            own = None if error is None else f"{type(error).__name__}: {error}", is_temporary, self.told
-            everyone = ranks.gather_objects(own)
-            problem = next((problem for problem, _, _ in everyone if problem is not None), None)
-            _, is_temporary, told = everyone[0]
-            if problem is None:
-                assert self.backend is not None
-                self.backend.adopt(told)
+            if all(self._arrived(self._update(policy, kind), failures) for kind in self._with_base(kinds)):
                 return
-            if not is_temporary:
-                raise error or RuntimeError(problem)
             if ranks.rank() == 0:
-                log.warning("The weights are sent again (%d of %d): %s", failures, self.max_retries, problem)
                 time.sleep(servers.BACKOFF * 2 ** (failures - 1))
+
+    def _with_base(self, kinds: Sequence[weights.Kind]) -> Sequence[weights.Kind]:
+        """Add the base to an adapter that is sent, if a server has lost it. Collective.
+
+        Raises:
+            RuntimeError: On every rank, if no server answers for `reconnect_timeout` seconds. Rank 0 raises the
+                original error.
+        """
+        if "adapter" not in kinds or "base" in kinds or self.mode == "colocate":
+            return kinds
+        assert isinstance(self.backend, Servers)
+        lacks, error = False, None
+        if ranks.rank() == 0:
+            try:
+                lacks = self.backend.lack(self.updates["base"])
+            except Exception as failure:  # noqa: BLE001 - raised on every rank
+                error = failure
+        problem, lacks = ranks.gather_objects((described(error), lacks))[0]
+        if problem is not None:
+            raise error or RuntimeError(problem)
+        return ("base", *kinds) if lacks else kinds
+
+    def _arrived(self, error: Exception | None, failures: int) -> bool:
+        """Exchange the errors of an attempt to send weights, and adopt its result. Collective.
+
+        Args:
+            error: The error of this rank.
+            failures: Number of this attempt.
+
+        Returns:
+            False if the weights have to be sent again.
+
+        Raises:
+            RuntimeError: On every rank, if the error is not temporary. The rank that has failed raises its own error.
+        """
+        is_temporary = isinstance(error, UnavailableError) and failures <= self.max_retries
+        everyone = ranks.gather_objects((described(error), is_temporary, self.told))
+        problem = next((problem for problem, _, _ in everyone if problem is not None), None)
+        _, is_temporary, told = everyone[0]
+        if problem is None:
+            assert self.backend is not None
+            self.backend.adopt(told)
+            return True
+        if not is_temporary:
+            raise error or RuntimeError(problem)
+        if ranks.rank() == 0:
+            log.warning("The weights are sent again (%d of %d): %s", failures, self.max_retries, problem)
+        return False
 
     def _update(self, policy: nn.Module, kind: weights.Kind) -> Exception | None:
         """Gather weights on every rank, and send them. Returns: the error that sending raised, of any kind."""
@@ -584,6 +651,26 @@ class VLLMEngine(RolloutEngine):
         for _ in gathered:  # the other ranks wait for this one in the collectives of the groups that are left
             pass
         return error
+
+    # A configuration is accepted only if its class has the annotations of the protocol, so the generator is apart.
+    def hold_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Context of the calls of `generate` for one rollout, such as the turns of its conversations.
+
+        An update from another thread waits until the context ends, so that all turns are sampled from the same
+        weights. vLLM sleeps at its end, and not after each call.
+        """
+        return self._held()
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        with self.lock:
+            before, self.is_held = self.is_held, True
+            try:
+                yield
+            finally:
+                self.is_held = before
+            if not self.is_held:
+                self._sleep()
 
     @torch.no_grad()
     def generate(  # noqa: PLR0913 - see the protocol
@@ -608,7 +695,8 @@ class VLLMEngine(RolloutEngine):
 
         In the thread that has called `sync_weights`, the call is collective: the ranks agree on errors and on servers
         that need the weights again. In another thread, weights are never sent, because training may be changing them,
-        and errors are raised on this rank only.
+        and errors are raised on this rank only. If vLLM has discarded its weights (`sleep_level: 2`), the policy's are
+        sent first.
 
         Raises:
             ValueError: If a prompt is too long for vLLM or has too many images, or the sampling settings are not
@@ -616,6 +704,8 @@ class VLLMEngine(RolloutEngine):
             RuntimeError: On every rank, if vLLM fails, or computes other token ids for a prompt with images than the
                 policy.
         """
+        if self.is_discarded:
+            self.sync_weights(self.policy)
         if self.backend is None or self.sent is None:
             raise RuntimeError("vLLM has no weights yet: call sync_weights before generate.")
         batch = Batch(prompts, part or range(num_generations), sampling, progress, on_group, vision, limits)
@@ -629,7 +719,8 @@ class VLLMEngine(RolloutEngine):
                     error = raised
                 num_missing = self.agree(error, batch)
                 if not num_missing:
-                    self._sleep()
+                    if not self.is_held:
+                        self._sleep()
                     return batch.groups()
                 rounds_without_answers = rounds_without_answers + 1 if num_missing == remaining else 0
                 remaining = num_missing
@@ -641,12 +732,34 @@ class VLLMEngine(RolloutEngine):
                 states = {kind: weights.state_of(self.policy, self.sharding, kind) for kind in self.kinds}
                 if ranks.is_any(states != self.sent):
                     raise RuntimeError("The policy has changed since sync_weights: call it before generate.")
-                for kind in self.kinds:
-                    self._send(self.policy, kind)
+                self._send(self.policy, self.kinds)
 
     def sample(self, batch: Batch, seeds: list[int]) -> None:
         """Sample the completions that the batch lacks, as far as vLLM has the weights. Raises: as `generate`."""
         assert self.backend is not None
+        own: Exception | None = None
+        requests: dict[int, Request] = {}
+        try:
+            requests = self.requests(batch, seeds)
+        except Exception as raised:
+            if not self.group.is_shared:
+                raise
+            own = raised
+        for done, answers in self._answers({index: requests[index] for index in batch.missing if requests}, own):
+            try:
+                for index, answer in answers if own is None else ():
+                    self._add(batch, index, requests[index], answer)
+                if own is None:
+                    batch.report(done)
+            except Exception as raised:
+                if not self.group.is_shared:
+                    raise
+                own = raised  # the other ranks of the group need this one in vLLM's collectives, until the last step
+        if own is not None:
+            raise own
+
+    def requests(self, batch: Batch, seeds: list[int]) -> dict[int, Request]:
+        """The requests of a batch's completions, by their indices, after checks. Raises: as `generate`."""
         prompts, sampling = batch.prompts, batch.sampling
         if len(seeds) != len(prompts):
             raise ValueError(f"seeds must hold one seed per prompt: {len(prompts)} prompts, {len(seeds)} seeds.")
@@ -657,23 +770,34 @@ class VLLMEngine(RolloutEngine):
         if batch.vision is not None and batch.images is None:
             batch.images = self.read_images(batch.vision)
         settings = sampling_settings(sampling, self.stop_ids)
-        requests = requests_of(prompts, seeds, batch.part, settings, batch.images, batch.limits)
-        missing = {index: requests[index] for index in batch.missing}
-        for done, answers in self._answers(missing):
-            for index, answer in answers:
-                if (seen := requests[index].images) is not None:
-                    images.check_prompt_ids(seen, requests[index].prompt_ids, answer.prompt_ids, self.image_remedy)
-                version = self.num_updates if self.enable_lora else answer.weight_version or self.num_updates
-                batch.add(index, completion_of(replace(answer, weight_version=version), sampling, self.tokenizer))
-            batch.report(done)
+        return dict(enumerate(requests_of(prompts, seeds, batch.part, settings, batch.images, batch.limits)))
 
-    def _answers(self, requests: dict[int, Request]) -> Iterator[Arrivals]:
+    def _add(self, batch: Batch, index: int, request: Request, answer: Answer) -> None:
+        """Add a completion to a batch. Raises: RuntimeError if vLLM has computed other ids for a prompt with images."""
+        if request.images is not None:
+            images.check_prompt_ids(request.images, request.prompt_ids, answer.prompt_ids, self.image_remedy)
+        version = self.num_updates if self.enable_lora else answer.weight_version or self.num_updates
+        batch.add(index, completion_of(replace(answer, weight_version=version), batch.sampling, self.tokenizer))
+
+    def _answers(self, requests: dict[int, Request], error: Exception | None) -> Iterator[Arrivals]:
         """Sample the completions of this rank's requests. Collective in a tensor-parallel group.
 
         All ranks of the group hand the requests of all of them to vLLM, in the same order, and keep their own answers.
+
+        Args:
+            requests: This rank's requests.
+            error: What is wrong with this rank's requests; the group then samples nothing.
+
+        Raises:
+            Exception: The error of this rank.
+            RuntimeError: If another rank of the group has one.
         """
         assert self.backend is not None
-        parts = self.group.broadcast(self.group.gather(requests))
+        members = self.group.broadcast(self.group.gather((requests, described(error))))
+        for member, (_, problem) in enumerate(members):
+            if problem is not None:
+                raise error or RuntimeError(f"Sampling failed on rank {self.group.first_rank + member}: {problem}")
+        parts = [part for part, _ in members]
         owners = [(member, index) for member, part in enumerate(parts) for index in part]
         together = {number: parts[member][index] for number, (member, index) in enumerate(owners)}
         for done, answers in self.backend.generate(together) if together else ():
@@ -681,11 +805,11 @@ class VLLMEngine(RolloutEngine):
             yield Arrivals(done, [(index, answer) for member, index, answer in found if member == self.group.member])
 
     def _sleep(self) -> None:
-        """Hand vLLM's memory to training, until the next call of `sync_weights`."""
+        """Hand vLLM's memory to training, until the next call of `sync_weights` or `generate`."""
         if isinstance(self.backend, colocate.Colocated):
             self.backend.sleep(self.sleep_level)
-        if self.sleep_level == 2:
-            self.sent = None
+        if self.sleep_level == 2 and self.sent is not None:
+            self.sent, self.is_discarded = None, True
 
     def agree(self, error: Exception | None, batch: Batch) -> int:
         """Exchange errors and the number of missing completions with the other ranks. Collective, see `generate`.
@@ -706,8 +830,7 @@ class VLLMEngine(RolloutEngine):
                     "all servers have lost its weights, and the policy may have newer ones."
                 )
             return 0
-        own = None if error is None else f"{type(error).__name__}: {error}"
-        everyone = ranks.gather_objects((own, len(batch.missing)))
+        everyone = ranks.gather_objects((described(error), len(batch.missing)))
         if error is not None:
             raise error
         for rank, (problem, _) in enumerate(everyone):

@@ -168,6 +168,8 @@ class Served:
         """Version of this run's weights on the server; None if it has none of them."""
         self.adapter: str | None = None
         """Name of this run's newest adapter on the server; None without adapters."""
+        self.loaded: set[str] = set()
+        """Names of adapters that the server may have: an answer that got lost leaves it open."""
         self.route = COMPLETIONS
         self.has_images = False
         """True if prompts may have images (`check_images`)."""
@@ -290,12 +292,13 @@ class Served:
             if answer.done():
                 answer.result()
             self.group = GROUPS[self.backend](host, self.group_port, 0, info["world_size"], self.client.timeout)
-        except RuntimeError as error:  # also torch's errors of stores and process groups
+        except (RuntimeError, OSError) as error:  # torch's errors of stores and process groups; a used port with NCCL
             problem = problem_of(answer)
             # Without an answer, the workers still try to reach this machine, and would not succeed the next time.
             raise (ServerError if problem is None else type(problem))(
                 f"model.engine: the workers of the server at {self.url} did not join the weight transfer group at "
-                f"{host}:{self.group_port} (backend {self.backend}): {problem or error}"
+                f"{host}:{self.group_port} (backend {self.backend}): {problem or error} Set model.engine.group_port to "
+                "a free port that the server reaches."
             ) from error
         answer.result()
 
@@ -359,11 +362,21 @@ class Served:
         """Load a new version of the adapter, from a folder that the server reads; unload the one before.
 
         Raises:
+            LostWeightsError: If the server has restarted.
+            UnavailableError: If another try may succeed.
             ServerError: If the server cannot load the adapter, for example because it does not see the folder.
         """
-        if self.adapter is not None:
-            self.client.post("/v1/unload_lora_adapter", {"lora_name": self.adapter})
-            self.adapter = None
+        self.adapter = None
+        for name in sorted(self.loaded):
+            try:
+                self.client.post("/v1/unload_lora_adapter", {"lora_name": name})
+            except UnavailableError:
+                raise
+            except ServerError as error:  # the server does not have it
+                if not self.has_weights():
+                    raise LostWeightsError(f"{error} The server has restarted.") from error
+            self.loaded.discard(name)
+        self.loaded.add(folder.name)
         self.client.post(LOAD_ADAPTER, {"lora_name": folder.name, "lora_path": str(folder.resolve())})
         self.adapter = folder.name
 

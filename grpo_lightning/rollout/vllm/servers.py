@@ -209,6 +209,10 @@ class Servers:
             raise next(iter(problems.values()))
         return self.told()
 
+    def lack(self, update: int) -> bool:
+        """True if one of the servers that answer lacks the weights of an update. Raises: as `wait_for_one`."""
+        return not all(is_at(server, update) and server.has_weights() for server in self.wait_for_one())
+
     def load_adapter(self, adapter: dict[str, Tensor], version: int) -> Told:
         """Load the policy's adapter on the servers that have the base weights.
 
@@ -233,7 +237,8 @@ class Servers:
                 except UnavailableError as error:
                     log.warning("The server at %s did not get the adapter: %s", server.url, error)
                     problems.append(error)
-                    server.version = None
+                    if isinstance(error, LostWeightsError) or not server.has_weights():
+                        server.version = None
         if not self.able:
             raise problems[0] if problems else UnavailableError(f"No server has the base weights: {self.names}.")
         return self.told()
@@ -323,20 +328,22 @@ class Servers:
         """
         if not isinstance(error, UnavailableError):
             raise error
-        job.failures, job.failed_on = job.failures + 1, server
-        if job.failures > self.max_retries:
-            raise ServerError(f"{error} The request has failed {job.failures} times.") from error
+        job.failed_on = server
         if server.version is None:  # known from another request
             return
         if isinstance(error, LostWeightsError) or not server.has_weights():
             log.warning("The server at %s is not used any more until it has the weights again: %s", server.url, error)
             server.version = None
-        else:
-            seconds = BACKOFF * 2 ** (job.failures - 1)
-            log.warning(
-                "A request is repeated in %g seconds (%d of %d): %s", seconds, job.failures, self.max_retries, error
-            )
-            job.due = time.monotonic() + seconds
+            return
+        # A server that has died is not a failure of the request: the run waits for it, however few retries it has.
+        job.failures += 1
+        if job.failures > self.max_retries:
+            raise ServerError(f"{error} The request has failed {job.failures} times.") from error
+        seconds = BACKOFF * 2 ** (job.failures - 1)
+        log.warning(
+            "A request is repeated in %g seconds (%d of %d): %s", seconds, job.failures, self.max_retries, error
+        )
+        job.due = time.monotonic() + seconds
 
     def decode(self, token_ids: list[int]) -> str:
         """Decode tokens as the servers do when they look for stop strings; empty if they differ."""

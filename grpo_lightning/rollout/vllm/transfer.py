@@ -11,13 +11,18 @@ vLLM calls `register` in each of its processes, through the entry point `vllm.ge
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from grpo_lightning.core.background import in_background
+
+T = TypeVar("T")
 
 
 class BroadcastGroup(Protocol):
@@ -28,6 +33,15 @@ class BroadcastGroup(Protocol):
 
     def close(self) -> None:
         """Close the connections and free the port, even if a traceback still refers to the group."""
+
+
+def call_within(seconds: float, what: str, call: Callable[[], T]) -> T:
+    """Call a function in another thread, which is left behind if it takes too long. Raises: RuntimeError then."""
+    future = in_background(call)
+    wait((future,), seconds)
+    if not future.done():
+        raise RuntimeError(f"{what} has not ended within model.engine.timeout ({seconds:g} seconds).")
+    return future.result()
 
 
 class GlooGroup:
@@ -66,21 +80,37 @@ class NCCLGroup:
         port: Free port of the trainer.
         rank: This process: 0 is the trainer.
         world_size: Number of processes in the group.
-        timeout: Not used: vLLM's communicator has its own limits.
+        timeout: Seconds that opening the group and each broadcast may take. NCCL itself has no limit: it waits for a
+            server that has died.
     """
 
     def __init__(self, host: str, port: int, rank: int, world_size: int, timeout: float) -> None:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
 
-        group = StatelessProcessGroup.create(host=host, port=port, rank=rank, world_size=world_size)
-        self.device = torch.cuda.current_device()
-        self.communicator: Any = PyNcclCommunicator(group, device=self.device)
+        self.device, self.timeout = torch.cuda.current_device(), timeout
+        # A broadcast that never ends blocks this stream, and not that of the policy.
+        self.stream = torch.cuda.Stream(self.device)
+
+        def open_group() -> Any:
+            with torch.cuda.device(self.device):
+                group = StatelessProcessGroup.create(host=host, port=port, rank=rank, world_size=world_size)
+                return PyNcclCommunicator(group, device=self.device)
+
+        self.communicator: Any = call_within(timeout, "opening the NCCL group", open_group)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Broadcast a tensor, from the GPU."""
-        on_device = tensor.to(f"cuda:{self.device}").contiguous()
-        self.communicator.broadcast(on_device, src=0, stream=torch.cuda.current_stream())
+        computed = torch.cuda.current_stream(self.device)
+
+        def send() -> None:
+            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+                self.stream.wait_stream(computed)
+                on_device = tensor.to(f"cuda:{self.device}").contiguous()
+                self.communicator.broadcast(on_device, src=0, stream=self.stream)
+                self.stream.synchronize()  # the tensor is kept until it has been sent
+
+        call_within(self.timeout, "a broadcast by NCCL", send)
 
     def close(self) -> None:
         """Drop the communicator, which frees the port."""

@@ -17,11 +17,14 @@ from torch import Tensor, nn
 from grpo_lightning.policy.adapters import adapter_layers, is_adapter_layer, is_expert_adapter, trained_adapter
 from grpo_lightning.policy.hf import base_model, is_adapted, is_copied
 from grpo_lightning.policy.lora_targets import expert_tensors
-from grpo_lightning.policy.reference import checksums
-from grpo_lightning.policy.sharding import Sharding, full_shape
+from grpo_lightning.policy.reference import BITS
+from grpo_lightning.policy.sharding import Sharding, full_shape, is_partitioned
 
 Kind = Literal["merged", "base", "adapter"]
 """What is sent: full weights W + s B A, or W and the adapter A, B separately."""
+
+PART = 2**22
+"""How many numbers are hashed at once. Limits memory, because each takes 16 bytes meanwhile."""
 
 LAYER = re.compile(r"\.(\d+)\.")
 """The number of a decoder layer in the name of a weight."""
@@ -176,9 +179,9 @@ def merged_weight(weight: Tensor, layer: Any, adapter: str | None, values: dict[
 
 
 def state_of(policy: nn.Module, sharding: Sharding, kind: Kind = "merged") -> dict[str, int]:
-    """Checksums of this rank's shards of all weights, or of those of the base or the adapter.
+    """Hashes of this rank's shards of all weights by dtype, or of those of the base or the adapter.
 
-    If no weight has changed, every rank has the checksums of its earlier call. Not collective.
+    If no weight has changed, every rank has the hashes of its earlier call. Not collective.
     """
     sharding.reshard(policy)
     own: set[int] = set()
@@ -186,7 +189,37 @@ def state_of(policy: nn.Module, sharding: Sharding, kind: Kind = "merged") -> di
         name = trained_adapter(policy)
         own = {id(factor) for layer in adapter_layers(policy) for factor in _factors(layer, name)}
     sent = [p for p in policy.parameters() if kind == "merged" or (id(p) in own) == (kind == "adapter")]
-    return checksums(map(sharding.own_shard, sent))
+    return hashes(map(sharding.own_shard, sent))
+
+
+def hashes(tensors: Iterable[Tensor]) -> dict[str, int]:
+    """Hash the bits of tensors, by dtype.
+
+    The bits of each number are multiplied by a factor that depends on its position, because small changes of several
+    numbers, such as those of an optimizer step in 16 bits, may cancel each other in a plain sum.
+    """
+    found: dict[str, int] = {}
+    by_device: dict[torch.device, Tensor] = {}
+    for tensor in tensors:
+        if is_partitioned(tensor):
+            continue
+        name = str(tensor.dtype)
+        for part in tensor.detach().view(BITS[tensor.element_size()]).flatten().split(PART):
+            if part.device not in by_device or len(by_device[part.device]) < len(part):
+                by_device[part.device] = factors(len(part), part.device)
+            total = int((by_device[part.device][: len(part)] * part).sum())
+            # The order of the parts matters, too.
+            found[name] = (found.get(name, 0) * 6364136223846793005 + total) % 2**64
+    return found
+
+
+def factors(count: int, device: torch.device) -> Tensor:
+    """Odd pseudo-random numbers, always the same ones: int64 [count]. Products and sums wrap around at 2^64."""
+    numbers = torch.arange(1, count + 1, device=device) * -7046029254386353131
+    numbers ^= numbers >> 29
+    numbers *= -4658895280553007687
+    numbers ^= numbers >> 32
+    return numbers | 1
 
 
 def check_policy(policy: Any) -> None:

@@ -18,10 +18,11 @@ from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.images import processor_flag
 from tests.light_rewards import capitals
 from tests.module_runs import History, fit, make_module
+from tests.ports import free_port
 from tests.tiny_vlms import picture
 from tests.vision_prompts import SCENARIOS, encoder_of, prompt_of
 from tests.vllm.real.policies import largest_vision_gap, sampled_groups, step, vlm
-from tests.vllm.real.vllm_server import PROCESSED, TRANSFER, free_port, serving
+from tests.vllm.real.vllm_server import PROCESSED, TRANSFER, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 SAMPLING = SamplingParams(max_completion_length=8, temperature=0.7)

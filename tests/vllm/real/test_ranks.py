@@ -1,6 +1,7 @@
 """The real vLLM on two ranks: one per rank with ZeRO-3, and one for both ranks with FSDP2."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,9 @@ EXACT = [(strategy, name) for strategy, names in CASES.items() for name in names
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Runs all cases of a strategy, once. Returns what a case logged, and the errors of the ranks."""
+    # With an external launcher, vLLM's shared memory on a CPU has the same name in every run; a killed run leaves it.
+    for file in Path("/dev/shm").glob("-tp:0-*-cpushm_*"):
+        file.unlink()
     folder = tmp_path_factory.mktemp("ranks")
     save_policy(folder)
 

@@ -17,12 +17,13 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.vllm import weights
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.server import Served, ServerError, update_of
-from tests.conversation_runs import sample
-from tests.environments.games import ByPromptLength
+from tests.conversation_runs import check_same_conversations
+from tests.marks import SLOW
 from tests.module_runs import History, fit, make_module
+from tests.ports import free_port
 from tests.tiny_models import EOS, tiny_tokenizer
 from tests.vllm.real.policies import PROMPTS, largest_gap, policy, step
-from tests.vllm.real.vllm_server import ADAPTERS, PROCESSED, SCALE_OUT, TRANSFER, free_port, serving
+from tests.vllm.real.vllm_server import ADAPTERS, PROCESSED, SCALE_OUT, TRANSFER, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 SAMPLING = SamplingParams(max_completion_length=12)
@@ -146,6 +147,7 @@ def test_an_asynchronous_run_trains_on_rollouts_of_the_policy_before(server, fol
     assert engine.num_updates == engine.backend.num_sends == 4
 
 
+@SLOW
 def test_a_rollout_that_is_lost_in_the_background_is_sampled_again(server, folder, monkeypatch, caplog):
     """kill -9 after the first completion of the rollout that is sampled from the weights of the second step."""
     complete, killed = Served.complete, []
@@ -265,16 +267,7 @@ def test_guided_completions_match_and_their_log_probs_are_those_of_the_tokens_th
 
 def test_a_conversation_is_that_of_the_local_engine(server):
     model = policy()
-    engine = connected(server, model=model)
-    greedy = SamplingParams(max_completion_length=60, temperature=0, suppress_tokens=[EOS])
-    ours, theirs = (
-        sample(model, ByPromptLength(), sampling=greedy, max_turn_length=5, **options)
-        for options in ({"engine": engine, "is_connected": True}, {})
-    )
-    for one, other in zip((c for row in ours for c in row), (c for row in theirs for c in row), strict=True):
-        assert (one.token_ids, one.mask, one.finish_reason) == (other.token_ids, other.mask, other.finish_reason)
-        assert torch.tensor(one.logprobs).allclose(torch.tensor(other.logprobs), atol=EXACT)
-    assert [sum(turn.is_sampled for turn in row[0].turns) for row in ours] == [1, 2, 3, 5]
+    check_same_conversations(model, connected(server, model=model), EXACT)
 
 
 def test_refused_requests_are_explained(server):

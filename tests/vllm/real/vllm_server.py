@@ -6,13 +6,14 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+
+from tests.ports import free_port
 
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -39,13 +40,6 @@ TRANSFER = ["--weight-transfer-config", json.dumps({"backend": "gloo"})]
 ADAPTERS = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "1"]
 PROCESSED = ["--logprobs-mode", "processed_logprobs"]
 SCALE_OUT = ["--enable-scale-out"]
-
-
-def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return int(opened.getsockname()[1])
 
 
 class Server:
@@ -92,7 +86,7 @@ class Server:
         """End the server, first politely, so that it removes its shared memory."""
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(self.process.pid, signal.SIGTERM)
-            self.process.wait(20)
+            self.process.wait(5)  # that is enough, if it ends at all
         self.kill()
 
 

@@ -1,0 +1,56 @@
+"""The event loop of async rewards, environments and tools. It runs in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import threading
+from collections.abc import Awaitable
+from typing import Any
+
+
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The event loop of this process."""
+    return _event_loop(os.getpid())
+
+
+@functools.cache
+def _event_loop(process_id: int) -> asyncio.AbstractEventLoop:
+    """Start an event loop. It runs in its own thread, because notebooks run a loop in the main thread.
+
+    Args:
+        process_id: Id of this process, as the cache key: a forked process lacks the loop's thread and needs its own
+            loop.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name=f"async-{process_id}", daemon=True).start()
+    return loop
+
+
+def wait_for(value: Any) -> Any:
+    """Wait for an awaitable in sync code. Other values are returned as they are.
+
+    Raises:
+        RuntimeError: If it is called in the loop's own thread, which would wait for itself.
+    """
+    if not isinstance(value, Awaitable):
+        return value
+
+    async def finish() -> Any:
+        return await value
+
+    if _is_in_loop():
+        getattr(value, "close", lambda: None)()
+        raise RuntimeError(
+            "An async function is called by a sync method within an async method: await it in the async method instead."
+        )
+    return asyncio.run_coroutine_threadsafe(finish(), event_loop()).result()
+
+
+def _is_in_loop() -> bool:
+    """True in the thread of the event loop."""
+    try:
+        return asyncio.get_running_loop() is event_loop()
+    except RuntimeError:
+        return False

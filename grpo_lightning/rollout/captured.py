@@ -1,0 +1,157 @@
+"""CUDA graphs of decoding steps: one launch per token instead of several hundred.
+
+A GPU runs the kernels of a decoding step faster than a host can launch them one by one. A CUDA graph launches all of
+them at once, with the tensors that they had when the graph was captured. A graph therefore serves as long as the open
+rows and the room for their tokens stay the same (`SharedPrompts.layout`), and is captured again when these change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+LEAST_LENGTH = 32
+"""`max_completion_length` from which steps are captured: a capture takes as long as about three steps without one."""
+
+OTHER_LOGITS = 1e-2
+"""Largest difference of the logits of a captured step, relative to the largest logit."""
+
+Forward = Callable[[Tensor, Tensor], Tensor]
+"""Logits [rows, V] of the next tokens, from ids [rows, 1] and their positions."""
+
+Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
+"""Captures a function. Returns: its result, and a function that computes the result again, in the same tensor."""
+
+
+class CapturedSteps:
+    """Runs decoding steps from CUDA graphs.
+
+    The first step of a layout runs without a graph, so that no kernel is chosen or compiled during a capture. The first
+    graph is compared with a step without one. If a capture fails, as with models whose code waits for the device, all
+    steps run without graphs from then on.
+
+    Args:
+        capture: See `Capture`.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+        self.is_usable, self.is_compared = True, False
+        self.forget()
+
+    def forget(self) -> None:
+        """Free the graph, with what it has in memory."""
+        self.layout: object = None
+        self.replay: Callable[[], None] | None = None
+        self.inputs: list[Tensor] = []
+        self.logits = torch.empty(0)
+
+    def __call__(self, layout: object, forward: Forward, ids: Tensor, position: Tensor) -> Tensor:
+        """Run a step.
+
+        Args:
+            layout: Changes whenever `forward` reads or writes other tensors than before.
+            forward: Runs the policy.
+            ids: See `Forward`.
+            position: See `Forward`.
+
+        Returns:
+            Logits [rows, V]; the next step may overwrite them.
+        """
+        if not self.is_usable or layout != self.layout:
+            self.forget()
+            self.layout = layout
+            return forward(ids, position)
+        if self.replay is None:
+            return self.first(forward, ids, position)
+        for own, given in zip(self.inputs, (ids, position), strict=True):
+            own.copy_(given)
+        self.replay()
+        return self.logits
+
+    def first(self, forward: Forward, ids: Tensor, position: Tensor) -> Tensor:
+        """Capture a step, and run it."""
+        self.inputs = [ids.clone(), position.clone()]
+        expected = None if self.is_compared else forward(ids, position)
+        try:
+            self.logits, self.replay = self.capture(lambda: forward(*self.inputs))
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:  # of a model that waits for the device, or has no kernel
+            return self.without(str(error).strip().partition("\n")[0], forward, ids, position)
+        self.replay()
+        if expected is not None:
+            difference = float((self.logits - expected).abs().max() / expected.abs().max())
+            if not difference <= OTHER_LOGITS:
+                reason = f"its logits differ by {difference:.1e} of the largest from those of a step without a graph"
+                return self.without(reason, forward, ids, position)
+            self.is_compared = True
+            log.info("Decoding steps run from CUDA graphs.")
+        return self.logits
+
+    def without(self, reason: str, forward: Forward, ids: Tensor, position: Tensor) -> Tensor:
+        """Run steps without graphs, from now on, and log why."""
+        self.is_usable = False
+        self.forget()
+        log.warning(
+            "Decoding steps run without CUDA graphs, which takes several times longer for small models: capturing a "
+            "step failed (%s). engine.enforce_eager: true does not try.",
+            reason,
+        )
+        return forward(ids, position)
+
+
+class CudaCapture:
+    """The `Capture` of CUDA.
+
+    All graphs have one memory pool. Only the newest may be in use: the next one overwrites what it has in memory.
+    """
+
+    def __init__(self) -> None:
+        self.pool: Any = None
+        self.stream: torch.cuda.Stream | None = None
+        self.anchor: torch.cuda.CUDAGraph | None = None
+        """An empty graph, because torch gives up a pool with its last graph."""
+
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        """See `Capture`."""
+        if self.anchor is None:
+            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            _, self.anchor = self.record(lambda: torch.zeros(1, device="cuda"))
+        result, graph = self.record(run)
+        return result, graph.replay
+
+    def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, torch.cuda.CUDAGraph]:
+        """Capture a function. Returns: its result and the graph."""
+        assert self.stream is not None
+        graph, usual, device = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), torch.cuda.current_device()
+        generator = torch.cuda.default_generators[device]
+        random_state = generator.clone_state()
+        self.stream.wait_stream(usual)
+        try:
+            with torch.cuda.stream(self.stream):
+                # `torch.cuda.graph` would empty the allocator's cache first. Other threads may go on to use the device.
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                try:
+                    result = run()
+                except BaseException:
+                    with contextlib.suppress(RuntimeError):  # that the capture is invalid
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        except BaseException:
+            # What torch leaves behind: random numbers as of a graph, and memory that goes to the graph's pool.
+            generator.graphsafe_set_state(random_state)
+            with contextlib.suppress(RuntimeError):  # that it does not
+                torch._C._cuda_endAllocateToPool(device, self.pool)
+            self.pool = self.stream = self.anchor = None
+            raise
+        usual.wait_stream(self.stream)
+        return result, graph
