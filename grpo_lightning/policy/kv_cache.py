@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -374,6 +375,9 @@ class RepeatedPrompts:
         self.mask = self.mask[index]
 
 
+numbers = itertools.count()
+
+
 class SharedPrompts(Cache):
     """Prompts' states, stored once, and the completions' own states, written in place.
 
@@ -406,7 +410,7 @@ class SharedPrompts(Cache):
     ) -> None:
         super().__init__(layers=[])
         self.policy, self.device, self.longest = policy, mask.device, longest
-        self.changes, self.window = 0, 0
+        self.number, self.changes, self.window = next(numbers), 0, 0
         states = [States(layer.keys, layer.values) for layer in prefilled.layers]
         self.prompts = states
         """Per layer, [N, key heads, L, head size]."""
@@ -461,8 +465,8 @@ class SharedPrompts(Cache):
 
     @property
     def layout(self) -> tuple[int, int, int]:
-        """Changes whenever a step has other tensors, or other shapes, than the step before."""
-        return id(self), self.changes, self.window
+        """Changes whenever a step has other tensors, or other shapes, than the step before; of no other cache."""
+        return self.number, self.changes, self.window
 
     def fill_in_place(self) -> None:
         """Set the columns of the new tokens and the bias of the own tokens, in the tensors of the step before."""

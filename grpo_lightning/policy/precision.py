@@ -78,6 +78,23 @@ def forward_in_float32(module: nn.Module, hidden: Tensor, **kwargs: Any) -> Tens
     return logits
 
 
+def linear_copies(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Copies of the float32 weights of linear layers in the dtype of autocast, by name; one for each of tied weights.
+
+    Autocast makes the same copies in every forward pass. A layer whose `forward` has been replaced, as by
+    `use_float32_head`, keeps its weights, and so do all layers with DoRA, whose norms are those of the weights.
+    """
+    if any("lora_magnitude_vector" in name for name, _ in model.named_parameters()):
+        return {}
+    return {
+        f"{name}.{kind}": weight.detach().to(dtype)
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and "forward" not in vars(module)
+        for kind, weight in module.named_parameters(recurse=False)
+        if weight.dtype == torch.float32
+    }
+
+
 def forward_in(dtype: torch.dtype, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a module's class with the module's own weights converted to a dtype."""
     converted: Any = copy.copy(module)

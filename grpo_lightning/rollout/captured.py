@@ -34,8 +34,8 @@ class CapturedSteps:
     """Runs decoding steps from CUDA graphs.
 
     The first step of a layout runs without a graph, so that no kernel is chosen or compiled during a capture. The first
-    graph is compared with a step without one. If a capture fails, as with models whose code waits for the device, all
-    steps run without graphs from then on.
+    two steps with a graph are compared with steps without one. If a capture fails, as with models whose code waits for
+    the device, all steps run without graphs from then on.
 
     Args:
         capture: See `Capture`.
@@ -43,11 +43,11 @@ class CapturedSteps:
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
-        self.is_usable, self.is_compared = True, False
+        self.is_usable, self.num_to_compare = True, 2
         self.forget()
 
     def forget(self) -> None:
-        """Free the graph, with what it has in memory."""
+        """Drop the graph and its tensors. Their memory stays reserved for the next graphs."""
         self.layout: object = None
         self.replay: Callable[[], None] | None = None
         self.inputs: list[Tensor] = []
@@ -69,31 +69,25 @@ class CapturedSteps:
             self.forget()
             self.layout = layout
             return forward(ids, position)
+        expected = forward(ids, position) if self.num_to_compare else None
         if self.replay is None:
-            return self.first(forward, ids, position)
+            self.inputs = [ids.clone(), position.clone()]
+            try:
+                self.logits, self.replay = self.capture(lambda: forward(*self.inputs))
+            except RuntimeError as error:  # a model that waits for the device; or out of memory, which a step may have
+                return self.without(str(error).strip().partition("\n")[0], forward, ids, position)
+            self.logits.fill_(torch.nan)  # a graph that computes nothing must not go unnoticed
         for own, given in zip(self.inputs, (ids, position), strict=True):
             own.copy_(given)
-        self.replay()
-        return self.logits
-
-    def first(self, forward: Forward, ids: Tensor, position: Tensor) -> Tensor:
-        """Capture a step, and run it."""
-        self.inputs = [ids.clone(), position.clone()]
-        expected = None if self.is_compared else forward(ids, position)
-        try:
-            self.logits, self.replay = self.capture(lambda: forward(*self.inputs))
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, NotImplementedError) as error:  # of a model that waits for the device, or has no kernel
-            return self.without(str(error).strip().partition("\n")[0], forward, ids, position)
         self.replay()
         if expected is not None:
             difference = float((self.logits - expected).abs().max() / expected.abs().max())
             if not difference <= OTHER_LOGITS:
                 reason = f"its logits differ by {difference:.1e} of the largest from those of a step without a graph"
                 return self.without(reason, forward, ids, position)
-            self.is_compared = True
-            log.info("Decoding steps run from CUDA graphs.")
+            self.num_to_compare -= 1
+            if not self.num_to_compare:
+                log.info("Decoding steps run from CUDA graphs.")
         return self.logits
 
     def without(self, reason: str, forward: Forward, ids: Tensor, position: Tensor) -> Tensor:
@@ -114,7 +108,8 @@ class CudaCapture:
     All graphs have one memory pool. Only the newest may be in use: the next one overwrites what it has in memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None
         self.anchor: torch.cuda.CUDAGraph | None = None
@@ -122,18 +117,29 @@ class CudaCapture:
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """See `Capture`."""
+        with torch.cuda.device(self.device):
+            try:
+                result, graph = self.record_anchored(run)
+            except torch.OutOfMemoryError:  # torch frees no cached memory during a capture
+                torch.cuda.empty_cache()
+                result, graph = self.record_anchored(run)
+        return result, graph.replay
+
+    def record_anchored(self, run: Callable[[], Tensor]) -> tuple[Tensor, torch.cuda.CUDAGraph]:
+        """`record`, in a pool that lasts."""
         if self.anchor is None:
             self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-            _, self.anchor = self.record(lambda: torch.zeros(1, device="cuda"))
-        result, graph = self.record(run)
-        return result, graph.replay
+            # The random state that torch keeps for all graphs from now on must be usable in training, too.
+            with torch.inference_mode(mode=False):
+                _, self.anchor = self.record(lambda: torch.zeros(1, device=self.device))
+        return self.record(run)
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, torch.cuda.CUDAGraph]:
         """Capture a function. Returns: its result and the graph."""
         assert self.stream is not None
         graph, usual, device = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), torch.cuda.current_device()
         generator = torch.cuda.default_generators[device]
-        random_state = generator.clone_state()
+        random_state, has_ended = generator.clone_state(), False
         self.stream.wait_stream(usual)
         try:
             with torch.cuda.stream(self.stream):
@@ -144,14 +150,26 @@ class CudaCapture:
                 except BaseException:
                     with contextlib.suppress(RuntimeError):  # that the capture is invalid
                         graph.capture_end()
+                        has_ended = True
                     raise
                 graph.capture_end()
+                has_ended = True
         except BaseException:
-            # What torch leaves behind: random numbers as of a graph, and memory that goes to the graph's pool.
+            # What torch leaves behind: random numbers as of a graph, memory that goes to the pool, and the pool itself.
             generator.graphsafe_set_state(random_state)
-            with contextlib.suppress(RuntimeError):  # that it does not
-                torch._C._cuda_endAllocateToPool(device, self.pool)
+            if not has_ended:
+                give_up(device, self.pool)
             self.pool = self.stream = self.anchor = None
             raise
         usual.wait_stream(self.stream)
         return result, graph
+
+
+def give_up(device: int, pool: Any) -> None:
+    """Free the pool of a capture that could not be ended."""
+    names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"), ("_cuda_releasePool",)
+    for alternatives in names:  # the second was the name until torch 2.7
+        call = next((getattr(torch._C, name) for name in alternatives if hasattr(torch._C, name)), None)
+        if call is not None:
+            with contextlib.suppress(RuntimeError):  # that the capture had not begun to use the pool
+                call(device, pool)

@@ -2,7 +2,7 @@
 
 Every prompt is prefilled once for its G completions, and finished completions leave the batch. If the number of rows is
 limited, waiting prompts are prefilled as soon as enough rows have left, and their rows join the open rows (continuous
-batching; Yu et al. 2022, "Orca"). `open_rows.py` has the open rows, and `policy/kv_cache.py` the KV caches.
+batching; Yu et al. 2022, "Orca"). `policy/kv_cache.py` has the KV caches, and `captured.py` the CUDA graphs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -43,6 +44,7 @@ from grpo_lightning.policy.kv_cache import (
     packed,
     unshared_reason,
 )
+from grpo_lightning.policy.precision import linear_copies
 from grpo_lightning.policy.probe import compare, model_type, no_cache_reason, probe_batch, scored_alone
 from grpo_lightning.policy.settings import PolicySettings
 from grpo_lightning.policy.sharding import Sharding, full_shape
@@ -57,7 +59,7 @@ LOOK_INTERVAL = {"cpu": 1}
 """Decoding steps after which the host looks at which completions have ended, by device type; 16 on others. A look waits
 for the device, and what is sampled after a completion's end is dropped."""
 
-CAPTURES: dict[str, Callable[[], Capture]] = {"cuda": CudaCapture}
+CAPTURES: dict[str, Callable[[torch.device], Capture]] = {"cuda": CudaCapture}
 """What captures decoding steps, by device type."""
 
 LEAST_ENDED = {"cpu": 0.0}
@@ -131,6 +133,7 @@ class LocalEngine(RolloutEngine):
         self.way: Way = "shared"
         self.reason = ""
         self.captured: CapturedSteps | None = None
+        self.copies: dict[str, Tensor] = {}
         if reason := no_fan_out_reason(policy):
             self.use("generate", reason)
         elif reason := unshared_reason(policy):
@@ -259,11 +262,12 @@ class LocalEngine(RolloutEngine):
             yield
             return
         if not self.enforce_eager and longest >= LEAST_LENGTH and self.captured is None:
-            self.captured = CapturedSteps(CAPTURES[device.type]())
+            self.captured = CapturedSteps(CAPTURES[device.type](device))
         try:
-            with weights_cast_once(self.policy, device):
-                yield
+            self.copies = copies_for_autocast(self.policy, device)
+            yield
         finally:
+            self.copies = {}
             if self.captured is not None:
                 self.captured.forget()
 
@@ -341,7 +345,8 @@ class LocalEngine(RolloutEngine):
         # the last token is never fed back
         cache: DecodingCache = decoding_cache(self.policy, prefilled, prompt_mask, fan, longest - 1)
         if isinstance(cache, SharedPrompts) and self.captured is not None:
-            cache.has_fixed_shapes = self.captured.is_usable and longest >= LEAST_LENGTH
+            # Even if no graph can be captured: otherwise, rounding would depend on whether one was tried before.
+            cache.has_fixed_shapes = longest >= LEAST_LENGTH
         rows = OpenRows(
             cache=cache,
             start=[step] * len(fan),
@@ -470,10 +475,14 @@ class LocalEngine(RolloutEngine):
         ids = torch.where(mask, ids, ids[:, -1:])
         return ids, mask, torch.arange(len(prompts), device=device).repeat_interleave(len(wave.part))
 
-    def forward(self, ids: Tensor, **arguments: Any) -> Tensor:
+    def forward(self, ids: Tensor, **inputs: Any) -> Tensor:
         """Logits [rows, V] of the next token."""
-        known = known_arguments(self.policy, **arguments, logits_to_keep=1)
-        outputs = self.policy(input_ids=ids, use_cache=True, **known)
+        known = known_arguments(self.policy, **inputs, logits_to_keep=1)
+        arguments = {"input_ids": ids, "use_cache": True, **known}
+        if self.copies:
+            outputs = functional_call(self.policy, self.copies, (), arguments, tie_weights=False)
+        else:
+            outputs = self.policy(**arguments)
         return outputs.logits[:, -1]  # type: ignore[no-any-return]
 
     def decode_with_generate(
@@ -911,24 +920,18 @@ def check_unguided(sampling: SamplingParams) -> None:
         )
 
 
-@contextlib.contextmanager
-def weights_cast_once(policy: nn.Module, device: torch.device) -> Iterator[None]:
-    """Context in which autocast keeps the weights that it has cast, instead of casting them at every token.
+def copies_for_autocast(policy: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """`linear_copies` for the autocast that is enabled; empty without autocast.
 
-    Lightning has turned that off. Torch keeps trained weights only. The copies are freed at the end; if they would take
-    more than half of the free memory, none are kept.
+    Autocast itself would make them at every token, because Lightning has turned its cache off. Also empty if they would
+    take more than half of the free memory.
     """
     kind = device.type
-    cast = (weight for weight in policy.parameters() if weight.requires_grad and weight.dtype == torch.float32)
-    copies = sum(weight.nbytes // 2 for weight in cast)
-    if not torch.is_autocast_enabled(kind) or copies > LARGEST_SHARE * free_bytes(device):
-        yield
-        return
-    with torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=True):
-        try:
-            yield
-        finally:
-            torch.clear_autocast_cache()
+    if not torch.is_autocast_enabled(kind):
+        return {}
+    size = sum(2 * weight.numel() for weight in policy.parameters() if weight.dtype == torch.float32)
+    has_room = size <= LARGEST_SHARE * free_bytes(device)
+    return linear_copies(policy, torch.get_autocast_dtype(kind)) if has_room else {}
 
 
 def choose_draw(device: torch.device) -> ChooseDraw:

@@ -120,7 +120,7 @@ def test_enforce_eager(monkeypatch):
         captured.append(True)
         return run(), lambda: None
 
-    monkeypatch.setitem(local_engine.CAPTURES, "cpu", lambda: capture)
+    monkeypatch.setitem(local_engine.CAPTURES, "cpu", lambda device: capture)
     for enforce_eager in (True, False):
         draw(SamplingParams(max_completion_length=40), LocalEngine(enforce_eager=enforce_eager))
         assert bool(captured) == (not enforce_eager)

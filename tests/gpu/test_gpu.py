@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import gc
 import logging
 import math
 import os
@@ -139,6 +140,9 @@ def test_cuda_graphs_sample_the_same_tokens(family, rows, caplog):
 
 def test_a_model_that_waits_for_the_device_is_sampled_without_graphs(caplog):
     """And trains afterwards: a capture that fails leaves the device as it was."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
     model = policy()
     model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * (1 + 0 * output.sum().item()))
     module = make_module(policy=model, length=64)
@@ -148,7 +152,8 @@ def test_a_model_that_waits_for_the_device_is_sampled_without_graphs(caplog):
     assert "not permitted" in caplog.text
     torch.nn.functional.dropout(torch.ones(5, device=GPU))
     assert all(weight.isfinite().all() for weight in weights_of(module).values())
-    before = torch.cuda.memory_reserved()
+    del module, model
+    gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() <= before
 
@@ -193,10 +198,11 @@ def trained(accelerator, *, accumulate=1, precision="32-true", steps=4, lora=Non
     return weights_of(module), history
 
 
+@pytest.mark.parametrize("length", [6, 40])
 @pytest.mark.parametrize("run", RUNS)
-def test_a_run_ends_with_the_weights_of_the_cpu(run):
-    want, _ = trained("cpu", **RUNS[run])
-    got, _ = trained("cuda", **RUNS[run])
+def test_a_run_ends_with_the_weights_of_the_cpu(run, length):
+    want, _ = trained("cpu", length=length, **RUNS[run])
+    got, _ = trained("cuda", length=length, **RUNS[run])
     for name, weight in want.items():
         torch.testing.assert_close(got[name].cpu(), weight, atol=1e-4, rtol=0)
 
@@ -215,12 +221,14 @@ def test_the_reward_rises():
     assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.5
 
 
+@pytest.mark.parametrize("length", [5, 40])
 @pytest.mark.parametrize("at", [6, 13])
-def test_killed_and_resumed_it_ends_bit_for_bit_alike(tmp_path, at):
-    whole = train(tmp_path / "whole", accelerator="cuda")
+def test_killed_and_resumed_it_ends_bit_for_bit_alike(tmp_path, at, length):
+    """The longer completions are sampled from graphs."""
+    whole = train(tmp_path / "whole", accelerator="cuda", module=two_updates(length=length))
     with contextlib.suppress(KilledError):
-        train(tmp_path / "broken", KillAt(at), accelerator="cuda")
-    resumed = train(tmp_path / "broken", resume=True, accelerator="cuda", module=two_updates())
+        train(tmp_path / "broken", KillAt(at), accelerator="cuda", module=two_updates(length=length))
+    resumed = train(tmp_path / "broken", resume=True, accelerator="cuda", module=two_updates(length=length))
     assert are_equal(weights_of(resumed), weights_of(whole))
 
 

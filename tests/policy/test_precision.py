@@ -12,7 +12,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
-from grpo_lightning.policy.precision import compute_like, use_float32_head
+from grpo_lightning.policy.lora_injection import add_adapters
+from grpo_lightning.policy.precision import compute_like, linear_copies, use_float32_head
 from grpo_lightning.policy.reference import frozen_copy, make_reference
 from grpo_lightning.rollout import token_sampler
 from tests.marks import only
@@ -233,3 +234,32 @@ def test_a_head_with_dora_is_computed_in_float32():
     policy = loader(tiny_model("qwen2", tie_word_embeddings=False), lora=adapted).load()
     with torch.no_grad(), in_bf16():
         assert logits(policy.model).dtype == torch.float32
+
+
+# ------------------------------------------------------------------------------------------ copies of linear layers
+
+
+def test_copies_are_of_linear_layers_in_float32_alone():
+    model = tiny_model("qwen2")
+    copies = linear_copies(model, torch.bfloat16)
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert {name.rpartition(".")[0] for name in copies} == linear
+    assert any(name.endswith("bias") for name in copies)
+    for name, cast in copies.items():
+        torch.testing.assert_close(cast, model.get_parameter(name).to(torch.bfloat16), atol=0, rtol=0)
+    assert linear_copies(model.to(torch.bfloat16), torch.bfloat16) == {}
+
+
+def test_a_head_in_float32_is_not_copied():
+    model = tiny_model("qwen2")
+    use_float32_head(model)
+    copies = linear_copies(model, torch.bfloat16)
+    assert copies
+    assert "lm_head.weight" not in copies
+
+
+def test_weights_with_dora_are_not_copied():
+    pytest.importorskip("peft")
+    for use_dora in (False, True):
+        model = add_adapters(tiny_model("qwen2"), LoRA(rank=2, use_dora=use_dora))
+        assert bool(linear_copies(model, torch.bfloat16)) == (not use_dora)

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from grpo_lightning.core.types import SamplingParams
-from grpo_lightning.policy import kv_cache
+from grpo_lightning.policy import hf, kv_cache, precision
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout import local_engine
-from grpo_lightning.rollout.captured import CapturedSteps
 from grpo_lightning.rollout.local_engine import LocalEngine
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -40,7 +39,7 @@ class Captures:
 def captures(monkeypatch):
     made = []
 
-    def capture():
+    def capture(device):
         made.append(Captures())
         return made[-1]
 
@@ -102,17 +101,40 @@ def refused(run):
 
 
 def other_logits(run):
-    result = run() + 1
-    return result, lambda: None
+    result = run().clone()
+    return result, lambda: result.copy_(run() + 1)
+
+
+def nothing_captured(run):
+    """As on another device than the current one."""
+    return run().clone(), lambda: None
+
+
+def no_memory(run):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def of_the_first_step(run):
+    """As of a model that computes with the number of tokens."""
+    result = run().clone()
+    values, replays = result.clone(), []
+    return result, lambda: (replays.append(1), result.copy_(values if len(replays) > 1 else run()))
 
 
 @pytest.mark.parametrize(
-    ("capture", "reason"), [(refused, "operation not permitted when stream is capturing)"), (other_logits, "differ by")]
+    ("capture", "reason"),
+    [
+        (refused, "operation not permitted when stream is capturing)"),
+        (no_memory, "CUDA out of memory"),
+        (other_logits, "differ by"),
+        (nothing_captured, "differ by nan"),
+        (of_the_first_step, "differ by"),
+    ],
 )
 def test_what_cannot_be_captured_runs_without_and_is_logged_once(captures, capture, reason, monkeypatch, caplog):
     want = sample(policy(), LocalEngine(enforce_eager=True))
     tries = []
-    monkeypatch.setitem(local_engine.CAPTURES, "cpu", lambda: lambda run: (tries.append(1), capture(run))[1])
+    monkeypatch.setitem(local_engine.CAPTURES, "cpu", lambda device: lambda run: (tries.append(1), capture(run))[1])
     engine = LocalEngine()
     with caplog.at_level(logging.WARNING, "grpo_lightning"):
         for _ in range(2):
@@ -131,16 +153,6 @@ def sample_again(engine):
     return [completion for group in groups for completion in group]
 
 
-def test_out_of_memory_is_not_hidden(captures):
-    def capture(run):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    steps, ids = CapturedSteps(capture), torch.zeros(1, 1)
-    steps(1, lambda ids, position: ids, ids, ids)
-    with pytest.raises(torch.OutOfMemoryError):
-        steps(1, lambda ids, position: ids, ids, ids)
-
-
 def test_nothing_of_a_rollout_is_kept(captures):
     engine = LocalEngine()
     sample(policy(), engine)
@@ -148,21 +160,50 @@ def test_nothing_of_a_rollout_is_kept(captures):
     assert not engine.captured.inputs
 
 
-def test_autocast_casts_each_weight_once_per_rollout(captures):
-    """Lightning's autocast casts all weights at every token."""
-    model = policy()
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        want = sample(model, LocalEngine(enforce_eager=True))
-        weight = model.lm_head.weight
-        with local_engine.weights_cast_once(model, torch.device("cpu")), torch.no_grad():
-            hidden = torch.ones(1, weight.shape[1])
-            one = torch.nn.functional.linear(hidden, weight)
-            weight.mul_(0.5)  # what has been cast stays
-            assert torch.equal(torch.nn.functional.linear(hidden, weight), one)
-        with torch.no_grad():
-            assert not torch.equal(torch.nn.functional.linear(hidden, weight), one)
-            weight.mul_(2)
-        assert not torch.is_autocast_cache_enabled()
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        got = sample(model, LocalEngine(enforce_eager=True))
-    assert [one.token_ids for one in got] == [one.token_ids for one in want]
+@pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": True}])
+def test_weights_are_cast_once_per_rollout(monkeypatch, settings):
+    """Lightning's autocast casts all weights at every token, to the same values."""
+    want, counts = {}, []
+    usual = precision.linear_copies
+
+    def counted(*args):
+        counts.append(usual(*args))
+        return counts[-1]
+
+    monkeypatch.setattr(local_engine, "linear_copies", counted)
+    model = policy(**settings)
+    for way in ("at every token", "once"):
+        if way == "once":
+            monkeypatch.setitem(local_engine.CAPTURES, "cpu", lambda device: Captures())
+            monkeypatch.setattr(local_engine, "free_bytes", lambda device: 2**30)
+        engine = LocalEngine(enforce_eager=True)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            want[way] = sample(model, engine)
+        assert not engine.copies
+    assert want["once"] == want["at every token"]
+    (copies,) = counts
+    assert "lm_head.weight" in copies
+    assert all(copy.dtype == torch.bfloat16 for copy in copies.values())
+    assert "model.embed_tokens.weight" not in copies  # autocast does not cast what it looks up
+
+
+@pytest.mark.parametrize(("free", "is_enabled"), [(0, True), (2**30, False)])
+def test_without_room_or_autocast_no_weights_are_copied(monkeypatch, free, is_enabled):
+    monkeypatch.setattr(local_engine, "free_bytes", lambda device: free)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_enabled):
+        assert local_engine.copies_for_autocast(policy(), torch.device("cpu")) == {}
+
+
+def test_no_two_caches_have_a_layout_in_common():
+    """Also if one is made where another was in memory: a graph of the other would be replayed."""
+    model, layouts = policy(), []
+    for _ in range(20):
+        prefilled = kv_cache.SamplingCache(config=model.config)
+        ids = torch.full((2, 5), 7)
+        model(ids, past_key_values=prefilled) if not hf.accepts(model, "cache") else model(ids, cache=prefilled)
+        cache = kv_cache.SharedPrompts(model, prefilled, torch.ones(2, 5, dtype=torch.bool), torch.tensor([0, 1]), 40)
+        cache.has_fixed_shapes = True
+        cache.next_token()
+        layouts.append(cache.layout)
+        del cache, prefilled
+    assert len(set(layouts)) == 20
