@@ -52,6 +52,7 @@ def test_a_run_has_one_folder_and_one_file_of_settings(folder, ends):
         "config.yaml",
         "hparams.yaml",
         "metrics.csv",
+        "run.json",
     ]
     assert len(files) == 6, "one TensorBoard file"
 
