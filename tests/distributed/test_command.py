@@ -54,7 +54,7 @@ def test_a_run_has_one_folder_and_one_file_of_settings(folder, ends):
         "metrics.csv",
         "run.json",
     ]
-    assert len(files) == 6, "one TensorBoard file"
+    assert len(files) == 7, "one TensorBoard file"
 
 
 def test_a_signal_of_slurm_to_one_rank_ends_all_after_their_step_and_requeues_once(folder, ends):
