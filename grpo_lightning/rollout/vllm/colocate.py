@@ -128,7 +128,7 @@ class Colocated:
         from vllm import LLM
 
         transfer.register()
-        with untouched_state(), sharding.unsharded(), launched():
+        with untouched_state(), sharding.unsharded(), launched(), explained(options):
             self.llm: Any = LLM(
                 model=str(folder),
                 load_format="dummy",
@@ -287,6 +287,24 @@ def answer_of(output: Any) -> Answer:
     ids = list(completion.token_ids)
     logprobs = [position[token].logprob for position, token in zip(completion.logprobs, ids, strict=True)]
     return Answer(ids, logprobs, completion.finish_reason, prompt_ids=list(output.prompt_token_ids))
+
+
+@contextlib.contextmanager
+def explained(options: dict[str, Any]) -> Iterator[None]:
+    """Context that says which settings of ours give vLLM more memory, if it has too little for its KV cache."""
+    try:
+        yield
+    except ValueError as error:
+        if "cache blocks" not in str(error) and "kv cache" not in str(error).lower():
+            raise
+        given = ", ".join(
+            f"{name} {options.get(name, 'not set')}" for name in ("gpu_memory_utilization", "max_model_len")
+        )
+        raise ValueError(
+            "vLLM has too little memory for its weights and the KV cache of one sequence. Raise "
+            "model.engine.gpu_memory_utilization, if other programs leave so much free, or lower "
+            f"model.engine.max_model_len (got {given}). vLLM says: {error}"
+        ) from error
 
 
 def device_options(sleep_level: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local_engine import LocalEngine
-from grpo_lightning.rollout.vllm import weights
+from grpo_lightning.rollout.vllm import colocate, weights
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from tests.conversation_runs import check_same_conversations
 from tests.module_runs import History, are_equal, fit, make_module, weights_of
@@ -30,6 +30,23 @@ def engine():
     made = VLLMEngine(enforce_eager=True, max_num_seqs=32)
     made.connect(policy(), tiny_tokenizer(), Sharding())
     return made
+
+
+@pytest.mark.parametrize("num_bytes", [512, 20_000])
+def test_too_little_memory_for_the_kv_cache_names_the_settings(monkeypatch, num_bytes):
+    """For a block, or for one sequence."""
+    usual = colocate.device_options
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)  # which would set the size instead
+    monkeypatch.setattr(colocate, "device_options", lambda level: usual(level) | {"kv_cache_memory_bytes": num_bytes})
+    made = VLLMEngine(enforce_eager=True, max_num_seqs=4, gpu_memory_utilization=0.4)
+    with pytest.raises(ValueError, match=r"KV cache .* Raise model.engine.gpu_memory_utilization.*\(got .*0.4"):
+        made.connect(policy(), tiny_tokenizer(), Sharding())
+    monkeypatch.undo()
+    model = policy()
+    made.connect(model, tiny_tokenizer(), Sharding())  # what failed left nothing behind
+    made.sync_weights(model)
+    (group,) = made.generate(PROMPTS[:1], 2, SHORT, seeds=[1])
+    assert len(group) == 2
 
 
 @pytest.mark.parametrize("has_lora", [False, True])
