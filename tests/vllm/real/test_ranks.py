@@ -7,6 +7,7 @@ import pytest
 
 from tests.distributed.harness import once, run_ranks
 from tests.distributed.vllm_colocate import STEPS, save_policy
+from tests.marks import SLOW
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -15,6 +16,9 @@ CASES = {
     "fsdp2": ["tensor-parallel", "tensor-parallel, a rank without prompts"],
 }
 """By strategy: the cases of one process group. An update that failed cannot be repeated, so that it comes last."""
+
+FURTHER = {"zero3": ["adapters", "asleep"]}
+"""Cases that `make prove-vllm` runs. On a CPU, vLLM keeps its memory when it sleeps; only the calls run."""
 
 EXACT = [(strategy, name) for strategy, names in CASES.items() for name in names if name not in ("late", "dropped")]
 
@@ -29,17 +33,19 @@ def results(tmp_path_factory):
     save_policy(folder)
 
     @once
-    def run(strategy):
-        run_ranks("tests.distributed.vllm_colocate", "REAL", strategy, folder, *CASES[strategy])
+    def run(strategy, names):
+        run_ranks("tests.distributed.vllm_colocate", "REAL", strategy, folder, *names)
 
     def result(strategy, name):
-        run(strategy)
+        run(strategy, next(tuple(cases[strategy]) for cases in (CASES, FURTHER) if name in cases[strategy]))
         return json.loads((folder / f"{strategy} 2, {name}.json").read_text())
 
     return result
 
 
-@pytest.mark.parametrize(("strategy", "name"), EXACT)
+@pytest.mark.parametrize(
+    ("strategy", "name"), [*EXACT, *(pytest.param("zero3", name, marks=SLOW) for name in FURTHER["zero3"])]
+)
 def test_after_each_of_three_updates_the_log_probs_are_those_of_the_new_policy(results, strategy, name):
     steps = results(strategy, name)["steps"]
     assert len(steps) == STEPS
