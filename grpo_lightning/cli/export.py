@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from grpo_lightning.cli.hub import check_push, push
+
 
 def run(args: list[str]) -> None:
     """Export a checkpoint. For the errors that it raises, see `grpo_lightning.training.export.export`.
@@ -12,15 +14,28 @@ def run(args: list[str]) -> None:
     For a quantized run, the output says that the exported base weights have full precision.
     """
     options = vars(parser().parse_args(args))
+    repo, private = options.pop("push"), options.pop("private")
+    if repo is not None:
+        check_push(repo)
+    from grpo_lightning.report.model_card import write_card
+    from grpo_lightning.training.checkpoint_files import run_of
     from grpo_lightning.training.export import export
 
     options["checkpoint"] = checkpoint_of(Path(options["checkpoint"]))
     written = export(**options)
+    card = write_card(
+        written.folder,
+        run_of(options["checkpoint"]),
+        policy=written.policy,
+        is_adapter=written.is_adapter,
+        sees_images=written.sees_images,
+    )
     folder, dtype = written.folder, str(written.dtype).removeprefix("torch.")
     what = "weights of an adapter" if written.is_adapter else "weights"
     print(f"Exported {written.num_weights:,} {what} ({dtype}) to {folder}:")
     for path in written.files:
         print(f"  {path.name}  {path.stat().st_size / 2**20:,.1f} MiB")
+    print(f"  {card.name}  the model's card: settings, data, rewards, results and versions of the run")
     sees_images = written.sees_images
     tokenizer, model = ("processor", "ImageTextToText") if sees_images else ("tokenizer", "CausalLM")
     limits = "; the image size limits of the processor are those of the run" if sees_images else ""
@@ -40,6 +55,8 @@ def run(args: list[str]) -> None:
     else:
         print(f'  model = AutoModelFor{model}.from_pretrained("{folder}", dtype="auto")')
     print(f'  {tokenizer} = Auto{tokenizer.title()}.from_pretrained("{folder}")')
+    if repo is not None:
+        print(f"Uploaded to {push(folder, repo, private=private)}")
 
 
 def checkpoint_of(path: Path) -> Path:
@@ -75,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
         prog="grpo-lightning export",
         allow_abbrev=False,
         description="Write the policy in a checkpoint as a folder that transformers loads: weights, config, generation "
-        "config and tokenizer, or the processor of a multimodal policy.",
+        "config and tokenizer, or the processor of a multimodal policy; and a README.md, the model's card.",
     )
     parser.add_argument(
         "checkpoint",
@@ -93,4 +110,6 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="take weights missing in the checkpoint from the policy, even if it is unknown whether they were frozen",
     )
+    parser.add_argument("--push", metavar="OWNER/NAME", help="also upload the folder to the hub, with your login there")
+    parser.add_argument("--private", action="store_true", help="with --push: make a new repository private")
     return parser

@@ -147,11 +147,17 @@ def policy_weights(content: Mapping[str, Any], checkpoint: str | Path) -> dict[s
 
 def run_config(checkpoint: Path) -> dict[str, Any]:
     """The `model` settings in the `config.yaml` of a checkpoint's run; empty if there is none."""
-    for parent in list(checkpoint.resolve().parents)[:CONFIG_PARENTS]:
-        if (parent / "config.yaml").is_file():
-            config = yaml.safe_load((parent / "config.yaml").read_text(encoding="utf-8"))
-            return dict(config.get("model") or {}) if isinstance(config, dict) else {}
-    return {}
+    folder = run_of(checkpoint)
+    if folder is None:
+        return {}
+    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    return dict(config.get("model") or {}) if isinstance(config, dict) else {}
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """Folder of a checkpoint's run, which has its `config.yaml`; None if there is none."""
+    parents = list(checkpoint.resolve().parents)[:CONFIG_PARENTS]
+    return next((parent for parent in parents if (parent / "config.yaml").is_file()), None)
 
 
 def num_trained(content: Mapping[str, Any]) -> int | None:

@@ -2,7 +2,9 @@
 
 import re
 import shutil
+from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 
@@ -112,3 +114,66 @@ def test_a_run_stands_for_its_newest_checkpoint(checkpoint, tmp_path, capsys):
     newest.write_bytes(b"half")
     with pytest.raises(ConfigurationError, match=r"has no complete checkpoint \(1 incomplete\)"):
         run([str(tmp_path / "run/version_1"), str(tmp_path / "model"), "--force"])
+
+
+# ------------------------------------------------------------------------------------------------- card and upload
+
+
+def test_the_folder_has_a_card_that_names_the_run(checkpoint, tmp_path, capsys):
+    _, path = checkpoint
+    run([str(path), str(tmp_path / "model")])
+    assert "README.md" in capsys.readouterr().out
+    text = (tmp_path / "model" / "README.md").read_text()
+    assert text.startswith("---\n")
+    assert "library_name: transformers" in text
+
+
+@pytest.mark.parametrize(
+    ("repo", "offline", "token", "message"),
+    [
+        ("name", False, "hf_x", "OWNER/NAME, got 'name'"),
+        ("me/model", True, "hf_x", "HF_HUB_OFFLINE is set"),
+        ("me/model", False, None, "hf auth login"),
+    ],
+)
+def test_what_cannot_be_uploaded_is_refused_before_the_export(tmp_path, monkeypatch, repo, offline, token, message):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: token)
+    with pytest.raises(ConfigurationError, match=message):
+        run(["missing.ckpt", str(tmp_path / "model"), "--push", repo])
+    assert not (tmp_path / "model").exists()
+
+
+class Hub:
+    """The hub's client."""
+
+    def __init__(self):
+        self.calls = []
+
+    def create_repo(self, repo, **options):
+        self.calls.append((repo, options))
+
+    def upload_folder(self, *, repo_id, folder_path, commit_message):
+        self.calls.append((repo_id, sorted(path.name for path in Path(folder_path).iterdir())))
+
+
+@pytest.mark.parametrize("is_down", [False, True])
+def test_a_model_is_uploaded(checkpoint, tmp_path, monkeypatch, capsys, is_down):
+    hub = Hub()
+    if is_down:
+        monkeypatch.setattr(hub, "upload_folder", lambda **_: (_ for _ in ()).throw(RuntimeError("502")))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_x")
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    arguments = [str(checkpoint[1]), str(tmp_path / "model"), "--push", "me/model", "--private"]
+    if is_down:
+        with pytest.raises(ConfigurationError, match=r"not uploaded to me/model: 502\. Try again with: hf upload"):
+            run(arguments)
+        assert (tmp_path / "model" / "README.md").is_file()
+        return
+    run(arguments)
+    assert "Uploaded to https://huggingface.co/me/model" in capsys.readouterr().out
+    (first, options), (_, files) = hub.calls
+    assert first == "me/model"
+    assert options == {"private": True, "exist_ok": True}
+    assert {"README.md", "model.safetensors", "config.json"} <= set(files)
