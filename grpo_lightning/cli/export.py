@@ -15,8 +15,7 @@ def run(args: list[str]) -> None:
     """
     options = vars(parser().parse_args(args))
     repo, private = options.pop("push"), options.pop("private")
-    if repo is not None:
-        check_push(repo)
+    check_push(repo, private=private)
     from grpo_lightning.report.model_card import write_card
     from grpo_lightning.training.checkpoint_files import run_of
     from grpo_lightning.training.export import export

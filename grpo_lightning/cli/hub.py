@@ -7,12 +7,17 @@ from pathlib import Path
 from grpo_lightning.cli.errors import ConfigurationError
 
 
-def check_push(repo: str) -> None:
-    """Check, before anything is exported, that a model can be uploaded.
+def check_push(repo: str | None, *, private: bool) -> None:
+    """Check, before anything is exported, that a model can be uploaded; without a repository, nothing is to be.
 
     Raises:
-        ConfigurationError: If the name of the repository is wrong, the hub is switched off, or nobody is logged in.
+        ConfigurationError: If the name of the repository is wrong, the hub is switched off, nobody is logged in, or
+            `--private` is set without `--push`.
     """
+    if repo is None:
+        if private:
+            raise ConfigurationError("--private makes a new repository of --push private, and --push is not set.")
+        return
     from huggingface_hub import constants, get_token
 
     if repo.count("/") != 1 or not all(repo.split("/")):

@@ -258,7 +258,7 @@ class LocalEngine(RolloutEngine):
             longest: `max_completion_length`. Short rollouts, such as the probe of a policy, are not worth a capture.
         """
         device = compute_device(self.policy)
-        if self.sharding.is_sharded or device.type not in CAPTURES:
+        if self.way == "generate" or self.sharding.is_sharded or device.type not in CAPTURES:
             yield
             return
         if not self.enforce_eager and longest >= LEAST_LENGTH and self.captured is None:

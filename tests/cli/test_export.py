@@ -119,7 +119,7 @@ def test_a_run_stands_for_its_newest_checkpoint(checkpoint, tmp_path, capsys):
 # ------------------------------------------------------------------------------------------------- card and upload
 
 
-def test_the_folder_has_a_card_that_names_the_run(checkpoint, tmp_path, capsys):
+def test_the_folder_has_a_card(checkpoint, tmp_path, capsys):
     _, path = checkpoint
     run([str(path), str(tmp_path / "model")])
     assert "README.md" in capsys.readouterr().out
@@ -142,6 +142,11 @@ def test_what_cannot_be_uploaded_is_refused_before_the_export(tmp_path, monkeypa
     with pytest.raises(ConfigurationError, match=message):
         run(["missing.ckpt", str(tmp_path / "model"), "--push", repo])
     assert not (tmp_path / "model").exists()
+
+
+def test_private_without_push_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="--push is not set"):
+        run(["missing.ckpt", str(tmp_path / "model"), "--private"])
 
 
 class Hub:
