@@ -13,6 +13,7 @@ from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm import colocate, weights
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from tests.conversation_runs import check_same_conversations
+from tests.marks import SLOW
 from tests.module_runs import History, are_equal, fit, make_module, weights_of
 from tests.tiny_models import tiny_tokenizer
 from tests.vllm.real.policies import PROMPTS, largest_gap, policy, step
@@ -32,7 +33,7 @@ def engine():
     return made
 
 
-@pytest.mark.parametrize("num_bytes", [512, 20_000])
+@pytest.mark.parametrize("num_bytes", [pytest.param(512, marks=SLOW), 20_000])
 def test_too_little_memory_for_the_kv_cache_names_the_settings(monkeypatch, num_bytes):
     """For a block, or for one sequence."""
     usual = colocate.device_options
@@ -176,6 +177,7 @@ def test_adapters_alone_after_each_of_three_updates(monkeypatch):
     assert largest_gap(model, PROMPTS, late, SHORT) > 100 * EXACT
 
 
+@SLOW
 def test_quantised_weights_follow_the_policy():
     """The one quantisation of vLLM that runs on a CPU. The scales are computed again at every update."""
     quantization = {"quantization": "int8_per_channel_weight_only", "dtype": "bfloat16"}

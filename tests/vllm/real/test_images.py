@@ -17,6 +17,7 @@ from grpo_lightning.rollout.vllm import colocate, requests
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.images import processor_flag
 from tests.light_rewards import capitals
+from tests.marks import SLOW
 from tests.module_runs import History, fit, make_module
 from tests.ports import free_port
 from tests.tiny_vlms import picture
@@ -132,7 +133,7 @@ def test_the_probe_sees_an_image(engine, monkeypatch):
         engine.check_logprobs(scorer)
 
 
-@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("is_frozen", [False, pytest.param(True, marks=SLOW)])
 def test_a_run_trains(is_frozen):
     """Two optimizer steps: rollout and trainer agree before and after each update."""
     tiny, history = vlm(), History()
@@ -178,6 +179,7 @@ def connected(server, tiny, **limits):
     return engine
 
 
+@SLOW
 def test_log_probs_of_a_server_are_the_policys_before_and_after_two_updates_of_the_tower_too(server):
     tiny = vlm()
     engine = connected(server, tiny)
@@ -191,6 +193,7 @@ def test_log_probs_of_a_server_are_the_policys_before_and_after_two_updates_of_t
         assert largest_vision_gap(tiny, groups, SAMPLING) > 100 * EXACT
 
 
+@SLOW
 def test_the_settings_of_a_server_are_those_of_the_request(server):
     """Every other setting of a request passes through another route than that of prompts without images."""
     tiny = vlm()
@@ -210,6 +213,7 @@ def test_the_settings_of_a_server_are_those_of_the_request(server):
     assert len({tuple(c.token_ids) for g in once for c in g.completions}) == 6
 
 
+@SLOW
 def test_a_server_with_other_limits_is_found(server):
     tiny = vlm()
     engine = connected(server, tiny, max_pixels=4 * 28 * 28)

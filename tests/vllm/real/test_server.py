@@ -68,7 +68,7 @@ def connected(*servers, model, **options):
     return engine
 
 
-@pytest.mark.parametrize("has_lora", [False, True])
+@pytest.mark.parametrize("has_lora", [False, pytest.param(True, marks=SLOW)])
 def test_after_each_of_three_updates_the_log_probs_are_those_of_the_new_policy(server, has_lora):
     model = add_adapters(policy(), LoRA(rank=4)) if has_lora else policy()
     engine = connected(server, model=model)
@@ -199,6 +199,7 @@ def test_a_server_without_processed_log_probs_is_found(second):
         engine.check_logprobs(Scorer("extended"))
 
 
+@SLOW
 def test_adapters_alone_are_sampled(second):
     """With the base weights sent once; the server has loaded other ones."""
     adapted = add_adapters(policy(), LoRA(rank=4, use_rslora=True))
