@@ -1,5 +1,6 @@
 """What holds for every test: offline, seeded, and no state left for the next one."""
 
+import gc
 import logging
 import os
 import random
@@ -24,6 +25,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.marks import mark_cases
+
 if IS_XDIST_WORKER:
     torch.set_num_threads(1)
 
@@ -33,8 +36,10 @@ settings.register_profile("ci", settings.get_profile("local"), derandomize=True,
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run whole trainings first, so that no worker waits for one at the end. Skip tests that lack a GPU or vLLM."""
+    mark_cases(items)
     root = Path(__file__).parent
     items.sort(key=lambda item: item.path.parent not in (root / "distributed", root / "training", root))
     missing = {
@@ -45,6 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in missing.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Spare every later garbage collection the million objects that imports and collection have made."""
+    gc.collect()
+    gc.freeze()
 
 
 def quiet_package() -> None:

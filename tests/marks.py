@@ -8,8 +8,12 @@ import pytest
 
 SLOW = pytest.mark.slow
 
-NIGHTLY = (pytest.mark.slow, pytest.mark.nightly)
-"""Of a case whose parts run in other cases: every strategy, every way of saving and every subject runs without them."""
+NIGHTLY = pytest.mark.nightly
+"""Of a test whose parts run in other tests: every strategy, every way of saving and every subject runs without it.
+`conftest.py` marks it as slow too."""
+
+few = pytest.mark.few
+"""`@few(2)`: two of the test's cases, evenly spaced, run in `make test`; the others are nightly."""
 
 CREATE_RULESET = 444
 """Number of the system call that reports the version of Landlock, on every architecture."""
@@ -29,8 +33,25 @@ def only(fast: Collection[str], cases: Iterable[Any], *, nightly: Collection[str
     names = {getattr(case, "stem", case): case for case in cases}
     if unknown := {*fast, *nightly} - set(names):
         raise ValueError(f"no case is called {sorted(unknown)}; there are {sorted(names)}")
-    marks = dict.fromkeys(fast, ()) | dict.fromkeys(nightly, NIGHTLY)
+    marks: dict[str, Any] = dict.fromkeys(fast, ()) | dict.fromkeys(nightly, NIGHTLY)
     return [pytest.param(case, id=name, marks=marks.get(name, SLOW)) for name, case in names.items()]
+
+
+def mark_cases(items: Iterable[pytest.Item]) -> None:
+    """Mark the cases that `few` leaves out as nightly, and all nightly tests as slow."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for every in cases.values():
+        number = every[0].get_closest_marker("few").args[0]
+        kept = {index * len(every) // number for index in range(number)}
+        for index, item in enumerate(every):
+            if index not in kept:
+                item.add_marker(NIGHTLY)
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            item.add_marker(SLOW)
 
 
 def selected(request: pytest.FixtureRequest, name: str, **others: object) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_report
+from tests.marks import only
 
 SCRIPT = Path(gpu_report.__file__)
 
@@ -48,8 +49,7 @@ def test_a_failed_part_fails_the_run_and_is_reported(monkeypatch, tmp_path):
     assert "CUDA out of memory" in (tmp_path / "cuda-cpu.md").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["tests", "programs"])
+@pytest.mark.parametrize("part", only([], ["tests", "programs"], nightly=["programs"]))
 def test_the_parts_that_start_other_programs(part, tmp_path):
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--size", "tiny", "--repeats", "1", "--parts", part]
     one_file = {"PYTEST_ADDOPTS": "tests/training/test_metrics_peak_memory.py"}  # instead of all tests marked gpu

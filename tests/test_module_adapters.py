@@ -17,7 +17,7 @@ from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_targets import targets
 from grpo_lightning.training.export import export
 from tests.exports import difference
-from tests.marks import only
+from tests.marks import few, only
 from tests.module_runs import History, are_equal, fit, make_module, vowel_share, weights_of
 from tests.test_module_resume import KillAt, KilledError, train
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -85,6 +85,7 @@ def test_only_what_is_trained_moves_and_the_reference_stays(folder, kind):
     assert kl[-1] > 1e-5
 
 
+@few(1)
 @pytest.mark.parametrize("kind", only([*KINDS, "dropout"], [*KINDS, "dropout", *GIVEN, *MORE, "dora, dropout"]))
 def test_a_killed_run_resumes_bit_by_bit(folder, kind, tmp_path):
     """Inside a cycle of two updates, run through twice."""
@@ -98,6 +99,7 @@ def test_a_killed_run_resumes_bit_by_bit(folder, kind, tmp_path):
     assert are_equal(weights_of(train(tmp_path / "killed", module=module(), resume=True, max_steps=8)), whole)
 
 
+@few(1)
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
 @pytest.mark.parametrize("kind", only([*KINDS, "whole"], [*KINDS, "whole", *GIVEN]))
 def test_a_run_with_averaged_weights_resumes_bit_by_bit(folder, kind, tmp_path):
@@ -195,6 +197,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(folder, tmp_path):
         fit(other, max_steps=2, ckpt_path=str(tmp_path / "a.ckpt"))
 
 
+@few(1)
 @pytest.mark.parametrize("kind", ["lora", "starting adapter"])
 @pytest.mark.parametrize("factor", [1.0, 1.3])
 def test_resuming_around_a_base_that_was_changed_since(folder, kind, factor, tmp_path):

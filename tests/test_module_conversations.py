@@ -23,6 +23,7 @@ from grpo_lightning.rollout.conversations import ConversationSettings
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.groups import kl_to_reference, mask_truncated
 from tests.environments.games import ByPromptLength, Counted, Faulty, double
+from tests.marks import few
 from tests.module_runs import SMALL, History, are_equal, fit, make_module, make_trainer, vowel_share, weights_of
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -334,6 +335,7 @@ def remembered_as_in_trl(environments: list[Any], turns: list[Any], **columns: A
     return remembered(columns["completions"], turns, environments)
 
 
+@few(1)
 @pytest.mark.parametrize("reward", [remembered, remembered_as_in_trl])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_rewards_get_turns_and_the_environment_at_the_end(num_workers, reward):

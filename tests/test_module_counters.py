@@ -7,6 +7,7 @@ import pytest
 
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
+from tests.marks import few
 from tests.module_runs import SMALL, fit, make_module
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -54,6 +55,7 @@ def prompts_embedded(accumulate=1, num_prompts=8, steps=None, policy=None, **opt
     return dict(counter.prompts)
 
 
+@few(1)
 @pytest.mark.parametrize(
     "policy",
     [

@@ -8,6 +8,7 @@ import torch
 
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.objective import Objective
+from tests.marks import few
 from tests.module_runs import History, ScriptedEngine, are_equal, fit, make_module, weights_of
 from tests.tiny_models import EOS
 
@@ -41,6 +42,7 @@ CASES = {name: {"engine": engine} for name, engine in ENGINES.items()} | {
 }
 
 
+@few(5)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     "objective",
@@ -61,6 +63,7 @@ def test_training_goes_on(case, objective):
         assert all(math.isfinite(value) for value in step.values()), step
 
 
+@few(3)
 @pytest.mark.parametrize("case", ["zero reward variance", "no rewards", "a lone reward", "all empty", "no tokens"])
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 def test_what_teaches_nothing_moves_nothing(case, beta):

@@ -8,6 +8,7 @@ import torch
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
+from tests.marks import few
 from tests.module_runs import SMALL, History, are_equal, fit, make_module, weights_of
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -46,6 +47,7 @@ def test_training_raises_the_reward():
     assert after > 0.7
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("module_class", "lr"), [(ShuffledRewards, 3e-3), (FlippedAdvantages, 3e-3), (GRPOLightningModule, 0.0)]
 )
@@ -114,6 +116,7 @@ def test_update_can_be_replaced():
         torch.testing.assert_close(half[name], change / 2, atol=1e-7, rtol=1e-4)
 
 
+@few(1)
 @pytest.mark.parametrize("coefficient", [1.0, -1.0])
 @pytest.mark.parametrize("head_chunk_size", [None, 4])
 def test_the_entropy_bonus_alone_moves_the_entropy(coefficient, head_chunk_size):

@@ -11,6 +11,7 @@ import torch
 from grpo_lightning.objective import Objective
 from grpo_lightning.rewards.base import WeightedReward
 from grpo_lightning.schedules import Linear
+from tests.marks import few
 from tests.module_runs import History, ScriptedEngine, fit, make_module
 from tests.tiny_models import EOS
 
@@ -93,6 +94,7 @@ def has_an_e(prompts, completions):
     return [float(len(prompt) > 9) * text.count("e") for prompt, text in zip(prompts, completions, strict=True)]
 
 
+@few(2)
 @pytest.mark.parametrize(
     "options", [{}, {"num_iterations": 2}, {"updates_per_rollout": 2}, {"updates_per_rollout": 2, "num_iterations": 2}]
 )
@@ -176,6 +178,7 @@ def test_the_kl_pulls_the_policy_back_to_the_reference():
     assert second["policy/kl"] < 0.9 * first["policy/kl"]
 
 
+@few(2)
 @pytest.mark.parametrize("accumulate", [2, 4])
 @pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
 def test_means_over_micro_batches_weigh_every_token_alike(accumulate, aggregate):

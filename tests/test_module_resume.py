@@ -18,6 +18,7 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.schedules import Cosine, Linear
+from tests.marks import NIGHTLY, few
 from tests.module_runs import (
     SMALL,
     AnotherRank,
@@ -96,6 +97,7 @@ def unbroken(tmp_path_factory):
     return weights_of(module), history.steps
 
 
+@few(3)
 @pytest.mark.parametrize(
     ("micro_step", "hook"),
     [
@@ -192,6 +194,7 @@ class SaveAt(L.Callback):
             assert self.path.exists()
 
 
+@few(2)
 @pytest.mark.parametrize(
     ("micro_step", "hook", "steps"),
     [
@@ -283,6 +286,7 @@ def test_interrupted_before_that_the_run_resumes_where_the_step_began(unbroken, 
     assert are_equal(weights_of(train(tmp_path, resume=True)), unbroken[0])
 
 
+@NIGHTLY
 def test_a_checkpoint_taken_after_validation_inside_a_step_resumes_exactly(tmp_path):
     def run(folder, *callbacks, resume=False):
         module = two_updates()

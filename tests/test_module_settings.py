@@ -23,6 +23,7 @@ from grpo_lightning.training.checks import check_trainer
 from grpo_lightning.training.evaluation import Validation
 from grpo_lightning.training.strategies import GRPODeepSpeedStrategy
 from tests import tiny_vlms
+from tests.marks import few
 from tests.module_runs import SMALL, History, ScriptedEngine, fit, make_module, make_source, make_trainer, vowel_share
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -125,6 +126,7 @@ def test_transformers_own_checkpointing_is_refused(hook, scoring):
 ROWS = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(6)]
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("data", "options"),
     [

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from grpo_lightning.data.source import PromptSource
-from tests.marks import NIGHTLY
+from tests.marks import NIGHTLY, few
 from tests.module_runs import are_equal, make_module, make_source, make_trainer, weights_of
 
 pytestmark = [
@@ -190,6 +190,7 @@ def combinations():
                 yield pytest.param(stopping, saving, limit, marks=marks, id=f"{stopping}, {saving}, {limit}")
 
 
+@few(7)
 @pytest.mark.parametrize(("stopping", "saving", "limit"), combinations())
 def test_resumed_it_ends_like_the_unbroken_run(unbroken, tmp_path, stopping, saving, limit):
     whole = {"max_epochs": EPOCHS} if limit == "max_epochs" else {"max_epochs": -1, "max_steps": STEPS}
@@ -206,6 +207,7 @@ def test_resumed_it_ends_like_the_unbroken_run(unbroken, tmp_path, stopping, sav
     assert are_equal(weights_of(module), want_weights)
 
 
+@few(1)
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 @pytest.mark.filterwarnings("ignore:The number of training batches")
 def test_the_default_checkpoint_of_a_run_of_max_steps_loses_no_prompt(tmp_path, steps):
@@ -233,6 +235,7 @@ def test_the_default_checkpoint_of_a_run_of_max_steps_loses_no_prompt(tmp_path, 
     assert are_equal(weights, want_weights)
 
 
+@NIGHTLY
 def test_resumed_by_max_steps_the_epochs_begin_and_are_validated_as_in_the_unbroken_run(tmp_path):
     """What Lightning does between two epochs: hooks, counts, and the steps that loggers are told."""
 

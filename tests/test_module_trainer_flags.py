@@ -15,6 +15,7 @@ from grpo_lightning.data.source import PromptSource
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.schedules import Cosine, Linear
+from tests.marks import few
 from tests.module_runs import PROMPTS, History, are_equal, fit, make_module, make_source, make_trainer, weights_of
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -49,6 +50,7 @@ def test_fast_dev_run_is_one_whole_cycle():
     assert "val/reward" in trainer.callback_metrics
 
 
+@few(2)
 @pytest.mark.parametrize(
     ("limit", "message", "rollouts"),
     [

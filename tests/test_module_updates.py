@@ -7,10 +7,12 @@ import torch
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
+from tests.marks import few
 from tests.module_runs import PROMPTS, SMALL, History, fit, make_module, weights_of
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
+@few(4)
 @pytest.mark.parametrize(
     ("dtype", "precision"),
     [
@@ -109,6 +111,7 @@ def test_autocast_gives_every_weight_its_gradient():
     assert all(got[name].norm() > 0 for name in want if want[name].norm() > 0)
 
 
+@few(2)
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 @pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
 def test_accumulation_changes_memory_only(aggregate, beta):

@@ -14,6 +14,7 @@ from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.groups import Rollout
 from grpo_lightning.training.micro_batches import CompletionRow, Cycle, collate
+from tests.marks import few
 from tests.module_runs import (
     PROMPTS,
     AnotherRank,
@@ -92,6 +93,7 @@ def settings_for(own):
     return {"updates_per_rollout": 4 if own is OwnPlan else 2}
 
 
+@few(2)
 @pytest.mark.parametrize("own", OWN)
 def test_what_is_logged_stays(own, tmp_path):
     history = History()
@@ -112,6 +114,7 @@ def test_what_is_logged_stays(own, tmp_path):
         assert {"policy/kl", "policy/entropy", "policy/ratio"} <= first.keys()
 
 
+@few(2)
 @pytest.mark.parametrize("own", OWN)
 def test_a_killed_run_resumes_to_the_same_weights(own, tmp_path):
     class Stop(L.Callback):
@@ -131,6 +134,7 @@ def test_a_killed_run_resumes_to_the_same_weights(own, tmp_path):
     assert are_equal(resumed, unbroken)
 
 
+@few(1)
 @pytest.mark.parametrize("own", [GRPOLightningModule, OwnPlan])
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 def test_ranks_agree_on_the_passes_of_a_rollout_once(own, beta, monkeypatch):
@@ -142,6 +146,7 @@ def test_ranks_agree_on_the_passes_of_a_rollout_once(own, beta, monkeypatch):
     assert other.num_agreed == num_rollouts * (2 if beta else 1)  # the reference has micro-batches of its own
 
 
+@few(2)
 @pytest.mark.parametrize("own", [own for own in OWN if own is not OwnResample])
 def test_dynamic_sampling_replaces_groups(own):
     history = History()
@@ -163,6 +168,7 @@ def test_dynamic_sampling_by_a_reward_needs_its_values():
         fit(module, max_steps=1, max_epochs=-1)
 
 
+@few(2)
 @pytest.mark.parametrize("own", OWN)
 def test_validation_does_not_ask_the_verbs(own):
     metrics = []
@@ -173,6 +179,7 @@ def test_validation_does_not_ask_the_verbs(own):
     assert metrics[0] == metrics[1]
 
 
+@few(1)
 @pytest.mark.parametrize("given", [None, torch.zeros(4), torch.zeros(3, 4), torch.zeros(4, 5)])
 def test_a_verb_that_gives_the_wrong_shape_is_named(given):
     class Rewards(GRPOLightningModule):
@@ -257,6 +264,7 @@ def fit_nothing():
     return module
 
 
+@few(3)
 @pytest.mark.parametrize(
     ("verb", "expected"),
     [

@@ -26,7 +26,7 @@ from grpo_lightning.data.reasoning_gym import entries, row
 from grpo_lightning.demo.reasoning_gym import TASKS
 from grpo_lightning.training.strategies import GRPODeepSpeedStrategy
 from tests import tiny_vlms
-from tests.marks import only
+from tests.marks import few, only
 from tests.pages import read, tables
 from tests.ports import free_port
 from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
@@ -273,6 +273,7 @@ def test_recipe_runs_two_steps(recipe, tiny, tmp_path):
     assert engine.get("class_path", "").endswith("VLLMEngine") == (recipe in [*VLLM, *SERVED] or "vllm" in recipe.stem)
 
 
+@few(1)
 @pytest.mark.parametrize("recipe", SERVED, ids=lambda path: path.stem)
 def test_the_server_in_a_header_serves_the_recipe(recipe):
     """The policy, the backend of the weights, log-probs after the temperature, and room for the longest completion."""
@@ -320,6 +321,7 @@ def test_the_files_of_a_recipe_are_those_that_its_tasks_make(recipe):
         assert [entry["json_path"] for entry in data[key]] == files
 
 
+@few(1)
 @pytest.mark.parametrize("fragment", only(["dapo", "dr_grpo", "gspo"], OBJECTIVES))
 def test_objective_composes_with_the_quickstart(fragment, tiny, tmp_path):
     flag, *others = flags(RECIPES / "quickstart.yaml")

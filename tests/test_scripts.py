@@ -18,6 +18,7 @@ from grpo_lightning.cli.main import parse
 from grpo_lightning.cli.plan.batches import translate
 from grpo_lightning.cli.plan.command import parse_script
 from tests import tiny_vlms
+from tests.marks import few
 from tests.pages import TableRow, read, tables
 from tests.test_recipes import ONE_PROCESS, RECIPES, finish_wandb, logged_steps
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -318,6 +319,7 @@ def test_the_recipe_has_what_the_page_makes_of_the_flags(script):
 REWARDS = {"accuracy": "Accuracy", "format": "Format", "soft_overlong": "SoftOverlong"}
 
 
+@few(2)
 @pytest.mark.parametrize("script", [script for script in SCRIPTS.values() if script.peer == "ms-swift"])
 def test_the_rewards_are_those_of_reward_funcs(script):
     settings = parse(["--config", str(RECIPES / script.recipe)])
@@ -327,6 +329,7 @@ def test_the_rewards_are_those_of_reward_funcs(script):
     assert all(f"`{theirs}` is `{ours}`" in stated for theirs, ours in REWARDS.items())
 
 
+@few(2)
 @each_script
 def test_the_batches_are_those_of_the_script(script):
     settings = parse(["--config", str(RECIPES / script.recipe), *script.recipe_flags])

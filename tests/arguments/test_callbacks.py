@@ -34,6 +34,7 @@ from grpo_lightning.callbacks import (
 from grpo_lightning.callbacks.watchdog import StallInterrupt
 from grpo_lightning.core.types import Prompt
 from tests.arguments.registry import case, case_of_each
+from tests.marks import few
 from tests.module_runs import fit, make_module, make_source, make_trainer
 
 
@@ -50,6 +51,7 @@ def summary(folder: Path) -> dict[str, Any]:
     return found
 
 
+@few(2)
 @case_of_each([BeforeAfter, CompletionLog, LearningCurves, RunRecord, RunReport], "dirpath")
 def test_dirpath(owner, tmp_path):
     folders = [tmp_path / name for name in ("one", "two")]

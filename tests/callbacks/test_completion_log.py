@@ -24,6 +24,7 @@ from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Prompt
 from tests.environments.games import Counted
 from tests.grounding_runs import Answers, box_prompt, grounding_module
+from tests.marks import few
 from tests.module_runs import SMALL, ScriptedEngine, fit, make_module
 from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
 
@@ -163,6 +164,7 @@ def test_a_new_run_replaces_and_a_resumed_one_appends(tmp_path):
     assert train(4, str(tmp_path / "last.ckpt")) == [rollout for rollout in range(4) for _ in range(one_rollout)]
 
 
+@few(2)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("cycle", [{}, {"num_iterations": 2}, {"updates_per_rollout": 2}])
 def test_steps_are_those_of_the_metrics(tmp_path, accumulate, cycle):

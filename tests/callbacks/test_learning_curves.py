@@ -16,6 +16,7 @@ from grpo_lightning.callbacks import LearningCurves
 from grpo_lightning.callbacks.learning_curves import centred_mean, heading, held_out
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.objective import Objective
+from tests.marks import few
 from tests.module_runs import PROMPTS, History, fit, make_module, make_source, make_trainer, vowel_share
 
 ORANGE = np.array(to_rgb("tab:orange"))
@@ -102,6 +103,7 @@ def test_a_lone_reward_has_no_second_panel(tmp_path):
     assert curves.panels()["reward/mean"] == "Reward = num_vowels"
 
 
+@few(1)
 @pytest.mark.parametrize(("count", "rows", "columns"), [(1, 1, 1), (4, 2, 2), (5, 2, 3), (7, 3, 3)])
 def test_places_without_a_metric_are_empty(tmp_path, count, rows, columns):
     curves = LearningCurves()

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from grpo_lightning.callbacks import NewestCheckpoints
 from grpo_lightning.training.checkpoint_files import RankFiles
+from tests.marks import few
 from tests.module_runs import PROMPTS, are_equal, fit, make_module, make_source, make_trainer, weights_of
 
 
@@ -108,6 +109,7 @@ class Stop(L.Callback):
         trainer.should_stop = trainer.global_step == self.step
 
 
+@few(1)
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.schedules import Cosine
 from grpo_lightning.training.checkpoint_files import mark_complete
+from tests.marks import few
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -473,6 +474,7 @@ ELSEWHERE = {
 }
 
 
+@few(1)
 @pytest.mark.parametrize("place", ELSEWHERE)
 def test_auto_finds_checkpoints_where_the_recipe_puts_them(recipe, caplog, place):
     name = recipe(trainer={"enable_checkpointing": True, "enable_progress_bar": False, **ELSEWHERE[place]})
@@ -540,6 +542,7 @@ def test_a_wrong_number_of_weights_is_named(recipe, capsys):
     assert "reward_weights has 2 entries and rewards has 1" in said
 
 
+@few(3)
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from grpo_lightning.cli import instantiate, parse, runs
 from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.cli.runs import MetricsLogger
+from tests.marks import few
 
 WEIGHTED = "grpo_lightning.rewards.WeightedReward"
 FIRST = [
@@ -54,6 +55,7 @@ def alone(rewards):
     return [plain(reward) for reward in parse(["--config", "alone.yaml"]).model.rewards]
 
 
+@few(1)
 @pytest.mark.parametrize("form", ["file", "inline", "flag", "flag with a space"])
 def test_a_later_list_replaces_an_earlier_one_of_the_same_length(form):
     write("second", model={"rewards": SECOND})
@@ -90,6 +92,7 @@ def test_a_list_deep_inside_an_object_is_replaced():
     assert (inner.init_args.dirpath, inner.init_args.every_n_train_steps) == ("there", None)
 
 
+@few(2)
 @pytest.mark.parametrize(
     "args",
     [
@@ -150,6 +153,7 @@ def placed(*args):
     return made if isinstance(made, list) else [made]
 
 
+@few(3)
 @pytest.mark.parametrize("form", TWO)
 def test_loggers_of_which_one_is_wandb(form):
     loggers = placed(*TWO[form])
@@ -169,6 +173,7 @@ def test_true_is_the_default_loggers(args):
     assert {Path(logger.log_dir) for logger in loggers} == {FOLDER}
 
 
+@few(3)
 @pytest.mark.parametrize("name", [TENSORBOARD, CSV, WANDB])
 @pytest.mark.parametrize("form", ["flag", "name", "class_path"])
 def test_one_logger(name, form):
@@ -252,6 +257,7 @@ def test_settings_of_a_schedule_need_one_and_say_so():
 # ------------------------------------------------------------------------------------- settings in the place of values
 
 
+@few(5)
 @pytest.mark.parametrize(
     "value",
     [

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.marks import few
+
 pytest.importorskip("reasoning_gym")
 
 from grpo_lightning.cli import main
@@ -107,6 +109,7 @@ def check_task(name: str, size: int) -> None:
             assert score(verifier(name, "{}"), answer, read) == score(first, answer, item), answer
 
 
+@few(2)
 @pytest.mark.parametrize("name", [*ODD, "list_functions", "pool_matrix"])  # the last two use the global random state
 def test_an_item_is_made_alike_and_means_the_same_after_a_file(name: str):
     check_task(name, 2)

@@ -9,7 +9,7 @@ from tests.distributed import dynamic
 from tests.distributed.harness import run_ranks
 from tests.distributed.resume import CYCLE, kill_and_resume
 from tests.distributed.steps import save_policy
-from tests.marks import SLOW, only
+from tests.marks import NIGHTLY, SLOW, only
 
 # Of the first rollout: rounds, prompts drawn for nothing, groups left equal over all ranks.
 COUNTS = {
@@ -75,7 +75,7 @@ def test_no_good_group_gives_way(folder: Path):
 @pytest.mark.parametrize(
     ("strategy", "hook", "rank"),
     [
-        pytest.param("ddp", "on_after_backward", 1, id="ddp, one rank", marks=SLOW),
+        pytest.param("ddp", "on_after_backward", 1, id="ddp, one rank", marks=NIGHTLY),
         pytest.param("zero3", "on_train_batch_start", None, id="zero3, all ranks", marks=SLOW),
     ],
 )
@@ -85,7 +85,7 @@ def test_a_killed_run_resumes_exactly(tmp_path: Path, strategy, hook, rank):
     assert outcome == {"equal": True, "difference": 0.0, "went on from": "step=6.ckpt"}
 
 
-@SLOW
+@NIGHTLY
 def test_a_killed_run_on_images_resumes_exactly(tmp_path: Path):
     """The images of prompts that were drawn further are read again."""
     outcome = kill_and_resume(

@@ -57,7 +57,7 @@ def compare_runs(got, want, *, tolerance=1e-6, metrics=METRICS):
     [
         pytest.param([Leg(1, 3), Leg(2, 9), Leg(1)], id="inside cycles", marks=SLOW),
         pytest.param([Leg(1, 4), Leg(2, 12), Leg(1)], id="between cycles, in the middle of an epoch", marks=NIGHTLY),
-        pytest.param([Leg(2, 3), Leg(2, 9, ranks_per_group=2), Leg(1)], id="shared groups", marks=SLOW),
+        pytest.param([Leg(2, 3), Leg(2, 9, ranks_per_group=2), Leg(1)], id="shared groups", marks=NIGHTLY),
         pytest.param(
             [Leg(1, 3), Leg(2, 8, accumulate=1), Leg(1, 10, accumulate=4), Leg(1)], id="micro-batches", marks=NIGHTLY
         ),
@@ -68,10 +68,8 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path, unbroken, legs):
     compare_runs(run_legs(tmp_path, *legs), unbroken(legs[0]))
 
 
-@SLOW
-@pytest.mark.parametrize(
-    "subject", only([], ["further text", "images", "further images"], nightly=["further text", "images"])
-)
+@NIGHTLY
+@pytest.mark.parametrize("subject", ["further text", "images", "further images"])
 def test_replaced_prompts_and_images_are_those_of_the_unbroken_run(tmp_path, unbroken, subject):
     save(tmp_path, subject)
     legs = [Leg(1, 3), Leg(2, 9), Leg(2, 11, ranks_per_group=2), Leg(1)]
@@ -81,10 +79,10 @@ def test_replaced_prompts_and_images_are_those_of_the_unbroken_run(tmp_path, unb
     compare_runs(run_legs(tmp_path, *legs), unbroken(legs[0]), tolerance=tolerance)
 
 
-@SLOW
+@NIGHTLY
 @pytest.mark.parametrize(
     "stops",
-    [pytest.param((3, 9), id="inside cycles"), pytest.param((4, 12), id="between cycles", marks=NIGHTLY)],
+    [pytest.param((3, 9), id="inside cycles"), pytest.param((4, 12), id="between cycles")],
 )
 def test_fsdp2_resumes_on_another_number_of_ranks(tmp_path, unbroken, stops):
     save(tmp_path)
@@ -97,7 +95,7 @@ def test_fsdp2_resumes_on_another_number_of_ranks(tmp_path, unbroken, stops):
     ("strategy", "before", "after", "policy"),
     [
         pytest.param("zero1", 1, 2, {}, id="zero1, 1 -> 2", marks=NIGHTLY),
-        pytest.param("zero2", 2, 1, {}, id="zero2, 2 -> 1"),
+        pytest.param("zero2", 2, 1, {}, id="zero2, 2 -> 1", marks=NIGHTLY),
         pytest.param("zero3", 2, 1, {"freeze_layers": 1}, id="zero3, 2 -> 1, frozen layer"),
         pytest.param("zero3", 1, 2, {}, id="zero3, 1 -> 2", marks=NIGHTLY),
     ],

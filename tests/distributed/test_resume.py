@@ -9,7 +9,7 @@ from grpo_lightning.cli import resume as resuming
 from grpo_lightning.cli.errors import ConfigurationError
 from tests.distributed.kept import cut
 from tests.distributed.resume import CYCLE, FIXED_BUCKETS, MICRO_STEPS_PER_EPOCH, kill_and_resume
-from tests.marks import NIGHTLY, SLOW
+from tests.marks import NIGHTLY, SLOW, only
 
 MICRO_STEP = MICRO_STEPS_PER_EPOCH + 5
 """In the second epoch, in the third of a cycle's four optimizer steps."""
@@ -54,10 +54,10 @@ def test_a_killed_run_resumes_exactly(tmp_path: Path, strategy, hook, rank, dama
     ("strategy", "world_size", "subject"),
     [
         pytest.param("ddp", 2, "shared text", marks=SLOW),
-        pytest.param("zero2", 2, "shared text", marks=SLOW),
+        pytest.param("zero2", 2, "shared text", marks=NIGHTLY),
         pytest.param("fsdp2", 2, "shared further prompts", marks=SLOW),
-        pytest.param("zero3", 2, "shared further images", marks=SLOW),
-        pytest.param(FIXED_BUCKETS, 4, "shared text", marks=SLOW),
+        pytest.param("zero3", 2, "shared further images", marks=NIGHTLY),
+        pytest.param(FIXED_BUCKETS, 4, "shared text", marks=NIGHTLY),
         # Every strategy with every subject and number of ranks that it is run with.
         *(pytest.param(strategy, 2, "shared text", marks=NIGHTLY) for strategy in ("zero1", "zero3", "fsdp2")),
         pytest.param("fsdp2", 2, "shared further images", marks=NIGHTLY),
@@ -83,7 +83,7 @@ def test_a_killed_run_with_shared_groups_resumes_exactly(tmp_path: Path, strateg
 @pytest.mark.parametrize(
     ("strategy", "hook", "rank", "settings"),
     [
-        pytest.param("ddp", "on_after_backward", 1, {}, id="ddp, one rank, trained tower"),
+        pytest.param("ddp", "on_after_backward", 1, {}, id="ddp, one rank, trained tower", marks=NIGHTLY),
         pytest.param("zero3", "on_train_batch_start", None, {"freeze_vision_modules": True}, id="zero3, frozen tower"),
     ],
 )
@@ -96,7 +96,7 @@ def test_a_killed_run_on_images_resumes_exactly(tmp_path: Path, strategy, hook, 
 
 
 @SLOW
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", only([], ["ddp", "zero3"], nightly=["ddp"]))
 def test_a_killed_run_with_conversations_resumes_exactly(tmp_path: Path, strategy):
     outcome = kill_and_resume(
         strategy, tmp_path, micro_step=MICRO_STEP, hook="on_after_backward", rank=1, subject="conversations"

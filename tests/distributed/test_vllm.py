@@ -66,10 +66,10 @@ def trained(
         pytest.param("ddp", "merged", False, marks=NIGHTLY),
         pytest.param("ddp", "merged", True, marks=NIGHTLY),
         ("ddp", "adapters", True),
-        ("zero2", "merged", True),
+        pytest.param("zero2", "merged", True, marks=NIGHTLY),
         pytest.param("zero3", "merged", True, marks=NIGHTLY),
         ("zero3", "adapters", False),
-        ("fsdp2", "merged", False),
+        pytest.param("fsdp2", "merged", False, marks=NIGHTLY),
     ],
 )
 def test_two_ranks_on_a_server_train_as_one_device(strategy, kind, is_killed, tmp_path):
@@ -91,7 +91,7 @@ def test_two_ranks_on_a_server_train_as_one_device(strategy, kind, is_killed, tm
     [
         pytest.param("ddp", False, marks=NIGHTLY),
         ("ddp", True),
-        ("zero3", True),
+        pytest.param("zero3", True, marks=NIGHTLY),
         pytest.param("fsdp2", False, marks=NIGHTLY),
     ],
 )
@@ -111,7 +111,7 @@ def test_two_ranks_with_asynchronous_rollouts_train_as_one_device(strategy, is_k
 
 
 @SLOW
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", only([], ["ddp", "zero3"], nightly=["zero3"]))
 def test_one_of_two_ranks_may_lose_its_rollout(strategy, tmp_path):
     """It samples its prompts again, while the other rank has its groups. The weights stay, so nothing else changes."""
     save_policy(tmp_path)
@@ -163,6 +163,7 @@ STRATEGIES = only(["zero3"], ["ddp", "zero2", "zero3", "fsdp2"], nightly=["ddp",
 TWO = pytest.mark.parametrize("world_size", [2])
 
 
+@NIGHTLY
 @TWO
 @pytest.mark.parametrize("name", only(["lora"], EXACT))
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -228,6 +229,7 @@ def test_an_error_of_one_rank_raises_on_all_ranks(results, strategy, name, world
     assert first == f"RuntimeError: {last}"
 
 
+@NIGHTLY
 @TWO
 @pytest.mark.parametrize(
     ("name", "owner", "message"),

@@ -22,6 +22,7 @@ from grpo_lightning.functional import (
     kl_divergence,
     sapo_surrogate,
 )
+from tests.marks import few
 from tests.step_counts import step_counts
 
 quick = settings(deadline=None, max_examples=15, derandomize=True, database=None)
@@ -300,6 +301,7 @@ def test_gradients_equal_finite_differences() -> None:
 # --- properties
 
 
+@few(9)
 @pytest.mark.parametrize(("by", "level", "surrogate"), itertools.product(BY, LEVELS, SURROGATES))
 @quick
 @given(rows=steps(), world_size=st.integers(1, 3), num_padding=st.integers(0, 2), data=st.data())

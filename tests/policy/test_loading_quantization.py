@@ -13,7 +13,7 @@ import transformers
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader, check_quantization
 from grpo_lightning.policy.reference import fingerprint, make_reference
-from tests.marks import SLOW
+from tests.marks import SLOW, few
 from tests.module_runs import History, fit, make_module
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -84,6 +84,7 @@ def saved(folder, family):
 
 
 # It asks torch for a cast that rounds, and says so at every call.
+@few(1)
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt")
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # without and with biases
 @pytest.mark.parametrize(("kind", "layer", "width"), [("4bit", "Linear4bit", 0.5), ("8bit", "Linear8bitLt", 1)])

@@ -11,6 +11,7 @@ from grpo_lightning.policy.kv_cache import LostCacheError, PrefixCache
 from grpo_lightning.policy.loading import checkpoint_layers, disable_dropout
 from grpo_lightning.policy.probe import choose_path
 from tests.families import families
+from tests.marks import few
 from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights, worst_difference
 from tests.tiny_models import FAMILIES, READS_LINEAR_STATES, tiny_model
 
@@ -29,6 +30,7 @@ def dense_noise(model, batch, weights):
     )
 
 
+@few(2)
 @pytest.mark.parametrize("family", families(EXTENDED))
 @pytest.mark.parametrize("generations", [3, 1])
 def test_extended_equals_dense(family, generations):
@@ -115,6 +117,7 @@ def trained(model, checkpointing):
     return Scorer(chunk_size=4, checkpoint_chunks=checkpointing == "chunks", head_chunk_size=5), calls
 
 
+@few(2)
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize(
     ("checkpointing", "recomputed"), [("none", []), ("chunks", [4, 4, 4, 4]), ("layers", [2, 4, 4, 4, 4])]
@@ -137,6 +140,7 @@ def test_checkpointed_forwards_run_again_in_the_backward_pass_alone(checkpointin
     assert worst_difference({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, want) < 1e-5
 
 
+@few(2)
 @pytest.mark.parametrize("chunk_size", [None, 4])
 @pytest.mark.parametrize("checkpointing", ["none", "chunks", "layers"])
 def test_checkpointing_recomputes_a_prompt_once_and_keeps_the_gradients(checkpointing, chunk_size):
@@ -225,6 +229,7 @@ def test_chunks_hold_completions_of_like_length():
     assert lengths == sorted(lengths, reverse=True)
 
 
+@few(1)
 @pytest.mark.parametrize("path", ["extended", "dense"])
 @pytest.mark.parametrize("checkpoint_chunks", [False, True])
 def test_any_number_of_forward_calls_gives_the_same_scores_and_gradients(path, checkpoint_chunks):

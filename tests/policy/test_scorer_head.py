@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from grpo_lightning.policy.completion_logprobs import Scorer, SlicedHead, head_replaced
 from grpo_lightning.policy.loading import checkpoint_layers, disable_dropout
 from grpo_lightning.policy.probe import choose_head
+from tests.marks import few
 from tests.policy.scored import (
     loss_and_gradients,
     ragged_batch,
@@ -51,6 +52,7 @@ def holed(batch):
     return dataclasses.replace(batch, completion_mask=mask)
 
 
+@few(7)
 @pytest.mark.parametrize("path", ["extended", "dense"])
 @pytest.mark.parametrize(
     "kind",
@@ -80,6 +82,7 @@ def test_slices_equal_whole_logits(kind, path):
         assert worst_difference(found, gradients) < 1e-5, changed
 
 
+@few(2)
 @pytest.mark.parametrize("path", ["extended", "dense"])
 @pytest.mark.parametrize("kind", ["qwen2", "gemma3 capped", "qwen3_moe"])
 def test_entropies_are_trained_on_if_asked(kind, path):
@@ -168,6 +171,7 @@ class WidestLogits(TorchDispatchMode):
         return made
 
 
+@few(2)
 @pytest.mark.parametrize("path", ["extended", "dense"])
 @pytest.mark.parametrize("checkpointing", ["none", "chunks", "layers"])
 def test_no_tensor_holds_the_logits_of_all_tokens(path, checkpointing):
@@ -231,6 +235,7 @@ def test_rows_without_a_token_are_scored_as_zeros():
 # --------------------------------------------------------------------------------------------------- around the head
 
 
+@few(1)
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize("checkpoint_chunks", [False, True])
 def test_16_bits(precision, checkpoint_chunks):

@@ -19,6 +19,7 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.vision import concatenate_images, needs_blank, place, seeing, store_features
 from tests import tiny_vlms
 from tests.families import families
+from tests.marks import few
 from tests.policy.scored import loss_and_gradients, row_weights, whole_difference, worst_difference
 from tests.tiny_vlms import EXTENDED
 from tests.vision_prompts import SCENARIOS, encoder_of, prompt_of, vision_batch
@@ -48,6 +49,7 @@ def single_logprobs(vlm, encoder, prompts, batch, temperature=0.7):
     return found
 
 
+@few(3)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("family", families(tiny_vlms.FAMILIES))
 @torch.no_grad()
@@ -62,6 +64,7 @@ def test_both_paths_equal_one_row_at_a_time(family, scenario):
             torch.testing.assert_close(got[row, : len(logprobs)], logprobs, atol=1e-4, rtol=0)
 
 
+@few(3)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("family", families(EXTENDED))
 def test_extended_equals_dense(family, scenario):

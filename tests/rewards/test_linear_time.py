@@ -36,6 +36,7 @@ from grpo_lightning.rewards.accuracy import prepare
 from grpo_lightning.rewards.by_method import similarity
 from grpo_lightning.rewards.code_rows import same_output
 from grpo_lightning.rewards.code_tests import python_program
+from tests.marks import few
 
 MOST = 15.0
 """What 100,000 characters may cost, in units of what 10,000 cost."""
@@ -187,6 +188,7 @@ def ratio(parse: Callable[[str], object], piece: str, beginning: str = "", end: 
     return worst
 
 
+@few(8)
 @pytest.mark.usefixtures("comparison")
 @pytest.mark.parametrize("name", PARSERS)
 def test_a_long_text_costs_linear_time(name: str):

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.marks import few
+
 pytest.importorskip("reasoning_gym")
 
 from grpo_lightning.data.reasoning_gym import EVALUATES_ANSWERS, entries, read_entry, row
@@ -115,6 +117,7 @@ def test_a_verifier_that_changes_its_item_changes_nothing(monkeypatch: pytest.Mo
     assert values(["1", "1"], "chain_sum") == [1.0, 1.0]
 
 
+@few(3)
 @pytest.mark.parametrize("task", sorted(EVALUATES_ANSWERS))
 def test_answers_are_not_executed_unless_that_is_asked_for(task: str):
     read = columns(task)

@@ -23,6 +23,7 @@ from grpo_lightning.rollout.groups import GroupSource
 from grpo_lightning.rollout.local_engine import LocalEngine
 from tests.conversation_runs import HERE, PROMPTS, SAMPLING, sample
 from tests.environments.games import ByPromptLength, Counted, Ends, Faulty
+from tests.marks import few
 from tests.module_runs import ScriptedEngine
 from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
 
@@ -103,6 +104,7 @@ def ways() -> list[Any]:
     ]
 
 
+@few(2)
 @pytest.mark.parametrize("make", ways())
 def test_every_way_of_the_engine_plays_the_same(policy, make):
     limits = {"max_turn_length": 5}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from grpo_lightning.objective import Objective
+from tests.marks import few
 from tests.module_runs import ScriptedEngine, are_equal, fit, make_module, weights_of
 from tests.tiny_models import EOS
 
@@ -69,6 +70,7 @@ def test_what_is_masked_is_not_computed():
     }
 
 
+@few(1)
 @pytest.mark.parametrize("overlong_filter", EVERY)
 def test_nothing_is_cut(overlong_filter: str):
     whole = [[A, E, EOS], [X, A, EOS], [X, EOS], [X, X, A, EOS]]
@@ -76,6 +78,7 @@ def test_nothing_is_cut(overlong_filter: str):
     assert are_equal(plain, filtered)
 
 
+@few(1)
 @pytest.mark.parametrize("overlong_filter", ["loss", "group"])
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 def test_everything_is_cut(overlong_filter: str, beta: float):

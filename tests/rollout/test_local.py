@@ -19,6 +19,7 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.training.micro_batches import plan_micro_batches
 from tests.families import families
+from tests.marks import few
 from tests.module_runs import make_module
 from tests.tiny_models import BASE, EOS, FAMILIES, PAD, VOCAB, tiny_model, tiny_tokenizer
 
@@ -108,6 +109,7 @@ def either(request):
 # ------------------------------------------------------------------------------------------------- against `generate`
 
 
+@few(1)
 @pytest.mark.parametrize("family", families(FAMILIES))
 def test_greedy_equals_generate_on_unpadded_rows(family):
     model, prompts = tiny_model(family), make_prompts()
@@ -130,6 +132,7 @@ def test_several_stop_ids_mean_what_they_mean_to_generate():
     assert token_ids(connected(model).generate(prompts, 1, greedy(), seeds=[0, 1, 2])) == want
 
 
+@few(1)
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.7}, {"suppress_tokens": list(range(2, 60))}])
 def test_processors_equal_generate_on_unpadded_rows(either, options):
     """Pad ids in front of a short prompt must not count as seen."""
@@ -153,6 +156,7 @@ def test_a_repetition_penalty_spares_the_padding(either):
     assert sum(completion.token_ids == [PAD] for completion in together[1]) > 10
 
 
+@few(2)
 @pytest.mark.parametrize("way", ["decode", "decode_with_generate"])
 @pytest.mark.parametrize(
     "filters", [{}, {"top_k": 5}, {"top_p": 0.5, "repetition_penalty": 1.3}, {"suppress_tokens": [3]}]
@@ -226,6 +230,7 @@ def test_prompts_are_embedded_once_and_ended_rows_leave(embedded):
     assert shapes[1:] == [(rows, 1) for rows in open_rows]
 
 
+@few(2)
 @pytest.mark.parametrize(("max_rows", "widest"), [(2, 3), (3, 3), (5, 3), (6, 6), (8, 6), (9, 9), (100, 9)])
 def test_waves_bound_the_rows_and_keep_the_order(embedded, max_rows, widest):
     model, shapes = embedded
@@ -326,6 +331,7 @@ class Pretended(Sharding):
             self.said.append("sharded")
 
 
+@few(3)
 @pytest.mark.parametrize("prompts", [make_prompts(), []])
 @pytest.mark.parametrize(("gather", "said"), [(True, ["gathered", "sharded"]), (False, []), ("auto", None)])
 def test_shards_are_gathered_once_per_rollout(either, gather, said, prompts):
@@ -464,6 +470,7 @@ def nucleus(p, mass):
     return order[: int((p[order].cumsum(0) < mass).sum()) + 1].tolist()
 
 
+@few(2)
 @pytest.mark.parametrize(
     ("options", "allowed_of"),
     [
@@ -518,6 +525,7 @@ def ids_of(text):
     return tiny_tokenizer()(text)["input_ids"]
 
 
+@few(4)
 @pytest.mark.parametrize(
     ("prompt", "drawn", "stop_strings", "want", "reason"),
     [

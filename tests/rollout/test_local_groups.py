@@ -6,6 +6,7 @@ import pytest
 
 from grpo_lightning.core.types import Group, Prompt, SamplingParams
 from grpo_lightning.rewards import RewardSet, RewardWorkers
+from tests.marks import few
 from tests.rewards import misbehaving
 from tests.rollout.test_local import connected, make_prompts
 from tests.tiny_models import tiny_model
@@ -27,6 +28,7 @@ def end_of(completions):
     return max(len(completion.token_ids) for completion in completions)
 
 
+@few(2)
 @pytest.mark.parametrize("part", [None, range(1, 3)])
 @pytest.mark.parametrize("max_rows", [None, 6])
 @pytest.mark.parametrize("interval", [1, 3])

@@ -12,6 +12,7 @@ from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.training.micro_batches import give_images, plan_micro_batches
 from tests import tiny_vlms
 from tests.families import families
+from tests.marks import few
 from tests.vision_prompts import SCENARIOS, encoder_of, prompt_of
 
 CLOSE = {"qwen3_5": 1e-3}
@@ -55,6 +56,7 @@ def test_greedy_equals_generate(family):
         assert [completion.token_ids for completion in group.completions] == [want, want]
 
 
+@few(2)
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("family", families(tiny_vlms.FAMILIES))
 def test_what_is_drawn_is_what_is_scored(family, is_frozen):

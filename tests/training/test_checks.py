@@ -15,6 +15,7 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards import Format
 from grpo_lightning.training.checks import round_up_limits
 from tests.lightning_rows import Count
+from tests.marks import few
 from tests.module_runs import PROMPTS, fit, make_module, make_source, make_trainer
 
 CYCLE = {"num_iterations": 2, "updates_per_rollout": 2}
@@ -30,6 +31,7 @@ def run(caplog, **trainer):
     return runner.global_step, runner.fit_loop.epoch_loop.total_batch_idx + 1, module.run.rollout_index, said
 
 
+@few(1)
 @pytest.mark.parametrize(("asked", "steps"), [(1, 4), (4, 4), (5, 8), (8, 8)])
 def test_max_steps(caplog, asked, steps):
     said = [f"max_steps {asked} ends inside a cycle of 4 optimizer steps: running {steps}."] if asked != steps else []
@@ -97,6 +99,7 @@ class Epochs(L.Callback):
             self.with_a_last_batch.append(trainer.current_epoch)
 
 
+@few(3)
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (2, 3), (3, 2)])
 @pytest.mark.parametrize("stop", [1, 2, "epoch"])
 def test_a_run_resumed_with_another_batch_uses_the_rest_of_the_epoch(tmp_path, before, after, stop):

@@ -15,7 +15,7 @@ from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.training.export import export, policy_loader
 from tests.exports import difference, logprobs, save_policy
-from tests.marks import only
+from tests.marks import few, only
 from tests.module_runs import fit, make_module
 
 
@@ -53,6 +53,7 @@ def adapted(request, adapter, tmp_path_factory):
     return module, folder / "last.ckpt"
 
 
+@few(1)
 def test_a_merged_adapter_scores_as_the_trained_module(adapted, tmp_path):
     module, checkpoint = adapted
     live = {name: weight.clone() for name, weight in module.policy.named_parameters()}

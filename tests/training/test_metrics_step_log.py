@@ -9,6 +9,7 @@ from lightning.pytorch.loggers import CSVLogger
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.training.metrics import logged_this_step
+from tests.marks import few
 from tests.module_runs import fit, make_module
 
 ROLLOUT = ("policy/entropy", "reward/mean", "reward/place", "rollout/length", "rollout/length_max", "time/rollout")
@@ -28,6 +29,7 @@ def rows_of(tmp_path, module, **options):
         return [{name: float(cell) for name, cell in row.items() if cell} for row in csv.DictReader(file)]
 
 
+@few(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("cycle", [{"num_iterations": 2}, {"updates_per_rollout": 2}])
 def test_a_rollout_is_logged_with_the_first_update_only(tmp_path, accumulate, cycle):
@@ -44,6 +46,7 @@ def test_a_rollout_is_logged_with_the_first_update_only(tmp_path, accumulate, cy
     assert ["time/old_logprobs" in row for row in rows] == [is_scored_before, False] * 3
 
 
+@few(5)
 @pytest.mark.filterwarnings("ignore:The number of training batches")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("every", [2, 3, 50])

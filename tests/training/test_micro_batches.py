@@ -25,6 +25,7 @@ from grpo_lightning.training.micro_batches import (
     split_update,
     split_updates,
 )
+from tests.marks import few
 from tests.step_counts import step_counts
 from tests.tiny_models import PAD, VOCAB, tiny_model
 
@@ -507,6 +508,7 @@ OBJECTIVES = {
 }
 
 
+@few(3)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_the_gradient_does_not_depend_on_how_an_update_is_cut(name):
     # In float64: float32's own rounding is 1e-6 to 2e-6.

@@ -13,6 +13,7 @@ from grpo_lightning.functional import high_entropy_tokens
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.training.token_selection import SELECTIONS, random_keys, select_tokens
+from tests.marks import few
 from tests.module_runs import History, are_equal, fit, make_module, weights_of
 from tests.test_module_updates import gradients_of_the_first_step, relative_difference
 from tests.tiny_models import tiny_model
@@ -103,6 +104,7 @@ def test_keys_follow_prompt_and_completion():
     assert not torch.equal(keys, random_keys(whole, seed=4))
 
 
+@few(1)
 @each
 def test_a_run_whatever_the_number_of_micro_batches(name):
     """Two epochs of two updates: tokens are selected anew before each, with the weights that it starts from."""
@@ -122,6 +124,7 @@ def test_a_run_whatever_the_number_of_micro_batches(name):
     assert relative_difference(gradients[4], gradients[1]) < 1e-4
 
 
+@few(1)
 @each
 def test_the_same_run_ends_with_the_same_weights(name):
     def run():

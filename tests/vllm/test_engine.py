@@ -27,7 +27,7 @@ from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.server import ServerError, own_address
 from tests import conversation_runs, tiny_vlms
 from tests.environments.games import ByPromptLength
-from tests.marks import SLOW
+from tests.marks import SLOW, few
 from tests.module_runs import SMALL, History, are_equal, fit, make_module, weights_of
 from tests.ports import free_port
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -79,6 +79,7 @@ def step(policy, seed):
                 weight.add_(0.05 * torch.randn(weight.shape, generator=generator))
 
 
+@few(1)
 @pytest.mark.parametrize("has_lora", [False, True])
 def test_after_every_update_the_log_probs_are_those_of_the_new_policy(connect, has_lora):
     policy = tiny_model(**SMALL)
@@ -147,6 +148,7 @@ def test_log_probs_of_the_real_tests_are_those_of_the_policy():
     assert real.largest_gap(policy, PROMPTS[:1], groups, sampling) < 1e-5
 
 
+@few(1)
 @pytest.mark.parametrize("lora", [LoRA(rank=4), LoRA(rank=6, alpha=5, use_rslora=True, target_modules=["q_proj"])])
 def test_adapters_are_sent_alone(connect, monkeypatch, lora):
     """The base is sent once, and again only if it changes; every adapter has a name of its own."""

@@ -17,6 +17,7 @@ from grpo_lightning.rollout.vllm import images
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from tests import tiny_vlms
 from tests.light_rewards import capitals
+from tests.marks import few
 from tests.module_runs import History, fit, make_module
 from tests.observed_images import Shows, source_of
 from tests.ports import free_port
@@ -135,6 +136,7 @@ def test_a_run_trains(fake_vllm, mode):  # noqa: F811
     assert max(history.of("policy/rollout_difference_max")) < EXACT
 
 
+@few(1)
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
 def test_a_conversation_sees_the_images_of_its_observations(connect, family):
     """Greedy conversations are those of the local engine, whose log-probs are those of a plain loop."""

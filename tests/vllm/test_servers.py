@@ -20,6 +20,7 @@ from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.requests import Request
 from grpo_lightning.rollout.vllm.server import INCOMPLETE, Served, ServerError, UnavailableError
 from grpo_lightning.rollout.vllm.servers import Job, Pending, Told
+from tests.marks import few
 from tests.module_runs import SMALL, make_module
 from tests.ports import free_port
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -341,6 +342,7 @@ def test_an_update_that_is_not_finished_has_a_version_of_its_own(start, monkeypa
 # ---------------------------------------------------------------------------------------------------------- failures
 
 
+@few(2)
 @pytest.mark.parametrize("reports_spans", [True, False])
 @pytest.mark.parametrize("failure", [500, 503, "break"])
 def test_a_failed_request_is_repeated(start, failure, reports_spans, undisturbed):
@@ -496,6 +498,7 @@ def test_a_server_that_comes_back_with_another_model_is_refused(start):
         engine.generate(PROMPTS, 4, SAMPLING, SEEDS)
 
 
+@few(2)
 @pytest.mark.parametrize(
     "failures",
     [
@@ -585,6 +588,7 @@ def check_logprobs(engine, policy):
     assert [c.logprobs for group in groups for c in group] == expected
 
 
+@few(1)
 @pytest.mark.parametrize("route", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
 @pytest.mark.parametrize("failure", [500, "break"])
 def test_an_adapter_that_fails_to_load_is_sent_again(adapted, route, failure):

@@ -46,6 +46,7 @@ from grpo_lightning.rollout import local_engine
 from grpo_lightning.rollout.local_engine import LocalEngine
 from tests.cli.plan.measured import peak_bytes, ragged_batch, saved_bytes
 from tests.cli.plan.real_shapes import llama_1b, published
+from tests.marks import few
 from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
 
 FP32, BF16, MIXED = Precision(4, 4), Precision(2, 2), Precision(4, 2, is_mixed=True)
@@ -449,6 +450,7 @@ def test_adapters_need_about_as_much_as_they_do(family, lora, names, least, mode
     assert least <= predicted / (peaks[1] - peaks[0]) <= (2.5 if mode == "layers" else 1.3)
 
 
+@few(2)
 @pytest.mark.parametrize(
     ("mode", "chunk_size", "head_chunk_size"),
     [("none", None, None), ("none", 2, None), ("chunks", 2, 32), ("layers", None, None), ("none", None, 64)],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_lightning.rewards.sandbox.client import Ended, Limits, Sandbox
-from tests.marks import NEEDS_LANDLOCK
+from tests.marks import NEEDS_LANDLOCK, few
 
 pytestmark = NEEDS_LANDLOCK
 
@@ -42,6 +42,7 @@ def test_how_programs_end():
     assert "ended by signal 9" in run("import os; os.kill(os.getpid(), 9)").problem
 
 
+@few(3)
 @pytest.mark.parametrize(
     "program",
     [

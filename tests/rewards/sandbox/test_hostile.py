@@ -15,7 +15,7 @@ import pytest
 
 from grpo_lightning.rewards import CodeTests
 from grpo_lightning.rewards.sandbox.client import Limits, Sandbox
-from tests.marks import NEEDS_LANDLOCK, SLOW, only
+from tests.marks import NEEDS_LANDLOCK, SLOW, few, only
 
 pytestmark = NEEDS_LANDLOCK
 
@@ -266,6 +266,7 @@ def test_an_attack_fails(outside, name):
     assert not set(BROKEN) & set(ended.output.decode(errors="replace").split())
 
 
+@few(2)
 @pytest.mark.parametrize("name", only(FAST_ENDLESS, ENDLESS))
 def test_a_program_without_an_end_is_stopped(outside, name):
     program = f"{START}\n{ENDLESS[name]}\nprint(answer)"
@@ -360,6 +361,7 @@ def test_an_honest_function_passes(outside):
     assert value(program, {"inputs": [[3], [20]], "outputs": [7, 41], "fn_name": "f"}) == 1
 
 
+@few(5)
 @pytest.mark.parametrize("name", only(FAST_FORGERIES, FORGERIES))
 def test_a_forged_value_fails(outside, name):
     assert value(FORGERIES[name], ["assert f(3) == 7", "assert f(20) == 41"]) == 0

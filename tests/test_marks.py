@@ -1,0 +1,44 @@
+"""Which tests `make test` runs."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+
+def passed(pytester: pytest.Pytester, *arguments: str) -> list[str]:
+    """The names of the tests that run with the marks of `tests/marks.py`."""
+    pytester.makeconftest(
+        "from tests.marks import mark_cases\ndef pytest_collection_modifyitems(items): mark_cases(items)"
+    )
+    pytester.makeini("[pytest]\nmarkers =\n    slow\n    nightly\n    few(number)\n")
+    found = pytester.inline_run("-p", "no:cacheprovider", *arguments)
+    return [report.nodeid.partition("::")[2] for report in found.getreports() if getattr(report, "when", "") == "call"]
+
+
+def test_few_cases_are_evenly_spaced_and_the_others_are_nightly(pytester):
+    pytester.makepyfile("""
+        import pytest
+        from tests.marks import NIGHTLY, SLOW, few
+
+        @few(2)
+        @pytest.mark.parametrize("number", range(5))
+        def test_numbers(number): pass
+
+        @NIGHTLY
+        def test_long(): pass
+
+        @SLOW
+        def test_matrix(): pass
+
+        def test_quick(): pass
+    """)
+    nightly = ["test_numbers[1]", "test_numbers[3]", "test_numbers[4]", "test_long"]
+    assert passed(pytester, "-m", "not slow") == ["test_numbers[0]", "test_numbers[2]", "test_quick"]
+    assert passed(pytester, "-m", "slow and not nightly") == ["test_matrix"]
+    assert passed(pytester, "-m", "nightly") == nightly
+    assert passed(pytester, "-m", "") == [
+        *("test_numbers[0]", "test_numbers[1]", "test_numbers[2]", "test_numbers[3]", "test_numbers[4]"),
+        *("test_long", "test_matrix", "test_quick"),
+    ]
