@@ -11,7 +11,7 @@ from tests.distributed import harness, vision
 from tests.distributed.elastic import Leg, run_legs
 from tests.distributed.resume import FAMILY
 from tests.distributed.steps import save_policy
-from tests.marks import NIGHTLY, SLOW, only
+from tests.marks import NIGHTLY, SLOW
 
 METRICS = ("policy/loss", "policy/kl", "policy/grad_norm", "lr", "epoch")
 
