@@ -8,8 +8,9 @@ from pathlib import Path
 
 from grpo_lightning.cli import instantiate, main, parse
 from grpo_lightning.core.types import Completion, Group, Prompt
+from grpo_lightning.demo.arithmetic import DemoTask
 from tests.newcomer import README, SHORT, commands, files, newcomer, save_policy  # noqa: F401 - a fixture
-from tests.pages import DOCS, blocks, broken_links
+from tests.pages import DOCS, blocks, broken_links, tables
 
 ROOT = DOCS.parent
 MAX_LINES = 150
@@ -80,3 +81,13 @@ def test_every_page_is_reachable():
             links = re.findall(r"\]\((?!https?://)([\w./-]+\.md)", page.read_text(encoding="utf-8"))
             pages += [(page.parent / link).resolve() for link in links]
     assert {*DOCS.glob("*.md")} <= reached
+
+
+def test_the_task_shown_is_the_quickstart_s():
+    """The problems are held-out ones of seed 0, with the completions that the warm-up teaches."""
+    task = DemoTask()
+    shown = [row for row in tables(README) if row.heading == "Quickstart"]
+    assert len(shown) == 2
+    for row, digits in zip(shown, task.split().heldout, strict=False):
+        cells = [cell.strip("`") for cell in row.cells]
+        assert cells == [task.question(digits), task.short(digits), task.worked(digits), str(task.truth(digits))]
