@@ -49,6 +49,6 @@ def test_every_command_is_in_the_table():
 def test_the_flags_of_export_exist():
     from grpo_lightning.cli import export
 
-    named = set(re.findall(r"`(?:export )?(--\w+)", PAGE.partition("## Export")[2]))
+    named = set(re.findall(r"`(?:export\s)?(--\w+)", PAGE.partition("## Export")[2]))
     assert named >= {"--adapter", "--push", "--private"}
     assert [flag for flag in named if f'"{flag}"' not in inspect.getsource(export)] == []
