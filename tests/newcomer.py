@@ -39,12 +39,13 @@ def save_policy(name: str) -> None:
 
 @pytest.fixture
 def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty current folder with the front page's files and its model."""
+    """A current folder with the front page's files and its models, and nothing else."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
     for name, content in files().items():
         Path(name).write_text(content)
-    save_policy("Qwen/Qwen2.5-0.5B-Instruct")
+    for name in ("Qwen/Qwen2.5-0.5B-Instruct", "runs/quickstart/task/model"):
+        save_policy(name)
     yield tmp_path
     sys.modules.pop("my_rewards", None)  # other files' tests write one of their own

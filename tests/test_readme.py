@@ -22,7 +22,7 @@ def test_it_is_short():
 
 def test_the_files_and_commands_are_found():
     assert list(files()) == ["rows.jsonl", "my_rewards.py", "my_run.yaml"]
-    assert [command.split()[1] for command in commands(README)] == ["fit", "plan", "fit", "report"]
+    assert [command.split()[1] for command in commands(README)] == ["fit", "plan", "fit", "report", "fit"]
 
 
 def test_the_commands_run_one_after_the_other(newcomer, capsys):  # noqa: F811

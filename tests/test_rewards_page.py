@@ -66,3 +66,17 @@ def test_the_forms_are_found():
 def test_what_counts_as_wrong(text):
     assert f'"{text}"' in PAGE
     assert ExactMatch()(completions=[f"The answer is {text}."], answer=["7"]) == [0]
+
+
+def test_every_example_of_a_reward_scores():
+    """Each gets what a chat and a plain text have, and its values differ."""
+    short, long = "7", "7" * 100
+    given = {"completion_ids": [[1], [1] * 100], "answer": ["7", "7"]}
+    for block in blocks(PAGE, "python"):
+        scope: dict = {}
+        exec(compile(block, "rewards.md", "exec"), scope)
+        (reward,) = [value for name, value in scope.items() if name in ("brief", "exact")]
+        chat = 'completion[0]["content"]' in block
+        texts = [[{"role": "assistant", "content": text}] if chat else text for text in (short, long)]
+        better, worse = reward(completions=texts, **given)
+        assert better > worse
