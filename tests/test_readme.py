@@ -72,8 +72,8 @@ def test_links_and_files_named_exist():
 
 
 def test_every_page_is_reachable():
-    """From the front page, by links from page to page."""
-    reached, pages = set(), [ROOT / "README.md"]
+    """From the front page, or that of the documentation if there is one, by links from page to page."""
+    reached, pages = set(), [ROOT / "README.md", *DOCS.glob("index.md")]
     while pages:
         page = pages.pop()
         if page not in reached:
