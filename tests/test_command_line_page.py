@@ -35,7 +35,7 @@ def test_the_commands_run_one_after_the_other(newcomer, capsys):  # noqa: F811
     assert Path("my_recipe.yaml").is_file()
     written = Path("runs/my_run/version_0/completions.jsonl").read_text().splitlines()
     steps = {line.split('"step": ')[1][0] for line in written}
-    assert steps == {"0", "1", "2", "3"}  # the second run went on where the first stopped
+    assert steps == {"0", "1", "2", "3"}  # the second run continued where the first stopped
     for row in tables(PAGE):
         if row.heading == "The folder of a run":
             assert [name for name in row.names() if not Path("runs/my_run/version_0", name).exists()] == []

@@ -1,4 +1,4 @@
-"""docs/rewards.md: every reward of its table is there, and what it says about packages and answers holds."""
+"""docs/rewards.md: every reward of its table is there, and its examples of packages, answers and rewards hold."""
 
 import re
 

@@ -1,7 +1,7 @@
 """The quickstart's tiny Qwen2, its tokenizer and its task: built offline in under a minute, then cached.
 
-The task is the sum of eight digits modulo six, which this model can only solve step by step. The prompt `20351020=`
-asks for (2 + 0 + 3 + 5 + 1 + 0 + 2 + 0) mod 6 = 1. A brief supervised warm-up teaches the model two kinds of
+The task is the sum of eight digits modulo six, which this model can only solve step by step. The answer to the prompt
+`20351020=` is (2 + 0 + 3 + 5 + 1 + 0 + 2 + 0) mod 6 = 1. A brief supervised warm-up teaches the model two kinds of
 completions, and GRPO has to find out which kind is rewarded:
 
 - short completions guess the answer, and are right once in six: `<answer>0</answer>`. At the end of the warm-up, most
