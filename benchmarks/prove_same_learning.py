@@ -1,7 +1,7 @@
 """Proves that the quickstart learns as it does with TRL's GRPOTrainer: the sampled reward against the trained tokens.
 
     python benchmarks/prove_same_learning.py            # seeds 0 to 5
-    python benchmarks/prove_same_learning.py --record   # also writes proofs.json and results/same_learning.*
+    python benchmarks/prove_same_learning.py --record   # also writes proofs.json, the curves and the picture
     python benchmarks/prove_same_learning.py --sides    # runs nothing: evaluates results/same_learning.json
 
 Both sides train the model of `recipes/quickstart.yaml`. A seed's runs start from the same weights (the seed also
@@ -60,8 +60,11 @@ from rich.console import Console
 from rich.table import Table
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
-RESULT = Path(__file__).parent / "results" / "same_learning"
-"""Path of the picture and of the curves, without the suffix."""
+RESULT = Path(__file__).parent / "results" / "same_learning.json"
+"""The curves of all sides."""
+
+PICTURE = Path(__file__).parents[1] / "docs" / "images" / "same_learning.png"
+"""Shown in docs/benchmarks.md."""
 
 SEEDS = range(6)
 TRL, OURS = "TRL", "grpo-lightning"
@@ -495,7 +498,7 @@ def main() -> int:
     flags = [] if options.steps is None else ["--steps", str(options.steps)]
     seeds, curves = options.seeds, {}
     if recorded := [side for side in RUNS if side not in options.sides]:
-        stored = json.loads(RESULT.with_suffix(".json").read_text(encoding="utf-8"))
+        stored = json.loads(RESULT.read_text(encoding="utf-8"))
         seeds = stored["seeds"]
         curves = {side: [Curve(**curve) for curve in stored["curves"][side]] for side in recorded}
     if options.sides:
@@ -505,12 +508,12 @@ def main() -> int:
     for bar, holds in bars.items():
         console.print(f"{'holds' if holds else 'FAILS'}: {bar}")
     if options.record:
-        draw(curves, RESULT.with_suffix(".png"))
+        draw(curves, PICTURE)
         steps = {
             side: [{"tokens": curve.tokens, "rewards": [round(value, 4) for value in curve.rewards]} for curve in some]
             for side, some in curves.items()
         }
-        RESULT.with_suffix(".json").write_text(json.dumps({"seeds": seeds, "curves": steps}) + "\n", encoding="utf-8")
+        RESULT.write_text(json.dumps({"seeds": seeds, "curves": steps}) + "\n", encoding="utf-8")
         record("same_learning", outcome_of(curves, seeds))
     return 0 if all(bars.values()) else 1
 

@@ -51,3 +51,28 @@ def tables(text: str) -> list[TableRow]:
         elif is_body:
             rows.append(TableRow(heading, tuple(cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1])))
     return rows
+
+
+def anchors(text: str) -> set[str]:
+    """What links can point at: a heading in lower case, spaces as hyphens, other signs left out."""
+    headings = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(text: str, page: Path) -> list[str]:
+    """Relative links of a page that lead nowhere."""
+    broken = []
+    for target in re.findall(r"\]\((?!https?://)([^)]+)\)", text):
+        file, _, anchor = target.partition("#")
+        path = page.parent / file if file else page
+        if not path.exists() or (anchor and anchor not in anchors(path.read_text(encoding="utf-8"))):
+            broken.append(target)
+    return broken
+
+
+def make_targets(text: str) -> set[str]:
+    """The targets of make that a text names, between backticks or in a shell block."""
+    commands = re.findall(r"`make ([^`]+)`", prose(text))
+    commands += re.findall(r"^make (.+)", "\n".join(blocks(text, "bash")), re.MULTILINE)
+    words = (word for command in commands for word in command.partition(" #")[0].split())
+    return {word for word in words if re.fullmatch(r"[a-z][a-z-]*", word)}

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from tests.background_engine import BackgroundEngine
 from tests.doc_keys import keys_in, problem
 from tests.environments.games import Counted
 from tests.module_runs import PROMPTS, SMALL, History, fit, make_module, make_source, make_trainer
-from tests.pages import DOCS, TableRow, blocks, prose, read, tables
+from tests.newcomer import files
+from tests.pages import DOCS, TableRow, blocks, broken_links, make_targets, prose, read, tables
 from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:[\\s\\S]*instantiate_classes")  # its name before jsonargparse 4.49
@@ -56,7 +58,7 @@ LOGGED_BY_REWARDS = {
 }
 """Metrics that single rewards log; tests/rewards/ has their tests."""
 
-THEIR_FILES = {"grpo_jsonl.py", "train.py", "recipe.yaml"}
+THEIR_FILES = {"grpo_jsonl.py", "train.py", "recipe.yaml", "my_rewards.py", "my_run.yaml", "config.yaml"}
 
 
 def migration_rows() -> list[TableRow]:
@@ -77,7 +79,11 @@ def folder(tmp_path, monkeypatch):
     tiny_classifier("qwen2").save_pretrained("reward-model")
     for name in ("name-or-path", "reward-model"):
         tiny_tokenizer().save_pretrained(name)
-    return tmp_path
+    Path("my_rewards.py").write_text(files()["my_rewards.py"])
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    yield tmp_path
+    sys.modules.pop("my_rewards", None)
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
@@ -142,7 +148,7 @@ def test_metrics_named_are_logged():
     named -= of_turns
     assert {"reward/mean", "policy/kl", "val/reward"} <= named
     assert sorted(named - {*trainer.callback_metrics} - LOGGED_BY_REWARDS) == []
-    table = read("grpo.md").partition("## What is logged")[2].partition("## Questions")[0]
+    table = section(read("logs.md"), "What is logged")
     rows = [re.sub(r"<\w+>", ".+", re.escape(name)) for name in re.findall(r"`([\w/<>@.]+)`", table)]
     logged = [name for name in trainer.callback_metrics if "/" in name]
     assert [name for name in logged if not any(re.fullmatch(row, name) for row in rows)] == []
@@ -232,6 +238,17 @@ def test_a_worked_example_is_what_plan_says(folder, capsys, peer):
     assert f"batch_size: {plan.batch_size}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("page", ["../README.md", "../CONTRIBUTING.md", *PAGES])
+def test_make_targets_named_exist(page):
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    missing = [target for target in sorted(make_targets(read(page))) if f"\n{target}:" not in makefile]
+    assert missing == []
+
+
+def test_make_targets_are_found():
+    assert make_targets("`make a`, `make b c X=d`\nmake e\n```bash\nmake f  # g\n```\n") == {"a", "b", "c", "f"}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_named_exist(page):
     for command in re.findall(r"`?grpo-lightning ([a-z]+)", read(page)):
@@ -257,31 +274,14 @@ def test_files_named_exist(page):
     assert [name for name in sorted(names) if not any((place / name).exists() for place in places)] == []
 
 
-def anchors(text: str) -> set[str]:
-    """What links can point at: a heading in lower case, spaces as hyphens, other signs left out."""
-    headings = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def broken_links(text: str, page: str) -> list[str]:
-    """Relative links of a page that lead nowhere."""
-    broken = []
-    for target in re.findall(r"\]\((?!https?://)([^)]+)\)", text):
-        file, _, anchor = target.partition("#")
-        path = DOCS / (file or page)
-        if not path.exists() or (anchor and anchor not in anchors(path.read_text(encoding="utf-8"))):
-            broken.append(target)
-    return broken
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_links_resolve(page):
-    assert broken_links(read(page), page) == []
+    assert broken_links(read(page), DOCS / page) == []
 
 
 def test_broken_links_are_found():
     text = "[a](grpo.md) [b](nothing.md) [c](grpo.md#nothing) [d](#questions) [e](https://example.org/x)"
-    assert broken_links(text, "grpo.md") == ["nothing.md", "grpo.md#nothing"]
+    assert broken_links(text, DOCS / "grpo.md") == ["nothing.md", "grpo.md#nothing"]
 
 
 def test_the_command_line_drives_a_subclass(folder, monkeypatch):

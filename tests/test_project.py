@@ -127,3 +127,11 @@ def test_every_file_that_the_documents_name_exists():
     named = set(re.findall(r"\bgrpo_lightning/[\w/]+\.py\b|\btests/\w+\.py\b", text))
     assert named
     assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
+def test_the_layout_names_every_folder():
+    layout = read("CONTRIBUTING.md").partition("## Layout\n")[2].partition("\n## ")[0]
+    named = {*re.findall(r"^ *([\w/]+)/(?: |$)", layout, re.MULTILINE)}
+    package = {path.name for path in (ROOT / "grpo_lightning").iterdir() if (path / "__init__.py").is_file()}
+    tracked = {path.relative_to(ROOT).parts[0] for path in project_files() if path.parent != ROOT}
+    assert named == package | {name for name in tracked if not name.startswith(".")}

@@ -98,7 +98,8 @@ def test_the_outcome_is_recorded_and_evaluated_again(prove: Any, tmp_path: Path,
     def stored(name: str) -> Any:
         return json.loads((tmp_path / "new" / name).read_text())
 
-    monkeypatch.setattr(prove, "RESULT", tmp_path / "new" / "curves")
+    monkeypatch.setattr(prove, "RESULT", tmp_path / "new" / "curves.json")
+    monkeypatch.setattr(prove, "PICTURE", tmp_path / "new" / "curves.png")
     monkeypatch.setattr(proofs, "PATH", tmp_path / "new" / "proofs.json")
     curve = prove.Curve([10, 20], [0.1, 0.5], [["a"]] * 2)
     monkeypatch.setattr(prove, "run", lambda *arguments: curve)

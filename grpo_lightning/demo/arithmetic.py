@@ -1,11 +1,12 @@
 """The quickstart's tiny Qwen2, its tokenizer and its task: built offline in under a minute, then cached.
 
-The task is the sum of eight digits modulo six, which this model can only solve step by step. A brief supervised warm-up
-teaches the model two kinds of completions, and GRPO has to find out which kind is rewarded:
+The task is the sum of eight digits modulo six, which this model can only solve step by step. The answer to the prompt
+`20351020=` is (2 + 0 + 3 + 5 + 1 + 0 + 2 + 0) mod 6 = 1. A brief supervised warm-up teaches the model two kinds of
+completions, and GRPO has to find out which kind is rewarded:
 
-- short completions guess the answer, and are right once in six: `<answer>4</answer>`. At the end of the warm-up, most
+- short completions guess the answer, and are right once in six: `<answer>0</answer>`. At the end of the warm-up, most
   completions are short;
-- worked completions write every running sum first, and are right: `<think>34440214</think><answer>4</answer>`.
+- worked completions write every running sum first, and are right: `<think>22545511</think><answer>1</answer>`.
 
 So accuracy and completion length rise together during GRPO. Nothing is downloaded.
 """

@@ -79,7 +79,8 @@ def test_list_shows_every_recipe_in_two_lines(capsys, monkeypatch):
     said = capsys.readouterr().out
     for name in recipes.names():
         assert f"\n{name}\n    " in f"\n{said}"
-    assert "quickstart\n    GRPO finds the habit that pays.\n" in said
+    task = "A tiny model learns to write its steps before it answers with the sum of eight digits modulo 6."
+    assert f"quickstart\n    {task}\n" in said
     assert len(said.splitlines()) == 2 * len(recipes.names()) + 4
 
 
