@@ -70,7 +70,8 @@ its transforms, which are Python. Its import registers functions for two operato
 library that defines them cannot be loaded. A change of the installed file reaches all processes of vLLM."""
 
 
-PARTS = [["tests/vllm/real/test_server.py"], ["tests/vllm", "--ignore=tests/vllm/real/test_server.py"]]
+FIRST = ["tests/vllm/real/test_server.py", "tests/vllm/real/test_ranks.py"]
+PARTS = [FIRST, ["tests/vllm", *(f"--ignore={file}" for file in FIRST)]]
 """Arguments of two runs of pytest that take about as long as each other, and run at the same time."""
 
 NO_TESTS = 5

@@ -167,6 +167,7 @@ def test_a_rollout_that_is_lost_in_the_background_is_sampled_again(server, folde
     assert "completions of the rollout that was sampled during training are missing" in lost
 
 
+@SLOW
 def test_two_servers_sample_the_completions_of_one(server, second):
     """The servers have different routes, and get the weights one after the other."""
     model = policy()
@@ -193,6 +194,7 @@ def test_two_servers_sample_the_completions_of_one(server, second):
     assert one.backend.num_sends == 2
 
 
+@SLOW
 def test_a_server_without_processed_log_probs_is_found(second):
     engine = connected(second, model=policy())
     with pytest.raises(ValueError, match="Start the server with --logprobs-mode processed_logprobs"):
@@ -214,6 +216,7 @@ def test_adapters_alone_are_sampled(second):
     assert engine.num_updates == 5
 
 
+@SLOW
 @pytest.mark.parametrize("failure", ["a missing group", "broken off"])
 def test_an_update_that_failed_is_repaired_by_the_next_one(second, monkeypatch, failure):
     """A layer that got some of its weights, and an update that never finished, as of a trainer that was killed."""
@@ -283,6 +286,7 @@ def test_refused_requests_are_explained(server):
         engine.generate(PROMPTS, 1, SAMPLING, [1, 2, 3])
 
 
+@SLOW
 def test_a_server_that_is_killed_and_started_again_does_not_change_the_rollout(server):
     """kill -9 in the middle of a rollout. The server comes back at the same port, with the weights on disk."""
     model = policy()
