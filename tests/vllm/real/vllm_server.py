@@ -28,7 +28,7 @@ SETTINGS = {
 }
 """Environment of vLLM: small, quiet, offline."""
 
-START_SECONDS = 180
+START_SECONDS = 300
 
 FLAGS = [
     *("--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256"),
