@@ -14,6 +14,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.cli.errors import ConfigurationError, short_errors
+from grpo_lightning.cli.help import asks_for_short_help, short_help
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
     from grpo_lightning.module import GRPOLightningModule
 
 TRAINER_COMMANDS = {
-    "fit": "train a policy:  grpo-lightning fit --config quickstart",
-    "validate": "rewards on the validation prompts, sampled and greedy",
-    "test": "the same on the test prompts, once all is decided",
+    "fit": "train a policy",
+    "validate": "evaluate on the validation prompts, sampled and greedy",
+    "test": "evaluate on the test prompts",
     "predict": "write completions to prompts",
 }
 OWN_COMMANDS = {
@@ -61,6 +62,9 @@ def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModu
             import_module("grpo_lightning.cli.plan.command").run(given[1:], module_class)
         elif given[0] in OWN_COMMANDS:
             import_module(f"grpo_lightning.cli.{given[0]}").run(given[1:])
+        elif given[0] in TRAINER_COMMANDS and asks_for_short_help(given):
+            print(short_help(given[0], module_class))
+            raise SystemExit
         elif given[0] in TRAINER_COMMANDS:
             from grpo_lightning.cli.app import GRPOCLI
 
@@ -74,10 +78,13 @@ def help_text() -> str:
     """Help text: usage, and one line per command."""
     commands = "\n".join(f"  {name:10}{text}" for name, text in COMMANDS.items())
     return (
-        "GRPO training of language models on PyTorch Lightning.\n\n"
-        f"usage: grpo-lightning COMMAND ...\n\n{commands}\n\n"
-        "grpo-lightning COMMAND --help shows details; --version shows the release.\n"
-        "Every setting of a recipe is also a flag: --model.objective.beta=0 --trainer.max_steps=10"
+        "usage: grpo-lightning COMMAND ...\n\n"
+        f"GRPO training of language models on PyTorch Lightning.\n\ncommands:\n{commands}\n\n"
+        "grpo-lightning COMMAND --help shows details; --version shows the release.\n\n"
+        "examples:\n"
+        "  grpo-lightning fit --config quickstart\n"
+        "  grpo-lightning fit --config quickstart --model.num_generations=4\n"
+        "  grpo-lightning report runs/quickstart"
     )
 
 

@@ -318,7 +318,7 @@ def test_settings_are_described(recipe, capsys):
     objective = capsys.readouterr().out
     assert "Weight of the KL to the reference" in " ".join(objective.split())
     with pytest.raises(SystemExit):
-        main(["fit", "--help"])
+        main(["fit", "--help-all"])
     said = " ".join(capsys.readouterr().out.split())
     assert "a run has one epoch" in said
     assert "Stop after this many epochs. Defaults to 1 if max_steps and max_time are not set" in said
