@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +11,14 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from rich.text import Text
 
 import grpo_lightning
 from grpo_lightning.core.files import run_folder
 from grpo_lightning.core.ranks import gather_objects, interleave
 from grpo_lightning.core.seeding import run_seed
+from grpo_lightning.core.status_line import StatusLine
 from grpo_lightning.data.batch import as_prompt_batch
 from grpo_lightning.data.orders import known_prompts
 from grpo_lightning.module import GRPOLightningModule
@@ -61,7 +61,8 @@ class BeforeAfter(L.Callback):
         self.samples: dict[str, list[tuple[str, str]]] = {}
         self.num_prompts = 0
         self.num_images = 0
-        self.bar: Tqdm | None = None
+        self.after: Numbers | None = None
+        self.progress: Progress | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate before training. A resumed run keeps the earlier results; a `fast_dev_run` does not evaluate."""
@@ -77,7 +78,7 @@ class BeforeAfter(L.Callback):
             return
         assert isinstance(pl_module, GRPOLightningModule)
         folder = run_folder(trainer, self.dirpath)
-        after = self.measure(trainer, pl_module, "after")
+        after = self.after = self.measure(trainer, pl_module, "after")
         self.show(self.before, after)
         when = {"before": self.before, "after": after}
         summary = {
@@ -94,9 +95,10 @@ class BeforeAfter(L.Callback):
         self.write(folder / "summary.json", summary)
 
     def on_decode(self, trainer: L.Trainer, done: int, total: int) -> None:
-        """Show the tokens sampled so far: the bar counts batches, and there may be only one."""
-        if self.bar is not None and (done % 8 == 0 or done == total):
-            self.bar.set_postfix_str(f"token {done}/{total}")
+        """Show the tokens sampled so far: there may be only one batch."""
+        if self.progress is not None and (done % 8 == 0 or done == total):
+            self.progress.tokens = f"token {done}/{total}"
+            self.progress.show()
 
     def measure(self, trainer: L.Trainer, pl_module: L.LightningModule, when: str) -> Numbers:
         """Evaluate the prompts of all ranks; returns all metrics, by kind of completion and name.
@@ -114,45 +116,35 @@ class BeforeAfter(L.Callback):
         self.num_prompts, self.num_images = map(int, trainer.strategy.reduce(sizes, reduce_op="sum"))
         sources = sorted({prompt.source for prompt in known_prompts(getattr(loader, "prompts", ()))})
         tables = evaluation_tables(pl_module.reward_set, pl_module.validation, sources, pl_module.device)
-        with self.progress(trainer, f"Evaluating {when} training", len(tables) * len(batches)) as bar:
+        with self.shown(trainer, f"Evaluating {when} training", len(tables) * len(batches)) as progress:
             for kind, table in tables.items():
                 self.samples[when] = []
                 for batch in batches:
                     evaluation = pl_module.evaluate(batch.prompts, is_greedy=kind == "greedy")
                     table.update(evaluation)
                     self.samples[when] += samples(evaluation, self.num_samples - len(self.samples[when]))
-                    bar.update()
+                    progress.count()
         self.samples[when] = interleave(gather_objects(self.samples[when]))[: self.num_samples]
         return {kind: table.compute() for kind, table in tables.items()}
 
     @contextlib.contextmanager
-    def progress(self, trainer: L.Trainer, title: str, num_batches: int) -> Iterator[Tqdm]:
-        """Show a separate progress bar on rank 0, unless the trainer's progress bar is off."""
+    def shown(self, trainer: L.Trainer, title: str, num_batches: int) -> Iterator[Progress]:
+        """Show a status line on rank 0, unless the trainer's progress bar is off."""
         trainer_bar = trainer.progress_bar_callback
         is_off = trainer_bar is None or getattr(trainer_bar, "is_disabled", False)
-        self.bar = Tqdm(
-            desc=title,
-            total=num_batches,
-            unit=" batches",
-            disable=is_off or not trainer.is_global_zero,
-            leave=False,
-            mininterval=0.0,
-            dynamic_ncols=True,
-            file=sys.stdout,
-            bar_format="{desc}: {n_fmt}/{total_fmt}{unit} |{bar}| [{elapsed}<{remaining}{postfix}]",
-        )
+        self.progress = Progress(title, num_batches, is_on=not is_off and trainer.is_global_zero)
+        self.progress.show()
         try:
-            yield self.bar
+            yield self.progress
         finally:
-            self.bar.close()
-            self.bar = None
+            self.progress.line.close(is_kept=False)
+            self.progress = None
 
     @rank_zero_only
     def show(self, before: Numbers, after: Numbers) -> None:
         """Print the table and the samples."""
         from rich.console import Console
         from rich.table import Table
-        from rich.text import Text
 
         table = Table(title=f"{self.num_prompts} held-out prompts before and after training")
         table.add_column("")
@@ -183,6 +175,35 @@ class BeforeAfter(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the results from before training."""
         self.before, self.samples = state_dict["before"], state_dict["samples"]
+
+
+class Progress:
+    """Status line of an evaluation.
+
+    Args:
+        title: What is evaluated.
+        num_batches: Number of batches.
+        is_on: If false, nothing is shown.
+    """
+
+    def __init__(self, title: str, num_batches: int, *, is_on: bool) -> None:
+        self.title, self.num_batches, self.is_on = title, num_batches, is_on
+        self.done, self.tokens = 0, ""
+        self.line = StatusLine()
+
+    def count(self) -> None:
+        """Count a finished batch."""
+        self.done, self.tokens = self.done + 1, ""
+        self.show(is_due=True)
+
+    def show(self, *, is_due: bool = False) -> None:
+        """Show the line."""
+        if self.is_on:
+            self.line.show(self.text, is_due=is_due)
+
+    def text(self, width: int | None) -> Text:
+        """Format the line."""
+        return Text(f"{self.title}: {self.done}/{self.num_batches} batches  {self.tokens}".rstrip())
 
 
 def validation_loader(trainer: L.Trainer) -> Any:

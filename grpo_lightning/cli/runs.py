@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from grpo_lightning.callbacks import CompletionLog, ProgressBar, RunRecord, Watchdog, WritePredictions
+from grpo_lightning.callbacks import CompletionLog, ProgressBar, RunRecord, RunSummary, Watchdog, WritePredictions
 from grpo_lightning.callbacks.before_after import cell, is_bound
 from grpo_lightning.cli.errors import ConfigurationError, rank
 from grpo_lightning.core.files import atomic_write
@@ -346,7 +346,7 @@ def default_callbacks(subcommand: str, settings: Namespace, own: Sequence[L.Call
     if settings.trainer.get("enable_model_summary") is not False:
         callbacks.append(ParameterSummary())
     if subcommand == "fit":
-        callbacks += [Watchdog(), RunRecord()]
+        callbacks += [Watchdog(), RunRecord(), RunSummary()]
     if subcommand == "fit" and settings.get("ckpt_path"):
         callbacks.append(ResumedSteps())
     if subcommand == "fit" and is_saving(settings.trainer):

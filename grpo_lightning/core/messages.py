@@ -33,8 +33,11 @@ LINE_SECONDS = 60.0
 
 
 def redraws(stream: Any) -> bool:
-    """True if a progress bar can be redrawn in place: in a terminal or a notebook, not in a file."""
-    return stream.isatty() or type(stream).__module__.startswith("ipykernel.")
+    """True if a line can be redrawn in place: in a terminal or a notebook, not in a file or with TERM=dumb."""
+    stream = getattr(stream, "rich_proxied_file", stream)  # while a `StatusLine` is on the screen
+    if stream.isatty():
+        return os.environ.get("TERM") != "dumb"
+    return type(stream).__module__.startswith("ipykernel.")
 
 
 def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> Any:
@@ -73,10 +76,11 @@ class Lines:
 
 
 class AboveBars(logging.StreamHandler):  # type: ignore[type-arg]  # generic only from Python 3.11 on
-    """Prints log records on stderr, each on a separate line above the progress bars."""
+    """Prints log records on stderr, each on a separate line above the progress bars and the status line."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Clear the bars, print the record, and draw the bars again."""
+        self.stream = sys.stderr  # a `StatusLine` replaces it, so that what is printed goes above the line
         with tqdm.external_write_mode(file=self.stream):
             super().emit(record)
 

@@ -1,0 +1,189 @@
+"""Summary at the end of a training run: reward before and after, tokens, time by phase, and where the results are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from rich.console import Console
+from rich.text import Text
+
+from grpo_lightning.callbacks.before_after import BeforeAfter
+from grpo_lightning.callbacks.progress import REWARD, clock, draws_bars, rate, text_of
+from grpo_lightning.callbacks.trend import sparkline
+from grpo_lightning.core.files import run_folder
+from grpo_lightning.training.metrics import logged_this_step
+
+ENDS = 20
+"""Maximum number of rollouts at the start and at the end of a run whose rewards are averaged."""
+
+NOT_A_PHASE = "time/sampling"
+"""Asynchronous sampling, which runs at the same time as the phases."""
+
+FILES = {
+    "completions": "completions.jsonl",
+    "curves": "curves.png",
+    "metrics": "metrics.csv",
+}
+"""Files of the run's folder that the summary names, by label."""
+
+
+class RunSummary(L.Callback):
+    """Prints a summary when a training run ends, or is stopped by a signal. `fit` adds it by default.
+
+    The reward is the mean of the first and of the last rollouts, a quarter of all but at most 20 of each. Tokens are
+    those that all ranks sampled. The time of a phase is that of the slowest rank; "other" is the rest of the run:
+    loading, evaluation and checkpoints. Counts and times are those of this process: a resumed run does not know the
+    steps before.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the run before."""
+        self.folder: Path | None = None
+        self.started = time.monotonic()
+        self.first_step = 0
+        self.step = -1
+        self.latest: dict[str, float] = {}
+        """What the step in progress has logged so far."""
+        self.seconds: dict[str, float] = {}
+        self.tokens = 0.0
+        self.rewards: list[float] = []
+
+    def on_fit_start(self, *_: Any) -> None:
+        """Start the clock."""
+        self.reset()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Remember where the run writes and begins."""
+        self.folder = run_folder(trainer, None)
+        self.first_step = self.step = trainer.global_step
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Record what the last step logged only after this callback's `on_train_batch_end` (`time/update`)."""
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self.note(trainer)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Record the metrics of a finished optimizer step."""
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.note(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Record metrics that the epoch's last step logged late, before Lightning discards them."""
+        self.note(trainer)
+
+    def note(self, trainer: L.Trainer) -> None:
+        """Record what the last finished step has logged; a further call for the same step adds to it."""
+        if trainer.global_step != self.step:
+            self.count()
+            self.step = trainer.global_step
+        self.latest |= {name: float(value) for name, value in logged_this_step(trainer).items()}
+
+    def count(self) -> None:
+        """Add the latest step to the totals."""
+        values, self.latest = self.latest, {}
+        for name, value in values.items():
+            if name.startswith("time/"):
+                self.seconds[name] = self.seconds.get(name, 0.0) + value
+        sampling = values.get("time/sampling", values.get("time/rollout", 0.0))
+        self.tokens += values.get("rollout/tokens_per_second", 0.0) * sampling
+        if REWARD in values:
+            self.rewards.append(values[REWARD])
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Print the summary of a run that has finished, after what other callbacks print at its end."""
+        if stage == "fit":
+            self.show(trainer, "Stopped" if trainer.interrupted else "Finished")
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Print the summary of a run that was stopped by a signal. An error has its own message."""
+        if isinstance(exception, KeyboardInterrupt | SIGTERMException):
+            self.note(trainer)
+            self.show(trainer, "Stopped")
+
+    def show(self, trainer: L.Trainer, how: str) -> None:
+        """Print the summary on rank 0, once."""
+        self.count()
+        num_steps = trainer.global_step - self.first_step
+        if self.folder is None or num_steps < 1 or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        if trainer.is_global_zero:
+            seconds = time.monotonic() - self.started
+            console = Console(highlight=False)
+            title = f"{how} at step {trainer.global_step}: {num_steps} steps in {clock(seconds)}"
+            console.print(Text(f"{title} ({rate(seconds / num_steps)})", "bold"), soft_wrap=True)
+            for label, text in [*self.results(trainer), *self.costs(seconds), *places(trainer, self.folder)]:
+                console.print(Text.assemble((f"  {label:13}", "cyan"), text), soft_wrap=True)
+        self.folder = None
+
+    def results(self, trainer: L.Trainer) -> Iterator[tuple[str, str]]:
+        """Rewards in training, and those of the held-out prompts if `BeforeAfter` has evaluated them."""
+        arrow = "→" if draws_bars() else "->"
+        if len(self.rewards) > 1:
+            k = min(max(len(self.rewards) // 4, 1), ENDS)
+            line = f"  {sparkline(self.rewards, 20)}" if draws_bars() else ""
+            ends = f"{text_of(fmean(self.rewards[:k]))} {arrow} {text_of(fmean(self.rewards[-k:]))}"
+            yield "reward", f"{ends} in training (mean of the first and last {k} rollouts){line}"
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, BeforeAfter) and callback.before and callback.after:
+                name = callback.metric
+                kinds = [
+                    f"{text_of(before[name])} {arrow} {text_of(callback.after[kind][name])} {kind}"
+                    for kind, before in callback.before.items()
+                    if name in before and name in callback.after[kind]
+                ]
+                if kinds:
+                    yield "held out", f"{name} {', '.join(kinds)}"
+
+    def costs(self, seconds: float) -> Iterator[tuple[str, str]]:
+        """Tokens and time."""
+        sampling = self.seconds.get("time/sampling", self.seconds.get("time/rollout", 0.0))
+        if self.tokens and sampling:
+            yield "tokens", f"{self.tokens:,.0f} sampled, {self.tokens / sampling:,.0f} per second of sampling"
+        longest = sorted(self.seconds.items(), key=lambda item: -item[1])
+        phases = {name.removeprefix("time/"): own for name, own in longest if name != NOT_A_PHASE}
+        phases["other"] = max(seconds - sum(phases.values()), 0.0)
+        shares = [f"{name} {own / seconds:.0%}" for name, own in phases.items() if own / seconds >= 0.005]
+        yield "time", ", ".join(shares).replace("%", " %")
+
+
+def places(trainer: L.Trainer, folder: Path) -> Iterator[tuple[str, str]]:
+    """Where the results are: label, and path or command."""
+    folder = shortened(folder)
+    if folder.is_dir():
+        yield "run folder", str(folder)
+    for label, name in FILES.items():
+        if (folder / name).is_file():
+            yield label, str(folder / name)
+    for path in dict.fromkeys(filter(None, map(saved, trainer.checkpoint_callbacks))):
+        yield "checkpoint", str(shortened(path))
+    if not trainer.checkpoint_callbacks:
+        yield "checkpoint", "none (trainer.enable_checkpointing is false)"
+    if (folder / "report.html").is_file():
+        yield "report", str(folder / "report.html")
+    elif (folder / FILES["metrics"]).is_file():
+        yield "report", f"grpo-lightning report {folder}"
+
+
+def saved(callback: Any) -> Path | None:
+    """Checkpoint that the callback has saved; None if there is none."""
+    path = (callback.best_model_path or callback.last_model_path) if isinstance(callback, ModelCheckpoint) else ""
+    return Path(path) if path and Path(path).exists() else None
+
+
+def shortened(path: Path) -> Path:
+    """The path relative to the current folder, if it is below it."""
+    return path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path
