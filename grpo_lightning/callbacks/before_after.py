@@ -25,6 +25,9 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards.base import prompt_text
 from grpo_lightning.training.evaluation import Evaluation, evaluation_tables
 
+WIDE = 100
+"""Columns of a terminal in which a cell of the table holds a value and its interval on one line."""
+
 Numbers = dict[str, dict[str, float]]
 """Metrics by kind of completions ("sampled", "greedy") and name."""
 
@@ -146,6 +149,8 @@ class BeforeAfter(L.Callback):
         from rich.console import Console
         from rich.table import Table
 
+        console = Console()
+        between = " " if console.width >= WIDE else "\n"
         table = Table(title=f"{self.num_prompts} held-out prompts before and after training")
         table.add_column("")
         for kind in before:
@@ -154,8 +159,8 @@ class BeforeAfter(L.Callback):
         names = dict.fromkeys(name for numbers in (before, after) for kind in numbers.values() for name in kind)
         for name in names:
             if not is_bound(name):
-                table.add_row(name, *(cell(numbers[kind], name) for kind in before for numbers in (before, after)))
-        console = Console()
+                cells = (cell(numbers[kind], name, between) for kind in before for numbers in (before, after))
+                table.add_row(name, *cells)
         console.print(table)
         for when, pairs in self.samples.items():
             for prompt, completion in pairs:
@@ -222,12 +227,18 @@ def samples(evaluation: Evaluation, count: int) -> list[tuple[str, str]]:
     return [(text, group.completions[0].text) for text, group in zip(texts, evaluation.groups, strict=False)]
 
 
-def cell(numbers: dict[str, float], name: str) -> str:
-    """Format a table cell: four digits, and the confidence interval if there is one; "-" if there is no value."""
+def cell(numbers: dict[str, float], name: str, between: str = " ") -> str:
+    """Format a table cell: four digits, and the confidence interval if there is one; "-" if there is no value.
+
+    Args:
+        numbers: Values by name.
+        name: Name of the metric.
+        between: Put between value and interval.
+    """
     if name not in numbers:
         return "-"
     bounds = [numbers.get(f"{name}/{end}") for end in ("low", "high")]
-    interval = "" if None in bounds else f" [{bounds[0]:.2f}, {bounds[1]:.2f}]"
+    interval = "" if None in bounds else f"{between}[{bounds[0]:.2f}, {bounds[1]:.2f}]"
     return f"{numbers[name]:#.4g}".rstrip(".") + interval
 
 

@@ -16,6 +16,7 @@ from rich.text import Text
 from torch import Tensor
 
 from grpo_lightning.callbacks.trend import ARROWS, LEVELS, sparkline, trend_of
+from grpo_lightning.core.messages import unwrapped
 from grpo_lightning.core.status_line import StatusLine
 from grpo_lightning.training.metrics import logged_this_step
 
@@ -34,6 +35,9 @@ RATE_STEPS = 100
 DONE, LEFT = "━", "─"
 BAR_WIDTHS = (8, 40)
 """Minimum and maximum columns of the bar."""
+
+LEAST_FOR_BAR = 40
+"""Columns below which there is no bar."""
 
 PHASE_WIDTH = 14
 GAP = "  "
@@ -127,6 +131,8 @@ class ProgressBar(LightningProgressBar):
         self.values |= values
         step = trainer.global_step
         self.marks.append((step, time.monotonic()))
+        if step == self.total:
+            self.phase, self.tokens = "finished", ""
         if self.refresh_rate and (step % self.refresh_rate == 0 or step == self.total):
             self.show(trainer, is_due=True)
         if step == self.total:
@@ -247,6 +253,8 @@ class ProgressBar(LightningProgressBar):
         shown: dict[str, int | str | float | dict[str, float]] = {
             label: text_of(float(self.values[name])) for label, name in SHOWN.items() if name in self.values
         }
+        if "reward" in shown:
+            shown["reward"] = f"{float(self.values[REWARD]):#.3g}"  # 1.00: the line keeps its width
         return shown | trainer.progress_bar_metrics
 
 
@@ -306,9 +314,8 @@ def training_text(state: State, width: int | None) -> Text:
             parts.append(Part(f"ETA {clock(pace * (state.total - state.step))}", 2))
     own = dict(state.metrics)
     if reward := own.pop("reward", ""):
-        parts.append(Part(f"reward {reward}", 1, "green"))
-    if trend:
-        parts.append(Part(f"({trend})", 1) if width is None or not draws_bars() else Part(ARROWS[trend], 1, "green"))
+        arrow = f"({trend})" if width is None or not draws_bars() else ARROWS.get(trend or "", "")
+        parts.append(Part(f"reward {reward} {arrow if trend else ''}".strip(), 1, "green"))
     if width and draws_bars() and len(state.rewards) > 1:
         parts.append(Part(sparkline(state.rewards, 6 if width < 120 else 20), 4, "green"))
     known = {label: own.pop(label) for label in SHOWN if label in own}
@@ -328,6 +335,8 @@ def laid_out(parts: Sequence[Part], width: int | None, fraction: float | None) -
     """
     if width is None:
         return Text(", ".join(part.text.strip() for part in parts))
+    if width < LEAST_FOR_BAR:
+        fraction = None
     least, most = BAR_WIDTHS if fraction is not None else (-len(GAP), -len(GAP))
     left = width - least - len(GAP)
     chosen = set()
@@ -356,7 +365,7 @@ def bar(fraction: float, width: int) -> Text:
 def draws_bars() -> bool:
     """True if stdout can print the characters of bars and arrows."""
     try:
-        (LEVELS + DONE + LEFT + "".join(ARROWS.values())).encode(sys.stdout.encoding or "ascii")
+        (LEVELS + DONE + LEFT + "".join(ARROWS.values())).encode(unwrapped(sys.stdout).encoding or "ascii")
     except UnicodeEncodeError:
         return False
     return True

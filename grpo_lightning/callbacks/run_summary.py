@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_lightning.callbacks.before_after import BeforeAfter
-from grpo_lightning.callbacks.progress import REWARD, clock, draws_bars, rate, text_of
+from grpo_lightning.callbacks.progress import REWARD, clock, draws_bars, rate
 from grpo_lightning.callbacks.trend import sparkline
 from grpo_lightning.core.files import run_folder
 from grpo_lightning.training.metrics import logged_this_step
@@ -126,7 +127,9 @@ class RunSummary(L.Callback):
             title = f"{how} at step {trainer.global_step}: {num_steps} steps in {clock(seconds)}"
             console.print(Text(f"{title} ({rate(seconds / num_steps)})", "bold"), soft_wrap=True)
             for label, text in [*self.results(trainer), *self.costs(seconds), *places(trainer, self.folder)]:
-                console.print(Text.assemble((f"  {label:13}", "cyan"), text), soft_wrap=True)
+                lines = textwrap.wrap(text, max(console.width, 80) - 15, break_long_words=False, break_on_hyphens=False)
+                for i, line in enumerate(lines):
+                    console.print(Text.assemble((f"  {'' if i else label:13}", "cyan"), line), soft_wrap=True)
         self.folder = None
 
     def results(self, trainer: L.Trainer) -> Iterator[tuple[str, str]]:
@@ -135,13 +138,13 @@ class RunSummary(L.Callback):
         if len(self.rewards) > 1:
             k = min(max(len(self.rewards) // 4, 1), ENDS)
             line = f"  {sparkline(self.rewards, 20)}" if draws_bars() else ""
-            ends = f"{text_of(fmean(self.rewards[:k]))} {arrow} {text_of(fmean(self.rewards[-k:]))}"
-            yield "reward", f"{ends} in training (mean of the first and last {k} rollouts){line}"
+            ends = f"{fmean(self.rewards[:k]):#.3g} {arrow} {fmean(self.rewards[-k:]):#.3g}"
+            yield "reward", f"{ends} (first and last {k} rollouts){line}"
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, BeforeAfter) and callback.before and callback.after:
                 name = callback.metric
                 kinds = [
-                    f"{text_of(before[name])} {arrow} {text_of(callback.after[kind][name])} {kind}"
+                    f"{before[name]:#.3g} {arrow} {callback.after[kind][name]:#.3g} {kind}"
                     for kind, before in callback.before.items()
                     if name in before and name in callback.after[kind]
                 ]
@@ -156,8 +159,8 @@ class RunSummary(L.Callback):
         longest = sorted(self.seconds.items(), key=lambda item: -item[1])
         phases = {name.removeprefix("time/"): own for name, own in longest if name != NOT_A_PHASE}
         phases["other"] = max(seconds - sum(phases.values()), 0.0)
-        shares = [f"{name} {own / seconds:.0%}" for name, own in phases.items() if own / seconds >= 0.005]
-        yield "time", ", ".join(shares).replace("%", " %")
+        shares = {name: round(100 * own / seconds) for name, own in phases.items()}
+        yield "time", ", ".join(f"{name} {share} %" for name, share in shares.items() if share)
 
 
 def places(trainer: L.Trainer, folder: Path) -> Iterator[tuple[str, str]]:

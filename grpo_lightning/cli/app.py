@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 
 from grpo_lightning.cli import config, config_errors, help, resume, runs
 from grpo_lightning.cli.errors import ConfigurationError, plain_refusal, rank
-from grpo_lightning.core.messages import quiet_libraries, show_messages
+from grpo_lightning.core.messages import quiet_libraries, quiet_loggers, show_messages
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.report.settings import CLI_DEFAULTS
@@ -205,6 +205,11 @@ class GRPOCLI(LightningCLI):
             }
         )
 
+    def _set_seed(self) -> None:
+        """Seed all random state; the loggers of the noise are quieted before, because this logs some."""
+        quiet_loggers()
+        super()._set_seed()
+
     # --------------------------------------------------------------------------------------------------- configuration
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -345,6 +350,7 @@ class GRPOCLI(LightningCLI):
             raise
         if rank() == 0:
             log.info(f"Run folder: {self.folder}")
+            log.info(runs.describe_devices(self.trainer))
 
     def instantiate_parts(self) -> None:
         """Instantiate model, data and Trainer. Raises: ConfigurationError if one of them refuses a setting."""

@@ -45,8 +45,8 @@ DESCRIPTIONS = {
 EXAMPLES = {
     "fit": "--config quickstart --trainer.max_steps=20",
     "validate": "--config recipe.yaml --ckpt_path auto",
-    "test": "--config recipe.yaml --ckpt_path runs/recipe/version_0",
-    "predict": "--config recipe.yaml --ckpt_path runs/recipe/version_0",
+    "test": "--config recipe.yaml --ckpt_path runs/recipe",
+    "predict": "--config recipe.yaml --ckpt_path runs/recipe",
 }
 """Arguments of each command's example."""
 
@@ -146,7 +146,7 @@ def command_parser(command: str, description: str, examples: Sequence[str]) -> a
 
 def usage(command: str) -> str:
     """Usage of a command, on one line."""
-    return f"grpo-lightning {command} --config RECIPE [--config FILE] [--KEY=VALUE ...]"
+    return f"grpo-lightning {command} --config RECIPE [--config ...] [--KEY=VALUE ...]"
 
 
 def asks_for_short_help(args: Sequence[str]) -> bool:
@@ -214,7 +214,7 @@ def short_help(command: str, module_class: type | None = None) -> str:
     lines = [
         f"usage: {usage(command)}",
         f"  e.g. {name} {EXAMPLES[command]}",
-        f"{FIRST_SENTENCE.split(DESCRIPTIONS[command])[0]} These are the settings that most runs set:",
+        f"{FIRST_SENTENCE.split(DESCRIPTIONS[command])[0]} What most runs set:",
         *(f"  {flag:21}{brief(text, width - 23)}" for flag, text in flags),
     ]
     for group in groups:
@@ -242,13 +242,13 @@ def row(setting: Setting, text: str, column: int, width: int) -> str:
 def more(name: str) -> list[str]:
     """How to get the rest: all settings, those of a class, and the recipes."""
     texts = {
-        "Set one": "--model.sampling.temperature=0.8 (any key of a recipe is a flag)",
+        "Set one": "--model.sampling.temperature=0.8 (any recipe key is a flag)",
         "All settings": f"{name} {ALL}, or {ALL} model.policy",
         "Those of a class": f"{name} --model.scheduler.help=Cosine",
         "Those of a recipe": f"{name} --config quickstart --print_config",
         "Recipes": "grpo-lightning recipes list",
     }
-    return [f"{title + ':':19}{text}" for title, text in texts.items()]
+    return [f"{title:18}{text}" for title, text in texts.items()]
 
 
 def brief(text: str, width: int) -> str:

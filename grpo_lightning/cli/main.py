@@ -6,6 +6,7 @@ torch and Lightning are imported only by the commands that need them.
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from grpo_lightning.cli.errors import ConfigurationError, short_errors
+from grpo_lightning.cli.errors import ConfigurationError, rank, short_errors
 from grpo_lightning.cli.help import asks_for_short_help, short_help
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from grpo_lightning.cli.app import GRPOCLI
     from grpo_lightning.module import GRPOLightningModule
+
+log = logging.getLogger(__name__)
 
 TRAINER_COMMANDS = {
     "fit": "train a policy",
@@ -66,12 +69,24 @@ def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModu
             print(short_help(given[0], module_class))
             raise SystemExit
         elif given[0] in TRAINER_COMMANDS:
+            log_versions()
             from grpo_lightning.cli.app import GRPOCLI
 
             return GRPOCLI.of(given, module_class)
         else:
             raise ConfigurationError(unknown_command(given[0]))
     return None
+
+
+def log_versions() -> None:
+    """Log the versions of the package and of what it builds on, before the seconds that importing them takes."""
+    from grpo_lightning.core.messages import show_messages
+
+    show_messages()
+    if rank() == 0:
+        log.info(
+            ", ".join(f"{name} {version(name)}" for name in ("grpo-lightning", "lightning", "torch", "transformers"))
+        )
 
 
 def help_text() -> str:

@@ -322,6 +322,15 @@ class ParameterSummary(L.Callback):
             log.info("Model: %s; %s of %s parameters are trainable.", ", ".join(parts), trained, every)
 
 
+def describe_devices(trainer: L.Trainer) -> str:
+    """Message with the devices, the strategy and the precision of a run."""
+    count, kind = trainer.num_devices * trainer.num_nodes, trainer.strategy.root_device.type
+    if count == 1:
+        return f"Device: {kind}, precision {trainer.precision}."
+    nodes = f" on {trainer.num_nodes} nodes" if trainer.num_nodes > 1 else ""
+    return f"Devices: {count} x {kind}{nodes}, {type(trainer.strategy).__name__}, precision {trainer.precision}."
+
+
 def num_parameters(parameters: Iterable[nn.Parameter]) -> str:
     """Format the number of parameters, e.g. "1.2 B"; ZeRO-3 keeps the unsharded size in `ds_numel`."""
     count = sum(getattr(weight, "ds_numel", weight.numel()) for weight in parameters)

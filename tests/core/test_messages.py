@@ -11,7 +11,7 @@ import tqdm.std
 from transformers.utils import logging as transformers_logging
 
 from grpo_lightning.core import messages
-from grpo_lightning.core.messages import NoTips, quiet_libraries, show_messages
+from grpo_lightning.core.messages import NoNoise, quiet_libraries, show_messages
 
 RANK_ZERO = "lightning.pytorch.utilities.rank_zero"
 
@@ -21,7 +21,7 @@ def restore():
     yield
     transformers_logging.enable_progress_bar()
     logger = logging.getLogger(RANK_ZERO)
-    logger.filters[:] = [known for known in logger.filters if not isinstance(known, NoTips)]
+    logger.filters[:] = [known for known in logger.filters if not isinstance(known, NoNoise)]
 
 
 def shown(text, *, has_validation):
@@ -56,7 +56,7 @@ def test_tips_are_left_out_and_nothing_else(caplog):
     quiet_libraries(has_validation=True)
     quiet_libraries(has_validation=True)
     logger = logging.getLogger(RANK_ZERO)
-    assert sum(isinstance(known, NoTips) for known in logger.filters) == 1
+    assert sum(isinstance(known, NoNoise) for known in logger.filters) == 1
     with caplog.at_level("INFO", RANK_ZERO):
         logger.info("💡 Tip: For seamless cloud logging and experiment tracking, try installing [litlogger](...)")
         logger.info("The `litmodels` package is not installed.")
@@ -67,7 +67,7 @@ def test_importing_the_module_leaves_other_programs_alone():
     import grpo_lightning.module  # noqa: F401
 
     assert transformers_logging.is_progress_bar_enabled()
-    assert not [known for known in logging.getLogger(RANK_ZERO).filters if isinstance(known, NoTips)]
+    assert not [known for known in logging.getLogger(RANK_ZERO).filters if isinstance(known, NoNoise)]
 
 
 def test_messages_are_shown_only_where_nobody_set_up_logging(monkeypatch):

@@ -224,7 +224,7 @@ def parse_script(args: list[str]) -> argparse.Namespace:
     flags |= dict.fromkeys(HF_DEFAULTS, (None, 1))
     for name, (default, _) in flags.items():
         text = f"as in the script (default {HF_DEFAULTS.get(name, default)})".replace(" (default None)", "")
-        parser.add_argument(f"--{name}", type=int, default=default, help=text)
+        parser.add_argument(f"--{name}", type=int, default=default, help=text, metavar="N")
     script = parser.parse_args(args)
     for name, (_, least) in flags.items():
         if (value := getattr(script, name)) is not None and value < least:
