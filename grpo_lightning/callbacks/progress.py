@@ -36,6 +36,9 @@ DONE, LEFT = "━", "─"
 BAR_WIDTHS = (8, 40)
 """Minimum and maximum columns of the bar."""
 
+STYLES = {"rising": "green", "falling": "yellow"}
+"""Colors of the reward by its trend."""
+
 LEAST_FOR_BAR = 40
 """Columns below which there is no bar."""
 
@@ -304,20 +307,20 @@ class Part(NamedTuple):
 
 def training_text(state: State, width: int | None) -> Text:
     """Line of a training run, for a terminal of `width` columns, or for a log file (None)."""
-    steps = f"{state.step}" if state.total is None else f"{state.step}/{state.total}"
+    steps = f"{state.step}" if state.total is None else f"{state.step:{len(str(state.total))}}/{state.total}"
     pace, trend = state.seconds_per_step, trend_of(state.rewards)
-    parts = [Part(state.phase.ljust(PHASE_WIDTH), 0, "cyan") if width else Part(f"step {steps}", 0)]
+    parts = [Part(state.phase.ljust(PHASE_WIDTH), 0, "cyan") if width else Part(f"step {steps.strip()}", 0)]
     parts += [Part(steps, 0, "bold")] if width else [Part(state.phase, 0)] if state.phase else []
     if pace is not None:
         parts.append(Part(rate(pace), 3))
         if state.total is not None and state.step < state.total:
             parts.append(Part(f"ETA {clock(pace * (state.total - state.step))}", 2))
-    own = dict(state.metrics)
+    own, style = dict(state.metrics), STYLES.get(trend or "", "")
     if reward := own.pop("reward", ""):
         arrow = f"({trend})" if width is None or not draws_bars() else ARROWS.get(trend or "", "")
-        parts.append(Part(f"reward {reward} {arrow if trend else ''}".strip(), 1, "green"))
+        parts.append(Part(f"reward {reward} {arrow if trend else ''}".strip(), 1, style))
     if width and draws_bars() and len(state.rewards) > 1:
-        parts.append(Part(sparkline(state.rewards, 6 if width < 120 else 20), 4, "green"))
+        parts.append(Part(sparkline(state.rewards, 6 if width < 120 else 20), 4, style))
     known = {label: own.pop(label) for label in SHOWN if label in own}
     parts += [Part(f"{label} {value}", 5) for label, value in own.items()]  # logged with prog_bar=True
     parts += [Part(f"{label} {value}", 6 + i) for i, (label, value) in enumerate(known.items())]

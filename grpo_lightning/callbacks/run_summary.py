@@ -38,7 +38,7 @@ FILES = {
 class RunSummary(L.Callback):
     """Prints a summary when a training run ends, or is stopped by a signal. `fit` adds it by default.
 
-    The reward is the mean of the first and of the last rollouts, a quarter of all but at most 20 of each. Tokens are
+    The reward is the mean of the first and of the last rollouts, a tenth of all but at most 20 of each. Tokens are
     those that all ranks sampled. The time of a phase is that of the slowest rank; "other" is the rest of the run:
     loading, evaluation and checkpoints. Counts and times are those of this process: a resumed run does not know the
     steps before.
@@ -125,6 +125,7 @@ class RunSummary(L.Callback):
             seconds = time.monotonic() - self.started
             console = Console(highlight=False)
             title = f"{how} at step {trainer.global_step}: {num_steps} steps in {clock(seconds)}"
+            console.print()
             console.print(Text(f"{title} ({rate(seconds / num_steps)})", "bold"), soft_wrap=True)
             for label, text in [*self.results(trainer), *self.costs(seconds), *places(trainer, self.folder)]:
                 lines = textwrap.wrap(text, max(console.width, 80) - 15, break_long_words=False, break_on_hyphens=False)
@@ -136,10 +137,11 @@ class RunSummary(L.Callback):
         """Rewards in training, and those of the held-out prompts if `BeforeAfter` has evaluated them."""
         arrow = "→" if draws_bars() else "->"
         if len(self.rewards) > 1:
-            k = min(max(len(self.rewards) // 4, 1), ENDS)
+            k = min(max(len(self.rewards) // 10, 1), ENDS)
             line = f"  {sparkline(self.rewards, 20)}" if draws_bars() else ""
             ends = f"{fmean(self.rewards[:k]):#.3g} {arrow} {fmean(self.rewards[-k:]):#.3g}"
-            yield "reward", f"{ends} (first and last {k} rollouts){line}"
+            which = f"{k} rollouts" if k > 1 else "rollout"
+            yield "reward", f"{ends} (first and last {which}){line}"
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, BeforeAfter) and callback.before and callback.after:
                 name = callback.metric
@@ -160,7 +162,7 @@ class RunSummary(L.Callback):
         phases = {name.removeprefix("time/"): own for name, own in longest if name != NOT_A_PHASE}
         phases["other"] = max(seconds - sum(phases.values()), 0.0)
         shares = {name: round(100 * own / seconds) for name, own in phases.items()}
-        yield "time", ", ".join(f"{name} {share} %" for name, share in shares.items() if share)
+        yield "time", ", ".join(f"{name} {share} %" for name, share in shares.items() if share > 1)
 
 
 def places(trainer: L.Trainer, folder: Path) -> Iterator[tuple[str, str]]:

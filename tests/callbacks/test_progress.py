@@ -294,11 +294,11 @@ def unicode(monkeypatch):
 
 
 def test_the_line_of_80_columns(unicode):
-    line = "rollout 128/512  37/240  ━━────────────  12.35 s/step  ETA 41:46  reward 0.523 ↑"
+    line = "rollout 128/512   37/240  ━━───────────  12.35 s/step  ETA 41:46  reward 0.523 ↑"
     assert training_text(STATE, 80).plain == line
     assert len(line) == 80
     shorter = STATE._replace(phase="rollout 24/48", step=37, total=100, seconds_per_step=1.25)
-    line = "rollout 24/48   37/100  ━━━──────  1.25 s/step  ETA 1:19  reward 0.523 ↑  ▁▂▄▅▇█"
+    line = "rollout 24/48    37/100  ━━──────  1.25 s/step  ETA 1:19  reward 0.523 ↑  ▁▂▄▅▇█"
     assert training_text(shorter, 80).plain == line
 
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -294,6 +295,28 @@ def test_own_commands_are_handed_their_arguments(monkeypatch):
     monkeypatch.setattr("grpo_lightning.cli.recipes.run", received.append)
     main(["recipes", "show", "quickstart"])
     assert received == [["show", "quickstart"]]
+
+
+OWN_LINES = r"(INFO|WARNING): |step \d+/\d+, |Finished at step |  [\w ]{13}|$"
+
+
+def test_a_run_prints_no_line_of_other_packages_and_no_escapes_into_a_file(recipe):
+    """In a fresh interpreter, without `-W ignore`; stdout and stderr are pipes, which are no terminals."""
+    program = "from grpo_lightning.cli import entry_point; entry_point()"
+    settings = {"data": {"val_datasets": None}, "trainer": {"enable_model_summary": True, "max_steps": 5}}
+    command = [sys.executable, "-c", program, "fit", "--config", recipe(**settings)]
+    environment = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    lines = [*result.stdout.splitlines(), *result.stderr.splitlines()]
+    assert [line for line in lines if not re.match(OWN_LINES, line)] == []
+    assert re.search(
+        r"^INFO: grpo-lightning \S+, lightning \S+, torch \S+, transformers \S+$", result.stderr, re.MULTILINE
+    )
+    assert "INFO: Device: cpu, precision 32-true." in result.stderr
+    assert [line[:8] for line in result.stdout.splitlines() if line.startswith("step")] == ["step 0/5", "step 5/5"]
+    assert "run folder   runs/recipe/version_0\n" in result.stdout
+    assert "\r" not in result.stdout + result.stderr
+    assert "\x1b" not in result.stdout + result.stderr
 
 
 def test_flags_before_the_command_are_explained(capsys):

@@ -6,6 +6,7 @@ import logging
 import sys
 import warnings
 
+import lightning as L
 import pytest
 import tqdm.std
 from transformers.utils import logging as transformers_logging
@@ -20,8 +21,9 @@ RANK_ZERO = "lightning.pytorch.utilities.rank_zero"
 def restore():
     yield
     transformers_logging.enable_progress_bar()
-    logger = logging.getLogger(RANK_ZERO)
-    logger.filters[:] = [known for known in logger.filters if not isinstance(known, NoNoise)]
+    for name in messages.NOISY_LOGGERS:
+        logger = logging.getLogger(name)
+        logger.filters[:] = [known for known in logger.filters if not isinstance(known, NoNoise)]
 
 
 def shown(text, *, has_validation):
@@ -61,6 +63,62 @@ def test_tips_are_left_out_and_nothing_else(caplog):
         logger.info("💡 Tip: For seamless cloud logging and experiment tracking, try installing [litlogger](...)")
         logger.info("The `litmodels` package is not installed.")
     assert caplog.messages == ["The `litmodels` package is not installed."]
+
+
+@pytest.mark.parametrize(
+    ("message", "is_shown"),
+    [
+        ("GPU available: False, used: False", False),
+        ("GPU available: True (cuda), used: True", False),
+        ("TPU available: False, using: 0 TPU cores", False),
+        ("HPU available: False, using: 0 HPUs", False),
+        ("Seed set to 7", False),
+        ("[rank: 1] Seed set to 7", False),
+        ("`Trainer.fit` stopped: `max_steps=5` reached.", False),
+        ("`Trainer.fit` stopped: `max_epochs=1` reached.", False),
+        ("`Trainer.fit` stopped: No training batches.", True),
+        ("Time limit reached. Elapsed time is 1:00:00. Signaling Trainer to stop.", True),
+        ("Restoring states from the checkpoint path at a.ckpt", True),
+        ("Seed set to None, because it is wrong", True),
+        ("GPU available but not used. You can set it by doing `Trainer(accelerator='gpu')`.", True),
+    ],
+)
+def test_messages_that_the_run_makes_superfluous_are_dropped_and_no_others(caplog, message, is_shown):
+    messages.quiet_loggers()
+    for name in messages.NOISY_LOGGERS:
+        with caplog.at_level("INFO", name):
+            logging.getLogger(name).info(message)
+            logging.getLogger(name).warning(message)
+    levels = [record.levelname for record in caplog.records]
+    assert levels == (["INFO", "WARNING"] if is_shown else ["WARNING"]) * 2, "a warning is never dropped"
+
+
+def test_lightning_logs_these_messages_by_these_loggers(caplog):
+    """Another release may word them otherwise, or log them elsewhere."""
+    for name in messages.NOISY_LOGGERS:
+        caplog.set_level("INFO", name)
+
+    def logged():
+        caplog.clear()
+        L.seed_everything(3)
+        L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+        return [record for record in caplog.records if record.name in messages.NOISY_LOGGERS]
+
+    assert len(logged()) >= 3
+    messages.quiet_loggers()
+    assert logged() == []
+
+
+@pytest.mark.parametrize(("is_terminal", "lines"), [(False, 1), (True, 3)])
+def test_a_long_message_is_broken_between_words_in_a_terminal(monkeypatch, is_terminal, lines):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    text = "Recipe quickstart: /a/long/path/that-is-not-broken/recipes/quickstart.yaml (copy it to change it)."
+    record = logging.LogRecord("grpo_lightning", logging.INFO, "", 0, f"{text}\nshort", None, None)
+    shown = messages.Wrapped("%(levelname)s: %(message)s").format(record)
+    assert len(shown.splitlines()) == lines + 1
+    assert "/a/long/path/that-is-not-broken/recipes/quickstart.yaml" in shown
+    assert " ".join(shown.split()) == f"INFO: {text} short"
 
 
 def test_importing_the_module_leaves_other_programs_alone():
