@@ -24,6 +24,8 @@ from grpo_lightning.training.metrics import logged_this_step
 ENDS = 20
 """Maximum number of rollouts at the start and at the end of a run whose rewards are averaged."""
 
+NO_BREAK = "\N{NO-BREAK SPACE}"
+
 NOT_A_PHASE = "time/sampling"
 """Asynchronous sampling, which runs at the same time as the phases."""
 
@@ -124,13 +126,15 @@ class RunSummary(L.Callback):
         if trainer.is_global_zero:
             seconds = time.monotonic() - self.started
             console = Console(highlight=False)
-            title = f"{how} at step {trainer.global_step}: {num_steps} steps in {clock(seconds)}"
+            steps = f"{num_steps} steps" if num_steps > 1 else "1 step"
+            title = f"{how} at step {trainer.global_step}: {steps} in {clock(seconds)}"
             console.print()
             console.print(Text(f"{title} ({rate(seconds / num_steps)})", "bold"), soft_wrap=True)
             for label, text in [*self.results(trainer), *self.costs(seconds), *places(trainer, self.folder)]:
                 lines = textwrap.wrap(text, max(console.width, 80) - 15, break_long_words=False, break_on_hyphens=False)
                 for i, line in enumerate(lines):
-                    console.print(Text.assemble((f"  {'' if i else label:13}", "cyan"), line), soft_wrap=True)
+                    row = Text.assemble((f"  {'' if i else label:13}", "cyan"), line.replace(NO_BREAK, " "))
+                    console.print(row, soft_wrap=True)
         self.folder = None
 
     def results(self, trainer: L.Trainer) -> Iterator[tuple[str, str]]:
@@ -162,7 +166,7 @@ class RunSummary(L.Callback):
         phases = {name.removeprefix("time/"): own for name, own in longest if name != NOT_A_PHASE}
         phases["other"] = max(seconds - sum(phases.values()), 0.0)
         shares = {name: round(100 * own / seconds) for name, own in phases.items()}
-        yield "time", ", ".join(f"{name} {share} %" for name, share in shares.items() if share > 1)
+        yield "time", ", ".join(f"{name} {share}{NO_BREAK}%" for name, share in shares.items() if share > 1)
 
 
 def places(trainer: L.Trainer, folder: Path) -> Iterator[tuple[str, str]]:

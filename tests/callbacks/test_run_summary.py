@@ -143,6 +143,7 @@ def test_the_lines_fit_80_columns(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert not any("\x1b" in line for line in lines)
+    assert re.search(r"old_logprobs \d+ %", "\n".join(lines))
 
 
 def test_asynchronous_sampling_is_no_phase_of_its_own():
@@ -152,7 +153,7 @@ def test_asynchronous_sampling_is_no_phase_of_its_own():
     callback.count()
     rows = dict(callback.costs(10.0))
     assert rows["tokens"] == "400 sampled, 50 per second of sampling"
-    assert rows["time"] == "update 60 %, rollout 10 %, other 30 %"
+    assert rows["time"].replace("\N{NO-BREAK SPACE}", " ") == "update 60 %, rollout 10 %, other 30 %"
 
 
 def test_where_things_are(tmp_path):
