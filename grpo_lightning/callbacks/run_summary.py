@@ -127,14 +127,14 @@ class RunSummary(L.Callback):
             seconds = time.monotonic() - self.started
             console = Console(highlight=False)
             steps = f"{num_steps} steps" if num_steps > 1 else "1 step"
-            title = f"{how} at step {trainer.global_step}: {steps} in {clock(seconds)}"
-            console.print()
-            console.print(Text(f"{title} ({rate(seconds / num_steps)})", "bold"), soft_wrap=True)
+            title = f"{how} at step {trainer.global_step}: {steps} in {clock(seconds)} ({rate(seconds / num_steps)})"
+            lines = [Text(), Text(title, "bold")]
             for label, text in [*self.results(trainer), *self.costs(seconds), *places(trainer, self.folder)]:
-                lines = textwrap.wrap(text, max(console.width, 80) - 15, break_long_words=False, break_on_hyphens=False)
-                for i, line in enumerate(lines):
-                    row = Text.assemble((f"  {'' if i else label:13}", "cyan"), line.replace(NO_BREAK, " "))
-                    console.print(row, soft_wrap=True)
+                parts = textwrap.wrap(text, max(console.width, 80) - 15, break_long_words=False, break_on_hyphens=False)
+                for i, part in enumerate(parts):
+                    lines.append(Text.assemble(("" if i else f"  {label}").ljust(15), part.replace(NO_BREAK, " ")))
+                    lines[-1].stylize("cyan", 0, 15)
+            console.print(Text("\n").join(lines), soft_wrap=True)
         self.folder = None
 
     def results(self, trainer: L.Trainer) -> Iterator[tuple[str, str]]:
