@@ -20,6 +20,7 @@ from grpo_lightning.callbacks.progress import REWARD, clock, draws_bars, rate
 from grpo_lightning.callbacks.trend import sparkline
 from grpo_lightning.core.files import run_folder
 from grpo_lightning.training.metrics import logged_this_step
+from grpo_lightning.training.signals import GracefulStop
 
 ENDS = 20
 """Maximum number of rollouts at the start and at the end of a run whose rewards are averaged."""
@@ -177,9 +178,10 @@ def places(trainer: L.Trainer, folder: Path) -> Iterator[tuple[str, str]]:
     for label, name in FILES.items():
         if (folder / name).is_file():
             yield label, str(folder / name)
-    for path in dict.fromkeys(filter(None, map(saved, trainer.checkpoint_callbacks))):
+    checkpoints = dict.fromkeys(filter(None, map(saved, trainer.callbacks)))  # type: ignore[attr-defined]
+    for path in checkpoints:
         yield "checkpoint", str(shortened(path))
-    if not trainer.checkpoint_callbacks:
+    if not checkpoints and not trainer.checkpoint_callbacks:
         yield "checkpoint", "none (trainer.enable_checkpointing is false)"
     if (folder / "report.html").is_file():
         yield "report", str(folder / "report.html")
@@ -187,8 +189,10 @@ def places(trainer: L.Trainer, folder: Path) -> Iterator[tuple[str, str]]:
         yield "report", f"grpo-lightning report {folder}"
 
 
-def saved(callback: Any) -> Path | None:
+def saved(callback: L.Callback) -> Path | None:
     """Checkpoint that the callback has saved; None if there is none."""
+    if isinstance(callback, GracefulStop):
+        return callback.checkpoint
     path = (callback.best_model_path or callback.last_model_path) if isinstance(callback, ModelCheckpoint) else ""
     return Path(path) if path and Path(path).exists() else None
 

@@ -24,10 +24,16 @@ NOISE = (
     r"^(\[rank: \d+\] )?Seed set to \d+$",
     # The summary of the run tells where it ended. Other reasons for an end (max_time, early stopping) stay.
     r"^`Trainer\.fit` stopped: `max_(steps|epochs)=\d+` reached\.$",
+    # Lightning's default for the checkpoint of a stopped run, which is complete.
+    r"^`weights_only` was not set, defaulting to `False`\.$",
 )
 """Patterns of log messages of Lightning that are dropped."""
 
-NOISY_LOGGERS = ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed")
+NOISY_LOGGERS = (
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning.fabric.utilities.seed",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector",
+)
 
 HARMLESS_WARNINGS = (
     # Lightning's own use of torch's pytrees.

@@ -12,6 +12,7 @@ from grpo_lightning.callbacks import BeforeAfter, RunSummary
 from grpo_lightning.callbacks import run_summary as summaries
 from grpo_lightning.callbacks.run_summary import places
 from grpo_lightning.data.source import PromptSource
+from grpo_lightning.training.signals import GracefulStop
 from tests.module_runs import PROMPTS, fit, make_module, make_source, make_trainer
 
 
@@ -159,14 +160,14 @@ def test_asynchronous_sampling_is_no_phase_of_its_own():
 def test_where_things_are(tmp_path):
     folder = tmp_path / "runs" / "mine" / "version_0"
     folder.mkdir(parents=True)
-    trainer = SimpleNamespace(checkpoint_callbacks=[])
+    trainer = SimpleNamespace(callbacks=[], checkpoint_callbacks=[])
     none = ("checkpoint", "none (trainer.enable_checkpointing is false)")
     assert [*places(trainer, folder)] == [("run folder", "runs/mine/version_0"), none]
     for name in ("completions.jsonl", "metrics.csv", "curves.png"):
         (folder / name).touch()
     saved = ModelCheckpoint()
     saved.best_model_path = str(folder / "last.ckpt")
-    trainer.checkpoint_callbacks = [saved, ModelCheckpoint()]
+    trainer.callbacks = trainer.checkpoint_callbacks = [saved, ModelCheckpoint()]
     assert "checkpoint" not in dict(places(trainer, folder)), "the file is not there"
     Path(saved.best_model_path).touch()
     assert dict(places(trainer, folder)) == {
@@ -177,5 +178,9 @@ def test_where_things_are(tmp_path):
         "checkpoint": "runs/mine/version_0/last.ckpt",
         "report": "grpo-lightning report runs/mine/version_0",
     }
+    stop = GracefulStop(folder)
+    stop.checkpoint = folder / "stopped-step=5.ckpt"
+    trainer.callbacks = [stop]
+    assert dict(places(trainer, folder))["checkpoint"] == "runs/mine/version_0/stopped-step=5.ckpt"
     (folder / "report.html").touch()
     assert dict(places(trainer, folder))["report"] == "runs/mine/version_0/report.html"
