@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_lightning.callbacks.before_after import BeforeAfter
-from grpo_lightning.callbacks.progress import REWARD, clock, draws_bars, rate
+from grpo_lightning.callbacks.progress import REWARD, clock, draws_bars
 from grpo_lightning.callbacks.trend import sparkline
 from grpo_lightning.core.files import run_folder
 from grpo_lightning.training.metrics import logged_this_step
@@ -128,7 +128,7 @@ class RunSummary(L.Callback):
             seconds = time.monotonic() - self.started
             console = Console(highlight=False)
             steps = f"{num_steps} steps" if num_steps > 1 else "1 step"
-            title = f"{how} at step {trainer.global_step}: {steps} in {clock(seconds)} ({rate(seconds / num_steps)})"
+            title = f"{how} at step {trainer.global_step}: {steps} in {clock(seconds)}"
             lines = [Text(), Text(title, "bold")]
             for label, text in [*self.results(trainer), *self.costs(seconds), *places(trainer, self.folder)]:
                 parts = textwrap.wrap(text, max(console.width, 80) - 15, break_long_words=False, break_on_hyphens=False)
