@@ -210,7 +210,7 @@ def test_the_settings_below_a_key(keys, flags):
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        ("model.polcy", "Did you mean model.policy"),
+        ("model.polici", "Did you mean model.policy"),
         ("beta", "Did you mean model.objective.beta?"),
         ("zzz", "prints all"),
     ],
