@@ -13,7 +13,6 @@ import lightning as L
 from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.text import Text
-from torch import Tensor
 
 from grpo_lightning.callbacks.trend import ARROWS, LEVELS, sparkline, trend_of
 from grpo_lightning.core.messages import unwrapped
@@ -72,7 +71,7 @@ class ProgressBar(LightningProgressBar):
     def reset(self) -> None:
         """Forget the run before."""
         self.phase = self.tokens = ""
-        self.values: dict[str, Tensor] = {}
+        self.values: dict[str, float] = {}
         self.rewards: list[float] = []
         self.marks: deque[tuple[int, float]] = deque(maxlen=RATE_STEPS + 1)
         self.started: float | None = None
@@ -131,7 +130,8 @@ class ProgressBar(LightningProgressBar):
         if "rollout/length" in values:
             self.values = {}  # a new rollout: values of the previous rollout are not shown any more
             self.rewards += [float(values[REWARD])] if REWARD in values else []
-        self.values |= values
+        # As numbers now, and only those that are shown: reading a tensor waits for the GPU.
+        self.values |= {name: float(values[name]) for name in SHOWN.values() if name in values}
         step = trainer.global_step
         self.marks.append((step, time.monotonic()))
         if step == self.total:
@@ -143,6 +143,7 @@ class ProgressBar(LightningProgressBar):
 
     def on_train_end(self, *_: Any) -> None:
         """Keep the last state of the line."""
+        self.phase, self.tokens = "finished", ""
         self.line.close(is_kept=self.leave)
 
     def on_exception(self, *_: Any) -> None:
@@ -222,8 +223,7 @@ class ProgressBar(LightningProgressBar):
         if kind:
             self.line.show(lambda width: self.evaluation_text(kind, width), is_due=is_due)
         else:
-            state = self.state(trainer)
-            self.line.show(lambda width: training_text(state, width), is_due=is_due)
+            self.line.show(lambda width: training_text(self.state(trainer), width), is_due=is_due)
 
     def state(self, trainer: L.Trainer) -> State:
         """What the line of training shows."""

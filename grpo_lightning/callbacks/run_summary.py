@@ -30,6 +30,9 @@ NO_BREAK = "\N{NO-BREAK SPACE}"
 NOT_A_PHASE = "time/sampling"
 """Asynchronous sampling, which runs at the same time as the phases."""
 
+COUNTED = (REWARD, "rollout/tokens_per_second")
+"""Metrics that the summary needs, besides those of time."""
+
 FILES = {
     "completions": "completions.jsonl",
     "curves": "curves.png",
@@ -94,7 +97,8 @@ class RunSummary(L.Callback):
         if trainer.global_step != self.step:
             self.count()
             self.step = trainer.global_step
-        self.latest |= {name: float(value) for name, value in logged_this_step(trainer).items()}
+        values = logged_this_step(trainer)
+        self.latest |= {name: float(values[name]) for name in values if name.startswith("time/") or name in COUNTED}
 
     def count(self) -> None:
         """Add the latest step to the totals."""

@@ -175,7 +175,7 @@ def test_rate_and_eta_are_those_of_the_latest_steps(monkeypatch, shown):
 def test_the_numbers_on_the_line():
     bar = ProgressBar()
     metrics = {"reward/mean": 0.12345, "rollout/length": 48.0, "rollout/tokens_per_second": 12345.6, "policy/kl": 2e-5}
-    bar.values = {name: torch.tensor(value) for name, value in metrics.items()} | {"time/update": torch.tensor(1.0)}
+    bar.values = metrics | {"time/update": 1.0}
     trainer = SimpleNamespace(progress_bar_metrics={"mine": 3.0})
     want = {"reward": "0.123", "length": "48", "tokens/s": "12,346", "kl": "2e-05", "mine": 3.0}
     assert bar.get_metrics(trainer, None) == want
@@ -184,7 +184,7 @@ def test_the_numbers_on_the_line():
 
 
 @pytest.fixture
-def numbers(monkeypatch):
+def numbers(monkeypatch, shown):
     """The metrics on the line after each step."""
     seen = {}
     original = ProgressBar.state
