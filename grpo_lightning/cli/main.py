@@ -69,7 +69,8 @@ def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModu
             print(short_help(given[0], module_class))
             raise SystemExit
         elif given[0] in TRAINER_COMMANDS:
-            log_versions()
+            if not any("help" in arg for arg in given):
+                log_versions()
             from grpo_lightning.cli.app import GRPOCLI
 
             return GRPOCLI.of(given, module_class)
