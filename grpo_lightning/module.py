@@ -143,9 +143,9 @@ class GRPOLightningModule(L.LightningModule):
         tokenizer: Tokenizer, or processor of a multimodal policy. Required if the policy is a model or config in
             memory; otherwise it replaces the policy's own.
         engine: Samples the completions; null uses `LocalEngine`, which samples with the policy itself.
-        environment: Answers the policy, which then goes on, over several turns: an `Environment`; functions that the
-            policy can call (tools); a multi-turn function of ms-swift; or a class whose methods are tools, as TRL's
-            environments. null samples completions of one turn.
+        environment: Answers the policy over several turns: an `Environment`; functions that the policy can call
+            (tools); a multi-turn function of ms-swift; or a class whose methods are tools, as TRL's environments. null
+            samples completions of one turn.
         conversation: Limits of turns and observations, and what happens if the environment fails.
         sampling: Sampling distribution and maximum completion length.
         objective: Settings of the loss.
@@ -153,8 +153,8 @@ class GRPOLightningModule(L.LightningModule):
         sync_reference: Settings for periodic updates of the reference towards the policy; null keeps the initial policy
             as the reference.
         offload: What to offload to the CPU during sampling: "reference", "optimizer", or both.
-        optimizer: Callable that builds the optimizer for the trainable parameters.
-        scheduler: Callable that builds the learning-rate schedule for the optimizer; null keeps the rate constant.
+        optimizer: Builds the optimizer for the trainable parameters.
+        scheduler: Builds the learning-rate schedule for the optimizer; null keeps the rate constant.
         num_generations: G, completions per prompt.
         ranks_per_group: Number of ranks that share the completions of a prompt: each rank samples and trains on its
             part of the G completions. Meant for rollouts with fewer prompts than ranks.

@@ -19,7 +19,15 @@ OptimizerFactory = Callable[[Iterable[Parameter]], Optimizer]
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW (Loshchilov and Hutter 2019) with GRPO's defaults: a small learning rate and no weight decay."""
+    """AdamW (Loshchilov and Hutter 2019) with GRPO's defaults: a small learning rate and no weight decay.
+
+    Args:
+        params: Parameters to train.
+        lr: Learning rate: the size of an update, before the schedule.
+        betas: Decay per step of the running means of the gradient and of its square.
+        eps: Added to the divisor, the root of the running mean of squares.
+        weight_decay: Fraction of a weight, times the learning rate, that a step subtracts from it.
+    """
 
     def __init__(
         self,

@@ -35,7 +35,8 @@ def test_short_commands_load_nothing_heavy():
         import contextlib, io, sys
         from grpo_lightning.cli import main
         with contextlib.redirect_stdout(io.StringIO()):
-            helps = [[command, "--help"] for command in ("plan", "export", "report")]
+            commands = ("fit", "validate", "test", "predict", "plan", "export", "report", "recipes")
+            helps = [[command, "--help"] for command in commands]
             for args in (["--version"], ["--help"], ["recipes", "list"], *helps):
                 with contextlib.suppress(SystemExit):
                     main(args)

@@ -8,6 +8,7 @@ from grpo_lightning.callbacks.learning_curves import LearningCurves
 from grpo_lightning.callbacks.newest_checkpoints import NewestCheckpoints
 from grpo_lightning.callbacks.progress import ProgressBar
 from grpo_lightning.callbacks.run_report import RunRecord, RunReport
+from grpo_lightning.callbacks.run_summary import RunSummary
 from grpo_lightning.callbacks.watchdog import Watchdog
 from grpo_lightning.callbacks.write_predictions import WritePredictions
 
@@ -21,6 +22,7 @@ __all__ = [
     "ProgressBar",
     "RunRecord",
     "RunReport",
+    "RunSummary",
     "Watchdog",
     "WritePredictions",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,18 +11,22 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from rich.text import Text
 
 import grpo_lightning
 from grpo_lightning.core.files import run_folder
 from grpo_lightning.core.ranks import gather_objects, interleave
 from grpo_lightning.core.seeding import run_seed
+from grpo_lightning.core.status_line import StatusLine
 from grpo_lightning.data.batch import as_prompt_batch
 from grpo_lightning.data.orders import known_prompts
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards.base import prompt_text
 from grpo_lightning.training.evaluation import Evaluation, evaluation_tables
+
+WIDE = 100
+"""Columns of a terminal in which a cell of the table holds a value and its interval on one line."""
 
 Numbers = dict[str, dict[str, float]]
 """Metrics by kind of completions ("sampled", "greedy") and name."""
@@ -61,7 +64,8 @@ class BeforeAfter(L.Callback):
         self.samples: dict[str, list[tuple[str, str]]] = {}
         self.num_prompts = 0
         self.num_images = 0
-        self.bar: Tqdm | None = None
+        self.after: Numbers | None = None
+        self.progress: Progress | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate before training. A resumed run keeps the earlier results; a `fast_dev_run` does not evaluate."""
@@ -77,7 +81,7 @@ class BeforeAfter(L.Callback):
             return
         assert isinstance(pl_module, GRPOLightningModule)
         folder = run_folder(trainer, self.dirpath)
-        after = self.measure(trainer, pl_module, "after")
+        after = self.after = self.measure(trainer, pl_module, "after")
         self.show(self.before, after)
         when = {"before": self.before, "after": after}
         summary = {
@@ -94,9 +98,10 @@ class BeforeAfter(L.Callback):
         self.write(folder / "summary.json", summary)
 
     def on_decode(self, trainer: L.Trainer, done: int, total: int) -> None:
-        """Show the tokens sampled so far: the bar counts batches, and there may be only one."""
-        if self.bar is not None and (done % 8 == 0 or done == total):
-            self.bar.set_postfix_str(f"token {done}/{total}")
+        """Show the tokens sampled so far: there may be only one batch."""
+        if self.progress is not None and (done % 8 == 0 or done == total):
+            self.progress.tokens = f"token {done}/{total}"
+            self.progress.show()
 
     def measure(self, trainer: L.Trainer, pl_module: L.LightningModule, when: str) -> Numbers:
         """Evaluate the prompts of all ranks; returns all metrics, by kind of completion and name.
@@ -114,46 +119,38 @@ class BeforeAfter(L.Callback):
         self.num_prompts, self.num_images = map(int, trainer.strategy.reduce(sizes, reduce_op="sum"))
         sources = sorted({prompt.source for prompt in known_prompts(getattr(loader, "prompts", ()))})
         tables = evaluation_tables(pl_module.reward_set, pl_module.validation, sources, pl_module.device)
-        with self.progress(trainer, f"Evaluating {when} training", len(tables) * len(batches)) as bar:
+        with self.shown(trainer, f"Evaluating {when} training", len(tables) * len(batches)) as progress:
             for kind, table in tables.items():
                 self.samples[when] = []
                 for batch in batches:
                     evaluation = pl_module.evaluate(batch.prompts, is_greedy=kind == "greedy")
                     table.update(evaluation)
                     self.samples[when] += samples(evaluation, self.num_samples - len(self.samples[when]))
-                    bar.update()
+                    progress.count()
         self.samples[when] = interleave(gather_objects(self.samples[when]))[: self.num_samples]
         return {kind: table.compute() for kind, table in tables.items()}
 
     @contextlib.contextmanager
-    def progress(self, trainer: L.Trainer, title: str, num_batches: int) -> Iterator[Tqdm]:
-        """Show a separate progress bar on rank 0, unless the trainer's progress bar is off."""
+    def shown(self, trainer: L.Trainer, title: str, num_batches: int) -> Iterator[Progress]:
+        """Show a status line on rank 0, unless the trainer's progress bar is off."""
         trainer_bar = trainer.progress_bar_callback
         is_off = trainer_bar is None or getattr(trainer_bar, "is_disabled", False)
-        self.bar = Tqdm(
-            desc=title,
-            total=num_batches,
-            unit=" batches",
-            disable=is_off or not trainer.is_global_zero,
-            leave=False,
-            mininterval=0.0,
-            dynamic_ncols=True,
-            file=sys.stdout,
-            bar_format="{desc}: {n_fmt}/{total_fmt}{unit} |{bar}| [{elapsed}<{remaining}{postfix}]",
-        )
+        self.progress = Progress(title, num_batches, is_on=not is_off and trainer.is_global_zero)
+        self.progress.show()
         try:
-            yield self.bar
+            yield self.progress
         finally:
-            self.bar.close()
-            self.bar = None
+            self.progress.line.close(is_kept=False)
+            self.progress = None
 
     @rank_zero_only
     def show(self, before: Numbers, after: Numbers) -> None:
         """Print the table and the samples."""
         from rich.console import Console
         from rich.table import Table
-        from rich.text import Text
 
+        console = Console()
+        between = " " if console.width >= WIDE else "\n"
         table = Table(title=f"{self.num_prompts} held-out prompts before and after training")
         table.add_column("")
         for kind in before:
@@ -162,8 +159,8 @@ class BeforeAfter(L.Callback):
         names = dict.fromkeys(name for numbers in (before, after) for kind in numbers.values() for name in kind)
         for name in names:
             if not is_bound(name):
-                table.add_row(name, *(cell(numbers[kind], name) for kind in before for numbers in (before, after)))
-        console = Console()
+                cells = (cell(numbers[kind], name, between) for kind in before for numbers in (before, after))
+                table.add_row(name, *cells)
         console.print(table)
         for when, pairs in self.samples.items():
             for prompt, completion in pairs:
@@ -185,6 +182,35 @@ class BeforeAfter(L.Callback):
         self.before, self.samples = state_dict["before"], state_dict["samples"]
 
 
+class Progress:
+    """Status line of an evaluation.
+
+    Args:
+        title: What is evaluated.
+        num_batches: Number of batches.
+        is_on: If false, nothing is shown.
+    """
+
+    def __init__(self, title: str, num_batches: int, *, is_on: bool) -> None:
+        self.title, self.num_batches, self.is_on = title, num_batches, is_on
+        self.done, self.tokens = 0, ""
+        self.line = StatusLine()
+
+    def count(self) -> None:
+        """Count a finished batch."""
+        self.done, self.tokens = self.done + 1, ""
+        self.show(is_due=True)
+
+    def show(self, *, is_due: bool = False) -> None:
+        """Show the line."""
+        if self.is_on:
+            self.line.show(self.text, is_due=is_due)
+
+    def text(self, width: int | None) -> Text:
+        """Format the line."""
+        return Text(f"{self.title}: {self.done}/{self.num_batches} batches  {self.tokens}".rstrip())
+
+
 def validation_loader(trainer: L.Trainer) -> Any:
     """The loader of the validation prompts: the data module's, to which `limit_val_batches` does not apply.
 
@@ -201,12 +227,18 @@ def samples(evaluation: Evaluation, count: int) -> list[tuple[str, str]]:
     return [(text, group.completions[0].text) for text, group in zip(texts, evaluation.groups, strict=False)]
 
 
-def cell(numbers: dict[str, float], name: str) -> str:
-    """Format a table cell: four digits, and the confidence interval if there is one; "-" if there is no value."""
+def cell(numbers: dict[str, float], name: str, between: str = " ") -> str:
+    """Format a table cell: four digits, and the confidence interval if there is one; "-" if there is no value.
+
+    Args:
+        numbers: Values by name.
+        name: Name of the metric.
+        between: Put between value and interval.
+    """
     if name not in numbers:
         return "-"
     bounds = [numbers.get(f"{name}/{end}") for end in ("low", "high")]
-    interval = "" if None in bounds else f" [{bounds[0]:.2f}, {bounds[1]:.2f}]"
+    interval = "" if None in bounds else f"{between}[{bounds[0]:.2f}, {bounds[1]:.2f}]"
     return f"{numbers[name]:#.4g}".rstrip(".") + interval
 
 

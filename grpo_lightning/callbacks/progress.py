@@ -1,80 +1,124 @@
-"""Progress bar: phase, optimizer steps with rate and ETA, reward, completion length, sampling speed."""
+"""Progress of a run in one line: phase, optimizer steps, rate, ETA, reward and its trend, and more if there is room."""
 
 from __future__ import annotations
 
 import math
 import sys
-from typing import Any
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import lightning as L
-from lightning.pytorch.callbacks import TQDMProgressBar
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
-from torch import Tensor
+from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
+from rich.text import Text
 
-from grpo_lightning.core.messages import LINE_SECONDS, Lines, redraws
+from grpo_lightning.callbacks.trend import ARROWS, LEVELS, sparkline, trend_of
+from grpo_lightning.core.messages import unwrapped
+from grpo_lightning.core.status_line import StatusLine
 from grpo_lightning.training.metrics import logged_this_step
 
+REWARD = "reward/mean"
 SHOWN = {
-    "reward": "reward/mean",
+    "reward": REWARD,
     "length": "rollout/length",
     "tokens/s": "rollout/tokens_per_second",
     "kl": "policy/kl",
 }
-"""Labels on the progress bar, and the metric that is shown after each label."""
+"""Labels on the line, and the metric that is shown after each label."""
+
+RATE_STEPS = 100
+"""Rate and ETA are those of this many latest steps."""
+
+DONE, LEFT = "━", "─"
+BAR_WIDTHS = (8, 40)
+"""Minimum and maximum columns of the bar."""
+
+STYLES = {"rising": "green", "falling": "yellow"}
+"""Colors of the reward by its trend."""
+
+LEAST_FOR_BAR = 40
+"""Columns below which there is no bar."""
+
+PHASE_WIDTH = 14
+GAP = "  "
 
 
-class ProgressBar(TQDMProgressBar):
-    """One bar for the entire run, in optimizer steps, with the current phase and GRPO's metrics.
+class ProgressBar(LightningProgressBar):
+    """One line for the entire run: phase, optimizer steps, rate, ETA, reward and its trend.
 
-    Metrics that the module logs with `prog_bar=True` are shown too. Validation, test and prediction have separate bars,
-    which show how many tokens per completion are sampled so far. If the output is a file (e.g. in a SLURM job), a line
-    is printed at the start, every minute and at the end, instead of a bar.
+    The line fits 80 columns. A wider terminal also shows completion length, sampling speed, KL, epoch and elapsed time.
+    Metrics that the module logs with `prog_bar=True` are shown too. Rate and ETA are those of the latest 100 steps. The
+    arrow compares the rewards of the latest rollouts (at most 20) with as many before; the small bars are the rewards
+    of the entire run. Validation, test and prediction show batches, and how many tokens per completion are sampled.
+
+    In a file (e.g. in a SLURM job), a line is printed at the start, every minute and at the end, without escape codes.
 
     Args:
-        refresh_rate: Optimizer steps (or evaluation batches) between refreshes; 0 disables the bar.
-        leave: Keep the bar on screen after training.
+        refresh_rate: Optimizer steps (or evaluation batches) between refreshes; 0 disables the line.
+        leave: Keep the line on screen after training.
     """
 
-    RUN_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-
     def __init__(self, refresh_rate: int = 1, leave: bool = True) -> None:  # noqa: FBT001, FBT002 - a YAML key
-        super().__init__(refresh_rate, leave=leave)
-        self.phase = ""
-        self.values: dict[str, Tensor] = {}
+        super().__init__()
+        self.refresh_rate = refresh_rate
+        self.leave = leave
+        self.is_on = True
+        self.line = StatusLine()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the run before."""
+        self.phase = self.tokens = ""
+        self.values: dict[str, float] = {}
+        self.rewards: list[float] = []
+        self.marks: deque[tuple[int, float]] = deque(maxlen=RATE_STEPS + 1)
+        self.started: float | None = None
+        self.total: int | None = None
+        self.batches = (0, 0.0)
+        """Batches of the running evaluation: done, and all."""
+
+    def enable(self) -> None:
+        """Show the line."""
+        self.is_on = True
+
+    def disable(self) -> None:
+        """Do not show the line."""
+        self.is_on = False
+
+    @property
+    def is_enabled(self) -> bool:
+        """True if the line is shown."""
+        return self.is_on and self.refresh_rate > 0
+
+    @property
+    def is_disabled(self) -> bool:
+        """True if the line is not shown."""
+        return not self.is_enabled
+
+    # -------------------------------------------------------------------------------------------------------- training
 
     def on_train_start(self, *_: Any) -> None:
-        """Start without a bar: other callbacks may evaluate first, and the bar must not count their time."""
-        self._train_progress_bar = None
-        self.phase, self.values = "", {}
+        """Start without a line: other callbacks may evaluate first, and the rate must not count their time."""
+        self.reset()
 
     def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        """Start the bar with the first epoch; a resumed run continues at its step."""
+        """Start the line with the first epoch; a resumed run continues at its step."""
         self.start(trainer)
-        self.describe(trainer, "")
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        """Start the bar of a run resumed within an epoch, for which Lightning does not call `on_train_epoch_start`."""
+        """Start the line of a run resumed within an epoch, for which Lightning does not call `on_train_epoch_start`."""
         self.start(trainer)
 
     def start(self, trainer: L.Trainer) -> None:
-        """Create the bar, unless it already exists."""
-        if self._train_progress_bar is None:
+        """Start the clock, unless it runs."""
+        if self.started is None:
             steps = trainer.estimated_stepping_batches
-            where: dict[str, Any] = {"file": sys.stdout}
-            if not redraws(sys.stdout):
-                where = {"file": Lines("stdout"), "mininterval": LINE_SECONDS, "maxinterval": LINE_SECONDS}
-            self.train_progress_bar = Tqdm(
-                desc=self.train_description,
-                total=int(steps) if 0 <= steps < math.inf else None,
-                initial=trainer.global_step,
-                unit="step",
-                disable=self.is_disabled,
-                leave=self._leave,
-                dynamic_ncols=True,
-                smoothing=0,
-                bar_format=self.RUN_FORMAT,
-                **where,
-            )
+            self.total = int(steps) if 0 <= steps < math.inf else None
+            self.started = time.monotonic()
+            self.marks.append((trainer.global_step, self.started))
+            self.show(trainer, is_due=True)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -85,76 +129,270 @@ class ProgressBar(TQDMProgressBar):
         values = logged_this_step(trainer)
         if "rollout/length" in values:
             self.values = {}  # a new rollout: values of the previous rollout are not shown any more
-        self.values |= values
-        bar = self.train_progress_bar
-        if self._should_update(trainer.global_step, bar.total or 0):
-            bar.set_postfix(self.get_metrics(trainer, pl_module), refresh=False)
-            if redraws(sys.stdout):
-                bar.n = trainer.global_step
-                bar.refresh()
-            else:
-                bar.update(trainer.global_step - bar.n)  # refreshes once a minute
-        if trainer.global_step == bar.total:
-            bar.close()  # so that later output starts on a new line
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Keep the bar, which covers the entire run."""
+            self.rewards += [float(values[REWARD])] if REWARD in values else []
+        # As numbers now, and only those that are shown: reading a tensor waits for the GPU.
+        self.values |= {name: float(values[name]) for name in SHOWN.values() if name in values}
+        step = trainer.global_step
+        self.marks.append((step, time.monotonic()))
+        if step == self.total:
+            self.phase, self.tokens = "finished", ""
+        if self.refresh_rate and (step % self.refresh_rate == 0 or step == self.total):
+            self.show(trainer, is_due=True)
+        if step == self.total:
+            self.line.close(is_kept=self.leave)  # what others print now begins on a new line
 
     def on_train_end(self, *_: Any) -> None:
-        """Close the bar."""
-        if self._train_progress_bar is not None:
-            self.train_progress_bar.close()
+        """Keep the last state of the line."""
+        self.phase, self.tokens = "finished", ""
+        self.line.close(is_kept=self.leave)
 
     def on_exception(self, *_: Any) -> None:
-        """Close all bars, so that the error message starts on a new line."""
-        for bar in (
-            self._train_progress_bar,
-            self._val_progress_bar,
-            self._test_progress_bar,
-            self._predict_progress_bar,
-        ):
-            if bar is not None:
-                bar.close()
+        """Keep the last state of the line, so that the error message starts on a new line."""
+        self.line.close(is_kept=True)
 
     def on_phase(self, trainer: L.Trainer, phase: str) -> None:
         """Show the current phase of the training step."""
-        self.phase = phase
-        self.describe(trainer, phase)
+        self.phase, self.tokens = phase, ""
+        self.show(trainer)
 
     def on_decode(self, trainer: L.Trainer, done: int, total: int) -> None:
         """Show decoding progress: tokens sampled per completion, of at most `total`."""
-        if done % 8 and done != total:
+        is_ours = self.phase == "rollout" or bool(evaluation_of(trainer))
+        if is_ours and (done % 8 == 0 or done == total):  # callbacks may sample too, outside of a training step
+            self.tokens = f"{done}/{total}"
+            self.show(trainer)
+
+    # ------------------------------------------------------------------------------------------------------ evaluation
+
+    def on_validation_start(self, trainer: L.Trainer, *_: Any) -> None:
+        """Begin a validation, or the sanity check before training."""
+        batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        self.start_evaluation(trainer, batches)
+
+    def on_test_start(self, trainer: L.Trainer, *_: Any) -> None:
+        """Begin a test."""
+        self.start_evaluation(trainer, trainer.num_test_batches)
+
+    def on_predict_start(self, trainer: L.Trainer, *_: Any) -> None:
+        """Begin a prediction."""
+        self.start_evaluation(trainer, trainer.num_predict_batches)
+
+    def start_evaluation(self, trainer: L.Trainer, batches: Sequence[float]) -> None:
+        """Begin with the first of all batches."""
+        self.batches, self.tokens = (0, sum(batches)), ""
+        self.show(trainer, is_due=True)
+
+    def on_validation_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        """Count a batch."""
+        self.count_batch(trainer)
+
+    def on_test_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        """Count a batch."""
+        self.count_batch(trainer)
+
+    def on_predict_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        """Count a batch."""
+        self.count_batch(trainer)
+
+    def count_batch(self, trainer: L.Trainer) -> None:
+        """Count a finished batch of an evaluation."""
+        done, total = self.batches
+        self.batches, self.tokens = (done + 1, total), ""
+        if self.refresh_rate and ((done + 1) % self.refresh_rate == 0 or done + 1 == total):
+            self.show(trainer, is_due=True)
+
+    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
+        """Keep the last state of the line; in a training run, the line of training takes its place."""
+        self.line.close(is_kept=self.leave and trainer.state.fn == TrainerFn.VALIDATING)
+
+    def on_test_end(self, *_: Any) -> None:
+        """Keep the last state of the line."""
+        self.line.close(is_kept=self.leave)
+
+    def on_predict_end(self, *_: Any) -> None:
+        """Keep the last state of the line."""
+        self.line.close(is_kept=self.leave)
+
+    # -------------------------------------------------------------------------------------------------------- the line
+
+    def show(self, trainer: L.Trainer, *, is_due: bool = False) -> None:
+        """Show the line, if it is on and something runs that it is about."""
+        kind = evaluation_of(trainer)
+        if self.is_disabled or not (kind or (self.started is not None and trainer.training)):
             return
-        kind, bar = self.evaluation_bar(trainer)
-        if bar is not None:
-            bar.set_description(f"{kind} {done}/{total} tokens", refresh=redraws(sys.stdout))
-        elif self.phase == "rollout":  # callbacks may sample too, outside of a training step
-            self.describe(trainer, f"rollout {done}/{total}")
+        if kind:
+            self.line.show(lambda width: self.evaluation_text(kind, width), is_due=is_due)
+        else:
+            self.line.show(lambda width: training_text(self.state(trainer), width), is_due=is_due)
 
-    def evaluation_bar(self, trainer: L.Trainer) -> tuple[str, Any]:
-        """Name and bar of the running evaluation; no bar during training."""
-        if trainer.sanity_checking:
-            return self.sanity_check_description, self._val_progress_bar
-        if trainer.validating:
-            return self.validation_description, self._val_progress_bar
-        if trainer.testing:
-            return self.test_description, self._test_progress_bar
-        if trainer.predicting:
-            return self.predict_description, self._predict_progress_bar
-        return "", None
+    def state(self, trainer: L.Trainer) -> State:
+        """What the line of training shows."""
+        (first, since), (last, until) = self.marks[0], self.marks[-1]
+        return State(
+            phase=f"{self.phase} {self.tokens}".strip(),
+            step=trainer.global_step,
+            total=self.total,
+            seconds_per_step=(until - since) / (last - first) if last > first else None,
+            elapsed=time.monotonic() - (self.started or 0.0),
+            epoch=trainer.current_epoch,
+            metrics={
+                name: text_of(value) for name, value in self.get_metrics(trainer, trainer.lightning_module).items()
+            },
+            rewards=self.rewards,
+        )
 
-    def describe(self, trainer: L.Trainer, text: str) -> None:
-        """Put a text in front of the bar."""
-        if self.is_enabled and self._train_progress_bar is not None and trainer.training:
-            self.train_progress_bar.set_description(
-                f"Epoch {trainer.current_epoch} {text:14}", refresh=redraws(sys.stdout)
-            )
+    def evaluation_text(self, kind: str, width: int | None) -> Text:
+        """The line of an evaluation."""
+        done, total = self.batches
+        parts = [Part(kind, 0, "cyan"), Part(f"{done}/{total:g} batches" if total < math.inf else f"{done} batches", 0)]
+        if self.tokens:
+            parts.append(Part(f"{self.tokens} tokens", 1))
+        return laid_out(parts, width, None if width is None or total == math.inf else done / max(total, 1))
 
     def get_metrics(
         self, trainer: L.Trainer, pl_module: L.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """Metrics on the bar: those of the last rollout and the last step, and those logged with `prog_bar=True`."""
+        """Metrics on the line: those of the last rollout and the last step, and those logged with `prog_bar=True`."""
         shown: dict[str, int | str | float | dict[str, float]] = {
-            label: f"{float(self.values[name]):.3g}" for label, name in SHOWN.items() if name in self.values
+            label: text_of(float(self.values[name])) for label, name in SHOWN.items() if name in self.values
         }
+        if "reward" in shown:
+            shown["reward"] = f"{float(self.values[REWARD]):#.3g}"  # 1.00: the line keeps its width
         return shown | trainer.progress_bar_metrics
+
+
+def evaluation_of(trainer: L.Trainer) -> str:
+    """Name of the running evaluation; "" in training."""
+    kinds = {
+        "sanity check": trainer.sanity_checking,
+        "validation": trainer.validating,
+        "test": trainer.testing,
+        "predict": trainer.predicting,
+    }
+    return next((kind for kind, is_running in kinds.items() if is_running), "")
+
+
+# -------------------------------------------------------------------------------------------------------------- layout
+
+
+class State(NamedTuple):
+    """What the line of training shows."""
+
+    phase: str
+    step: int
+    total: int | None
+    """Optimizer steps of the run, if they are known."""
+
+    seconds_per_step: float | None
+    elapsed: float
+    """Seconds since the first step began."""
+
+    epoch: int
+    metrics: Mapping[str, str]
+    """Values by label."""
+
+    rewards: Sequence[float]
+    """Mean reward of each rollout of the run."""
+
+
+class Part(NamedTuple):
+    """A part of the line."""
+
+    text: str
+    rank: int
+    """Parts of higher rank are left out first if the line is too narrow."""
+
+    style: str = ""
+
+
+def training_text(state: State, width: int | None) -> Text:
+    """Line of a training run, for a terminal of `width` columns, or for a log file (None)."""
+    steps = f"{state.step}" if state.total is None else f"{state.step:{len(str(state.total))}}/{state.total}"
+    pace, trend = state.seconds_per_step, trend_of(state.rewards)
+    parts = [Part(state.phase.ljust(PHASE_WIDTH), 0, "cyan") if width else Part(f"step {steps.strip()}", 0)]
+    parts += [Part(steps, 0, "bold")] if width else [Part(state.phase, 0)] if state.phase else []
+    if pace is not None:
+        parts.append(Part(rate(pace), 3))
+        if state.total is not None and state.step < state.total:
+            parts.append(Part(f"ETA {clock(pace * (state.total - state.step))}", 2))
+    own, style = dict(state.metrics), STYLES.get(trend or "", "")
+    if reward := own.pop("reward", ""):
+        arrow = f"({trend})" if width is None or not draws_bars() else ARROWS.get(trend or "", "")
+        parts.append(Part(f"reward {reward} {arrow if trend else ''}".strip(), 1, style))
+    if width and draws_bars() and len(state.rewards) > 1:
+        parts.append(Part(sparkline(state.rewards, 6 if width < 120 else 20), 4, style))
+    known = {label: own.pop(label) for label in SHOWN if label in own}
+    parts += [Part(f"{label} {value}", 5) for label, value in own.items()]  # logged with prog_bar=True
+    parts += [Part(f"{label} {value}", 6 + i) for i, (label, value) in enumerate(known.items())]
+    parts += [Part(f"epoch {state.epoch}", 10), Part(f"elapsed {clock(state.elapsed)}", 11)]
+    return laid_out(parts, width, None if state.total is None else state.step / max(state.total, 1))
+
+
+def laid_out(parts: Sequence[Part], width: int | None, fraction: float | None) -> Text:
+    """Put parts on a line, those of low rank first, with a bar of the columns that are left after the second part.
+
+    Args:
+        parts: Parts, in the order of the line.
+        width: Columns; None takes all parts, and has no bar.
+        fraction: Fraction of the bar that is filled; None draws no bar.
+    """
+    if width is None:
+        return Text(", ".join(part.text.strip() for part in parts))
+    if width < LEAST_FOR_BAR:
+        fraction = None
+    least, most = BAR_WIDTHS if fraction is not None else (-len(GAP), -len(GAP))
+    left = width - least - len(GAP)
+    chosen = set()
+    for i, part in sorted(enumerate(parts), key=lambda item: item[1].rank):
+        cost = len(part.text) + (len(GAP) if i else 0)
+        if cost > left:
+            break
+        chosen.add(i)
+        left -= cost
+    line = Text()
+    for i, part in enumerate(parts):
+        if i in chosen:
+            line.append(GAP if i else "").append(part.text, part.style)
+        if i == 1 and fraction is not None:
+            line.append(GAP).append(bar(fraction, min(least + left, most)))
+    return line
+
+
+def bar(fraction: float, width: int) -> Text:
+    """Draw a bar."""
+    done, left = (DONE, LEFT) if draws_bars() else ("#", "-")
+    filled = min(int(fraction * width), width)
+    return Text.assemble((done * filled, "cyan"), (left * (width - filled), "bright_black"))
+
+
+def draws_bars() -> bool:
+    """True if stdout can print the characters of bars and arrows."""
+    try:
+        (LEVELS + DONE + LEFT + "".join(ARROWS.values())).encode(unwrapped(sys.stdout).encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def rate(seconds_per_step: float) -> str:
+    """Format the rate: "1.25 s/step", or "3.40 step/s"."""
+    if seconds_per_step >= 1 or seconds_per_step <= 0:
+        return f"{seconds_per_step:.4g} s/step" if seconds_per_step >= 100 else f"{seconds_per_step:.2f} s/step"
+    return f"{1 / seconds_per_step:.2f} step/s"
+
+
+def clock(seconds: float) -> str:
+    """Format a duration: "1:05", "2:01:05" or "3d 02:01"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d {hours % 24:02}:{minutes:02}"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def text_of(value: Any) -> str:
+    """Format a metric with three digits, or as an integer if it is large; other values as they are."""
+    if isinstance(value, str | Mapping):
+        return str(value)
+    number = float(value)
+    return f"{number:,.0f}" if 1000 <= abs(number) < math.inf else f"{number:.3g}"

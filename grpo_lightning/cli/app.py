@@ -20,9 +20,9 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from grpo_lightning.cli import config, config_errors, resume, runs
+from grpo_lightning.cli import config, config_errors, help, resume, runs
 from grpo_lightning.cli.errors import ConfigurationError, plain_refusal, rank
-from grpo_lightning.core.messages import quiet_libraries, show_messages
+from grpo_lightning.core.messages import quiet_libraries, quiet_loggers, show_messages
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.report.settings import CLI_DEFAULTS
@@ -39,29 +39,6 @@ LIMITS = {"max_epochs": None, "max_steps": -1, "max_time": None}
 # On an error, the parser would print sixty lines of usage and exit. With `exit_on_error` off, it raises the error, and
 # `parse_arguments` formats a short message. Abbreviated flags are off, because YAML keys cannot be abbreviated.
 PARSING = {"exit_on_error": False, "allow_abbrev": False}
-DESCRIPTIONS = {
-    "fit": (
-        "Train. Outputs go to runs/<run_name>/version_<N>. Without trainer.max_epochs, max_steps or max_time a run has "
-        "one epoch. --ckpt_path auto resumes from the newest usable checkpoint of runs/<run_name> and continues in its "
-        "folder, or starts a new run if there is no checkpoint; it also searches the folders in which the recipe saves "
-        "checkpoints. --ckpt_path FILE resumes in a new folder; FILE may also be the folder of a run, for its newest "
-        "checkpoint. Settings come from the command line, never from the checkpoint. A job that SLURM has requeued "
-        "resumes as with auto. Checkpoints are written at the end of every epoch and every 15 minutes, and the newest "
-        "of each kind is kept, unless trainer.callbacks has a ModelCheckpoint. A checkpoint is also written when "
-        "Ctrl-C or SIGTERM stops the run after the current step. "
-        "--model.objective.help shows the settings of one object, --model.scheduler.help=Cosine those of a class."
-    ),
-    "validate": "Evaluate on data.val_datasets. --ckpt_path takes a file, or auto: the newest of runs/<run_name>.",
-    "test": "Evaluate as validate does, logged as test/... --ckpt_path takes a file, or auto.",
-    "predict": "Write completions to the prompts of the data. --ckpt_path takes a file, or auto.",
-}
-
-
-CKPT_PATH = {
-    True: "A checkpoint, the folder of a run (its newest checkpoint), or auto: the newest of this run, or a new run.",
-    False: "A checkpoint, the folder of a run, or auto: the newest of this run. Null uses the untrained policy.",
-}
-"""Help of --ckpt_path: for `fit`, and for the other commands."""
 
 
 class Parser(LightningArgumentParser):
@@ -191,7 +168,7 @@ class GRPOCLI(LightningCLI):
             parser_kwargs={
                 **PARSING,
                 "prog": "grpo-lightning",
-                args[0]: {**PARSING, "description": DESCRIPTIONS[args[0]]},
+                args[0]: {**PARSING, "usage": help.usage(args[0]), "description": help.DESCRIPTIONS[args[0]]},
             },
         )
 
@@ -202,7 +179,9 @@ class GRPOCLI(LightningCLI):
     def setup_parser(self, *args: Any, **kwargs: Any) -> None:
         """Build the parser, and replace help texts of Lightning that do not apply."""
         super().setup_parser(*args, **kwargs)
-        self.subparser.explain_key("ckpt_path", CKPT_PATH[self.command == "fit"])
+        self.subparser.explain_key("ckpt_path", help.CKPT_PATH[self.command == "fit"])
+        for key, text in help.REPLACED.items():
+            self.subparser.explain_key(key, text)
 
     @property
     def subparser(self) -> Parser:
@@ -217,7 +196,7 @@ class GRPOCLI(LightningCLI):
             "--run_name",
             type=str | None,
             default=None,
-            help="Outputs go to runs/<run_name>/version_<N>; null uses the name of the first --config.",
+            help=help.RUN_NAME,
         )
         parser.set_defaults(
             {
@@ -225,16 +204,24 @@ class GRPOCLI(LightningCLI):
                 **CLI_DEFAULTS,
             }
         )
-        assert isinstance(parser, Parser)
-        parser.explain_key(
-            "trainer.max_epochs",
-            "Stop after this many epochs. Defaults to 1 if max_steps and max_time are not set either.",
-        )
+
+    def _set_seed(self) -> None:
+        """Seed all random state; the loggers of the noise are quieted before, because this logs some."""
+        quiet_loggers()
+        super()._set_seed()
 
     # --------------------------------------------------------------------------------------------------- configuration
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse the arguments. Raises: ConfigurationError with a short explanation."""
+        """Parse the arguments, or print the help of all settings or of those below a key.
+
+        Raises:
+            ConfigurationError: With a short explanation, if the arguments are not valid.
+        """
+        if (key := help.asked_key(args)) is not None:
+            text = self.subparser.format_help()
+            print(help.settings_below(text, key) if key else text)
+            raise SystemExit
         config.check_positions(args)
         args, notices = config.find_configs(args)
         subparser = self.subparser
@@ -363,6 +350,7 @@ class GRPOCLI(LightningCLI):
             raise
         if rank() == 0:
             log.info(f"Run folder: {self.folder}")
+            log.info(runs.describe_devices(self.trainer))
 
     def instantiate_parts(self) -> None:
         """Instantiate model, data and Trainer. Raises: ConfigurationError if one of them refuses a setting."""

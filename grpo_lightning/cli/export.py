@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from grpo_lightning.cli.help import command_parser
 from grpo_lightning.cli.hub import check_push, push
 
 
@@ -87,11 +88,11 @@ def checkpoint_of(path: Path) -> Path:
 
 def parser() -> argparse.ArgumentParser:
     """Argument parser of the command."""
-    parser = argparse.ArgumentParser(
-        prog="grpo-lightning export",
-        allow_abbrev=False,
-        description="Write the policy in a checkpoint as a folder that transformers loads: weights, config, generation "
-        "config and tokenizer, or the processor of a multimodal policy; and a README.md, the model's card.",
+    parser = command_parser(
+        "export",
+        "Write the policy in a checkpoint as a folder that transformers loads: weights, config, generation config and "
+        "tokenizer, or the processor of a multimodal policy; and a README.md, the model's card.",
+        ["export runs/my_run my_model"],
     )
     parser.add_argument(
         "checkpoint",

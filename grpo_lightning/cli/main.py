@@ -6,6 +6,7 @@ torch and Lightning are imported only by the commands that need them.
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from grpo_lightning.cli.errors import ConfigurationError, short_errors
+from grpo_lightning.cli.errors import ConfigurationError, rank, short_errors
+from grpo_lightning.cli.help import asks_for_short_help, short_help
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -21,10 +23,12 @@ if TYPE_CHECKING:
     from grpo_lightning.cli.app import GRPOCLI
     from grpo_lightning.module import GRPOLightningModule
 
+log = logging.getLogger(__name__)
+
 TRAINER_COMMANDS = {
-    "fit": "train a policy:  grpo-lightning fit --config quickstart",
-    "validate": "rewards on the validation prompts, sampled and greedy",
-    "test": "the same on the test prompts, once all is decided",
+    "fit": "train a policy",
+    "validate": "evaluate on the validation prompts, sampled and greedy",
+    "test": "evaluate on the test prompts",
     "predict": "write completions to prompts",
 }
 OWN_COMMANDS = {
@@ -61,7 +65,12 @@ def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModu
             import_module("grpo_lightning.cli.plan.command").run(given[1:], module_class)
         elif given[0] in OWN_COMMANDS:
             import_module(f"grpo_lightning.cli.{given[0]}").run(given[1:])
+        elif given[0] in TRAINER_COMMANDS and asks_for_short_help(given):
+            print(short_help(given[0], module_class))
+            raise SystemExit
         elif given[0] in TRAINER_COMMANDS:
+            if not any("help" in arg for arg in given):
+                log_versions()
             from grpo_lightning.cli.app import GRPOCLI
 
             return GRPOCLI.of(given, module_class)
@@ -70,14 +79,28 @@ def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModu
     return None
 
 
+def log_versions() -> None:
+    """Log the versions of the package and of what it builds on, before the seconds that importing them takes."""
+    from grpo_lightning.core.messages import show_messages
+
+    show_messages()
+    if rank() == 0:
+        log.info(
+            ", ".join(f"{name} {version(name)}" for name in ("grpo-lightning", "lightning", "torch", "transformers"))
+        )
+
+
 def help_text() -> str:
     """Help text: usage, and one line per command."""
     commands = "\n".join(f"  {name:10}{text}" for name, text in COMMANDS.items())
     return (
-        "GRPO training of language models on PyTorch Lightning.\n\n"
-        f"usage: grpo-lightning COMMAND ...\n\n{commands}\n\n"
-        "grpo-lightning COMMAND --help shows details; --version shows the release.\n"
-        "Every setting of a recipe is also a flag: --model.objective.beta=0 --trainer.max_steps=10"
+        "usage: grpo-lightning COMMAND ...\n\n"
+        f"GRPO training of language models on PyTorch Lightning.\n\ncommands:\n{commands}\n\n"
+        "grpo-lightning COMMAND --help shows details; --version shows the release.\n\n"
+        "examples:\n"
+        "  grpo-lightning fit --config quickstart\n"
+        "  grpo-lightning fit --config quickstart --model.num_generations=4\n"
+        "  grpo-lightning report runs/quickstart"
     )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import re
 import shutil
 from pathlib import Path
 
 from grpo_lightning.cli.errors import ConfigurationError
+from grpo_lightning.cli.help import command_parser
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -82,13 +82,17 @@ def header(path: Path) -> dict[str, str]:
 
 def run(args: list[str]) -> None:
     """Run the command `recipes`."""
-    parser = argparse.ArgumentParser(prog="grpo-lightning recipes", description=__doc__, allow_abbrev=False)
+    parser = command_parser(
+        "recipes",
+        "List, show and copy the recipes that come with the package.",
+        ["recipes list", "recipes show objectives/dapo", "recipes copy quickstart my_recipe.yaml"],
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", allow_abbrev=False, help="name, and what it shows")
+    commands.add_parser("list", allow_abbrev=False, help="name of each recipe, and what it shows")
     show_parser = commands.add_parser("show", allow_abbrev=False, help="print a recipe")
-    show_parser.add_argument("name")
+    show_parser.add_argument("name", help="name of the recipe")
     copy_parser = commands.add_parser("copy", allow_abbrev=False, help="copy a recipe, to change it")
-    copy_parser.add_argument("name")
+    copy_parser.add_argument("name", help="name of the recipe")
     copy_parser.add_argument("target", nargs="?", default=".", help="folder or .yaml file (default: here)")
     copy_parser.add_argument("--force", action="store_true", help="overwrite an existing file")
     given = parser.parse_args(args)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from grpo_lightning.cli.help import command_parser
+
 
 def run(args: list[str]) -> None:
     """Write the report.
@@ -40,12 +42,12 @@ def default_name(folders: list[Path]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Argument parser of the command."""
-    parser = argparse.ArgumentParser(
-        prog="grpo-lightning report",
-        allow_abbrev=False,
-        description="Write one HTML file about a run: settings, curves, histograms of rewards, time by phase, "
-        "failures, and all completions by step and group. With two runs, they are shown side by side. The file loads "
-        "nothing from the network. The run may still be training, or may have crashed.",
+    parser = command_parser(
+        "report",
+        "Write one HTML file about a run: settings, curves, histograms of rewards, time by phase, failures, and all "
+        "completions by step and group. With two runs, they are shown side by side. The file loads nothing from the "
+        "network. The run may still be training, or may have crashed.",
+        ["report runs/quickstart", "report runs/my_run/version_1 runs/my_run/version_0"],
     )
     parser.add_argument("run", help="folder of a run: runs/<run name>/version_<N>, or runs/<run name> for the newest")
     parser.add_argument("other", nargs="?", help="folder of a second run, to compare")

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from grpo_lightning.callbacks import CompletionLog, ProgressBar, RunRecord, Watchdog, WritePredictions
+from grpo_lightning.callbacks import CompletionLog, ProgressBar, RunRecord, RunSummary, Watchdog, WritePredictions
 from grpo_lightning.callbacks.before_after import cell, is_bound
 from grpo_lightning.cli.errors import ConfigurationError, rank
 from grpo_lightning.core.files import atomic_write
@@ -322,6 +322,15 @@ class ParameterSummary(L.Callback):
             log.info("Model: %s; %s of %s parameters are trainable.", ", ".join(parts), trained, every)
 
 
+def describe_devices(trainer: L.Trainer) -> str:
+    """Message with the devices, the strategy and the precision of a run."""
+    count, kind = trainer.num_devices * trainer.num_nodes, trainer.strategy.root_device.type
+    if count == 1:
+        return f"Device: {kind}, precision {trainer.precision}."
+    nodes = f" on {trainer.num_nodes} nodes" if trainer.num_nodes > 1 else ""
+    return f"Devices: {count} x {kind}{nodes}, {type(trainer.strategy).__name__}, precision {trainer.precision}."
+
+
 def num_parameters(parameters: Iterable[nn.Parameter]) -> str:
     """Format the number of parameters, e.g. "1.2 B"; ZeRO-3 keeps the unsharded size in `ds_numel`."""
     count = sum(getattr(weight, "ds_numel", weight.numel()) for weight in parameters)
@@ -346,7 +355,7 @@ def default_callbacks(subcommand: str, settings: Namespace, own: Sequence[L.Call
     if settings.trainer.get("enable_model_summary") is not False:
         callbacks.append(ParameterSummary())
     if subcommand == "fit":
-        callbacks += [Watchdog(), RunRecord()]
+        callbacks += [Watchdog(), RunRecord(), RunSummary()]
     if subcommand == "fit" and settings.get("ckpt_path"):
         callbacks.append(ResumedSteps())
     if subcommand == "fit" and is_saving(settings.trainer):

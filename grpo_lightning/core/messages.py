@@ -4,15 +4,36 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tqdm import tqdm
 
-# Advertisements for optional packages, which Lightning prints on every run.
-TIPS = ("litlogger", "litmodels")
+NOISE = (
+    # Advertisements for optional packages, which Lightning prints on every run.
+    r"Tip.*(litlogger|litmodels)",
+    # The command line logs the devices in use. Lightning still warns of a GPU that is available but not used.
+    r"^GPU available: \w+( \(\w+\))?, used: \w+$",
+    r"^[TH]PU available: \w+, using: \d+ [TH]PU",
+    # The seed is in config.yaml and run.json.
+    r"^(\[rank: \d+\] )?Seed set to \d+$",
+    # The summary of the run tells where it ended. Other reasons for an end (max_time, early stopping) stay.
+    r"^`Trainer\.fit` stopped: `max_(steps|epochs)=\d+` reached\.$",
+    # Lightning's default for the checkpoint of a stopped run, which is complete.
+    r"^`weights_only` was not set, defaulting to `False`\.$",
+)
+"""Patterns of log messages of Lightning that are dropped."""
+
+NOISY_LOGGERS = (
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning.fabric.utilities.seed",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector",
+)
 
 HARMLESS_WARNINGS = (
     # Lightning's own use of torch's pytrees.
@@ -33,8 +54,16 @@ LINE_SECONDS = 60.0
 
 
 def redraws(stream: Any) -> bool:
-    """True if a progress bar can be redrawn in place: in a terminal or a notebook, not in a file."""
-    return stream.isatty() or type(stream).__module__.startswith("ipykernel.")
+    """True if a line can be redrawn in place: in a terminal or a notebook, not in a file or with TERM=dumb."""
+    stream = unwrapped(stream)
+    if stream.isatty():
+        return os.environ.get("TERM") != "dumb"
+    return type(stream).__module__.startswith("ipykernel.")
+
+
+def unwrapped(stream: Any) -> Any:
+    """The stream itself: while a `StatusLine` is on the screen, stdout and stderr are replaced by proxies."""
+    return getattr(stream, "rich_proxied_file", stream)
 
 
 def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> Any:
@@ -73,21 +102,41 @@ class Lines:
 
 
 class AboveBars(logging.StreamHandler):  # type: ignore[type-arg]  # generic only from Python 3.11 on
-    """Prints log records on stderr, each on a separate line above the progress bars."""
+    """Prints log records on stderr, each on a separate line above the progress bars and the status line."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Clear the bars, print the record, and draw the bars again."""
+        self.stream = sys.stderr  # a `StatusLine` replaces it, so that what is printed goes above the line
         with tqdm.external_write_mode(file=self.stream):
             super().emit(record)
 
 
-class NoTips(logging.Filter):
-    """Drops log records that only advertise a package."""
+class Wrapped(logging.Formatter):
+    """Breaks long messages between words if they are printed in a terminal; paths stay whole."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format a record."""
+        text = super().format(record)
+        if not unwrapped(sys.stderr).isatty():
+            return text
+        width = shutil.get_terminal_size().columns
+        whole = {"break_long_words": False, "break_on_hyphens": False, "drop_whitespace": True}
+        lines = (
+            textwrap.fill(line, width, subsequent_indent="  ", **whole)  # type: ignore[arg-type]
+            if len(line) > width
+            else line
+            for line in text.split("\n")
+        )
+        return "\n".join(lines)
+
+
+class NoNoise(logging.Filter):
+    """Drops log records that say nothing about the run, or what this package says itself (`NOISE`)."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """True if the record is to be shown."""
         message = record.getMessage()
-        return not ("Tip" in message and any(name in message for name in TIPS))
+        return record.levelno > logging.INFO or not any(re.search(pattern, message) for pattern in NOISE)
 
 
 class WarnOnce:
@@ -108,7 +157,7 @@ def show_messages() -> None:
     logger = logging.getLogger("grpo_lightning")
     if not logger.handlers and not logging.getLogger().handlers:
         handler = AboveBars()
-        handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        handler.setFormatter(Wrapped("%(levelname)s: %(message)s"))
         logger.addHandler(handler)
     if logger.level == logging.NOTSET:
         # All ranks log the same messages: only rank 0 shows them, and the other ranks show only errors.
@@ -129,14 +178,20 @@ def quiet_libraries(*, has_validation: bool) -> None:
     """
     from transformers.utils import logging as transformers_logging
 
-    # Filters of parent loggers do not apply to child loggers, so the filter goes to the logger that logs the tips.
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    if not any(isinstance(known, NoTips) for known in logger.filters):
-        logger.addFilter(NoTips())
+    quiet_loggers()
     for message in HARMLESS_WARNINGS if has_validation else HARMLESS_WARNINGS + NO_VALIDATION_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     # The bars of transformers ("Loading weights: 27/27") break the lines of the run's own bar.
     transformers_logging.disable_progress_bar()
+
+
+def quiet_loggers() -> None:
+    """Drop the `NOISE` among Lightning's log messages."""
+    # Filters of parent loggers do not apply to child loggers, so the filter goes to the loggers of these messages.
+    for name in NOISY_LOGGERS:
+        logger = logging.getLogger(name)
+        if not any(isinstance(known, NoNoise) for known in logger.filters):
+            logger.addFilter(NoNoise())
 
 
 MAX_NAMED = 20

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from matplotlib.axes import Axes
 
@@ -32,6 +32,7 @@ from grpo_lightning.callbacks import (
     WritePredictions,
 )
 from grpo_lightning.callbacks.watchdog import StallInterrupt
+from grpo_lightning.core.status_line import StatusLine
 from grpo_lightning.core.types import Prompt
 from tests.arguments.registry import case, case_of_each
 from tests.marks import few
@@ -241,19 +242,21 @@ def test_refresh_rate(monkeypatch):
     for rate, times in ((1, 4), (2, 2)):
         shown: list[int] = []
         with monkeypatch.context() as patch:
-            patch.setattr(Tqdm, "set_postfix", lambda self, *_, shown=shown, **__: shown.append(self.n))
+            patch.setattr(StatusLine, "show", lambda self, _, *, is_due=False, shown=shown: shown.append(is_due))
             bar = ProgressBar(refresh_rate=rate)
             fit(make_module(length=1), max_steps=4, enable_progress_bar=True, callbacks=[bar])
-        assert len(shown) == times
+        assert sum(shown) == 1 + times  # the start, and each step that is due
 
 
 @case(ProgressBar, "leave")
-def test_leave(capsys):
+def test_leave(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     for leave in (True, False):
         bar = ProgressBar(leave=leave)
         fit(make_module(length=1), max_steps=1, enable_progress_bar=True, callbacks=[bar])
-        last_line = capsys.readouterr().out.removesuffix("\n").split("\r")[-1]
-        assert ("1/1" in last_line) == leave
+        after = capsys.readouterr().out.rpartition("1/1")[2]
+        assert ("\x1b[2K" in after) != leave  # erases the line
 
 
 @case(ExportPolicy, "folder", "every_n_steps")

@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
-from grpo_lightning.callbacks import BeforeAfter, ProgressBar, progress
+from grpo_lightning.callbacks import BeforeAfter, ProgressBar
 from grpo_lightning.callbacks.before_after import cell, samples
+from grpo_lightning.core import status_line
 from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.mixture import DatasetEntry
@@ -148,13 +149,39 @@ def test_without_greedy_completions_there_are_none(entries, tmp_path):
 
 
 def test_the_evaluation_has_a_bar_of_its_own(entries, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "redraws", lambda stream: True)  # as on a terminal
+    monkeypatch.setattr(status_line, "redraws", lambda stream: True)  # as on a terminal
+    monkeypatch.setattr(status_line, "REDRAW_SECONDS", 0.0)
     train(BeforeAfter(dirpath=str(tmp_path)), entries, enable_progress_bar=True, extra=[ProgressBar()])
     output = capsys.readouterr().out
-    before, training = output.index("Evaluating before training: 4/4 batches"), output.index("Epoch 0 rollout")
+    before, training = output.index("Evaluating before training: 4/4 batches"), output.index("rollout")
     assert before < training < output.index("Evaluating after training: 4/4 batches")  # 2 batches, sampled and greedy
     assert "token 3/3" in output[:before]
     assert "token 3/3" not in output[training : output.index("Evaluating after training")]
+
+
+def test_a_file_gets_one_line_of_each_evaluation(entries, tmp_path, capsys):
+    train(BeforeAfter(dirpath=str(tmp_path)), entries, enable_progress_bar=True, extra=[ProgressBar()])
+    output = capsys.readouterr().out
+    assert "\r" not in output
+    assert "\x1b" not in output
+    lines = [line for line in output.splitlines() if line.startswith("Evaluating")]
+    assert lines == [f"Evaluating {when} training: 0/4 batches" for when in ("before", "after")]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_an_interval_has_a_line_of_its_own_in_a_narrow_terminal(entries, tmp_path, capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    train(BeforeAfter("accuracy", dirpath=str(tmp_path)), entries)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert max(map(len, lines)) <= columns
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]][:2] for line in lines]
+    assert (
+        cells[-2:]
+        == {
+            80: [["avg@1", "0.2500"], ["", "[0.05, 0.70]"]],
+            120: [["truncated", "0.000"], ["avg@1", "0.2500 [0.05, 0.70]"]],
+        }[columns]
+    )
 
 
 def test_a_run_without_bars_has_none_here(entries, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""The bar says what a step is doing and how far it is."""
+"""The line says what a step is doing, how far the run is, and whether the reward rises."""
 
 import re
 import sys
@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
-from grpo_lightning.callbacks import ProgressBar
+from grpo_lightning.callbacks import ProgressBar, progress
+from grpo_lightning.callbacks.progress import Part, State, clock, laid_out, rate, text_of, training_text
+from grpo_lightning.core.status_line import StatusLine
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.objective import Objective
 from tests.module_runs import PROMPTS, fit, make_module, make_source, make_trainer
@@ -17,15 +18,21 @@ from tests.module_runs import PROMPTS, fit, make_module, make_source, make_train
 
 @pytest.fixture
 def shown(monkeypatch):
-    """The texts in front of the bar, as they change."""
+    """The line in 200 columns, each time that it would be shown if time did not matter."""
     texts = []
-    monkeypatch.setattr(Tqdm, "set_description", lambda self, text="", refresh=True: texts.append(text.rstrip()))
+
+    def show(self, render, *, is_due=False):
+        texts.append(render(200).plain)
+
+    monkeypatch.setattr(StatusLine, "show", show)
+    monkeypatch.setattr(StatusLine, "close", lambda self, *, is_kept: None)
     return texts
 
 
 def phases(texts):
-    """The texts of ours, repeats left out: Lightning sets "Epoch 0" and "Training" itself."""
-    words = [text.split(" ", 2)[2] for text in texts if text.startswith("Epoch ") and text.count(" ") > 1]
+    """The phases on the line, repeats left out."""
+    words = [text[: progress.PHASE_WIDTH].strip() for text in texts if re.search(r"^.{14,}  \d+(/\d+)?  .*epoch", text)]
+    words = [word for word in words if word and word != "finished"]
     return [word for i, word in enumerate(words) if i == 0 or words[i - 1] != word]
 
 
@@ -44,26 +51,31 @@ def test_the_phases_of_a_step(shown):
         "old_logprobs",
         "update",
     ]
+    assert shown[-1].startswith("finished        2/2  ")
 
 
-def test_the_epoch_is_in_front(shown):
+def test_the_epoch_is_on_a_wide_line(shown):
     fit(make_module(length=1), batch_size=8, max_epochs=2, enable_progress_bar=True, callbacks=[ProgressBar()])
-    assert {text.split(" rollout")[0] for text in shown if "rollout" in text} == {"Epoch 0", "Epoch 1"}
+    assert {match[0] for text in shown if (match := re.search(r"epoch \d", text))} == {"epoch 0", "epoch 1"}
 
 
-def test_evaluations_have_bars_of_their_own(shown):
+def test_evaluations_have_a_line_of_their_own(shown):
     module = make_module(length=3)
     trainer = make_trainer(max_epochs=1, enable_progress_bar=True, callbacks=[ProgressBar()], num_sanity_val_steps=1)
     trainer.fit(module, make_source(module, batch_size=8), PromptSource(PROMPTS, 8))
     assert "val/reward" in trainer.callback_metrics
     assert phases(shown) == ["rollout", "rollout 3/3", "reward", "update"]
-    assert [text for text in shown if "tokens" in text] == ["Sanity Checking 3/3 tokens"] * 2 + [
-        "Validation 3/3 tokens"
-    ] * 2  # sampled and greedy
-    for run, kind in ((trainer.validate, "Validation"), (trainer.test, "Testing"), (trainer.predict, "Predicting")):
+    assert [re.sub("  [━─]+", "", text) for text in shown if "tokens  " not in text and "3/3 tokens" in text] == [
+        "sanity check  0/1 batches  3/3 tokens",
+        "sanity check  0/1 batches  3/3 tokens",  # sampled and greedy
+        "validation  0/1 batches  3/3 tokens",
+        "validation  0/1 batches  3/3 tokens",
+    ]
+    for run, kind in ((trainer.validate, "validation"), (trainer.test, "test"), (trainer.predict, "predict")):
         shown.clear()
         run(module, PromptSource(PROMPTS, 8))
-        assert f"{kind} 3/3 tokens" in shown
+        assert [text for text in shown if re.fullmatch(rf"{kind}  0/1 batches  ─+  3/3 tokens", text)]
+        assert re.fullmatch(rf"{kind}  1/1 batches  ━+", shown[-1])
         assert not phases(shown)
 
 
@@ -78,50 +90,43 @@ def test_what_others_draw_is_no_rollout(shown):
     assert phases(shown) == ["rollout", "rollout 3/3", "reward", "update"]
 
 
-def test_a_bar_that_is_off_shows_nothing(shown):
-    fit(make_module(length=1), max_steps=1, enable_progress_bar=True, callbacks=[ProgressBar(refresh_rate=0)])
-    assert not phases(shown)
+@pytest.mark.parametrize("bar", [ProgressBar(refresh_rate=0), ProgressBar()])
+def test_a_line_that_is_off_shows_nothing(shown, bar):
+    if bar.refresh_rate:
+        bar.disable()
+    assert bar.is_disabled
+    fit(make_module(length=1), max_steps=1, enable_progress_bar=True, callbacks=[bar])
+    assert not shown
+    bar.enable()
+    assert bar.is_enabled == bool(bar.refresh_rate)
 
 
-class Bars(L.Callback):
-    """Notes how far the bar is at the end of every micro-step."""
-
-    def __init__(self, bar) -> None:
-        self.bar, self.seen = bar, []
-
-    def on_train_batch_end(self, *args):
-        bar = self.bar.train_progress_bar
-        self.seen.append((bar.n, bar.total, bar.initial))
-
-
-def steps_shown(**options):
-    bar = ProgressBar()
-    bars = Bars(bar)
-    options = {"batch_size": 4, "enable_progress_bar": True, "callbacks": [bar, bars]} | options
+def steps_shown(shown, **options):
+    """How far the line is at the end of every optimizer step."""
+    shown.clear()
+    options = {"batch_size": 4, "enable_progress_bar": True, "callbacks": [ProgressBar()]} | options
     fit(make_module(length=2), **options)
-    return bars.seen
+    steps = [re.search(r"^.{14,}?  (\d+/\d+)  ", text)[1] for text in shown]
+    return list(dict.fromkeys(steps))
 
 
-def test_the_bar_counts_the_optimizer_steps_of_the_run():
+def test_the_line_counts_the_optimizer_steps_of_the_run(shown):
     """Over epochs (of two steps) and micro-batches: the ETA is that of the run."""
-    assert steps_shown(max_steps=3, max_epochs=-1) == [(1, 3, 0), (2, 3, 0), (3, 3, 0)]
-    assert steps_shown(max_epochs=2) == [(1, 4, 0), (2, 4, 0), (3, 4, 0), (4, 4, 0)]
-    assert steps_shown(max_steps=2, max_epochs=-1, accumulate_grad_batches=2) == [
-        (0, 2, 0),
-        (1, 2, 0),
-        (1, 2, 0),
-        (2, 2, 0),
-    ]
+    assert steps_shown(shown, max_steps=3, max_epochs=-1) == ["0/3", "1/3", "2/3", "3/3"]
+    assert steps_shown(shown, max_epochs=2) == ["0/4", "1/4", "2/4", "3/4", "4/4"]
+    assert steps_shown(shown, max_steps=2, max_epochs=-1, accumulate_grad_batches=2) == ["0/2", "1/2", "2/2"]
 
 
-def test_a_resumed_run_goes_on_at_its_step(tmp_path):
+def test_a_resumed_run_goes_on_at_its_step(shown, tmp_path):
     fit(make_module(length=2), batch_size=4, max_steps=2).save_checkpoint(tmp_path / "last.ckpt")
-    assert steps_shown(max_steps=4, max_epochs=-1, ckpt_path=str(tmp_path / "last.ckpt")) == [(3, 4, 2), (4, 4, 2)]
+    resumed = {"max_epochs": -1, "ckpt_path": str(tmp_path / "last.ckpt")}
+    assert steps_shown(shown, max_steps=4, **resumed) == ["2/4", "3/4", "4/4"]
 
 
-def test_a_run_resumed_inside_an_epoch_goes_on_at_its_step(tmp_path):
+def test_a_run_resumed_inside_an_epoch_goes_on_at_its_step(shown, tmp_path):
     fit(make_module(length=2), batch_size=4, max_steps=1).save_checkpoint(tmp_path / "last.ckpt")
-    assert steps_shown(max_steps=3, max_epochs=-1, ckpt_path=str(tmp_path / "last.ckpt")) == [(2, 3, 1), (3, 3, 1)]
+    resumed = {"max_epochs": -1, "ckpt_path": str(tmp_path / "last.ckpt")}
+    assert steps_shown(shown, max_steps=3, **resumed) == ["1/3", "2/3", "3/3"]
 
 
 def test_the_clock_starts_with_the_first_step():
@@ -130,38 +135,76 @@ def test_the_clock_starts_with_the_first_step():
 
     class Before(L.Callback):
         def on_train_start(self, trainer, pl_module):
-            started.append(bar._train_progress_bar)
+            started.append(bar.started)
 
     fit(make_module(length=2), batch_size=4, max_steps=1, enable_progress_bar=True, callbacks=[bar, Before()])
     assert started == [None]
-    assert bar.train_progress_bar.n == 1
+    assert bar.started is not None
 
 
-def test_the_numbers_behind_the_bar():
+def test_rate_and_eta_are_those_of_the_latest_steps(monkeypatch, shown):
+    """100 steps of 1 second, then steps of 3 seconds: after 100 of these, the first ones do not count any more."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "logged_this_step", lambda trainer: {})
+    bar = ProgressBar()
+    trainer = SimpleNamespace(
+        estimated_stepping_batches=400,
+        global_step=0,
+        accumulate_grad_batches=1,
+        training=True,
+        current_epoch=0,
+        progress_bar_metrics={},
+        lightning_module=None,
+        **dict.fromkeys(("sanity_checking", "validating", "testing", "predicting"), False),
+    )
+    bar.on_train_start()
+    bar.start(trainer)
+    for step in range(1, 201):
+        now[0] += 1.0 if step <= 100 else 3.0
+        trainer.global_step = step
+        bar.on_train_batch_end(trainer, None, None, None, step - 1)
+        if step == 100:
+            assert "1.00 s/step  ETA 5:00" in shown[-1]
+        if step == 150:
+            assert "2.00 s/step  ETA 8:20" in shown[-1]
+    assert "3.00 s/step  ETA 10:00" in shown[-1]
+    assert "elapsed 6:40" in shown[-1]
+
+
+def test_the_numbers_on_the_line():
     bar = ProgressBar()
     metrics = {"reward/mean": 0.12345, "rollout/length": 48.0, "rollout/tokens_per_second": 12345.6, "policy/kl": 2e-5}
-    bar.values = {name: torch.tensor(value) for name, value in metrics.items()} | {"time/update": torch.tensor(1.0)}
+    bar.values = metrics | {"time/update": 1.0}
     trainer = SimpleNamespace(progress_bar_metrics={"mine": 3.0})
-    want = {"reward": "0.123", "length": "48", "tokens/s": "1.23e+04", "kl": "2e-05", "mine": 3.0}
+    want = {"reward": "0.123", "length": "48", "tokens/s": "12,346", "kl": "2e-05", "mine": 3.0}
     assert bar.get_metrics(trainer, None) == want
     del bar.values["policy/kl"]
     assert "kl" not in bar.get_metrics(trainer, None)
 
 
 @pytest.fixture
-def numbers(monkeypatch):
-    """What was shown behind the bar, step by step."""
-    seen = []
-    monkeypatch.setattr(Tqdm, "set_postfix", lambda self, values=None, **_: seen.append(dict(values)))
+def numbers(monkeypatch, shown):
+    """The metrics on the line after each step."""
+    seen = {}
+    original = ProgressBar.state
+
+    def state(self, trainer):
+        found = original(self, trainer)
+        if self.phase in ("update", "finished") and found.step:
+            seen[found.step] = dict(found.metrics)
+        return found
+
+    monkeypatch.setattr(ProgressBar, "state", state)
     return seen
 
 
-def test_the_numbers_reach_the_bar_and_stay_over_a_cycle(numbers):
+def test_the_numbers_reach_the_line_and_stay_over_a_cycle(numbers):
     module = make_module(length=2, num_iterations=2)
     fit(module, batch_size=4, max_steps=2, enable_progress_bar=True, callbacks=[ProgressBar()])
-    assert len(numbers) == 2
+    assert [*numbers] == [1, 2]
     for label in ("reward", "length", "tokens/s"):
-        assert numbers[1][label] == numbers[0][label]
+        assert numbers[2][label] == numbers[1][label]
 
 
 def test_a_rollout_without_a_reward_does_not_show_the_last_one(numbers):
@@ -170,15 +213,17 @@ def test_a_rollout_without_a_reward_does_not_show_the_last_one(numbers):
 
     module = make_module(length=2, rewards=[sometimes])
     fit(module, batch_size=4, max_steps=2, enable_progress_bar=True, callbacks=[ProgressBar()])
-    assert [shown.get("reward") for shown in numbers] == ["1", None]
-    assert "length" in numbers[1]
+    assert [shown.get("reward") for shown in numbers.values()] == ["1.00", None]
+    assert "length" in numbers[2]
 
 
-def test_the_line_has_steps_rate_and_numbers(capsys):
-    fit(make_module(length=2), max_steps=2, enable_progress_bar=True, callbacks=[ProgressBar()])
-    output = "".join(capsys.readouterr())
-    assert "2/2 [" in output
-    assert re.search(r"(step/s|s/step), reward=\S+, length=2, tokens/s=", output)
+def test_each_rollout_is_a_point_of_the_trend():
+    bar = ProgressBar()
+    module = make_module(length=2, num_iterations=2)
+    fit(module, batch_size=4, max_steps=6, max_epochs=-1, enable_progress_bar=True, callbacks=[bar])
+    assert len(bar.rewards) == 3
+    fit(make_module(length=2), batch_size=4, max_steps=2, enable_progress_bar=True, callbacks=[bar])
+    assert len(bar.rewards) == 2, "another run"
 
 
 def test_what_is_printed_at_the_end_has_its_own_line(capsys):
@@ -191,25 +236,148 @@ def test_what_is_printed_at_the_end_has_its_own_line(capsys):
     assert before.endswith("\n")
 
 
-def test_an_error_begins_on_a_line_of_its_own():
-    bar = ProgressBar()
-    closed = []
-    for kind in ("train", "val", "test", "predict"):
-        setattr(bar, f"_{kind}_progress_bar", SimpleNamespace(close=lambda kind=kind: closed.append(kind)))
-    bar._test_progress_bar = None
-    bar.on_exception(None, None, ValueError("wrong"))
-    assert closed == ["train", "val", "predict"]
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_an_error_begins_on_a_line_of_its_own(monkeypatch, capsys, is_terminal):
+    def broken(completions):
+        raise RuntimeError("broken")
+
+    terminal(monkeypatch, is_terminal)
+    with pytest.raises(RuntimeError, match="broken"):
+        fit(make_module(rewards=[broken]), max_steps=2, enable_progress_bar=True, callbacks=[ProgressBar()])
+    assert StatusLine.on_screen is None
+    drawn = capsys.readouterr().out
+    assert re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", drawn).endswith("\n")
+    assert "0/2" in drawn
+
+
+def terminal(monkeypatch, is_terminal):
+    """Make stdout a terminal of 80 columns."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_a_file_gets_few_lines_whole_ones(monkeypatch, capsys, is_terminal):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
+    terminal(monkeypatch, is_terminal)
     fit(make_module(length=9), batch_size=4, max_steps=6, enable_progress_bar=True, callbacks=[ProgressBar()])
     drawn = capsys.readouterr().out
     if is_terminal:
-        assert drawn.count("\r") > 20
+        assert drawn.count("\r") >= 6
         return
     assert "\r" not in drawn
+    assert "\x1b" not in drawn
     lines = [line for line in drawn.splitlines() if "step" in line]
     assert len(lines) <= 3  # the start and the end: the run takes no minute
-    assert re.search(r" 6/6 \[.*reward=\S+, length=", lines[-1])
+    assert re.search(
+        r"^step 6/6, finished, [\d.]+ (step/s|s/step), reward \S+( \(\w+\))?, length 9, tokens/s", lines[-1]
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- layout
+
+STATE = State(
+    phase="rollout 128/512",
+    step=37,
+    total=240,
+    seconds_per_step=12.345,
+    elapsed=456.7,
+    epoch=1,
+    metrics={"reward": "0.523", "length": "212", "tokens/s": "2,900", "kl": "0.00123", "mine": "7"},
+    rewards=[i / 40 for i in range(37)],
+)
+
+
+@pytest.fixture
+def unicode(monkeypatch):
+    monkeypatch.setattr(progress, "draws_bars", lambda: True)
+
+
+def test_the_line_of_80_columns(unicode):
+    line = "rollout 128/512   37/240  ━━───────────  12.35 s/step  ETA 41:46  reward 0.523 ↑"
+    assert training_text(STATE, 80).plain == line
+    assert len(line) == 80
+    shorter = STATE._replace(phase="rollout 24/48", step=37, total=100, seconds_per_step=1.25)
+    line = "rollout 24/48    37/100  ━━──────  1.25 s/step  ETA 1:19  reward 0.523 ↑  ▁▂▄▅▇█"
+    assert training_text(shorter, 80).plain == line
+
+
+def test_the_line_of_200_columns(unicode):
+    line = training_text(STATE, 200).plain
+    assert len(line) <= 200
+    for part in ("mine 7", "length 212", "tokens/s 2,900", "kl 0.00123", "epoch 1", "elapsed 7:37", "▁", "█", "↑"):
+        assert part in line
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 120, 200, 300])
+@pytest.mark.parametrize("total", [240, None])
+@pytest.mark.parametrize("rewards", [[], [0.5] * 10, STATE.rewards])
+def test_the_line_fits_and_shows_what_matters_first(unicode, width, total, rewards):
+    line = training_text(STATE._replace(total=total, rewards=rewards), width).plain
+    assert len(line) <= width
+    wanted = [(40, "37"), (60, "reward 0.523"), (80, "12.35 s/step")]
+    wanted += [(80, "ETA 41:46"), (100, "mine 7")] if total else []
+    wanted += [(80, "↑")] if rewards is STATE.rewards else [(80, "→")] if rewards else []
+    assert [part for least, part in wanted if width >= least and part not in line] == []
+
+
+@pytest.mark.parametrize(
+    ("rewards", "arrow", "word"),
+    [([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], "↑", "rising"), ([0.6, 0.5, 0.4, 0.3, 0.2, 0.1], "↓", "falling")],
+)
+def test_the_trend_of_the_reward_is_an_arrow_and_a_word_in_a_file(unicode, rewards, arrow, word):
+    state = STATE._replace(rewards=rewards)
+    assert f"reward 0.523 {arrow}" in training_text(state, 80).plain
+    assert f"reward 0.523 ({word})" in training_text(state, None).plain
+
+
+def test_a_stream_without_these_characters_gets_others(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(encoding="ascii"))
+    line = training_text(STATE, 120).plain
+    assert line.isascii()
+    assert "#" in line
+    assert "(rising)" in line
+
+
+def test_a_line_of_a_file_is_text_without_a_bar(unicode):
+    line = training_text(STATE, None)
+    assert line.plain.startswith("step 37/240, rollout 128/512, 12.35 s/step, ETA 41:46, reward 0.523 (rising), mine 7")
+    assert line.plain.isascii()
+    assert not line.spans
+
+
+def test_the_bar_takes_what_is_left(unicode):
+    parts = [Part("one", 0), Part("two", 0), Part("three", 1), Part("four", 2)]
+    assert laid_out(parts, 40, 0.5).plain == f"one  two  {'━' * 8}{'─' * 9}  three  four"
+    assert laid_out(parts, 200, 1.0).plain == f"one  two  {'━' * 40}  three  four"
+    assert laid_out(parts, 39, 0.5).plain == "one  two  three  four", "no bar on a narrow line"
+    assert laid_out(parts, 22, None).plain == "one  two  three  four"
+    assert laid_out(parts, 20, None).plain == "one  two  three"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0, "0:00"), (65.4, "1:05"), (3600 * 2 + 65, "2:01:05"), (86400 * 3 + 7260, "3d 02:01"), (59.7, "1:00")],
+)
+def test_a_duration(seconds, shown):
+    assert clock(seconds) == shown
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(1.25, "1.25 s/step"), (0.5, "2.00 step/s"), (123.4, "123.4 s/step")])
+def test_a_rate(seconds, shown):
+    assert rate(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.12345, "0.123"),
+        (48.0, "48"),
+        (12345.6, "12,346"),
+        ("x", "x"),
+        (torch.tensor(2e-5), "2e-05"),
+        (float("inf"), "inf"),
+    ],
+)
+def test_a_number(value, shown):
+    assert text_of(value) == shown

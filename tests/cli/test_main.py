@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks import ModelSummary, RichProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from grpo_lightning.callbacks import CompletionLog, ProgressBar
@@ -297,6 +298,28 @@ def test_own_commands_are_handed_their_arguments(monkeypatch):
     assert received == [["show", "quickstart"]]
 
 
+OWN_LINES = r"(INFO|WARNING): |step \d+/\d+, |Finished at step |  [\w ]{13}|$"
+
+
+def test_a_run_prints_no_line_of_other_packages_and_no_escapes_into_a_file(recipe):
+    """In a fresh interpreter, without `-W ignore`; stdout and stderr are pipes, which are no terminals."""
+    program = "from grpo_lightning.cli import entry_point; entry_point()"
+    settings = {"data": {"val_datasets": None}, "trainer": {"enable_model_summary": True, "max_steps": 5}}
+    command = [sys.executable, "-c", program, "fit", "--config", recipe(**settings)]
+    environment = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    lines = [*result.stdout.splitlines(), *result.stderr.splitlines()]
+    assert [line for line in lines if not re.match(OWN_LINES, line)] == []
+    assert re.search(
+        r"^INFO: grpo-lightning \S+, lightning \S+, torch \S+, transformers \S+$", result.stderr, re.MULTILINE
+    )
+    assert "INFO: Device: cpu, precision 32-true." in result.stderr
+    assert [line[:8] for line in result.stdout.splitlines() if line.startswith("step")] == ["step 0/5", "step 5/5"]
+    assert "run folder   runs/recipe/version_0\n" in result.stdout
+    assert "\r" not in result.stdout + result.stderr
+    assert "\x1b" not in result.stdout + result.stderr
+
+
 def test_flags_before_the_command_are_explained(capsys):
     assert "The command comes first, got '--config'" in failure(capsys, "--config", "recipe.yaml")
 
@@ -319,7 +342,7 @@ def test_settings_are_described(recipe, capsys):
     objective = capsys.readouterr().out
     assert "Weight of the KL to the reference" in " ".join(objective.split())
     with pytest.raises(SystemExit):
-        main(["fit", "--help"])
+        main(["fit", "--help-all"])
     said = " ".join(capsys.readouterr().out.split())
     assert "a run has one epoch" in said
     assert "Stop after this many epochs. Defaults to 1 if max_steps and max_time are not set" in said
@@ -357,8 +380,8 @@ def test_a_run_has_one_folder_and_the_next_run_another(recipe):
     curves = {"class_path": "grpo_lightning.callbacks.LearningCurves", "init_args": {"metrics": ["reward/mean"]}}
     name = recipe(trainer={"enable_checkpointing": True, "callbacks": [curves], "max_steps": 1})
     cli = main(["fit", "--config", name, "--trainer.enable_model_summary=true"])
-    summaries = [type(callback) for callback in cli.trainer.callbacks if "Summary" in type(callback).__name__]
-    assert summaries == [ParameterSummary]
+    kinds = [type(callback) for callback in cli.trainer.callbacks]
+    assert [kind for kind in kinds if issubclass(kind, ModelSummary | ParameterSummary)] == [ParameterSummary]
     expected = {"metrics.csv", "config.yaml", "completions.jsonl", "curves.png", "checkpoints"}
     assert files("runs/recipe/version_0") >= expected
     before = Path("runs/recipe/version_0/metrics.csv").read_bytes()

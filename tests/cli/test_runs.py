@@ -299,6 +299,20 @@ def test_counts_by_hand(tmp_path, caplog):
     assert said == "Model: policy Linear (220), reference Linear (220); 220 of 440 parameters are trainable."
 
 
+@pytest.mark.parametrize(
+    ("devices", "nodes", "said"),
+    [
+        (1, 1, "Device: cuda, precision bf16-mixed."),
+        (8, 1, "Devices: 8 x cuda, DDPStrategy, precision bf16-mixed."),
+        (8, 2, "Devices: 16 x cuda on 2 nodes, DDPStrategy, precision bf16-mixed."),
+    ],
+)
+def test_the_devices_are_said(devices, nodes, said):
+    DDPStrategy = type("DDPStrategy", (), {"root_device": torch.device("cuda", 0)})
+    trainer = SimpleNamespace(num_devices=devices, num_nodes=nodes, strategy=DDPStrategy(), precision="bf16-mixed")
+    assert runs.describe_devices(trainer) == said
+
+
 # -------------------------------------------------------------------------------------------------------------- results
 
 

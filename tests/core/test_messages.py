@@ -6,12 +6,14 @@ import logging
 import sys
 import warnings
 
+import lightning as L
 import pytest
 import tqdm.std
+from lightning.pytorch.demos.boring_classes import BoringModel
 from transformers.utils import logging as transformers_logging
 
 from grpo_lightning.core import messages
-from grpo_lightning.core.messages import NoTips, quiet_libraries, show_messages
+from grpo_lightning.core.messages import NoNoise, quiet_libraries, show_messages
 
 RANK_ZERO = "lightning.pytorch.utilities.rank_zero"
 
@@ -20,8 +22,9 @@ RANK_ZERO = "lightning.pytorch.utilities.rank_zero"
 def restore():
     yield
     transformers_logging.enable_progress_bar()
-    logger = logging.getLogger(RANK_ZERO)
-    logger.filters[:] = [known for known in logger.filters if not isinstance(known, NoTips)]
+    for name in messages.NOISY_LOGGERS:
+        logger = logging.getLogger(name)
+        logger.filters[:] = [known for known in logger.filters if not isinstance(known, NoNoise)]
 
 
 def shown(text, *, has_validation):
@@ -56,18 +59,81 @@ def test_tips_are_left_out_and_nothing_else(caplog):
     quiet_libraries(has_validation=True)
     quiet_libraries(has_validation=True)
     logger = logging.getLogger(RANK_ZERO)
-    assert sum(isinstance(known, NoTips) for known in logger.filters) == 1
+    assert sum(isinstance(known, NoNoise) for known in logger.filters) == 1
     with caplog.at_level("INFO", RANK_ZERO):
         logger.info("💡 Tip: For seamless cloud logging and experiment tracking, try installing [litlogger](...)")
         logger.info("The `litmodels` package is not installed.")
     assert caplog.messages == ["The `litmodels` package is not installed."]
 
 
+@pytest.mark.parametrize(
+    ("message", "is_shown"),
+    [
+        ("GPU available: False, used: False", False),
+        ("GPU available: True (cuda), used: True", False),
+        ("TPU available: False, using: 0 TPU cores", False),
+        ("HPU available: False, using: 0 HPUs", False),
+        ("Seed set to 7", False),
+        ("[rank: 1] Seed set to 7", False),
+        ("`Trainer.fit` stopped: `max_steps=5` reached.", False),
+        ("`Trainer.fit` stopped: `max_epochs=1` reached.", False),
+        ("`weights_only` was not set, defaulting to `False`.", False),
+        ("`Trainer.fit` stopped: No training batches.", True),
+        ("Time limit reached. Elapsed time is 1:00:00. Signaling Trainer to stop.", True),
+        ("Restoring states from the checkpoint path at a.ckpt", True),
+        ("Seed set to None, because it is wrong", True),
+        ("GPU available but not used. You can set it by doing `Trainer(accelerator='gpu')`.", True),
+    ],
+)
+def test_messages_that_the_run_makes_superfluous_are_dropped_and_no_others(caplog, message, is_shown):
+    messages.quiet_loggers()
+    for name in messages.NOISY_LOGGERS:
+        with caplog.at_level("INFO", name):
+            logging.getLogger(name).info(message)
+            logging.getLogger(name).warning(message)
+    levels = [record.levelname for record in caplog.records]
+    expected = (["INFO", "WARNING"] if is_shown else ["WARNING"]) * len(messages.NOISY_LOGGERS)
+    assert levels == expected, "a warning is never dropped"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_logs_these_messages_by_these_loggers(caplog, tmp_path):
+    """Another release may word them otherwise, or log them elsewhere."""
+    for name in messages.NOISY_LOGGERS:
+        caplog.set_level("INFO", name)
+
+    def logged():
+        caplog.clear()
+        L.seed_everything(3)
+        model = BoringModel()
+        options = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+        trainer = L.Trainer(accelerator="cpu", logger=False, max_steps=1, default_root_dir=tmp_path, **options)
+        trainer.fit(model, model.train_dataloader())
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        return [record for record in caplog.records if record.name in messages.NOISY_LOGGERS]
+
+    assert {record.name for record in logged()} == {*messages.NOISY_LOGGERS}
+    messages.quiet_loggers()
+    assert logged() == []
+
+
+@pytest.mark.parametrize(("is_terminal", "lines"), [(False, 1), (True, 3)])
+def test_a_long_message_is_broken_between_words_in_a_terminal(monkeypatch, is_terminal, lines):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    text = "Recipe quickstart: /a/long/path/that-is-not-broken/recipes/quickstart.yaml (copy it to change it)."
+    record = logging.LogRecord("grpo_lightning", logging.INFO, "", 0, f"{text}\nshort", None, None)
+    shown = messages.Wrapped("%(levelname)s: %(message)s").format(record)
+    assert len(shown.splitlines()) == lines + 1
+    assert "/a/long/path/that-is-not-broken/recipes/quickstart.yaml" in shown
+    assert " ".join(shown.split()) == f"INFO: {text} short"
+
+
 def test_importing_the_module_leaves_other_programs_alone():
     import grpo_lightning.module  # noqa: F401
 
     assert transformers_logging.is_progress_bar_enabled()
-    assert not [known for known in logging.getLogger(RANK_ZERO).filters if isinstance(known, NoTips)]
+    assert not [known for known in logging.getLogger(RANK_ZERO).filters if isinstance(known, NoNoise)]
 
 
 def test_messages_are_shown_only_where_nobody_set_up_logging(monkeypatch):

@@ -13,6 +13,8 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from grpo_lightning.cli.help import command_parser
+
 if TYPE_CHECKING:
     from jsonargparse import Namespace
 
@@ -165,16 +167,12 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
 
 def plan_parser() -> argparse.ArgumentParser:
     """Make the parser of the flags of `plan` itself. All other flags are parsed as flags of `fit`."""
-    parser = argparse.ArgumentParser(
-        prog="grpo-lightning plan",
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Show the batch arithmetic, the length and the device memory of a run, part by part, without\n"
-        "loading weights.\n\n"
-        "  grpo-lightning plan --config recipe.yaml [any override of fit] [--devices 8] [--nodes 2]",
-        epilog="Translate the batch settings of another trainer's script:\n\n"
-        "  grpo-lightning plan --from trl --per_device_train_batch_size 8 --gradient_accumulation_steps 4 \\\n"
-        "      --num_generations 8 --world_size 2        (grpo-lightning plan --from trl --help lists the flags)",
+    parser = command_parser(
+        "plan",
+        "Show the batch arithmetic, the length and the device memory of a run, part by part, without loading weights. "
+        "All flags of fit are accepted too. With --from trl, ms-swift or vlm-r1, translate the batch settings of "
+        "another trainer's script instead (grpo-lightning plan --from trl --help lists the flags).",
+        ["plan --config quickstart --devices 2 --data.batch_size=8", "plan --from trl --per_device_train_batch_size 8"],
     )
     parser.add_argument("--devices", type=int, help="devices per node; default: as configured")
     parser.add_argument("--nodes", type=int, help="nodes; default: as configured")
@@ -210,12 +208,14 @@ def parse_own(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def parse_script(args: list[str]) -> argparse.Namespace:
     """Parse the batch flags of another trainer's script. Raises: SystemExit if a value is missing or invalid."""
-    parser = argparse.ArgumentParser(
-        prog="grpo-lightning plan --from",
-        allow_abbrev=False,
-        description="Translate the batch settings of a TRL, ms-swift or VLM-R1 script to this package's settings.",
+    parser = command_parser(
+        "plan",
+        "Translate the batch settings of a TRL, ms-swift or VLM-R1 script to this package's settings.",
+        ["plan --from trl --per_device_train_batch_size 8 --world_size 2"],
     )
-    parser.add_argument("--from", dest="trainer", required=True, choices=("trl", "ms-swift", "vlm-r1"))
+    parser.add_argument(
+        "--from", dest="trainer", required=True, choices=("trl", "ms-swift", "vlm-r1"), help="trainer of the script"
+    )
     parser.add_argument(
         "--version", type=parse_version, help="version of TRL or ms-swift, such as 0.16 or 3.3.1; default: the newest"
     )
@@ -224,7 +224,7 @@ def parse_script(args: list[str]) -> argparse.Namespace:
     flags |= dict.fromkeys(HF_DEFAULTS, (None, 1))
     for name, (default, _) in flags.items():
         text = f"as in the script (default {HF_DEFAULTS.get(name, default)})".replace(" (default None)", "")
-        parser.add_argument(f"--{name}", type=int, default=default, help=text)
+        parser.add_argument(f"--{name}", type=int, default=default, help=text, metavar="N")
     script = parser.parse_args(args)
     for name, (_, least) in flags.items():
         if (value := getattr(script, name)) is not None and value < least:

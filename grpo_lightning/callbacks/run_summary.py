@@ -1,0 +1,206 @@
+"""Summary at the end of a training run: reward before and after, tokens, time by phase, and where the results are."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from rich.console import Console
+from rich.text import Text
+
+from grpo_lightning.callbacks.before_after import BeforeAfter
+from grpo_lightning.callbacks.progress import REWARD, clock, draws_bars
+from grpo_lightning.callbacks.trend import sparkline
+from grpo_lightning.core.files import run_folder
+from grpo_lightning.training.metrics import logged_this_step
+from grpo_lightning.training.signals import GracefulStop
+
+ENDS = 20
+"""Maximum number of rollouts at the start and at the end of a run whose rewards are averaged."""
+
+NO_BREAK = "\N{NO-BREAK SPACE}"
+
+NOT_A_PHASE = "time/sampling"
+"""Asynchronous sampling, which runs at the same time as the phases."""
+
+COUNTED = (REWARD, "rollout/tokens_per_second")
+"""Metrics that the summary needs, besides those of time."""
+
+FILES = {
+    "completions": "completions.jsonl",
+    "curves": "curves.png",
+    "metrics": "metrics.csv",
+}
+"""Files of the run's folder that the summary names, by label."""
+
+
+class RunSummary(L.Callback):
+    """Prints a summary when a training run ends, or is stopped by a signal. `fit` adds it by default.
+
+    The reward is the mean of the first and of the last rollouts, a tenth of all but at most 20 of each. Tokens are
+    those that all ranks sampled. The time of a phase is that of the slowest rank; "other" is the rest of the run:
+    loading, evaluation and checkpoints. Counts and times are those of this process: a resumed run does not know the
+    steps before.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the run before."""
+        self.folder: Path | None = None
+        self.started = time.monotonic()
+        self.first_step = 0
+        self.step = -1
+        self.latest: dict[str, float] = {}
+        """What the step in progress has logged so far."""
+        self.seconds: dict[str, float] = {}
+        self.tokens = 0.0
+        self.rewards: list[float] = []
+
+    def on_fit_start(self, *_: Any) -> None:
+        """Start the clock."""
+        self.reset()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Remember where the run writes and begins."""
+        self.folder = run_folder(trainer, None)
+        self.first_step = self.step = trainer.global_step
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Record what the last step logged only after this callback's `on_train_batch_end` (`time/update`)."""
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self.note(trainer)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Record the metrics of a finished optimizer step."""
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.note(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Record metrics that the epoch's last step logged late, before Lightning discards them."""
+        self.note(trainer)
+
+    def note(self, trainer: L.Trainer) -> None:
+        """Record what the last finished step has logged; a further call for the same step adds to it."""
+        if trainer.global_step != self.step:
+            self.count()
+            self.step = trainer.global_step
+        values = logged_this_step(trainer)
+        self.latest |= {name: float(values[name]) for name in values if name.startswith("time/") or name in COUNTED}
+
+    def count(self) -> None:
+        """Add the latest step to the totals."""
+        values, self.latest = self.latest, {}
+        for name, value in values.items():
+            if name.startswith("time/"):
+                self.seconds[name] = self.seconds.get(name, 0.0) + value
+        sampling = values.get("time/sampling", values.get("time/rollout", 0.0))
+        self.tokens += values.get("rollout/tokens_per_second", 0.0) * sampling
+        if REWARD in values:
+            self.rewards.append(values[REWARD])
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Print the summary of a run that has finished, after what other callbacks print at its end."""
+        if stage == "fit":
+            self.show(trainer, "Stopped" if trainer.interrupted else "Finished")
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Print the summary of a run that was stopped by a signal. An error has its own message."""
+        if isinstance(exception, KeyboardInterrupt | SIGTERMException):
+            self.note(trainer)
+            self.show(trainer, "Stopped")
+
+    def show(self, trainer: L.Trainer, how: str) -> None:
+        """Print the summary on rank 0, once."""
+        self.count()
+        num_steps = trainer.global_step - self.first_step
+        if self.folder is None or num_steps < 1 or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        if trainer.is_global_zero:
+            seconds = time.monotonic() - self.started
+            console = Console(highlight=False)
+            steps = f"{num_steps} steps" if num_steps > 1 else "1 step"
+            title = f"{how} at step {trainer.global_step}: {steps} in {clock(seconds)}"
+            lines = [Text(), Text(title, "bold")]
+            for label, text in [*self.results(trainer), *self.costs(seconds), *places(trainer, self.folder)]:
+                parts = textwrap.wrap(text, max(console.width, 80) - 15, break_long_words=False, break_on_hyphens=False)
+                for i, part in enumerate(parts):
+                    lines.append(Text.assemble(("" if i else f"  {label}").ljust(15), part.replace(NO_BREAK, " ")))
+                    lines[-1].stylize("cyan", 0, 15)
+            console.print(Text("\n").join(lines), soft_wrap=True)
+        self.folder = None
+
+    def results(self, trainer: L.Trainer) -> Iterator[tuple[str, str]]:
+        """Rewards in training, and those of the held-out prompts if `BeforeAfter` has evaluated them."""
+        arrow = "→" if draws_bars() else "->"
+        if len(self.rewards) > 1:
+            k = min(max(len(self.rewards) // 10, 1), ENDS)
+            line = f"  {sparkline(self.rewards, 20)}" if draws_bars() else ""
+            ends = f"{fmean(self.rewards[:k]):#.3g} {arrow} {fmean(self.rewards[-k:]):#.3g}"
+            which = f"{k} rollouts" if k > 1 else "rollout"
+            yield "reward", f"{ends} (first and last {which}){line}"
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, BeforeAfter) and callback.before and callback.after:
+                name = callback.metric
+                kinds = [
+                    f"{before[name]:#.3g} {arrow} {callback.after[kind][name]:#.3g} {kind}"
+                    for kind, before in callback.before.items()
+                    if name in before and name in callback.after[kind]
+                ]
+                if kinds:
+                    yield "held out", f"{name} {', '.join(kinds)}"
+
+    def costs(self, seconds: float) -> Iterator[tuple[str, str]]:
+        """Tokens and time."""
+        sampling = self.seconds.get("time/sampling", self.seconds.get("time/rollout", 0.0))
+        if self.tokens and sampling:
+            yield "tokens", f"{self.tokens:,.0f} sampled, {self.tokens / sampling:,.0f} per second of sampling"
+        longest = sorted(self.seconds.items(), key=lambda item: -item[1])
+        phases = {name.removeprefix("time/"): own for name, own in longest if name != NOT_A_PHASE}
+        phases["other"] = max(seconds - sum(phases.values()), 0.0)
+        shares = {name: round(100 * own / seconds) for name, own in phases.items()}
+        yield "time", ", ".join(f"{name} {share}{NO_BREAK}%" for name, share in shares.items() if share > 1)
+
+
+def places(trainer: L.Trainer, folder: Path) -> Iterator[tuple[str, str]]:
+    """Where the results are: label, and path or command."""
+    folder = shortened(folder)
+    if folder.is_dir():
+        yield "run folder", str(folder)
+    for label, name in FILES.items():
+        if (folder / name).is_file():
+            yield label, str(folder / name)
+    checkpoints = dict.fromkeys(filter(None, map(saved, trainer.callbacks)))  # type: ignore[attr-defined]
+    for path in checkpoints:
+        yield "checkpoint", str(shortened(path))
+    if not checkpoints and not trainer.checkpoint_callbacks:
+        yield "checkpoint", "none (trainer.enable_checkpointing is false)"
+    if (folder / "report.html").is_file():
+        yield "report", str(folder / "report.html")
+    elif (folder / FILES["metrics"]).is_file():
+        yield "report", f"grpo-lightning report {folder}"
+
+
+def saved(callback: L.Callback) -> Path | None:
+    """Checkpoint that the callback has saved; None if there is none."""
+    if isinstance(callback, GracefulStop):
+        return callback.checkpoint
+    path = (callback.best_model_path or callback.last_model_path) if isinstance(callback, ModelCheckpoint) else ""
+    return Path(path) if path and Path(path).exists() else None
+
+
+def shortened(path: Path) -> Path:
+    """The path relative to the current folder, if it is below it."""
+    return path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path

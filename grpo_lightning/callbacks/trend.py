@@ -1,0 +1,52 @@
+"""Trend of a metric over a run: an arrow, and a line of bars that fits into a status line."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from statistics import fmean, variance
+from typing import Literal
+
+LEVELS = "▁▂▃▄▅▆▇█"
+ARROWS = {"rising": "↑", "falling": "↓", "level": "→"}
+
+MAX_WINDOW = 20
+"""Maximum number of values at the end that are compared with as many before them."""
+
+MIN_WINDOW = 3
+"""With fewer values in a window there is no trend."""
+
+Trend = Literal["rising", "falling", "level"]
+
+
+def trend_of(values: Sequence[float]) -> Trend | None:
+    """Direction of the latest values of a metric; None if there are too few.
+
+    The mean of the last k values is compared with the mean of the k values before, k = min(20, n / 2). The difference
+    counts if it is larger than its standard error, sqrt((var_1 + var_2) / k).
+    """
+    k = min(len(values) // 2, MAX_WINDOW)
+    if k < MIN_WINDOW:
+        return None
+    new, old = values[-k:], values[-2 * k : -k]
+    difference, error = fmean(new) - fmean(old), math.sqrt((variance(new) + variance(old)) / k)
+    if abs(difference) <= error:
+        return "level"
+    return "rising" if difference > 0 else "falling"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draw all values of a run as a line of at most `width` bars, from the smallest bar mean to the largest.
+
+    Each bar is the mean of an equal share of the values.
+    """
+    count = min(width, len(values))
+    edges = [round(i * len(values) / count) for i in range(count + 1)] if count else [0]
+    means = [fmean(values[start:end]) for start, end in itertools.pairwise(edges)]
+    if not means:
+        return ""
+    low, high = min(means), max(means)
+    if high == low:
+        return LEVELS[0] * count
+    return "".join(LEVELS[round((mean - low) / (high - low) * (len(LEVELS) - 1))] for mean in means)

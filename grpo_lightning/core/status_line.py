@@ -1,0 +1,117 @@
+"""A status line: one line that is redrawn in place in a terminal, and printed once a minute in a log file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
+
+from grpo_lightning.core.messages import LINE_SECONDS, redraws
+
+REDRAW_SECONDS = 0.1
+"""Minimum seconds between two redraws of the line."""
+
+Render = Callable[[int | None], Text]
+"""Formats the line for a width in columns; None is the line of a log file, which is plain text of any length."""
+
+
+class StatusLine:
+    """One line on stdout that tells how far a job is.
+
+    In a terminal or a notebook, the line is redrawn in place, and what is printed meanwhile goes above it. In a file,
+    the line is printed at the start, every minute and at the end, without carriage returns and escape codes. Only one
+    status line is on the screen: the one that was shown last.
+    """
+
+    on_screen: ClassVar[StatusLine | None] = None
+
+    def __init__(self) -> None:
+        self.live: Live | None = None
+        self.render: Render | None = None
+        self.printed = ""
+        self.next_time = 0.0
+
+    def show(self, render: Render, *, is_due: bool = False) -> None:
+        """Show the line, unless it was shown a moment ago (in a file: less than a minute ago).
+
+        Args:
+            render: Formats the line. It is called only if the line is shown now, or when it is closed.
+            is_due: True shows the line in a terminal in any case.
+        """
+        self.render = render
+        can_redraw = redraws(sys.stdout)
+        if time.monotonic() < self.next_time and not (is_due and can_redraw):
+            return
+        if can_redraw:
+            self.draw()
+        else:
+            self.print_line()
+        self.next_time = time.monotonic() + (REDRAW_SECONDS if can_redraw else LINE_SECONDS)
+
+    def close(self, *, is_kept: bool) -> None:
+        """Remove the line from the terminal, or keep it there in its last state. A file gets the last state.
+
+        Args:
+            is_kept: True keeps the line.
+        """
+        if self.render is not None and is_kept:
+            self.draw() if redraws(sys.stdout) else self.print_line()
+            self.next_time = 0.0
+        self.render = None
+        self.leave_screen(is_kept=is_kept)
+
+    def draw(self) -> None:
+        """Draw the line in place."""
+        if self.live is None:
+            if StatusLine.on_screen is not None:
+                StatusLine.on_screen.leave_screen(is_kept=False)
+            StatusLine.on_screen = self
+            self.live = live_display()
+            self.live.start()
+            self.live.console.show_cursor()  # a killed run would leave the terminal without a cursor
+        assert self.render is not None
+        self.live.update(InWidth(self.render), refresh=True)
+
+    def leave_screen(self, *, is_kept: bool) -> None:
+        """Stop drawing. The next call of `show` draws the line again."""
+        if self.live is None:
+            return
+        self.live.transient = not is_kept
+        self.live.stop()
+        self.live, StatusLine.on_screen = None, None
+
+    def print_line(self) -> None:
+        """Print the line, unless it is the line that was printed last."""
+        assert self.render is not None
+        line = self.render(None).plain
+        if line != self.printed:
+            print(line, flush=True)  # noqa: T201 - the log of the run
+            self.printed = line
+
+
+class InWidth:
+    """The line, in the width of the terminal."""
+
+    def __init__(self, render: Render) -> None:
+        self.render = render
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the line, cut at the width of the terminal."""
+        text = self.render(options.max_width)
+        text.truncate(options.max_width)
+        text.no_wrap = True
+        yield text
+
+
+def live_display() -> Live:
+    """Make a display on stdout that is redrawn on request; there is no thread that redraws it."""
+    stream: Any = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+    # In a notebook, rich would need ipywidgets; as a terminal, it moves to the start of the line like other bars.
+    console = Console(file=stream, force_terminal=True, force_jupyter=False, highlight=False)
+    # If only stdout is a terminal, messages on stderr go where stderr goes.
+    return Live(console=console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
