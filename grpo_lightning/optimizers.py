@@ -19,7 +19,15 @@ OptimizerFactory = Callable[[Iterable[Parameter]], Optimizer]
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW (Loshchilov and Hutter 2019) with GRPO's defaults: a small learning rate and no weight decay."""
+    """AdamW (Loshchilov and Hutter 2019) with GRPO's defaults: a small learning rate and no weight decay.
+
+    Args:
+        params: The trained parameters.
+        lr: Peak learning rate.
+        betas: Decay rates of the moving averages of the gradient and of its square.
+        eps: Added to the denominator of the update.
+        weight_decay: Decoupled weight decay: each step shrinks the weights by lr * weight_decay.
+    """
 
     def __init__(
         self,
@@ -36,6 +44,13 @@ class AdamW8bit(Optimizer):
     """AdamW with 8-bit states, quantised block by block (arXiv:2110.02861): 2 bytes per parameter instead of 8.
 
     It runs on CUDA and CPUs. The weights keep their dtype.
+
+    Args:
+        params: The trained parameters.
+        lr: Peak learning rate.
+        betas: Decay rates of the moving averages of the gradient and of its square.
+        eps: Added to the denominator of the update.
+        weight_decay: Decoupled weight decay: each step shrinks the weights by lr * weight_decay.
     """
 
     def __new__(
@@ -51,7 +66,15 @@ class AdamW8bit(Optimizer):
 
 
 class PagedAdamW8bit(Optimizer):
-    """`AdamW8bit` with states that are paged to CPU memory if the device runs out of memory."""
+    """`AdamW8bit` with states that are paged to CPU memory if the device runs out of memory.
+
+    Args:
+        params: The trained parameters.
+        lr: Peak learning rate.
+        betas: Decay rates of the moving averages of the gradient and of its square.
+        eps: Added to the denominator of the update.
+        weight_decay: Decoupled weight decay: each step shrinks the weights by lr * weight_decay.
+    """
 
     def __new__(
         cls,
