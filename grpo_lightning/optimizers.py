@@ -44,13 +44,6 @@ class AdamW8bit(Optimizer):
     """AdamW with 8-bit states, quantised block by block (arXiv:2110.02861): 2 bytes per parameter instead of 8.
 
     It runs on CUDA and CPUs. The weights keep their dtype.
-
-    Args:
-        params: The trained parameters.
-        lr: Peak learning rate.
-        betas: Decay rates of the moving averages of the gradient and of its square.
-        eps: Added to the denominator of the update.
-        weight_decay: Decoupled weight decay: each step shrinks the weights by lr * weight_decay.
     """
 
     def __new__(
@@ -61,20 +54,23 @@ class AdamW8bit(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> Any:
-        """Construct bitsandbytes' optimizer of this name. Raises: ModuleNotFoundError if bitsandbytes is missing."""
+        """Construct bitsandbytes' optimizer of this name.
+
+        Args:
+            params: The trained parameters.
+            lr: Peak learning rate.
+            betas: Decay rates of the moving averages of the gradient and of its square.
+            eps: Added to the denominator of the update.
+            weight_decay: Decoupled weight decay: each step shrinks the weights by lr * weight_decay.
+
+        Raises:
+            ModuleNotFoundError: If bitsandbytes is not installed.
+        """
         return bitsandbytes_optimizer(cls.__name__)(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 class PagedAdamW8bit(Optimizer):
-    """`AdamW8bit` with states that are paged to CPU memory if the device runs out of memory.
-
-    Args:
-        params: The trained parameters.
-        lr: Peak learning rate.
-        betas: Decay rates of the moving averages of the gradient and of its square.
-        eps: Added to the denominator of the update.
-        weight_decay: Decoupled weight decay: each step shrinks the weights by lr * weight_decay.
-    """
+    """`AdamW8bit` with states that are paged to CPU memory if the device runs out of memory."""
 
     def __new__(
         cls,
@@ -84,7 +80,18 @@ class PagedAdamW8bit(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> Any:
-        """Construct bitsandbytes' optimizer of this name. Raises: ModuleNotFoundError if bitsandbytes is missing."""
+        """Construct bitsandbytes' optimizer of this name.
+
+        Args:
+            params: The trained parameters.
+            lr: Peak learning rate.
+            betas: Decay rates of the moving averages of the gradient and of its square.
+            eps: Added to the denominator of the update.
+            weight_decay: Decoupled weight decay: each step shrinks the weights by lr * weight_decay.
+
+        Raises:
+            ModuleNotFoundError: If bitsandbytes is not installed.
+        """
         return bitsandbytes_optimizer(cls.__name__)(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 

@@ -31,7 +31,7 @@ import grpo_lightning.optimizers
 import grpo_lightning.rewards
 import grpo_lightning.schedules
 from grpo_lightning.cli import main, parse
-from grpo_lightning.cli.config import Key, nested_keys
+from grpo_lightning.cli.config import nested_keys
 from grpo_lightning.demo.arithmetic import DemoTask
 from tests.arguments.registry import configured
 from tests.pages import DOCS, blocks, prose, read
@@ -220,7 +220,7 @@ def test_a_setting_without_description_or_example_is_an_error(monkeypatch):
 def test_types_and_defaults_are_those_of_yaml():
     assert site_settings.type_text(int | None) == "integer or null"
     assert site_settings.type_text(list[str] | None) == "list of text or null"
-    assert site_settings.default_text(Key(float, 1e-6, "")) == "1.0e-06"
+    assert site_settings.default_text(1e-6) == "1.0e-06"
     by_key = {entry.key: entry for entry in entries()}
     assert by_key["model.objective.kl"].type == "`k1` or `k2` or `k3`"
     assert by_key["model.objective.kl"].default == "k3"

@@ -10,12 +10,14 @@ import dataclasses
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
+import docstring_parser
+import jsonargparse
 import lightning as L
 import yaml
 
@@ -50,6 +52,22 @@ LISTS = ("data.datasets", "model.rewards", "model.validation.metrics", "trainer.
 
 NAMED = {"grpo_lightning.rewards", "grpo_lightning.callbacks", "grpo_lightning.optimizers", "grpo_lightning.schedules"}
 """Modules whose classes a recipe names without their import path."""
+
+COMMAND_TEXTS = {
+    "config": (
+        "A recipe: a YAML file, or the name of a recipe of the package (`grpo-lightning recipes list`). May be given "
+        "several times."
+    ),
+    "seed_everything": (
+        "Seed of the run: of sampling, of the order of the prompts and of random weights. `true` takes a random seed, "
+        "`false` sets none."
+    ),
+    "weights_only": (
+        "Whether to load only tensors and plain values of a checkpoint, which runs no code of the file. Null leaves "
+        "the choice to Lightning."
+    ),
+}
+"""Descriptions of keys that Lightning adds to the command."""
 
 REQUIRED = "required"
 """Shown as the default of a setting without one."""
@@ -152,8 +170,8 @@ PAGES = [
         "trainer",
         "Trainer",
         "The arguments of Lightning's [Trainer](https://lightning.ai/docs/pytorch/stable/common/trainer.html), with "
-        "the defaults of `grpo-lightning fit`. [Lightning](../../lightning.md#trainer-arguments) states how each of them "
-        "behaves in a GRPO run.",
+        "the defaults of `grpo-lightning fit`. [Lightning](../../lightning.md#trainer-arguments) states how each "
+        "of them behaves in a GRPO run.",
         [Part("trainer", L.Trainer)],
     ),
     Page(
@@ -259,8 +277,8 @@ COMMAND = Page(
     "```\n\n"
     "Flags override files, and a later `--config` overrides an earlier one, key by key. A list replaces the list of an "
     "earlier file; `rewards+:` in a file and `--model.rewards+=...` append to it. An object that has several classes "
-    "is written with `class_path` and `init_args`. The examples on these pages set one key each, and can be added to any "
-    "recipe.",
+    "is written with `class_path` and `init_args`. The examples on these pages set one key each, and can be added to "
+    "any recipe.",
     [],
 )
 """Overview, with the settings of the command itself."""
@@ -294,7 +312,11 @@ def arguments_of(kind: type, num_passed: int = 0) -> dict[str, config.Key]:
     """Arguments of a class as the parser sees them."""
     parser = app.Parser(add_help=False)
     skip: set[Any] = {num_passed} if num_passed else set()
-    parser.add_class_arguments(kind, "own", fail_untyped=False, skip=skip)
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    try:
+        parser.add_class_arguments(kind, "own", fail_untyped=False, skip=skip)
+    finally:
+        jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=False)
     keys = {key.removeprefix("own."): own for key, own in parser.keys().items() if key.startswith("own.")}
     named = dict.fromkeys(keys) if _takes_any(kind) else config.arguments(kind)
     return {name: own for name, own in keys.items() if name in named}
@@ -362,18 +384,33 @@ def _entry(
     tree: dict[str, Any],
     kind: type | None = None,
 ) -> Setting:
-    text = description(own.help, kind, name)
+    text = COMMAND_TEXTS.get(key) or description(own.help or class_docs(kind).get(name, ""), kind, name)
     if not text:
         owner = kind.__name__ if kind else "the command"
         raise ValueError(f"{key} has no description: add a line to the docstring of {owner}.")
-    return Setting(key, name, type_text(own.hint), default_text(own), unit, text, example or yaml_line(tree), tree)
+    kind_text = "path" if key == "config" else type_text(own.hint)
+    default = REQUIRED if is_required(kind, name) else default_text(own.default)
+    return Setting(key, name, kind_text, default, unit, text, example or yaml_line(tree), tree)
+
+
+def is_required(kind: type | None, name: str) -> bool:
+    """True if an argument of a class has no default."""
+    argument = inspect.signature(kind).parameters.get(name) if kind else None
+    return argument is not None and argument.default is argument.empty
+
+
+def class_docs(kind: type | None) -> dict[str, str]:
+    """Descriptions of the arguments of a class that is made by `__new__`, of which the parser has none."""
+    parsed = docstring_parser.parse(inspect.getdoc(kind.__new__) or "" if kind else "")
+    return {argument.arg_name: argument.description or "" for argument in parsed.params}
 
 
 def description(text: str, kind: type | None, name: str) -> str:
     """Description of an argument as Markdown; one that refers to another class is completed by that class's."""
     plain = re.sub(r"\s*\((?:type|required|default)[^()]*(?:\([^()]*\)[^()]*)*\)\s*$", "", text or "").strip()
     plain = re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)(?:\s*<[^>]*>)?`", r"`\1`", plain.replace("``", "`"))
-    plain = re.sub(r"\s+", " ", plain.replace("%(default)s", "")).strip()
+    plain = re.sub(r"`([^`<]+?)\s*<(https?://[^>]+)>`_", r"[\1](\2)", plain)
+    plain = re.sub(r"\s+", " ", re.sub(r"\bDefaults?(?: to|:)\s*(?:`[^`]*`|[\d.]+)\.?", "", plain)).strip()
     other = re.match(r"(?:As in|See) `(\w+)`(?:, (?P<more>[^.]+))?\.$", plain)
     if other is None or kind is None:
         return plain
@@ -407,10 +444,10 @@ def type_text(hint: Any) -> str:
         return " or ".join(dict.fromkeys(type_text(member) for member in inner))
     if origin is tuple and inner[-1] is not Ellipsis:
         return f"list of {len(inner)} numbers"
-    if origin in (list, tuple, Sequence, set) or (inspect.isclass(origin) and issubclass(origin, Sequence)):
+    if inspect.isclass(origin) and issubclass(origin, Iterable) and not issubclass(origin, Mapping):
         items = type_text(inner[0])
         return f"list of {f'({items})' if ' or ' in items else items}" if inner else "list"
-    if origin is dict or (inspect.isclass(origin) and issubclass(origin, Mapping)):
+    if inspect.isclass(origin) and issubclass(origin, Mapping):
         return "mapping"
     if origin is Callable:
         return "class or function"
@@ -419,18 +456,22 @@ def type_text(hint: Any) -> str:
     return "any"
 
 
-def default_text(own: config.Key) -> str:
+def default_text(value: Any) -> str:
     """A default in YAML."""
-    value = own.default
-    if str(value) == "==SUPPRESS==" or getattr(own, "is_required", False):
-        return REQUIRED
     if hasattr(value, "as_dict"):
         value = value.as_dict()
-    if isinstance(value, Mapping) and "class_path" in value:
+    if isinstance(value, list) and value and all(map(is_object, value)):
+        return f"[{', '.join(item['class_path'].rpartition('.')[2] for item in value)}]"
+    if is_object(value):
         return str(value["class_path"]).rpartition(".")[2]
     if inspect.isclass(value) or dataclasses.is_dataclass(value):
         return getattr(value, "__name__", type(value).__name__)
     return scalar_text(value)
+
+
+def is_object(value: Any) -> bool:
+    """True for the settings of an object of a named class."""
+    return isinstance(value, Mapping) and "class_path" in value
 
 
 def scalar_text(value: Any) -> str:
@@ -479,7 +520,8 @@ def page_text(page: Page) -> str:
     for part in page.parts:
         heading = "" if page.parts == [part] else f"## {heading_text(part)}\n\n{summary(part)}\n\n"
         try:
-            sections.append(heading + "".join(map(entry_text, settings_of(part))))
+            level = 2 if page.parts == [part] else 3
+            sections.append(heading + "".join(entry_text(entry, level) for entry in settings_of(part)))
         except ValueError as error:
             problems.append(str(error))
     if problems:
@@ -511,13 +553,13 @@ def summary(part: Part) -> str:
     return f"{first}\n\n{where}"
 
 
-def entry_text(entry: Setting) -> str:
-    """Markdown of an entry."""
+def entry_text(entry: Setting, level: int = 3) -> str:
+    """Markdown of an entry, with a heading of this level."""
     unit = f" · Unit: {entry.unit}" if entry.unit else ""
     default = entry.default if entry.default == REQUIRED else f"`{entry.default}`"
     language = "bash" if entry.example.startswith("--") else "yaml"
     return (
-        f"### `{entry.name}` {{ #{entry.key} }}\n\n"
+        f"{'#' * level} `{entry.name}` {{ #{entry.key} }}\n\n"
         f"{entry.text}\n\n"
         f"Type: {entry.type} · Default: {default}{unit}\n{{ .setting }}\n\n"
         f"```{language}\n{entry.example}\n```\n\n"
