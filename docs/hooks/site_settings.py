@@ -98,7 +98,8 @@ class Part:
         """The class as a recipe names it."""
         homes = (module for module in ("grpo_lightning", *sorted(NAMED), "grpo_lightning.environments"))
         home = next((home for home in homes if hasattr(_imported(home), self.kind.__name__)), self.kind.__module__)
-        is_short = home in NAMED or self.key in ("model.engine", "model.policy")
+        is_lightnings = self.key == "trainer.callbacks" and hasattr(L.pytorch.callbacks, self.kind.__name__)
+        is_short = (home in NAMED and not is_lightnings) or self.key in ("model.engine", "model.policy")
         return self.kind.__name__ if is_short else f"{home}.{self.kind.__name__}"
 
     def tree(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
