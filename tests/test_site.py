@@ -33,6 +33,7 @@ from grpo_lightning.cli import main, parse
 from grpo_lightning.cli.config import nested_keys
 from grpo_lightning.demo.arithmetic import DemoTask
 from tests.arguments.registry import configured
+from tests.marks import SLOW
 from tests.pages import DOCS, blocks, prose, read
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -150,36 +151,34 @@ def merged(base: dict, other: dict) -> dict:
 
 
 def recipes() -> list[dict]:
-    """As few recipes as possible that have all examples: one class of each key at a time."""
+    """As few recipes as possible that have all examples: one class of each key at a time, and one item per class."""
     found: list[dict] = []
     for part in PARTS.values():
-        settings = site_settings.settings_of(part)
-        tree: dict = {}
-        for setting in settings:
-            tree = merged(tree, setting.tree)
+        arguments: dict = {}
+        for name, (value, _) in site_settings.examples()[part.id].items():
+            arguments |= value if isinstance(value, dict) and name in value else {name: value}
         is_alternative = part.is_named and part.key not in site_settings.LISTS and part.key != "model.policy"
         earlier = [other for other in PARTS.values() if other.key == part.key]
-        level = 1 + (earlier.index(part) if is_alternative else part.key.count("."))
-        number = 0 if part.key in ("trainer", "data", "model") else level
+        number = earlier.index(part) if is_alternative else 0
+        number += part.key not in ("trainer", "data", "model")  # their examples have objects that parts set, too
         found += [{} for _ in range(number + 1 - len(found))]
-        found[number] = merged(found[number], tree)
+        found[number] = merged(found[number], part.tree(arguments))
     return found
 
 
-def test_examples_parse(folder):
-    base = {
-        "model": {"policy": "p", "rewards": ["grpo_lightning.rewards.ExactMatch"]},
-        "data": {"datasets": ["x.jsonl"]},
-    }
-    Path("base.yaml").write_text(yaml.safe_dump(base))
+@pytest.mark.parametrize("number", [0, 1, *(pytest.param(number, marks=SLOW) for number in range(2, 6))])
+def test_examples_parse(folder, number):
+    """Each of the recipes; the later ones have further classes of the same keys, such as other schedules."""
     trees = recipes()
-    assert len(trees) < 8
-    for number, tree in enumerate(trees):
-        Path(f"{number}.yaml").write_text(yaml.safe_dump(tree))
-        parse(["--config", "base.yaml", "--config", f"{number}.yaml"])
-    for entry in site_settings.command_settings():
-        if entry.name != "config":
-            parse(["--config", "base.yaml", f"--{entry.name}={entry.tree[entry.name]}"])
+    assert len(trees) == 6
+    model = {"policy": "p", "rewards": ["grpo_lightning.rewards.ExactMatch"]}
+    Path("base.yaml").write_text(yaml.safe_dump({"model": model, "data": {"datasets": ["x.jsonl"]}}))
+    Path("examples.yaml").write_text(yaml.safe_dump(trees[number]))
+    flags = []
+    if number == 0:
+        flags = [f"--{each.name}={each.tree[each.name]}" for each in site_settings.command_settings()]
+        flags = [flag for flag in flags if not flag.startswith("--config")]
+    parse(["--config", "base.yaml", "--config", "examples.yaml", *flags])
 
 
 def test_examples_are_in_the_range_of_their_class(folder):

@@ -9,6 +9,7 @@ import importlib
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import griffe
@@ -188,7 +189,7 @@ def page_text(topic: Topic, names: list[str]) -> str:
 def undocumented(found: dict[Topic, list[str]]) -> list[str]:
     """Public names without a docstring, and those on no page."""
     documented = {name for names in found.values() for name in names}
-    package = griffe.load(PACKAGE, docstring_parser="google")
+    package = source()
     missing = [f"{name} has no docstring." for name in sorted(documented) if not has_docstring(package, name)]
     public = {path: module for module in PUBLIC for path in public_names(module).values()}
     return missing + [
@@ -196,6 +197,12 @@ def undocumented(found: dict[Topic, list[str]]) -> list[str]:
         for path, module in public.items()
         if path not in documented
     ]
+
+
+@cache
+def source() -> Any:
+    """The package as its source has it: aliases of types have their docstrings only there."""
+    return griffe.load(PACKAGE, docstring_parser="google")
 
 
 def has_docstring(package: Any, name: str) -> bool:

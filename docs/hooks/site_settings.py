@@ -105,6 +105,8 @@ class Part:
     def tree(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of a recipe that set these arguments."""
         found: Any = dict(arguments)
+        if self.key == "model.policy.lora":
+            return config.nested(["model", "policy"], {"class_path": "PolicyLoader", "init_args": {"lora": found}})
         if self.is_named:
             found = {"class_path": self.class_path} | ({"init_args": found} if found else {})
         return config.nested(self.key.split("."), [found] if self.key in LISTS else found)
@@ -313,7 +315,8 @@ def arguments_of(kind: type, num_passed: int = 0) -> dict[str, config.Key]:
     """Arguments of a class as the parser sees them."""
     parser = app.Parser(add_help=False)
     skip: set[Any] = {num_passed} if num_passed else set()
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    # Reading them takes time, and only dataclasses have their descriptions there.
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=dataclasses.is_dataclass(kind))
     try:
         parser.add_class_arguments(kind, "own", fail_untyped=False, skip=skip)
     finally:
