@@ -7,6 +7,7 @@ import ast
 import json
 import logging
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from grpo_lightning.cli import main, parse
 from grpo_lightning.cli.config import nested_keys
 from grpo_lightning.demo.arithmetic import DemoTask
 from tests.arguments.registry import configured
+from tests.browser import offline_page, open_chromium
 from tests.marks import SLOW
 from tests.pages import DOCS, blocks, prose, read
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -166,11 +168,11 @@ def recipes() -> list[dict]:
     return found
 
 
-@pytest.mark.parametrize("number", [0, 1, *(pytest.param(number, marks=SLOW) for number in range(2, 6))])
+@pytest.mark.parametrize("number", [0, 1, *(pytest.param(number, marks=SLOW) for number in range(2, 7))])
 def test_examples_parse(folder, number):
     """Each of the recipes; the later ones have further classes of the same keys, such as other schedules."""
     trees = recipes()
-    assert len(trees) == 6
+    assert len(trees) == 7
     model = {"policy": "p", "rewards": ["grpo_lightning.rewards.ExactMatch"]}
     Path("base.yaml").write_text(yaml.safe_dump({"model": model, "data": {"datasets": ["x.jsonl"]}}))
     Path("examples.yaml").write_text(yaml.safe_dump(trees[number]))
@@ -291,7 +293,7 @@ def test_files_are_shown_with_what_they_link_to():
 
 def small_site(folder: Path, text: str, **options) -> None:
     """Build a site of one page with the settings of mkdocs.yml, strictly."""
-    Path(folder, "docs").mkdir()
+    Path(folder, "docs").mkdir(exist_ok=True)
     Path(folder, "docs", "index.md").write_text(text)
     own = {"nav": [{"Start": "index.md"}], "hooks": [], "plugins": [], "extra_css": [], "strict": True} | options
     build(load_config(str(ROOT / "mkdocs.yml"), docs_dir=str(folder / "docs"), site_dir=str(folder / "site"), **own))
@@ -316,6 +318,24 @@ def test_a_right_page_builds(tmp_path):
 def test_a_broken_page_fails(tmp_path, text, nav):
     with pytest.raises(Abort):
         small_site(tmp_path, text, **({} if nav is None else {"nav": nav}))
+
+
+def test_search_works_from_the_disk(tmp_path):
+    """Without a network, and although browsers start no workers there."""
+    (tmp_path / "docs" / "deep").mkdir(parents=True)
+    (tmp_path / "docs" / "deep" / "page.md").write_text("# Deep\n\n## Aardvarks\n\nThey dig.\n")
+    shutil.copytree(DOCS / "assets", tmp_path / "docs" / "assets")
+    nav = [{"Start": "index.md"}, {"Deep": "deep/page.md"}]
+    small_site(tmp_path, "# Start\n", nav=nav, plugins=["search", "offline"])
+    with open_chromium() as browser, offline_page(browser) as page:
+        for start in ("index.html", "deep/page.html"):
+            page.goto((tmp_path / "site" / start).as_uri())
+            page.locator("input.md-search__input").click()
+            page.keyboard.type("aardvarks")
+            page.locator("a.md-search-result__link").first.wait_for()
+            assert page.locator(".md-search-result__item").count() == 1
+            page.locator("a.md-search-result__link").first.click()
+            page.locator("h2#aardvarks").wait_for()
 
 
 def nav_pages(nav: object) -> Iterator[str]:

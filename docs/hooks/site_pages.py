@@ -34,14 +34,21 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     except ValueError as error:
         raise PluginError(f"The reference is incomplete:\n{error}") from error
     for path, text in generated.items():
-        files.append(File.generated(config, path, content=text))
+        files.append(File.generated(config, path, content=front_matter(path) + text))
     pages = {site_links.repository_path(file.src_uri): file.content_string for file in files.documentation_pages()}
     for path, source in site_links.linked_files(pages).items():
         if path.endswith(".md"):
-            files.append(File.generated(config, path, content=site_links.content(source)))
+            files.append(File.generated(config, path, content=front_matter(path) + site_links.content(source)))
         else:
             files.append(File.generated(config, path, abs_src_path=str(source)))
     return files
+
+
+def front_matter(path: str) -> str:
+    """Settings come first in the results of a search, and pages of files are left out."""
+    if path.startswith(f"{site_links.SHOWN}/"):
+        return "---\nsearch: {exclude: true}\n---\n\n"
+    return "---\nsearch: {boost: 2}\n---\n\n" if path.startswith(site_settings.FOLDER) else ""
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
