@@ -307,7 +307,7 @@ def examples() -> dict[str, dict[str, tuple[Any, str | None]]]:
 def fit_keys() -> dict[str, config.Key]:
     """Keys of the parser of `grpo-lightning fit`."""
     recipe = "{model: {policy: p, rewards: [grpo_lightning.rewards.ExactMatch]}, data: {datasets: x.jsonl}}"
-    return app.ParsedCLI.of(["--config", recipe]).subparser.keys()
+    return app.ParsedCLI.of(["--config", recipe, "--trainer.max_steps=1"]).subparser.keys()
 
 
 @cache
