@@ -547,11 +547,9 @@ def heading_text(part: Part) -> str:
 def summary(part: Part) -> str:
     """What a section is about: the first paragraph of the docstring, and the class."""
     first = inspect.cleandoc(part.kind.__doc__ or "").partition("\n\n")[0]
-    where = (
-        f"A list; each item names its class: `class_path: {part.class_path}`."
-        if part.key in LISTS
-        else (f"Named as `class_path: {part.class_path}`.")
-    )
+    where = f"Named as `class_path: {part.class_path}`."
+    if part.key in LISTS:
+        where = f"An item of the list `{part.key}`: `class_path: {part.class_path}`."
     if not part.is_named:
         where = f"The class [`{part.kind.__name__}`][{part.kind.__module__}.{part.kind.__qualname__}]."
     return f"{first}\n\n{where}"
