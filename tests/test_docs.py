@@ -56,7 +56,7 @@ LOGGED_BY_REWARDS = {
 }
 """Metrics that single rewards log; tests/rewards/ has their tests."""
 
-THEIR_FILES = {"grpo_jsonl.py", "train.py", "recipe.yaml", "my_run.yaml", "my_rewards.py"}
+THEIR_FILES = {"grpo_jsonl.py", "train.py", "recipe.yaml", "my_rewards.py", "my_run.yaml", "config.yaml"}
 
 
 def migration_rows() -> list[TableRow]:
