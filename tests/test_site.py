@@ -351,6 +351,7 @@ def test_every_page_is_in_the_navigation():
     listed = list(nav_pages(yaml.safe_load(text)["nav"]))
     generated = [page.path for page in [site_settings.COMMAND, *site_settings.PAGES]]
     generated += [topic.path for topic in site_api.TOPICS]
+    generated += [site_links.site_path(name) for name in site_links.ALWAYS]
     assert sorted(listed) == sorted([*generated, *(path.name for path in DOCS.glob("*.md"))])
 
 

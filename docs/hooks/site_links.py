@@ -23,6 +23,9 @@ DOCS = ROOT / "docs"
 SHOWN = "files"
 """Folder of the site that has the pages of files."""
 
+ALWAYS = ("CONTRIBUTING.md", "CHANGELOG.md")
+"""Files that have a page even if no page links to them."""
+
 IMAGES = (".png", ".jpg", ".jpeg", ".svg", ".gif", ".webp")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".json": "json", ".sh": "bash"}
 LISTED = (".yaml", ".py", ".ipynb", ".md")
@@ -114,8 +117,8 @@ def linked_files(pages: dict[str, str]) -> dict[str, Path]:
     Returns:
         Paths of the files by their path in the site's sources (`site_path`).
     """
-    found: dict[str, Path] = {}
-    waiting = list(pages.items())
+    found = {site_path(name): ROOT / name for name in ALWAYS}
+    waiting = [*pages.items(), *((name, content(ROOT / name)) for name in ALWAYS)]
     while waiting:
         source, text = waiting.pop()
         for target in filter(is_relative, targets(text)):
