@@ -152,7 +152,7 @@ def fenced(text: str, language: str) -> str:
 
 
 def folder_lines(path: Path) -> Iterator[str]:
-    """One list item per file of a folder: a link, and the first line of the file's header."""
+    """One list item per file of a folder: a link, and the first sentence of the file's header."""
     for file in sorted(path.rglob("*")):
         inner = file.relative_to(path)
         if file.suffix in LISTED and not any(part.startswith((".", "_")) for part in inner.parts):
@@ -160,11 +160,16 @@ def folder_lines(path: Path) -> Iterator[str]:
 
 
 def header_line(path: Path) -> str:
-    """First line of the comment or docstring at the top of a YAML or Python file, after a colon."""
+    """First sentence of the comment or docstring at the top of a YAML or Python file, after a colon."""
     if path.suffix not in (".yaml", ".py"):
         return ""
-    first = path.read_text(encoding="utf-8").partition("\n")[0]
-    return f": {first.strip('# ').strip(chr(34))}" if first.startswith(("#", '"""')) else ""
+    text = path.read_text(encoding="utf-8")
+    header = re.match(r"(?:#.*\n)+", text) or re.match(r'"""(?s:.*?)"""', text)
+    if header is None:
+        return ""
+    lines = (re.sub(r'^#|"{3}', "", line).strip() for line in header[0].splitlines())
+    plain = " ".join(lines).strip().removeprefix("Shows: ")
+    return f": {re.split(r'(?<=[.:])(?<!al[.])(?<!Dr[.]) +(?=[A-Z`])', plain)[0].rstrip(':')}"
 
 
 def notebook_text(notebook: dict[str, list[dict[str, str | list[str]]]]) -> str:

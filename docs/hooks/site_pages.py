@@ -25,6 +25,7 @@ UNLINKED = re.compile(r"(<pre.*?</pre>|<a\b.*?</a>|<h[1-6].*?</h[1-6]>)", re.DOT
 """Code blocks, links and headings, in which settings are not linked."""
 
 CODE = re.compile(r"<code>([A-Za-z_][\w.]*)((?:: |=)[^<]*)?</code>")
+FILE = re.compile(r"<code>((?:recipes|notebooks)/[\w./-]+\.\w+)</code>")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -58,11 +59,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Link settings in the text to their entries in the reference."""
+    """Link settings in the text to their entries in the reference, and recipes and notebooks to their pages."""
     entries = {name: (path, anchor) for name, path, anchor in site_settings.links()}
 
     def linked(code: re.Match[str]) -> str:
-        path, anchor = entries.get(code[1]) or entries.get(f"model.{code[1]}") or ("", "")
+        # A plain word, such as `rewards`, may be a setting of several objects, or none.
+        is_word = code[1].islower() and not re.search(r"[._]", code[1])
+        path, anchor = ("", "") if is_word else entries.get(code[1]) or entries.get(f"model.{code[1]}") or ("", "")
         if not path or (path == page.file.src_uri):
             return code[0]
         file = files.get_file_from_path(path)
@@ -70,5 +73,9 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         url = get_relative_url(file.url, page.url)
         return f'<a class="setting" href="{url}{"#" if anchor else ""}{anchor}">{code[0]}</a>'
 
+    def linked_file(code: re.Match[str]) -> str:
+        file = files.get_file_from_path(site_links.site_path(code[1]))
+        return code[0] if file is None else f'<a href="{get_relative_url(file.url, page.url)}">{code[0]}</a>'
+
     pieces = UNLINKED.split(html)
-    return "".join(piece if i % 2 else CODE.sub(linked, piece) for i, piece in enumerate(pieces))
+    return "".join(piece if i % 2 else FILE.sub(linked_file, CODE.sub(linked, piece)) for i, piece in enumerate(pieces))
