@@ -168,7 +168,7 @@ def header_line(path: Path) -> str:
     if header is None:
         return ""
     lines = (re.sub(r'^#|"{3}', "", line).strip() for line in header[0].splitlines())
-    plain = " ".join(lines).strip().removeprefix("Shows: ")
+    plain = " ".join(lines).strip().removeprefix("Shows: ").replace("<", "&lt;")
     return f": {re.split(r'(?<=[.:])(?<!al[.])(?<!Dr[.]) +(?=[A-Z`])', plain)[0].rstrip(':')}"
 
 
