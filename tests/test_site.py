@@ -50,7 +50,7 @@ def make_calendar():
 
 class Calendar:
     def free(self, day: str) -> bool:
-        \"\"\"Tell whether a day is free.
+        \"\"\"Look up whether a day is free.
 
         Args:
             day: The day.
@@ -139,12 +139,12 @@ def test_an_example_is_the_yaml_shown():
         assert entry.type, entry.key
 
 
-def merged(base: dict, other: dict) -> dict:
+def merge(base: dict, other: dict) -> dict:
     """Nested settings with those of `other` on top; lists are joined."""
     found = dict(base)
     for key, value in other.items():
         if isinstance(value, dict) and isinstance(found.get(key), dict):
-            found[key] = merged(found[key], value)
+            found[key] = merge(found[key], value)
         elif isinstance(value, list) and isinstance(found.get(key), list):
             found[key] = found[key] + value
         else:
@@ -164,7 +164,7 @@ def recipes() -> list[dict]:
         number = earlier.index(part) if is_alternative else 0
         number += part.key not in ("trainer", "data", "model")  # their examples have objects that parts set, too
         found += [{} for _ in range(number + 1 - len(found))]
-        found[number] = merged(found[number], part.tree(arguments))
+        found[number] = merge(found[number], part.tree(arguments))
     return found
 
 
@@ -247,7 +247,7 @@ def test_every_public_name_has_a_docstring_and_a_page():
 def test_a_public_name_without_page_or_docstring_is_found(monkeypatch):
     found = {topic: list(site_api.identifiers(topic)) for topic in site_api.TOPICS if topic.name != "functional"}
     found[site_api.TOPICS[0]].append("grpo_lightning.rewards._HOMES")
-    problems = site_api.undocumented(found)
+    problems = site_api.undocumented_names(found)
     assert "grpo_lightning.rewards._HOMES has no docstring." in problems
     assert any("functional.losses.kl_divergence is public" in problem for problem in problems)
 
@@ -364,6 +364,13 @@ def test_every_page_is_in_the_navigation():
 def test_blocks_in_lists_are_indented_by_four(page):
     """Two are enough for some renderers of Markdown, and not for the site's."""
     found = re.findall(r"\n\n {1,3}(?:\||```|- |\d\. ).*", read(page))
+    assert found == []
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+def test_lists_follow_an_empty_line(page):
+    """Otherwise, they are a part of the paragraph above on the site."""
+    found = re.findall(r"^(?![-|#>]|\d+\.| |$).*\n(?:- |\d+\. ).*", prose(read(page)), re.MULTILINE)
     assert found == []
 
 

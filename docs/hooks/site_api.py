@@ -63,7 +63,9 @@ TOPICS = [
         ),
     ),
     Topic("rewards", "Rewards", "Functions and classes that score completions.", ("rewards",)),
-    Topic("environments", "Environments", "What a policy acts in, over several turns.", ("environments",)),
+    Topic(
+        "environments", "Environments", "Games and tools in which a policy acts over several turns.", ("environments",)
+    ),
     Topic(
         "engines",
         "Engines and rollouts",
@@ -122,7 +124,7 @@ TOPICS = [
     Topic(
         "types",
         "Records",
-        "What the steps of the algorithm pass on.",
+        "Records that the steps of the algorithm pass on.",
         (
             "core.types.Prompt",
             "core.types.Completion",
@@ -176,7 +178,7 @@ def pages() -> dict[str, str]:
         ValueError: If a public name has no docstring, or is on no page; the message lists all of them.
     """
     found = {topic: list(identifiers(topic)) for topic in TOPICS}
-    if problems := undocumented(found):
+    if problems := undocumented_names(found):
         raise ValueError("\n".join(problems))
     return {topic.path: page_text(topic, names) for topic, names in found.items()}
 
@@ -186,7 +188,7 @@ def page_text(topic: Topic, names: list[str]) -> str:
     return f"# {topic.title}\n\n{topic.intro}\n\n" + "\n".join(f"::: {name}\n" for name in names)
 
 
-def undocumented(found: dict[Topic, list[str]]) -> list[str]:
+def undocumented_names(found: dict[Topic, list[str]]) -> list[str]:
     """Public names without a docstring, and those on no page."""
     documented = {name for names in found.values() for name in names}
     package = source()

@@ -42,10 +42,10 @@ PIECES = re.compile(
 def rewrite(text: str, change: Callable[[str], str]) -> str:
     """Replace the targets of the links in a Markdown text; code is left alone."""
 
-    def replaced(piece: re.Match[str]) -> str:
+    def replace(piece: re.Match[str]) -> str:
         return piece[0] if piece["code"] else f"]({change(piece['target'])})"
 
-    return PIECES.sub(replaced, text)
+    return PIECES.sub(replace, text)
 
 
 def targets(text: str) -> Iterator[str]:
@@ -142,10 +142,10 @@ def content(path: Path) -> str:
         return text
     if path.suffix == ".ipynb":
         return notebook_text(json.loads(text))
-    return f"# {name}\n\n" + fenced(text, LANGUAGES.get(path.suffix, "text"))
+    return f"# {name}\n\n" + code_block(text, LANGUAGES.get(path.suffix, "text"))
 
 
-def fenced(text: str, language: str) -> str:
+def code_block(text: str, language: str) -> str:
     """A code block, with a fence that the text does not have."""
     fence = "`" * max([3, *(len(ticks) + 1 for ticks in re.findall(r"`{3,}", text))])
     return f"{fence}{language}\n{text.strip()}\n{fence}\n"
@@ -177,5 +177,5 @@ def notebook_text(notebook: dict[str, list[dict[str, str | list[str]]]]) -> str:
     cells = []
     for cell in notebook["cells"]:
         text = "".join(cell["source"])
-        cells.append(fenced(text, "python") if cell["cell_type"] == "code" else f"{text}\n")
+        cells.append(code_block(text, "python") if cell["cell_type"] == "code" else f"{text}\n")
     return "\n".join(cells)

@@ -62,7 +62,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     """Link settings in the text to their entries in the reference, and recipes and notebooks to their pages."""
     entries = {name: (path, anchor) for name, path, anchor in site_settings.links()}
 
-    def linked(code: re.Match[str]) -> str:
+    def entry_link(code: re.Match[str]) -> str:
         # A plain word, such as `rewards`, may be a setting of several objects, or none.
         is_word = code[1].islower() and not re.search(r"[._]", code[1])
         path, anchor = ("", "") if is_word else entries.get(code[1]) or entries.get(f"model.{code[1]}") or ("", "")
@@ -73,9 +73,11 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         url = get_relative_url(file.url, page.url)
         return f'<a class="setting" href="{url}{"#" if anchor else ""}{anchor}">{code[0]}</a>'
 
-    def linked_file(code: re.Match[str]) -> str:
+    def file_link(code: re.Match[str]) -> str:
         file = files.get_file_from_path(site_links.site_path(code[1]))
         return code[0] if file is None else f'<a href="{get_relative_url(file.url, page.url)}">{code[0]}</a>'
 
     pieces = UNLINKED.split(html)
-    return "".join(piece if i % 2 else FILE.sub(linked_file, CODE.sub(linked, piece)) for i, piece in enumerate(pieces))
+    return "".join(
+        piece if i % 2 else FILE.sub(file_link, CODE.sub(entry_link, piece)) for i, piece in enumerate(pieces)
+    )

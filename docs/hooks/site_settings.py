@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -97,7 +98,7 @@ class Part:
     def class_path(self) -> str:
         """The class as a recipe names it."""
         homes = (module for module in ("grpo_lightning", *sorted(NAMED), "grpo_lightning.environments"))
-        home = next((home for home in homes if hasattr(_imported(home), self.kind.__name__)), self.kind.__module__)
+        home = next((home for home in homes if hasattr(module_of(home), self.kind.__name__)), self.kind.__module__)
         is_lightnings = self.key == "trainer.callbacks" and hasattr(L.pytorch.callbacks, self.kind.__name__)
         is_short = (home in NAMED and not is_lightnings) or self.key in ("model.engine", "model.policy")
         return self.kind.__name__ if is_short else f"{home}.{self.kind.__name__}"
@@ -148,24 +149,27 @@ class Page:
         return f"{FOLDER}/{self.name}.md"
 
 
-def _named(key: str, *kinds: type, num_passed: int = 0) -> list[Part]:
+def parts_of(key: str, *kinds: type, num_passed: int = 0) -> list[Part]:
+    """Parts of several classes that a recipe can name at one key."""
     return [Part(key, kind, is_named=True, num_passed=num_passed) for kind in kinds]
 
 
-def _public(module: Any, *, but: Sequence[str] = ()) -> list[type]:
+def public_classes(module: Any, *, but: Sequence[str] = ()) -> list[type]:
     """Classes in `__all__` of a module, or those that it defines."""
-    names = getattr(module, "__all__", None) or [n for n, v in vars(module).items() if _is_defined(v, module)]
+    names = getattr(module, "__all__", None) or [n for n, v in vars(module).items() if is_defined(v, module)]
     found = [getattr(module, name) for name in names if name not in but and not name.startswith("_")]
     return [kind for kind in found if inspect.isclass(kind)]
 
 
-def _is_defined(value: Any, module: Any) -> bool:
+def is_defined(value: Any, module: Any) -> bool:
+    """True for a class that a module defines."""
     return inspect.isclass(value) and value.__module__ == module.__name__
 
 
 @cache
-def _imported(name: str) -> Any:
-    return __import__(name, fromlist=["_"])
+def module_of(name: str) -> Any:
+    """The module of this name."""
+    return import_module(name)
 
 
 PAGES = [
@@ -182,14 +186,14 @@ PAGES = [
         "Strategies",
         "`trainer.strategy` takes a name (`ddp`, `fsdp2`, `zero1`, `zero2`, `zero3`, `zero3_offload`), or one of these "
         "classes with arguments. [From one device to many](../../scale.md) compares them.",
-        _named("trainer.strategy", FSDP2Strategy, GRPODeepSpeedStrategy),
+        parts_of("trainer.strategy", FSDP2Strategy, GRPODeepSpeedStrategy),
     ),
     Page(
         "callbacks",
         "Callbacks",
         "Items of the list `trainer.callbacks`. All callbacks of Lightning work as well, with a few exceptions: see "
         "[Lightning](../../lightning.md#callbacks).",
-        _named("trainer.callbacks", *_public(callbacks)),
+        parts_of("trainer.callbacks", *public_classes(callbacks)),
     ),
     Page(
         "data",
@@ -198,7 +202,7 @@ PAGES = [
         [
             Part("data", PromptDataModule),
             Part("data.datasets", DatasetEntry),
-            *_named("data.prepare", ReasoningGymTasks, NumberGames),
+            *parts_of("data.prepare", ReasoningGymTasks, NumberGames),
         ],
     ),
     Page(
@@ -225,7 +229,7 @@ PAGES = [
         [
             Part("model.sampling", SamplingParams),
             Part("model.validation", Validation),
-            *_named("model.validation.metrics", RECAccuracy, MeanIoU),
+            *parts_of("model.validation.metrics", RECAccuracy, MeanIoU),
         ],
     ),
     Page(
@@ -240,7 +244,7 @@ PAGES = [
         "Engines",
         "`model.engine` samples the completions: the policy itself (`LocalEngine`, the default), or "
         "[vLLM](../../vllm.md).",
-        _named("model.engine", LocalEngine, VLLMEngine),
+        parts_of("model.engine", LocalEngine, VLLMEngine),
     ),
     Page(
         "environments",
@@ -248,8 +252,9 @@ PAGES = [
         "For completions of several turns: see [conversations](../../conversations.md).",
         [
             Part("model.conversation", ConversationSettings),
-            *_named(
-                "model.environment", *_public(environments, but=("Environment", "EnvironmentRunner", "Search", "Step"))
+            *parts_of(
+                "model.environment",
+                *public_classes(environments, but=("Environment", "EnvironmentRunner", "Search", "Step")),
             ),
         ],
     ),
@@ -258,8 +263,8 @@ PAGES = [
         "Optimizers and schedules",
         "`model.optimizer` and `model.scheduler` take these classes, and any class of `torch.optim` and "
         "`torch.optim.lr_scheduler`.",
-        _named("model.optimizer", *_public(optimizers), num_passed=1)
-        + _named("model.scheduler", *_public(schedules, but=("Schedule",)), num_passed=1),
+        parts_of("model.optimizer", *public_classes(optimizers), num_passed=1)
+        + parts_of("model.scheduler", *public_classes(schedules, but=("Schedule",)), num_passed=1),
     ),
     Page(
         "rewards",
@@ -267,7 +272,7 @@ PAGES = [
         "Items of the list `model.rewards`. A function is named by its import path (`my_rewards.brief`), a class by "
         "`class_path`, with its arguments in `init_args`. `WeightedReward` gives a reward a weight, a name, and what "
         "happens if it fails.",
-        _named("model.rewards", WeightedReward, Plugin, *SHIPPED.values()),
+        parts_of("model.rewards", WeightedReward, Plugin, *SHIPPED.values()),
     ),
 ]
 
@@ -418,16 +423,16 @@ def description(text: str, kind: type | None, name: str) -> str:
     other = re.match(r"(?:As in|See) `(\w+)`(?:, (?P<more>[^.]+))?\.$", plain)
     if other is None or kind is None:
         return plain
-    base = _class_named(other[1], kind)
+    base = class_in_docstring(other[1], kind)
     rest = arguments_of(base)[name].help
     more = f" ({other['more']})" if other["more"] else ""
     return description(rest, base, name).rstrip(".") + more + "."
 
 
-def _class_named(name: str, kind: type) -> type:
+def class_in_docstring(name: str, kind: type) -> type:
     """A class that a docstring of `kind` refers to."""
     homes = [inspect.getmodule(base) for base in kind.__mro__[:-1]]
-    return next(getattr(home, name) for home in [*homes, _imported("grpo_lightning.rewards")] if hasattr(home, name))
+    return next(getattr(home, name) for home in [*homes, module_of("grpo_lightning.rewards")] if hasattr(home, name))
 
 
 # ---------------------------------------------------------------------------------------------------------- as text
@@ -545,7 +550,7 @@ def heading_text(part: Part) -> str:
 
 
 def summary(part: Part) -> str:
-    """What a section is about: the first paragraph of the docstring, and the class."""
+    """Beginning of a section: the first paragraph of the docstring, and the class."""
     first = inspect.cleandoc(part.kind.__doc__ or "").partition("\n\n")[0]
     where = f"Named as `class_path: {part.class_path}`."
     if part.key in LISTS:
