@@ -22,11 +22,11 @@ class AdamW(torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter 2019) with GRPO's defaults: a small learning rate and no weight decay.
 
     Args:
-        params: The trained parameters.
-        lr: Peak learning rate.
-        betas: Decay rates of the moving averages of the gradient and of its square.
-        eps: Added to the denominator of the update.
-        weight_decay: Decoupled weight decay: each step shrinks the weights by lr * weight_decay.
+        params: Parameters to train.
+        lr: Learning rate: the size of an update, before the schedule.
+        betas: Decay per step of the running means of the gradient and of its square.
+        eps: Added to the divisor, the root of the running mean of squares.
+        weight_decay: Fraction of a weight, times the learning rate, that a step subtracts from it.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class AdamW8bit(Optimizer):
         """Construct bitsandbytes' optimizer of this name.
 
         Args:
-            params: The trained parameters.
-            lr: Peak learning rate.
-            betas: Decay rates of the moving averages of the gradient and of its square.
-            eps: Added to the denominator of the update.
-            weight_decay: Decoupled weight decay: each step shrinks the weights by lr * weight_decay.
+            params: Parameters to train.
+            lr: Learning rate: the size of an update, before the schedule.
+            betas: Decay per step of the running means of the gradient and of its square.
+            eps: Added to the divisor, the root of the running mean of squares.
+            weight_decay: Fraction of a weight, times the learning rate, that a step subtracts from it.
 
         Raises:
             ModuleNotFoundError: If bitsandbytes is not installed.
@@ -83,11 +83,11 @@ class PagedAdamW8bit(Optimizer):
         """Construct bitsandbytes' optimizer of this name.
 
         Args:
-            params: The trained parameters.
-            lr: Peak learning rate.
-            betas: Decay rates of the moving averages of the gradient and of its square.
-            eps: Added to the denominator of the update.
-            weight_decay: Decoupled weight decay: each step shrinks the weights by lr * weight_decay.
+            params: Parameters to train.
+            lr: Learning rate: the size of an update, before the schedule.
+            betas: Decay per step of the running means of the gradient and of its square.
+            eps: Added to the divisor, the root of the running mean of squares.
+            weight_decay: Fraction of a weight, times the learning rate, that a step subtracts from it.
 
         Raises:
             ModuleNotFoundError: If bitsandbytes is not installed.

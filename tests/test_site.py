@@ -157,7 +157,7 @@ def recipes() -> list[dict]:
     found: list[dict] = []
     for part in PARTS.values():
         arguments: dict = {}
-        for name, (value, _) in site_settings.examples()[part.id].items():
+        for name, (value, _) in site_settings.examples().get(part.id, {}).items():
             arguments |= value if isinstance(value, dict) and name in value else {name: value}
         is_alternative = part.is_named and part.key not in site_settings.LISTS and part.key != "model.policy"
         earlier = [other for other in PARTS.values() if other.key == part.key]
@@ -188,7 +188,7 @@ def test_examples_are_in_the_range_of_their_class(folder):
     made_by_the_run = ("trainer", "model", "data", "model.policy", "model.policy.lora", "trainer.strategy")
     num_made = 0
     for part in PARTS.values():
-        for name, (value, _) in site_settings.examples()[part.id].items():
+        for name, (value, _) in site_settings.examples().get(part.id, {}).items():
             arguments = value if isinstance(value, dict) and name in value else {name: value}
             has_others = "class_path" in str(value) or "my_tools" in str(value) or part.num_passed
             if part.key not in made_by_the_run and not has_others:

@@ -581,7 +581,7 @@ def links() -> Iterator[tuple[str, str, str]]:
             yield part.id, page.path, anchor
             if part.is_named:
                 yield part.kind.__name__, page.path, anchor
-            for name in examples()[part.id]:
+            for name in examples().get(part.id, {}):
                 yield f"{part.id}.{name}", page.path, f"{part.id}.{name}"
                 if part.is_named:
                     yield f"{part.kind.__name__}.{name}", page.path, f"{part.id}.{name}"
