@@ -367,7 +367,7 @@ def test_blocks_in_lists_are_indented_by_four(page):
     assert found == []
 
 
-@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+@pytest.mark.parametrize("page", ["../CONTRIBUTING.md", "../CHANGELOG.md", *sorted(p.name for p in DOCS.glob("*.md"))])
 def test_lists_follow_an_empty_line(page):
     """Otherwise, they are a part of the paragraph above on the site."""
     found = re.findall(r"^(?![-|#>]|\d+\.| |$).*\n(?:- |\d+\. ).*", prose(read(page)), re.MULTILINE)
