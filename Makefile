@@ -72,7 +72,7 @@ format: $(READY) ## Format the code and fix what can be fixed
 	$(BIN)/ruff format
 
 docs: $(READY) ## Build the documentation site in site/; broken links and missing documentation fail
-	@NO_MKDOCS_2_WARNING=1 DS_ACCELERATOR=cpu $(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 DS_ACCELERATOR=cpu $(BIN)/python -m mkdocs build --strict
 	@echo "Built site/index.html"
 
 bench: $(READY) ## Time and memory of a training step against TRL's, on four workloads

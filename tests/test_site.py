@@ -340,6 +340,13 @@ def test_search_works_from_the_disk(tmp_path):
             page.locator("h2#aardvarks").wait_for()
 
 
+def test_make_docs_counts_warnings():
+    """With `--quiet`, MkDocs drops them before `--strict` counts them."""
+    (command,) = re.findall(r"mkdocs build.*", (ROOT / "Makefile").read_text())
+    assert "--strict" in command
+    assert "-q" not in command
+
+
 def nav_pages(nav: object) -> Iterator[str]:
     """Paths of the pages in `nav`."""
     if isinstance(nav, str):
