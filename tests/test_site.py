@@ -4,6 +4,7 @@
 """
 
 import ast
+import itertools
 import json
 import logging
 import re
@@ -32,7 +33,6 @@ import grpo_lightning.rewards
 import grpo_lightning.schedules
 from grpo_lightning.cli import main, parse
 from grpo_lightning.cli.config import nested_keys
-from grpo_lightning.demo.arithmetic import DemoTask
 from tests.arguments.registry import configured
 from tests.browser import offline_page, open_chromium
 from tests.marks import SLOW
@@ -406,11 +406,13 @@ def test_messages_in_troubleshooting_are_those_of_the_code():
 
 
 def test_the_example_of_the_quickstart_is_true():
-    task = DemoTask()
-    digits = [int(digit) for digit in re.search(r"`(\d+)=`", read("get_started.md"))[1]]
-    assert f"`{task.question(digits)}`" in read("get_started.md")
-    assert f"`{task.worked(digits)}`" in read("get_started.md")
-    assert f"`{task.short(digits)}`" in read("get_started.md")
+    """The sums after each digit, modulo 6."""
+    prompt, reasoning, answer = re.search(
+        r"`(\d{8})=` \| `<think>(\d+)</think><answer>(\d)</answer>`", read("get_started.md")
+    ).groups()
+    assert reasoning == "".join(str(total % 6) for total in itertools.accumulate(map(int, prompt)))
+    assert reasoning.endswith(answer)
+    assert f"`{prompt}=` | `<answer>" in read("get_started.md")
 
 
 def test_the_first_run_works_as_described(folder, monkeypatch, capsys):

@@ -74,6 +74,13 @@ REQUIRED = "required"
 """Shown as the default of a setting without one."""
 
 
+def nest(key: str, value: Any) -> dict[str, Any]:
+    """Nested settings with one value, at a dotted key."""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
+
+
 @dataclass(frozen=True)
 class Part:
     """The settings of one class."""
@@ -107,10 +114,10 @@ class Part:
         """The settings of a recipe that set these arguments."""
         found: Any = dict(arguments)
         if self.key == "model.policy.lora":
-            return config.nested(["model", "policy"], {"class_path": "PolicyLoader", "init_args": {"lora": found}})
+            return nest("model.policy", {"class_path": "PolicyLoader", "init_args": {"lora": found}})
         if self.is_named:
             found = {"class_path": self.class_path} | ({"init_args": found} if found else {})
-        return config.nested(self.key.split("."), [found] if self.key in LISTS else found)
+        return nest(self.key, [found] if self.key in LISTS else found)
 
 
 @dataclass(frozen=True)
