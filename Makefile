@@ -16,7 +16,7 @@ READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-grounding quickstart-game quickstart-tools quickstart-reasoning-gym test test-slow test-nightly test-all test-vllm lint format bench bench-cuda bench-curves cuda prove-dapo prove-learning prove-same-learning prove-grounding prove-reasoning-gym prove-game prove-tools prove-resume prove-ranks prove-unchanged prove-vllm prove-wheel clean
+.PHONY: help setup quickstart quickstart-grounding quickstart-game quickstart-tools quickstart-reasoning-gym test test-slow test-nightly test-all test-vllm lint format docs bench bench-cuda bench-curves cuda prove-dapo prove-learning prove-same-learning prove-grounding prove-reasoning-gym prove-game prove-tools prove-resume prove-ranks prove-unchanged prove-vllm prove-wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-25s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -71,6 +71,10 @@ format: $(READY) ## Format the code and fix what can be fixed
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+docs: $(READY) ## Build the documentation site in site/; broken links and missing documentation fail
+	@NO_MKDOCS_2_WARNING=1 DS_ACCELERATOR=cpu $(BIN)/python -m mkdocs build --strict
+	@echo "Built site/index.html"
+
 bench: $(READY) ## Time and memory of a training step against TRL's, on four workloads
 	$(BIN)/python benchmarks/versus_trl.py
 
@@ -121,5 +125,5 @@ prove-wheel: $(READY) ## Show that the built wheel works in a fresh environment 
 	$(BIN)/python benchmarks/prove_wheel.py
 
 clean: ## Remove .venv and .venv-vllm, caches and build outputs (runs are kept)
-	rm -rf $(VENV) .venv-vllm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

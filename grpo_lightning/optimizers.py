@@ -54,7 +54,18 @@ class AdamW8bit(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> Any:
-        """Construct bitsandbytes' optimizer of this name. Raises: ModuleNotFoundError if bitsandbytes is missing."""
+        """Construct bitsandbytes' optimizer of this name.
+
+        Args:
+            params: Parameters to train.
+            lr: Learning rate: the size of an update, before the schedule.
+            betas: Decay per step of the running means of the gradient and of its square.
+            eps: Added to the divisor, the root of the running mean of squares.
+            weight_decay: Fraction of a weight, times the learning rate, that a step subtracts from it.
+
+        Raises:
+            ModuleNotFoundError: If bitsandbytes is not installed.
+        """
         return bitsandbytes_optimizer(cls.__name__)(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
@@ -69,7 +80,18 @@ class PagedAdamW8bit(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> Any:
-        """Construct bitsandbytes' optimizer of this name. Raises: ModuleNotFoundError if bitsandbytes is missing."""
+        """Construct bitsandbytes' optimizer of this name.
+
+        Args:
+            params: Parameters to train.
+            lr: Learning rate: the size of an update, before the schedule.
+            betas: Decay per step of the running means of the gradient and of its square.
+            eps: Added to the divisor, the root of the running mean of squares.
+            weight_decay: Fraction of a weight, times the learning rate, that a step subtracts from it.
+
+        Raises:
+            ModuleNotFoundError: If bitsandbytes is not installed.
+        """
         return bitsandbytes_optimizer(cls.__name__)(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 

@@ -89,7 +89,14 @@ class Linear(Schedule):
 
 
 class Cosine(Schedule):
-    """Linear warm-up, then cosine decay to `min_lr_ratio` times the full learning rate."""
+    """Linear warm-up, then cosine decay to `min_lr_ratio` times the full learning rate.
+
+    Args:
+        optimizer: The optimizer. Its learning rates when the schedule is built become the peak rates.
+        warmup_ratio: Warm-up as a fraction of the run's optimizer steps.
+        warmup_steps: Warm-up in optimizer steps; cannot be combined with `warmup_ratio`.
+        min_lr_ratio: Learning rate at the end of the run, as a fraction of the full learning rate.
+    """
 
     kind = "cosine_with_min_lr"
 
@@ -109,7 +116,14 @@ class Cosine(Schedule):
 
 
 class CosineWithRestarts(Schedule):
-    """Linear warm-up, then `num_cycles` cosine decays, each from the full learning rate to 0."""
+    """Linear warm-up, then `num_cycles` cosine decays, each from the full learning rate to 0.
+
+    Args:
+        optimizer: The optimizer. Its learning rates when the schedule is built become the peak rates.
+        warmup_ratio: Warm-up as a fraction of the run's optimizer steps.
+        warmup_steps: Warm-up in optimizer steps; cannot be combined with `warmup_ratio`.
+        num_cycles: Number of decays.
+    """
 
     kind = "cosine_with_restarts"
 
@@ -131,7 +145,15 @@ class InverseSqrt(Schedule):
 
 
 class WarmupStableDecay(Schedule):
-    """Linear warm-up, full learning rate, then decay to `min_lr_ratio` of it over the last `decay_ratio` of the run."""
+    """Linear warm-up, full learning rate, then decay to `min_lr_ratio` of it over the last `decay_ratio` of the run.
+
+    Args:
+        optimizer: The optimizer. Its learning rates when the schedule is built become the peak rates.
+        warmup_ratio: Warm-up as a fraction of the run's optimizer steps.
+        warmup_steps: Warm-up in optimizer steps; cannot be combined with `warmup_ratio`.
+        decay_ratio: Length of the decay, as a fraction of the run's optimizer steps.
+        min_lr_ratio: Learning rate at the end of the run, as a fraction of the full learning rate.
+    """
 
     kind = "warmup_stable_decay"
 
