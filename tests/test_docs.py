@@ -75,7 +75,6 @@ def section(text: str, heading: str) -> str:
 def folder(tmp_path, monkeypatch):
     """A folder with a tiny policy, a tiny reward model and the files that examples name."""
     monkeypatch.chdir(tmp_path)
-    Path("my_rewards.py").write_text(blocks(read("get_started.md"), "python")[0])
     tiny_model("qwen2").save_pretrained("name-or-path")
     tiny_classifier("qwen2").save_pretrained("reward-model")
     for name in ("name-or-path", "reward-model"):
