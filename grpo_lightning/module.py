@@ -143,7 +143,7 @@ class GRPOLightningModule(L.LightningModule):
         tokenizer: Tokenizer, or processor of a multimodal policy. Required if the policy is a model or config in
             memory; otherwise it replaces the policy's own.
         engine: Samples the completions; null uses `LocalEngine`, which samples with the policy itself.
-        environment: Answers the policy, which then goes on, over several turns: an `Environment`; functions that the
+        environment: Answers the policy, which then continues, over several turns: an `Environment`; functions that the
             policy can call (tools); a multi-turn function of ms-swift; or a class whose methods are tools, as TRL's
             environments. null samples completions of one turn.
         conversation: Limits of turns and observations, and what happens if the environment fails.
@@ -152,7 +152,7 @@ class GRPOLightningModule(L.LightningModule):
         validation: How `validate`, `test` and `predict` sample completions, and when a completion counts as solved.
         sync_reference: Settings for periodic updates of the reference towards the policy; null keeps the initial policy
             as the reference.
-        offload: What to offload to the CPU during sampling: "reference", "optimizer", or both.
+        offload: Tensors to offload to the CPU during sampling: "reference", "optimizer", or both.
         optimizer: Callable that builds the optimizer for the trainable parameters.
         scheduler: Callable that builds the learning-rate schedule for the optimizer; null keeps the rate constant.
         num_generations: G, completions per prompt.
@@ -599,7 +599,7 @@ class GRPOLightningModule(L.LightningModule):
         The data loader yields the prompts of a cycle, with their images, at every training step of the cycle.
         """
         cycle = self.run.cycle
-        if cycle is None or not self.encoder.sees_images or cycle.micro_batches[0].vision is not None:
+        if cycle is None or not self.encoder.is_multimodal or cycle.micro_batches[0].vision is not None:
             return
         # Sampling caches the features of a frozen vision tower. Sampling one token per completion computes and caches
         # the same features again, bit for bit.
@@ -863,7 +863,7 @@ class GRPOLightningModule(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip gradients as the trainer says, also of fused optimizers with bf16-mixed."""
+        """Clip gradients by the trainer's settings, also of fused optimizers with bf16-mixed."""
         with clipping_unscaled(self.trainer):
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
 

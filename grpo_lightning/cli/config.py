@@ -39,7 +39,7 @@ NAMED = {"optimizer": optimizers, "scheduler": schedules}
 MIXTURES = ("datasets", "val_datasets", "test_datasets")
 
 
-# ----------------------------------------------------------------------------------------------------- where they stand
+# --------------------------------------------------------------------------------------------------------- their places
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def unset_argument(settings: Any, key: str = "") -> str | None:
 
 
 def owner_of_untyped(kind: type, name: str) -> type | None:
-    """The class, `kind` or a base of it, whose constructor requires this argument without an annotation; else None."""
+    """The class (`kind` or a base of it) that requires this argument without an annotation; None if there is none."""
     for own in kind.__mro__:
         if "__init__" in vars(own) and (argument := inspect.signature(vars(own)["__init__"]).parameters.get(name)):
             return own if argument.default is argument.empty and argument.annotation is argument.empty else None

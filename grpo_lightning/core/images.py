@@ -196,7 +196,7 @@ def _check_pixels(image: Image) -> None:
         raise _UnusableError(f"it has no pixels ({image.width} x {image.height})")
     if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
         raise _UnusableError(
-            f"it has 32-bit pixels (mode {image.mode!r}), whose values of black and white are unknown. Convert it to "
+            f"it has 32-bit pixels (mode {image.mode!r}) with unknown values of black and white. Convert it to "
             "8 bits"
         )
 

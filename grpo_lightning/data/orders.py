@@ -147,7 +147,7 @@ class PromptStream:
 
 
 def _convert(item: tuple[int, tuple[int, tuple[Any, Callable[[Any, int], Measured]]]]) -> tuple[int, Measured]:
-    """Convert a row to a prompt, whose index is the row's position in the unshuffled data.
+    """Convert a row to a prompt. The prompt's index is the row's position in the unshuffled data.
 
     Returns:
         The row's position in the order of the pass, and the prompt with its length.
@@ -305,5 +305,5 @@ def _open(rows: Iterable[T], convert: Callable[[T, int], Measured]) -> Iterator[
 
 
 def _measure(convert: Callable[[T, int], Prompt], row: T, number: int) -> Measured:
-    """Convert a row to a prompt, whose length is not measured, because there is no length limit."""
+    """Convert a row to a prompt, without measuring its length, because there is no length limit."""
     return Measured(convert(row, number))

@@ -99,7 +99,7 @@ class EnvironmentRunner:
         return self._all("reset", [None] * len(prompts), columns, seeds)
 
     def end(self, states: Sequence[Any], seeds: Sequence[int]) -> list[Result]:
-        """Ask the environments of conversations that a limit has ended for a last reward (`Environment.end`)."""
+        """Get a last reward (`Environment.end`) from the environments of conversations that a limit has ended."""
         method = getattr(type(self.calls.environment), "end", None)
         if method is None or method is Environment.end:  # without a call, which would pickle the environment
             return [Result(state, None) for state in states]
@@ -130,7 +130,7 @@ class EnvironmentRunner:
         """Wait for a call of `step`; a failed one is answered by the environment's `on_failure`.
 
         Args:
-            future: What `step` returned.
+            future: The result of `step`.
             state: The environment before the call.
         """
         if math.isinf(self._deadline):

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 # ------------------------------------------------------------------------------------------------------------- scoring
 
 Rows = int | Tensor
-"""Which prompt each completion belongs to: G, if every prompt has G completions in order; or [B] prompt indices."""
+"""The prompt that each completion belongs to: G, if every prompt has G completions in order; or [B] prompt indices."""
 
 
 class UnsupportedCacheError(NotImplementedError):
@@ -336,7 +336,7 @@ class SamplingCache(DynamicCache):
 
 
 class States(NamedTuple):
-    """What a layer stores."""
+    """The stored keys and values of a layer."""
 
     keys: Tensor
     values: Tensor
@@ -676,7 +676,7 @@ def attend_to_current(
     """`SharedPrompts.attend` with the arguments of transformers' attention functions.
 
     Raises:
-        NotImplementedError: If the model asks for attention that `SharedPrompts` does not compute.
+        NotImplementedError: If the model uses attention that `SharedPrompts` does not compute.
         RuntimeError: If this thread does not sample.
     """
     cache = current.get(None)

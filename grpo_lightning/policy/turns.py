@@ -1,7 +1,7 @@
 """The tokens between two turns of the policy: the chat template's own, for the messages of an environment.
 
-A conversation is one growing sequence of tokens. What the policy wrote is never tokenized again: its text, encoded
-anew, can have other tokens. Only the messages that follow it are rendered, behind a turn of one word, and what the
+A conversation is one growing sequence of tokens. The policy's own text is never tokenized again: encoded
+anew, it can have other tokens. Only the messages that follow it are rendered, behind a turn of one word, and what the
 template writes behind this word is tokenized and appended.
 """
 
@@ -43,7 +43,7 @@ class TurnTokens:
         self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], encoder: Encoder | None = None
     ) -> None:
         self.tokenizer, self.stop_ids = tokenizer, frozenset(stop_ids)
-        self.encoder = encoder if encoder is not None and encoder.sees_images else None
+        self.encoder = encoder if encoder is not None and encoder.is_multimodal else None
 
     def ids(
         self, messages: Sequence[Message], last_id: int | None, settings: Mapping[str, Any], *, is_chat: bool
@@ -151,7 +151,7 @@ class TurnTokens:
                 answers = [{"tool_call_id": "call00000", "name": "f", **message} for message in messages]
                 return self._behind({**turn, "tool_calls": [call]}, answers, settings, behind_call=True)
             except ValueError:
-                pass  # the template has no calls beside text, or no calls at all
+                pass  # the template has no calls next to text, or no calls at all
         return self._behind(turn, messages, settings)
 
     def _behind(
@@ -191,7 +191,7 @@ class TurnTokens:
             ) from error
 
     def rewritten_part(self, settings: Mapping[str, Any]) -> str:
-        """What the template removes from earlier turns of the policy: "reasoning", or "" for nothing.
+        """The part that the template removes from earlier turns of the policy: "reasoning", or "" for nothing.
 
         Templates of reasoning models remove `<think>...</think>` from all turns but the last. A server that renders the
         conversation anew then shows the model another text than the one that it was trained on.

@@ -24,7 +24,7 @@ SECTIONS = ("trainer.callbacks", "data.prepare")
 """Settings that say nothing about the model."""
 
 
-def write_card(folder: Path, run: Path | None, *, policy: str, is_adapter: bool, sees_images: bool) -> Path:
+def write_card(folder: Path, run: Path | None, *, policy: str, is_adapter: bool, is_multimodal: bool) -> Path:
     """Write the README.md of an exported model, and copy the picture of its learning curves next to it.
 
     Args:
@@ -32,7 +32,7 @@ def write_card(folder: Path, run: Path | None, *, policy: str, is_adapter: bool,
         run: Folder of the run; None if the checkpoint lies outside of one. The card then names the base model only.
         policy: Name or folder of the policy before training.
         is_adapter: Whether the folder holds an adapter for peft.
-        sees_images: Whether the model sees images.
+        is_multimodal: Whether the model is a vision-language model.
 
     Returns:
         Path of the card.
@@ -46,7 +46,7 @@ def write_card(folder: Path, run: Path | None, *, policy: str, is_adapter: bool,
         if (run / CURVES).is_file():
             shutil.copyfile(run / CURVES, folder / CURVES)
     name = str(config.get("run_name") or folder.resolve().name)
-    head = front_matter(name, config, summary, policy, is_adapter=is_adapter, sees_images=sees_images)
+    head = front_matter(name, config, summary, policy, is_adapter=is_adapter, is_multimodal=is_multimodal)
     parts = [
         f"# {name}",
         f"{of_policy(policy)} trained with [GRPO](https://arxiv.org/abs/2402.03300) by grpo-lightning"
@@ -79,12 +79,12 @@ def front_matter(
     policy: str,
     *,
     is_adapter: bool,
-    sees_images: bool,
+    is_multimodal: bool,
 ) -> str:
     """The card's metadata in YAML."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    task = "image-text-to-text" if sees_images else "text-generation"
+    task = "image-text-to-text" if is_multimodal else "text-generation"
     trained, held_out = (hub_datasets(config, key) for key in ("datasets", "val_datasets"))
     after = (summary.get("after") or {}).get("sampled") or {}
     found = [

@@ -132,7 +132,7 @@ def _is_expression(text: str) -> bool:
 
 
 class _FormatError(Exception):
-    """Says what is wrong with a value, as the end of a sentence that starts with "column <name>"."""
+    """Returns the problem with a value, as the end of a sentence that starts with "column <name>"."""
 
 
 def _read(value: Any, setup: str, entry_point: str | None) -> Iterator[Test]:

@@ -285,7 +285,7 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
     if accepted:
         text = _format_problems(accepted)
         log.warning(
-            "%s\nEach call of the reward with one of these rows fails, and is treated as its on_error says.", text
+            "%s\nEach call of the reward with one of these rows fails, and is handled by its on_error.", text
         )
     if refused:
         raise ValueError(

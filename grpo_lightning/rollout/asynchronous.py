@@ -56,7 +56,7 @@ class InFlight:
         self.failure: Exception | None = None
         """Error of this rank that lost groups in the last `take`."""
         self.running: list[Future[Sampled]] = []
-        """What is sampled in the background, also what was forgotten."""
+        """The rollouts that are sampled in the background, including those that were dropped."""
         self.latest: tuple[int, int] | None = None
         """The newest decoding progress of the background."""
 

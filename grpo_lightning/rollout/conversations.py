@@ -78,7 +78,7 @@ class ConversationSettings:
     `sampling.max_completion_length`."""
 
     on_error: OnError = "raise"
-    """What happens if a call of an environment fails. "raise" stops the run. The others end the conversation: with
+    """The consequence of a failed call of an environment. "raise" stops the run. The others end the conversation: with
     "none", its completion is not scorable; with "value", the environment's reward for the turn is `error_value`."""
 
     error_value: float = 0.0
@@ -136,7 +136,7 @@ class Conversation:
     is_scorable: bool = True
     metrics: dict[str, float] = field(default_factory=dict)
     is_done: bool = False
-    """True if the environment has said that the conversation is done, or a call of it has failed. Otherwise a limit has
+    """True if the environment has ended the conversation, or a call of it has failed. Otherwise a limit has
     ended a conversation that has ended."""
 
     call: Future[Any] | None = None
@@ -182,7 +182,7 @@ class Conversation:
         self.turns.append(Turn(role, text, start, len(self.token_ids), is_sampled=False))
 
     def drop_behind(self, count: int, text: str) -> None:
-        """Keep the first `count` tokens of the last turn, whose text is now `text`."""
+        """Keep the first `count` tokens of the last turn, and replace its text by `text`."""
         turn = self.turns[-1]
         end = turn.start + count
         for values in (self.token_ids, self.logprobs, self.mask, self.entropies):
@@ -268,7 +268,7 @@ class Conversations:
             The prompts with the environments' first observations, and the environments, [N] each.
 
         Raises:
-            RuntimeError: If a call fails, whatever `on_error` says: all conversations of the prompt would be lost.
+            RuntimeError: If a call fails, for any `on_error`: all conversations of the prompt would be lost.
         """
         prompts = [self.described(prompt) for prompt in prompts]
         results = self.runner.reset(prompts, [derived_seed(seed, "reset") for seed in seeds])
@@ -449,7 +449,7 @@ class Game:
         self.conversations: list[Conversation] = []
         """All conversations: those of the first prompt, then those of the second one, and so on."""
         self.states: dict[int, Any] = {}
-        """What the engine keeps between turns."""
+        """The states that the engine keeps between turns."""
         self.num_rounds = 0
         self.ended: dict[int, list[Completion]] = {}
         """The completions of prompts whose conversations have all ended."""
@@ -661,7 +661,7 @@ class Game:
         each.drop_behind(count, str(decode(ids[:count], skip_special_tokens=True)))
 
     def _fail(self, each: Conversation, result: Result) -> None:
-        """End a conversation whose environment failed, as `on_error` says."""
+        """End a conversation whose environment failed, as `on_error` sets."""
         label = self.prompts[each.prompt].label
         message = f"Environment {self.runner.name!r} {result.problem} ({label}, turn {each.num_turns})."
         if self.settings.on_error == "raise":

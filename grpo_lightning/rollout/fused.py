@@ -1,6 +1,6 @@
-"""Kernel fusion of the token draw on CUDA: `torch.compile` makes a few kernels of the forty operations of `NextToken`.
+"""Kernel fusion of token sampling on CUDA: `torch.compile` makes a few kernels of the forty operations of `NextToken`.
 
-A draw is a sequence of small operations on the logits, which a GPU finishes faster than the host can launch them. On
+Sampling a token is a sequence of small operations on the logits, which a GPU finishes faster than the host can launch them. On
 other devices, and wherever the compilation fails or gives other numbers, the operations run one by one.
 """
 
@@ -21,7 +21,7 @@ from grpo_lightning.rollout.token_sampler import Draw, DrawFunction, DrawSetting
 log = logging.getLogger(__name__)
 
 LEAST_LENGTH = 32
-"""`max_completion_length` from which a draw is compiled, which takes up to a minute for each set of settings."""
+"""`max_completion_length` from which sampling is compiled, which takes up to a minute for each set of settings."""
 
 OTHER_TOKENS = 0.01
 """Largest share of rows whose token may differ from that of the operations one by one, if it is more than one row: a
@@ -53,13 +53,13 @@ def next_token(settings: DrawSettings, vocabulary: int, device: torch.device, lo
 
 @functools.lru_cache(maxsize=32)
 def cached_draw(settings: DrawSettings, vocabulary: int, device: torch.device, is_fused: bool) -> DrawFunction:  # noqa: FBT001
-    """The draw of these settings, fused or not."""
+    """The `NextToken` of these settings, fused or not."""
     draw = NextToken(settings, vocabulary, device)
     return FusedDraw(draw) if is_fused else draw
 
 
 class FusedDraw:
-    """A draw compiled by `torch.compile`; the first one is compared with the operations one by one.
+    """`NextToken` compiled by `torch.compile`; its first call is compared with the operations one by one.
 
     The number of rows and of seen ids may change without another compilation, except for a single row.
 
@@ -101,10 +101,10 @@ class FusedDraw:
 
 
 def compile_draw(draw: NextToken) -> DrawFunction:
-    """Compile the draw, to be run with any number of rows.
+    """Compile `NextToken`, to be run with any number of rows.
 
     `torch.compile` limits the compilations of a code object, and makes numbers that differ between two of them
-    dynamic. The draws of other settings are other code to it, because each has its own copy.
+    dynamic. Other settings are other code to it, because each has its own copy.
     """
     code = NextToken.__call__.__code__.replace(co_name=f"draw_{next(numbers)}")
     function = types.FunctionType(code, NextToken.__call__.__globals__)
@@ -126,7 +126,7 @@ numbers = itertools.count()
 
 
 def difference(drawn: Draw, expected: Draw) -> str:
-    """How draws of the same rows differ, in words; "" if they are equal but for rounding."""
+    """How two samples of the same rows differ, in words; "" if they are equal but for rounding."""
     is_same = drawn.ids == expected.ids
     entropies = nats(drawn.entropies, expected.entropies)
     logprobs = nats(drawn.logprobs, expected.logprobs).where(is_same, 0)

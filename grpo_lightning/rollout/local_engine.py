@@ -60,7 +60,7 @@ LOOK_INTERVAL = {"cpu": 1}
 for the device, and what is sampled after a completion's end is dropped."""
 
 CAPTURES: dict[str, Callable[[torch.device], Capture]] = {"cuda": CudaCapture}
-"""What captures decoding steps, by device type."""
+"""The class that captures decoding steps, by device type."""
 
 LEAST_ENDED = {"cpu": 0.0}
 """Fraction of the open rows that must have ended before these leave the batch, by device type; 0.25 on others, where a
@@ -609,7 +609,7 @@ class WaitingPrompts:
         return -(-len(self.wave.prompts) // max(1, self.max_rows // len(self.wave.part)))
 
     def take(self, num_open: int) -> Wave:
-        """Take the next prompts whose rows have room beside `num_open` open rows; at least one if none is open."""
+        """Take the next prompts whose rows have room next to `num_open` open rows; at least one if none is open."""
         prompts, seeds, num_generations, part, vision, _, limits = self.wave
         count = max((self.max_rows - num_open) // len(part), int(not num_open))
         run = range(len(prompts))[self.num_taken : self.num_taken + count]
@@ -693,7 +693,7 @@ class OpenRows:
         """Add rows behind the present rows, and drop columns of the histories that no row needs any more.
 
         Args:
-            new: The rows, whose first token is that of the next decoding step.
+            new: The rows. Their first token is that of the next decoding step.
             step: The next decoding step.
             longest_prompt: Most tokens of a prompt of the rollout.
         """
@@ -837,9 +837,9 @@ class SampledGroups:
 class KeptStates:
     """Keys and values of conversations, kept from the end of a turn to the beginning of the next one.
 
-    The states of a prompt are those of its conversation's last turn, whose last token was never run. They are used as
-    far as the tokens are the same: tokens at the end of a turn may have been dropped since. Of the new tokens, the rows
-    of a wave run the same number, so that all of them stay left-padded: a row with fewer new tokens runs some old ones
+    The states of a prompt are those of its conversation's last turn without the turn's last token. They are used as
+    far as the tokens are the same: tokens at the end of a turn may have been dropped since. The rows
+    of a wave run the same number of new tokens, so that all of them stay left-padded: a row with fewer new tokens runs some old ones
     again.
 
     Args:
@@ -849,7 +849,7 @@ class KeptStates:
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
         self.earlier: dict[int, tuple[list[int], list[States]]] = dict(turns.states)
-        """What earlier calls have kept, by conversation: the token ids, and for each layer their states [key heads,
+        """The states that earlier calls have kept, by conversation: the token ids, and for each layer their states [key heads,
         tokens, head size]."""
         turns.states.clear()
 

@@ -56,7 +56,7 @@ class Draw(NamedTuple):
 
 
 class DrawSettings(NamedTuple):
-    """The fields of `SamplingParams` that change a draw, hashable."""
+    """The fields of `SamplingParams` that change the sampled token, hashable."""
 
     temperature: float
     repetition_penalty: float
@@ -174,7 +174,7 @@ def first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor
     Args:
         weights: [rows, n], none negative, not all 0.
         target: [rows, 1], at least 0. A target that rounding has made reach the sum of the weights is lowered to the
-            largest number below this sum, whose index is that of the last positive weight.
+            largest number below this sum: its index is that of the last positive weight.
 
     Returns:
         [rows, 1] the index, always of a positive weight; [rows, 1] the sum of the weights before that index; and
@@ -245,7 +245,7 @@ DrawFunction = Callable[[Tensor, Tensor, Tensor | None], Draw]
 """`NextToken.__call__`, or the same in fused kernels."""
 
 ChooseDraw = Callable[[DrawSettings, int, torch.device, int], DrawFunction]
-"""Returns the draw for settings, V, the device and `max_completion_length`."""
+"""Returns the `NextToken` for settings, V, the device and `max_completion_length`."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -276,7 +276,7 @@ class Uniforms:
         self.join(seeds, 0)
 
     def join(self, seeds: list[int], step: int) -> None:
-        """Add prompts, whose first numbers are those of this decoding step, the next that is requested."""
+        """Add prompts. Their first numbers are those of this decoding step, the next that is requested."""
         self.generators += [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
         missed = torch.zeros(step % BLOCK_STEPS, len(self.part), dtype=torch.float64, device="cpu")
         self.rest += [missed] * len(seeds)
@@ -318,7 +318,7 @@ class TokenSampler:
         self.settings = DrawSettings.of(sampling)
         self.stop_strings = StopStringCriteria(tokenizer, sampling.stop_strings) if sampling.stop_strings else None
         self.entropies: list[Tensor] = []
-        """Of the tokens sampled since the last look, for the check for NaN."""
+        """Entropies of the tokens sampled since the last check for NaN."""
 
     def __call__(self, history: Tensor, logits: Tensor, step: int, rows: Tensor | None = None) -> Draw:
         """Sample one token per row.

@@ -87,7 +87,7 @@ def join_shards(path: Path, joined: Path) -> dict[str, Any]:
 
 
 def join_deepspeed(path: Path, joined: Path) -> dict[str, Any]:
-    """Merge a DeepSpeed folder, whose shards only DeepSpeed's own tool can merge."""
+    """Merge the shards of a DeepSpeed folder, which only DeepSpeed's own tool can do."""
     try:
         import deepspeed  # noqa: F401 - the conversion below needs it
     except ImportError as error:
@@ -171,7 +171,7 @@ def num_trained(content: Mapping[str, Any]) -> int | None:
 MARK = "complete.json"
 """File in a sharded checkpoint (a folder of ZeRO or FSDP2) that lists the folder's files. All ranks write into the
 folder, and this file is written when all of them have finished. A checkpoint that is a single file needs no such mark:
-it is a zip archive, whose directory is written last."""
+it is a zip archive, and its directory is written last."""
 
 
 def mark_complete(checkpoint: Path, *, other_files: Sequence[Path] = (), is_interrupted: bool = False) -> None:

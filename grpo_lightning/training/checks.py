@@ -554,7 +554,7 @@ def check_loader(
     loader, cycle = given_loader(trainer.fit_loop), shape.num_micro_steps
     if isinstance(loader, PromptSource) and loader.cycle != cycle:
         raise ValueError(shape.wrong_loader(loader.cycle, is_from_source=True))
-    if isinstance(loader, PromptSource | DataLoader | list) and needs_more != getattr(loader, "draws_more", False):
+    if isinstance(loader, PromptSource | DataLoader | list) and needs_more != getattr(loader, "takes_more", False):
         raise ValueError(dynamic_sampling.wrong_loader(is_on=needs_more))
     if isinstance(loader, DataLoader | list) and cycle != 1:
         raise ValueError(shape.wrong_loader(1, is_from_source=False))

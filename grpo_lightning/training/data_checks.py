@@ -75,7 +75,7 @@ def check_images(trainer: L.Trainer) -> None:
 def known_data(trainer: L.Trainer) -> list[list[Prompt]]:
     """Return the prompts of the data module's datasets and of the prompt sources that were passed to the trainer.
 
-    The prompts of other loaders are not known. Of a streamed dataset, only the first prompts are known.
+    The prompts of other loaders are not known. Only the first prompts of a streamed dataset are known.
     """
     return [known_prompts(data) for data in training_sets(trainer) + evaluation_sets(trainer)]
 
@@ -275,7 +275,7 @@ def check_readers(reward_set: RewardSet, metrics: Sequence[Any], loader: PolicyL
     if not automatic or not any(prompt.images for prompts in known_data(trainer) for prompt in prompts):
         return
     encoder = loader.load_encoder()
-    if encoder.sees_images and encoder.family is None:
+    if encoder.is_multimodal and encoder.family is None:
         raise ValueError(
             f"The box coordinates of policies with model_type {encoder.config.model_type} are not known: set "
             f"`coordinates` of {', '.join(automatic)} to original, resized or norm1000."

@@ -1,8 +1,8 @@
 """Split a rollout into the micro-batches of its optimizer steps.
 
 A rollout of N groups becomes `updates x accumulate` micro-batches: `updates` optimizer steps of `accumulate`
-micro-batches each. The order of the data decides which completions belong to an update. Which completions of an update
-share a micro-batch affects only memory and padding, not the gradient: the loss is divided by the number of tokens or
+micro-batches each. The order of the data decides which completions belong to an update. Their distribution over the
+micro-batches of the update affects only memory and padding, not the gradient: the loss is divided by the number of tokens or
 completions of the entire update.
 """
 
@@ -279,7 +279,7 @@ class Cycle:
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of the rollout of all ranks this rank has.
+    """The part of the rollout of all ranks that this rank has.
 
     The groups of all teams (a team is the ranks that share the same groups) are ordered round-robin: the first group of
     each team, then the second group of each, and so on. In a round of dynamic sampling, teams have unequal numbers of
@@ -328,7 +328,7 @@ def plan_micro_batches(
         pad_id: Token id that fills up sequences; any id, because padding is masked.
         skip_zero_advantages: If true, completions with advantage 0 are left out of the micro-batches. The counts still
             include these completions.
-        share: Which part of the rollout of all ranks `groups` is; None if it is the complete rollout.
+        share: The part of the rollout of all ranks that `groups` is; None if it is the complete rollout.
         cost: Cost of a micro-batch, by which the ways to split an update are compared; None for `padded_cost`.
 
     Returns:
@@ -420,7 +420,7 @@ def give_images(
 
 def blank_of(micro_batches: Sequence[MicroBatch], encoder: Encoder) -> Mapping[str, Tensor] | None:
     """The blank image, if a completion of any rank contains images. Collective: call it on every rank."""
-    if not encoder.sees_images or encoder.family is None:
+    if not encoder.is_multimodal or encoder.family is None:
         return None
     return encoder.blank if ranks.is_any(any(any(batch.images) for batch in micro_batches)) else None
 
@@ -435,7 +435,7 @@ def conversations_of(batch: MicroBatch, prompts: Sequence[PromptVision]) -> Iter
 
 
 def saved_images(images: Sequence[Sequence[ObservedImages]]) -> list[list[dict[str, Any]]]:
-    """What checkpoints contain of the images in completions: the image files, which nothing else keeps."""
+    """The images in completions as checkpoints contain them: as image files, which nothing else keeps."""
     return [
         [
             {
@@ -500,7 +500,7 @@ def find_prompts(micro_batches: Sequence[MicroBatch], prompts: Sequence[Prompt])
 
 
 def known_observations(cycle: Cycle) -> dict[int | str, Any]:
-    """What the environments of a resumed cycle began with (`Prompt.observation`), by `Prompt.key`."""
+    """The first observations of the environments of a resumed cycle (`Prompt.observation`), by `Prompt.key`."""
     return {
         key: load_observation(observation)
         for batch in cycle.micro_batches
@@ -512,9 +512,9 @@ def known_observations(cycle: Cycle) -> dict[int | str, Any]:
 def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share) -> list[list[CompletionRow]]:
     """Split this rank's groups among the updates, in order.
 
-    If all ranks together have fewer groups than updates, single completions are split among the updates instead. Which
-    update a group or completion belongs to follows from its index among those of all ranks, not from the number of
-    ranks.
+    If all ranks together have fewer groups than updates, single completions are split among the updates instead. The
+    index of a group or completion among those of all ranks determines its update, and the number of ranks does not
+    affect it.
     """
     units, num_units = [(share.index(i), group) for i, group in enumerate(groups)], share.num_groups
     if share.num_groups < updates:

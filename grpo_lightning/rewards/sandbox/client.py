@@ -287,7 +287,7 @@ def check_sandbox(limits: Limits) -> list[str]:
     """Start a sandbox and try to break out of it.
 
     Returns:
-        What the sandbox does not prevent: ["read a file"] if the kernel has no Landlock and `limits.allow_file_reads`
+        The actions that the sandbox does not prevent: ["read a file"] if the kernel has no Landlock and `limits.allow_file_reads`
         is set; otherwise [].
 
     Raises:

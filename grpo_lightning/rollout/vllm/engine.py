@@ -21,7 +21,7 @@ from grpo_lightning.core import ranks
 from grpo_lightning.core.types import Completion, MicroBatch, SamplingParams, VisionInputs, check_ranges
 from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.encoder import Encoder
-from grpo_lightning.policy.families import FAMILIES, family_of, sees_images
+from grpo_lightning.policy.families import FAMILIES, family_of, is_multimodal
 from grpo_lightning.policy.hf import base_model, compute_device, left_pad, num_positions
 from grpo_lightning.policy.probe import probe_mode
 from grpo_lightning.policy.settings import PolicySettings
@@ -80,7 +80,7 @@ QUANTIZED_DIFFERENCE = 0.5
 
 
 class Backend(Protocol):
-    """What both modes have in common."""
+    """The settings that both modes have in common."""
 
     max_model_len: int
 
@@ -204,7 +204,7 @@ class VLLMEngine(RolloutEngine):
             lets vLLM start with less memory.
         tensor_parallel_size: Number of consecutive ranks that share one vLLM: its weights and KV cache are divided
             between them, and they sample their prompts together. Must divide the number of ranks.
-        sleep_level: What vLLM does with its GPU memory while the policy trains. 0 keeps it; 1 moves vLLM's weights to
+        sleep_level: Use of vLLM's GPU memory while the policy trains. 0 keeps it; 1 moves vLLM's weights to
             the CPU and discards the KV cache; 2 discards both, so that the weights are sent before every rollout.
         quantization: vLLM's name of a quantisation of its copy of the weights, for example "fp8", which is computed at
             every update; null for none. Completions then come from another distribution than the policy's: set
@@ -319,7 +319,7 @@ class VLLMEngine(RolloutEngine):
         """Number of the last update of each kind."""
         self.num_updates = 0
         self.told: Any = None
-        """What the other ranks adopt after the last update."""
+        """The state after the last update that the other ranks adopt."""
         self.decodes_alike: bool | None = None
         self.processor: Any = None
         """The processor of a multimodal policy; None before `check_run`, and for text-only policies."""
@@ -445,7 +445,7 @@ class VLLMEngine(RolloutEngine):
         family = family_of(config)
         known = ", ".join(kind for kind, record in FAMILIES.items() if record.has_vllm)
         unsupported = {
-            f"multimodal policies of type {config.model_type} (only {known})": sees_images(config)
+            f"multimodal policies of type {config.model_type} (only {known})": is_multimodal(config)
             and not (family and family.has_vllm),
             f"policy.quantization {policy.quantization!r}": policy.quantization != "none",
             "policy.lora.use_dora": policy.lora is not None and policy.lora.use_dora,
@@ -495,7 +495,7 @@ class VLLMEngine(RolloutEngine):
                 "Neither the generation config nor the tokenizer has a stop token: every completion will be truncated."
             )
         if self.mode == "colocate":
-            if self.processor is None and sees_images(base_model(policy).config):
+            if self.processor is None and is_multimodal(base_model(policy).config):
                 raise ValueError(
                     "The policy is multimodal: call VLLMEngine.check_run, which loads its processor, first."
                 )
@@ -543,7 +543,7 @@ class VLLMEngine(RolloutEngine):
 
     @property
     def kinds(self) -> tuple[weights.Kind, ...]:
-        """What is sent to vLLM."""
+        """The kinds of weights that are sent to vLLM."""
         return ("base", "adapter") if self.enable_lora else ("merged",)
 
     def sync_weights(self, policy: nn.Module) -> None:
@@ -786,7 +786,7 @@ class VLLMEngine(RolloutEngine):
 
         Args:
             requests: This rank's requests.
-            error: What is wrong with this rank's requests; the group then samples nothing.
+            error: The problem with this rank's requests; the group then samples nothing.
 
         Raises:
             Exception: The error of this rank.
@@ -845,7 +845,7 @@ class VLLMEngine(RolloutEngine):
 
     @property
     def image_remedy(self) -> str:
-        """What to do if vLLM resizes images to other sizes than the policy."""
+        """The advice for the case that vLLM resizes images to other sizes than the policy."""
         if self.mode == "colocate" or self.processor is None:
             return "Use a processor that AutoProcessor loads unchanged from its files, or use LocalEngine."
         return (

@@ -74,7 +74,7 @@ class Pending:
     def take(self, servers: Sequence[Served], now: float) -> Iterator[tuple[Job, Served]]:
         """Iterate over the requests that can be sent now, with their servers, and count them as sent.
 
-        All requests of a prompt go to one server, whose prefix cache then computes the prompt once. The server of a new
+        All requests of a prompt go to one server, so that its prefix cache computes the prompt once. The server of a new
         prompt is the one that works on the fewest requests; among equals, the first in the list.
         """
         kept = []
@@ -97,7 +97,7 @@ class Pending:
 
 
 class Told(NamedTuple):
-    """Which weights the servers have, as rank 0 tells the other ranks."""
+    """The weights that the servers have, as broadcast by rank 0 to the other ranks."""
 
     versions: dict[str, tuple[str | None, str | None]]
     """By address: version of this run's weights and name of its adapter; None for a server that has none."""
@@ -107,7 +107,7 @@ class Told(NamedTuple):
 
 
 class Servers:
-    """The policy on vLLM servers, whose weights come from the trainer.
+    """The policy on vLLM servers, with weights from the trainer.
 
     Args:
         urls: Addresses of the servers.
@@ -174,7 +174,7 @@ class Servers:
             version: Number of the update.
 
         Returns:
-            What `adopt` takes on the other ranks.
+            The argument of `adopt` on the other ranks.
 
         Raises:
             UnavailableError: If no server has got the weights, but may get them by another try.
@@ -195,7 +195,7 @@ class Servers:
                 if server.url not in problems:
                     try:
                         call(server)
-                    except UnavailableError as error:  # the others go on
+                    except UnavailableError as error:  # the others continue
                         problems[server.url] = error
                         server.version = None
 
@@ -221,7 +221,7 @@ class Servers:
             version: Number of the update.
 
         Returns:
-            What `adopt` takes on the other ranks.
+            The argument of `adopt` on the other ranks.
 
         Raises:
             UnavailableError: If no server has got the adapter, but may get it by another try.
@@ -249,7 +249,7 @@ class Servers:
         return [server for server in self.servers if server.version is not None and server.adapter == self.adapter]
 
     def told(self) -> Told:
-        """What `adopt` takes on the other ranks."""
+        """The argument of `adopt` on the other ranks."""
         return Told({server.url: (server.version, server.adapter) for server in self.servers}, self.adapter)
 
     def adopt(self, told: Told) -> None:
@@ -289,7 +289,7 @@ class Servers:
         """Sample one completion per request, and yield each as soon as it has arrived.
 
         Requests that fail for a temporary reason are repeated on a server that has the weights. If none has them any
-        more, this ends early: the caller sends the weights again (`update`), and asks for the missing completions.
+        more, this ends early: the caller sends the weights again (`update`), and requests the missing completions.
 
         Args:
             requests: Requests by index.
