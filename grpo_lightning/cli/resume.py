@@ -194,21 +194,21 @@ def differences(
         is_whole: False if `before` may be incomplete: then only keys that are in both `before` and `now` are compared.
     """
     groups = sorted(before.keys() & now.keys())
-    old, new = (flat(filled({name: tree[name] for name in groups}, defaults)) for tree in (before, now))
+    old, new = (flat(fill_defaults({name: tree[name] for name in groups}, defaults)) for tree in (before, now))
     keys = old.keys() | new.keys() if is_whole else old.keys() & new.keys()
     return [
-        f"{key}: {shown(old.get(key, MISSING))} -> {shown(new.get(key, MISSING))}"
+        f"{key}: {format_setting(old.get(key, MISSING))} -> {format_setting(new.get(key, MISSING))}"
         for key in sorted(keys)
         if plain(old.get(key, MISSING)) != plain(new.get(key, MISSING))
     ]
 
 
-def filled(tree: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]], prefix: str = "") -> dict[str, Any]:
+def fill_defaults(tree: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]], prefix: str = "") -> dict[str, Any]:
     """Replace null by defaults in nested settings."""
     return {
         name: defaults.get(f"{prefix}{name}")
         if value is None
-        else filled(value, defaults, f"{prefix}{name}.")
+        else fill_defaults(value, defaults, f"{prefix}{name}.")
         if isinstance(value, Mapping)
         else value
         for name, value in tree.items()
@@ -220,7 +220,7 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def shown(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """Format a value as one short line."""
     text = value if value is MISSING else yaml.safe_dump(plain(value), default_flow_style=True, width=1000)
     text = text.replace("\n...", "").strip()

@@ -143,7 +143,7 @@ MAX_NAMED = 20
 """Maximum number of problems that a message lists."""
 
 
-def listed(problems: Sequence[str]) -> str:
+def bullet_list(problems: Sequence[str]) -> str:
     """Format problems as a bullet list: the first `MAX_NAMED`, and the number of the others."""
     lines = [f"- {problem}" for problem in problems[:MAX_NAMED]]
     if len(problems) > MAX_NAMED:

@@ -142,7 +142,7 @@ class PromptStream:
         """
         rows: Iterator[Any] = enumerate(itertools.chain.from_iterable(part() for part in self.parts))
         if seed is not None:
-            rows = shuffled(rows, self.shuffle_buffer, seed)
+            rows = shuffle_rows(rows, self.shuffle_buffer, seed)
         return in_threads(_convert, itertools.islice(enumerate(rows), start, None), self.num_workers)
 
 
@@ -156,7 +156,7 @@ def _convert(item: tuple[int, tuple[int, tuple[Any, Callable[[Any, int], Measure
     return position, convert(row, number)
 
 
-def shuffled(rows: Iterable[T], buffer_size: int, seed: int) -> Iterator[T]:
+def shuffle_rows(rows: Iterable[T], buffer_size: int, seed: int) -> Iterator[T]:
     """Shuffle rows within a buffer: each row is sampled from the next `buffer_size` rows that are not sampled yet."""
     # Python guarantees only for random() that its numbers are the same in every version.
     draw = random.Random(seed).random

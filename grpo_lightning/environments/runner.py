@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple
 from grpo_lightning.core.event_loop import event_loop
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.environments.base import Environment, InvalidStepError
-from grpo_lightning.environments.calls import EnvironmentCalls, Method, copied
+from grpo_lightning.environments.calls import EnvironmentCalls, Method, copy_environment
 from grpo_lightning.rewards.workers import Answer, RewardWorkers, WorkerPool, seeded_random
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class EnvironmentRunner:
 
     def copy(self, state: Any) -> Any:
         """An environment of its own for each conversation of a prompt. Raises: RuntimeError if it cannot be copied."""
-        return state if isinstance(state, bytes) else copied(state)
+        return state if isinstance(state, bytes) else copy_environment(state)
 
     def step(self, state: Any, text: str, seed: int) -> Future[Answer]:
         """Start a call of `step`. Args: state: the environment; text: the policy's turn."""

@@ -113,7 +113,7 @@ class Tools(Environment):
             outcome, text = self.run(call)
             outcomes[outcome] += 1
             messages.append(answer(call.name, text))
-        return Step(messages, metrics=counted(outcomes))
+        return Step(messages, metrics=call_metrics(outcomes))
 
     def run(self, call: ToolCall) -> tuple[str, str]:
         """Run a call. Returns: the outcome, and what the policy gets."""
@@ -135,7 +135,7 @@ class Tools(Environment):
         if kind not in ("timeout", "crash"):
             return None
         what = "took too long" if kind == "timeout" else "ended unexpectedly"
-        return Step([answer("", f"Error: the tool {what}.")], metrics=counted(Counter([kind])))
+        return Step([answer("", f"Error: the tool {what}.")], metrics=call_metrics(Counter([kind])))
 
 
 def name_of(tool: Callable[..., Any]) -> str:
@@ -148,7 +148,7 @@ def answer(name: str, text: str) -> Message:
     return {"role": "tool", "content": text} | ({"name": name} if name else {})
 
 
-def counted(outcomes: Counter[str]) -> dict[str, float]:
+def call_metrics(outcomes: Counter[str]) -> dict[str, float]:
     """Metrics of a turn with calls."""
     return {"used_tools": 1.0, "calls": float(outcomes.total())} | {
         f"calls/{outcome}": float(count) for outcome, count in outcomes.items()

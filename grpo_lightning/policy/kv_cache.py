@@ -500,13 +500,13 @@ class SharedPrompts(Cache):
     def select(self, rows: list[int]) -> None:
         """See `DecodingCache.select`. Only rows that change their place are copied."""
         moves = moves_to(rows, self.device)
-        self.own = [States(*(moved(x, moves, len(rows), self.length) for x in pair)) for pair in self.own]
+        self.own = [States(*(move_rows(x, moves, len(rows), self.length) for x in pair)) for pair in self.own]
         prompt_of = [self.prompt_of[row] for row in rows]
-        open_prompts = packed(sorted(set(prompt_of)))
+        open_prompts = pack_rows(sorted(set(prompt_of)))
         if len(open_prompts) < len(self.prompts[0].keys):
             size, length = len(open_prompts), self.prompt_length
             moves = moves_to(open_prompts, self.device)
-            self.prompts = [States(*(moved(x, moves, size, length) for x in pair)) for pair in self.prompts]
+            self.prompts = [States(*(move_rows(x, moves, size, length) for x in pair)) for pair in self.prompts]
             kept = torch.tensor(open_prompts, device=self.device)
             self.mask = self.mask[kept]
             self.bias = self.bias if self.bias is None else self.bias[kept]
@@ -790,7 +790,7 @@ def moves_to(rows: list[int], device: torch.device) -> Moves:
     return places, sources
 
 
-def moved(states: Tensor, moves: Moves, count: int, length: int) -> Tensor:
+def move_rows(states: Tensor, moves: Moves, count: int, length: int) -> Tensor:
     """Move rows of states [rows, heads, capacity, head size] in place, copying `length` tokens of those that move.
 
     Args:
@@ -808,7 +808,7 @@ def moved(states: Tensor, moves: Moves, count: int, length: int) -> Tensor:
     return states[:count]
 
 
-def packed(kept: list[int]) -> list[int]:
+def pack_rows(kept: list[int]) -> list[int]:
     """Assign the kept rows to the first len(kept) places, so that as few rows as possible move.
 
     A place keeps its own row if that row is kept. Otherwise it gets a kept row from behind the first len(kept) places.

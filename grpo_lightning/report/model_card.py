@@ -163,20 +163,20 @@ def cell(numbers: Mapping[str, Any], name: str) -> str:
 
 def settings(config: Mapping[str, Any]) -> Iterator[str]:
     """The section with the settings that differ from their defaults."""
-    chosen = {key: shown(value) for key, value, _ in different_settings(config) if not key.startswith(SECTIONS)}
+    chosen = {key: hide_folders(value) for key, value, _ in different_settings(config) if not key.startswith(SECTIONS)}
     if chosen:
         text = yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True, width=100).rstrip()
         yield f"## Settings\n\nThose that differ from their defaults:\n\n```yaml\n{text}\n```"
 
 
-def shown(value: Any) -> Any:
+def hide_folders(value: Any) -> Any:
     """A setting without the folders of this machine: of an absolute path, its name."""
     if isinstance(value, str) and value.startswith(("/", "~")):
         return Path(value).name
     if isinstance(value, Mapping):
-        return {key: shown(each) for key, each in value.items()}
+        return {key: hide_folders(each) for key, each in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [shown(each) for each in value]
+        return [hide_folders(each) for each in value]
     return value
 
 

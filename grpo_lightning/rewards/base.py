@@ -472,11 +472,11 @@ def _name(reward: RewardLike) -> str:
     inner = innermost(reward)
     name = getattr(inner, "name", None) or getattr(inner, "__name__", None)
     name = name if isinstance(name, str) else snake_case(type(inner).__name__)
-    return _renamed(name) if name in RESERVED_NAMES else name
+    return _rename_reward(name) if name in RESERVED_NAMES else name
 
 
 @functools.cache  # logged once
-def _renamed(name: str) -> str:
+def _rename_reward(name: str) -> str:
     """Rename a reward whose name is reserved in the logs."""
     logger.warning(
         "The reward %r is called %r in logs and settings, because the logs use %r for another metric. "

@@ -50,7 +50,7 @@ from grpo_lightning.environments.runner import EnvironmentRunner, OnError, Resul
 from grpo_lightning.environments.tools import name_of
 from grpo_lightning.functional import turn_credits
 from grpo_lightning.policy.turns import TRUNCATED, TurnTokens
-from grpo_lightning.policy.vision import continued, whole
+from grpo_lightning.policy.vision import extend_vision, whole
 from grpo_lightning.rewards.base import WeightedReward
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turns
 
@@ -692,7 +692,7 @@ def continued_vision(vision: VisionInputs, chosen: Sequence[Conversation], input
         if each.images:
             prompts.append(whole(prompt, ids[:length], each.token_ids, each.images))
             continue
-        more = continued(prompt, each.token_ids, length)
+        more = extend_vision(prompt, each.token_ids, length)
         # A rank whose prompts have no images runs the vision tower on the blank image. Sharded towers are run by all
         # ranks together, so that this one must run, too.
         prompts.append(more if vision.blank is None else replace(more, features=None))

@@ -48,11 +48,11 @@ def next_token(settings: DrawSettings, vocabulary: int, device: torch.device, lo
         device: See `NextToken`.
         longest: `max_completion_length`. Short rollouts, such as the probe of a policy, are not worth a compilation.
     """
-    return cached_draw(settings, vocabulary, device, device.type == "cuda" and longest >= LEAST_LENGTH)
+    return cached_sampler(settings, vocabulary, device, device.type == "cuda" and longest >= LEAST_LENGTH)
 
 
 @functools.lru_cache(maxsize=32)
-def cached_draw(settings: DrawSettings, vocabulary: int, device: torch.device, is_fused: bool) -> DrawFunction:  # noqa: FBT001
+def cached_sampler(settings: DrawSettings, vocabulary: int, device: torch.device, is_fused: bool) -> DrawFunction:  # noqa: FBT001
     """The `NextToken` of these settings, fused or not."""
     draw = NextToken(settings, vocabulary, device)
     return FusedDraw(draw) if is_fused else draw

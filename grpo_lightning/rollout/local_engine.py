@@ -41,7 +41,7 @@ from grpo_lightning.policy.kv_cache import (
     SharedPrompts,
     States,
     fit_left,
-    packed,
+    pack_rows,
     unshared_reason,
 )
 from grpo_lightning.policy.precision import linear_copies
@@ -51,7 +51,7 @@ from grpo_lightning.policy.sharding import Sharding, full_shape
 from grpo_lightning.policy.vision import PlacedPrompts, place, seeing
 from grpo_lightning.rollout.captured import LEAST_LENGTH, Capture, CapturedSteps, CudaCapture
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turns
-from grpo_lightning.rollout.token_sampler import ChooseDraw, Draw, TokenSampler, Uniforms, unfused
+from grpo_lightning.rollout.token_sampler import ChooseDraw, Draw, TokenSampler, Uniforms, choose_unfused
 
 log = logging.getLogger(__name__)
 
@@ -396,7 +396,7 @@ class LocalEngine(RolloutEngine):
         if kept_states is not None:
             kept_states.keep(rows, set(range(len(rows.start))) - set(kept), sampled, waiting.wave)
         joining = waiting.take(len(kept)) if self.way == "shared" or not kept else waiting.none
-        return (rows.select(packed(kept)) if kept else None), joining
+        return (rows.select(pack_rows(kept)) if kept else None), joining
 
     def feed(self, rows: OpenRows | None, step: int, placed: PlacedPrompts) -> None:
         """Run the tokens of a decoding step, for the logits of the next tokens; without rows, run a dummy token."""
@@ -937,7 +937,7 @@ def copies_for_autocast(policy: nn.Module, device: torch.device) -> dict[str, Te
 def choose_draw(device: torch.device) -> ChooseDraw:
     """How the next token is sampled: in fused kernels on CUDA."""
     if device.type != "cuda":
-        return unfused
+        return choose_unfused
     from grpo_lightning.rollout.fused import next_token
 
     return next_token

@@ -249,7 +249,7 @@ ChooseDraw = Callable[[DrawSettings, int, torch.device, int], DrawFunction]
 
 
 @functools.lru_cache(maxsize=32)
-def unfused(settings: DrawSettings, vocabulary: int, device: torch.device, longest: int) -> DrawFunction:
+def choose_unfused(settings: DrawSettings, vocabulary: int, device: torch.device, longest: int) -> DrawFunction:
     """`NextToken`, one operation after the other: the `ChooseDraw` of all devices but CUDA."""
     return NextToken(settings, vocabulary, device)
 
@@ -312,7 +312,7 @@ class TokenSampler:
         sampling: SamplingParams,
         tokenizer: PreTrainedTokenizerBase,
         uniforms: Uniforms,
-        choose_draw: ChooseDraw = unfused,
+        choose_draw: ChooseDraw = choose_unfused,
     ) -> None:
         self.sampling, self.uniforms, self.choose_draw = sampling, uniforms, choose_draw
         self.settings = DrawSettings.of(sampling)

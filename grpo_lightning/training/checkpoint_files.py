@@ -279,7 +279,7 @@ class RankFiles:
         if found != share:
             raise ValueError(
                 f"{self.folder / f'{moment}-{rank}.pt'} has another part of the rollout than rank {rank} of the "
-                f"checkpoint {self.checkpoint} had: found {_listed(found)}, expected {_listed(share)}. Copy the folder "
+                f"checkpoint {self.checkpoint} had: found {_format_share(found)}, expected {_format_share(share)}. Copy the folder "
                 f"{self.folder.name} again from where the checkpoint was saved, or resume from a checkpoint at the end "
                 "of a cycle."
             )
@@ -321,5 +321,5 @@ class RankFiles:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _listed(share: Mapping[str, int | None]) -> str:
+def _format_share(share: Mapping[str, int | None]) -> str:
     return ", ".join(f"{name} {value}" for name, value in share.items())

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_lightning.core.messages import listed
+from grpo_lightning.core.messages import bullet_list
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.images.preflight import check_given
 from grpo_lightning.data.mixture import as_entries
@@ -216,7 +216,7 @@ def _check_all(prompts: Sequence[Prompt], encoder: Encoder) -> None:
     if len(problems) == 1:
         raise ValueError(next(iter(problems)))
     if problems:
-        raise ValueError(f"The policy does not support {len(problems)} prompts:\n{listed(list(problems))}")
+        raise ValueError(f"The policy does not support {len(problems)} prompts:\n{bullet_list(list(problems))}")
 
 
 TEMPLATE_TOKENS = 256

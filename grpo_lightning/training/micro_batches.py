@@ -574,7 +574,7 @@ def split_update(rows: list[CompletionRow], parts: int, cost: RowsCost | None = 
     if len(groups) >= parts:
         orders.insert(0, groups)
     splits = [
-        [joined(part) for part in balanced_split(order, parts, lambda part, size=size: size(joined(part)))]  # type: ignore[misc]
+        [join_units(part) for part in balanced_split(order, parts, lambda part, size=size: size(join_units(part)))]  # type: ignore[misc]
         for order in orders
         for size in (num_tokens, padded_cost)
     ]
@@ -584,7 +584,7 @@ def split_update(rows: list[CompletionRow], parts: int, cost: RowsCost | None = 
     return [sorted(splits[best][part], key=lambda row: row.group) for part in order_of_best]
 
 
-def joined(units: list[list[CompletionRow]]) -> list[CompletionRow]:
+def join_units(units: list[list[CompletionRow]]) -> list[CompletionRow]:
     """Concatenate lists of completions."""
     return list(itertools.chain.from_iterable(units))
 

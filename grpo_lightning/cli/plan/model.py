@@ -309,7 +309,7 @@ _INTERN_VIT_300M = {
 }
 
 
-def _known() -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _published_models() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield hub name, model type and config of each published model."""
     configs = {name: dict(zip(_COLUMNS, row, strict=True)) for name, row in _SIZES.items()}
     for name, config in configs.items():
@@ -336,4 +336,4 @@ def known_config(name: str) -> PretrainedConfig | None:
     """The config of a published model by its hub name; None if its sizes are unknown."""
     from transformers import AutoConfig
 
-    return next((AutoConfig.for_model(kind, **config) for known, kind, config in _known() if known == name), None)
+    return next((AutoConfig.for_model(kind, **config) for known, kind, config in _published_models() if known == name), None)

@@ -160,12 +160,12 @@ class Batch:
         return [self.group(number) for number in range(len(self.prompts))]
 
 
-def listed(value: Item | list[Item]) -> list[Item]:
+def as_list(value: Item | list[Item]) -> list[Item]:
     """A setting that is one value or a list of values, as a list."""
     return value if isinstance(value, list) else [value]
 
 
-def described(error: Exception | None) -> str | None:
+def error_text(error: Exception | None) -> str | None:
     """An error as text, for the other ranks; None without an error."""
     return None if error is None else f"{type(error).__name__}: {error}"
 
@@ -290,11 +290,11 @@ class VLLMEngine(RolloutEngine):
             ("quantization", quantization in (None, *QUANTIZATIONS), f"null or one of {', '.join(QUANTIZATIONS)}"),
             (
                 "base_url",
-                base_url is None or are_urls(listed(base_url)),
+                base_url is None or are_urls(as_list(base_url)),
                 "http://... or https://..., or a list of these",
             ),
-            ("host", bool(listed(host)), "an address, or a list of addresses"),
-            ("port", bool(listed(port)) and all(0 < each < 2**16 for each in listed(port)), "a port"),
+            ("host", bool(as_list(host)), "an address, or a list of addresses"),
+            ("port", bool(as_list(port)) and all(0 < each < 2**16 for each in as_list(port)), "a port"),
             ("timeout", timeout > 0, "above 0"),
             ("max_retries", max_retries >= 0, "at least 0"),
             ("reconnect_timeout", reconnect_timeout >= 0, "at least 0"),
@@ -363,8 +363,8 @@ class VLLMEngine(RolloutEngine):
     def urls(self) -> list[str]:
         """Addresses of the servers."""
         if self.base_url is not None:
-            return listed(self.base_url)
-        hosts, ports = listed(self.host), listed(self.port)
+            return as_list(self.base_url)
+        hosts, ports = as_list(self.host), as_list(self.port)
         count = max(len(hosts), len(ports))
         if any(len(each) not in (1, count) for each in (hosts, ports)):
             raise ValueError(
@@ -602,7 +602,7 @@ class VLLMEngine(RolloutEngine):
                 lacks = self.backend.lack(self.updates["base"])
             except Exception as failure:  # noqa: BLE001 - raised on every rank
                 error = failure
-        problem, lacks = ranks.gather_objects((described(error), lacks))[0]
+        problem, lacks = ranks.gather_objects((error_text(error), lacks))[0]
         if problem is not None:
             raise error or RuntimeError(problem)
         return ("base", *kinds) if lacks else kinds
@@ -621,7 +621,7 @@ class VLLMEngine(RolloutEngine):
             RuntimeError: On every rank, if the error is not temporary. The rank that has failed raises its own error.
         """
         is_temporary = isinstance(error, UnavailableError) and failures <= self.max_retries
-        everyone = ranks.gather_objects((described(error), is_temporary, self.told))
+        everyone = ranks.gather_objects((error_text(error), is_temporary, self.told))
         problem = next((problem for problem, _, _ in everyone if problem is not None), None)
         _, is_temporary, told = everyone[0]
         if problem is None:
@@ -793,7 +793,7 @@ class VLLMEngine(RolloutEngine):
             RuntimeError: If another rank of the group has one.
         """
         assert self.backend is not None
-        members = self.group.broadcast(self.group.gather((requests, described(error))))
+        members = self.group.broadcast(self.group.gather((requests, error_text(error))))
         for member, (_, problem) in enumerate(members):
             if problem is not None:
                 raise error or RuntimeError(f"Sampling failed on rank {self.group.first_rank + member}: {problem}")
@@ -830,7 +830,7 @@ class VLLMEngine(RolloutEngine):
                     "all servers have lost its weights, and the policy may have newer ones."
                 )
             return 0
-        everyone = ranks.gather_objects((described(error), len(batch.missing)))
+        everyone = ranks.gather_objects((error_text(error), len(batch.missing)))
         if error is not None:
             raise error
         for rank, (problem, _) in enumerate(everyone):

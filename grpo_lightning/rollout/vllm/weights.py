@@ -61,7 +61,7 @@ def gathered_groups(policy: nn.Module, sharding: Sharding, kind: Kind = "merged"
         groups.setdefault(number[1] if number else "", []).append((name, module))
     others = groups.pop("", [])
     for modules in [*groups.values(), others]:
-        parameters = list({id(each): each for _, module in modules for each in _sent(module, adapter, kind)}.values())
+        parameters = list({id(each): each for _, module in modules for each in _weights_to_send(module, adapter, kind)}.values())
         if parameters:
             with sharding.whole_group(parameters) as values:
                 yield Gathered(modules, dict(zip(map(id, parameters), values, strict=True)), kind)
@@ -116,7 +116,7 @@ def _holders(policy: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _sent(module: Any, adapter: str | None, kind: Kind) -> Iterator[Tensor]:
+def _weights_to_send(module: Any, adapter: str | None, kind: Kind) -> Iterator[Tensor]:
     """Iterate over the parameters of one module that are needed to send it."""
     if is_adapter_layer(module):
         if kind != "adapter":
