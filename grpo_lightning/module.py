@@ -229,7 +229,7 @@ class GRPOLightningModule(L.LightningModule):
             arguments["conversation"] = limits  # also in checkpoints, so that a module loaded without it is refused
         self.sampling = settings_of(SamplingParams, sampling, "model.sampling")
         settings = settings_of(Objective, objective, "model.objective")
-        self.objective = settings.resolved(is_off_policy=max_staleness > 0 and old_logprobs == "recompute")
+        self.objective = settings.resolve(is_off_policy=max_staleness > 0 and old_logprobs == "recompute")
         self.validation = settings_of(Validation, validation, "model.validation")
         self.sync_reference = optional_settings(SyncReference, sync_reference, "model.sync_reference")
         self.dynamic_sampling = optional_settings(DynamicSampling, dynamic_sampling, "model.dynamic_sampling")
@@ -606,7 +606,9 @@ class GRPOLightningModule(L.LightningModule):
         one_token = replace(self.sampling, max_completion_length=1)
         source = self.group_source._replace(conversations=None)
         begun = (
-            prompts if self.conversations is None else self.conversations.resumed(prompts, known_observations(cycle))
+            prompts
+            if self.conversations is None
+            else self.conversations.resume_prompts(prompts, known_observations(cycle))
         )
         groups = source.sample(begun, self.num_generations, one_token, [0] * len(prompts))
         find_prompts(cycle.micro_batches, prompts)

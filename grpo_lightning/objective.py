@@ -300,7 +300,7 @@ class Objective:
         """Check choices, ranges and combinations. Raises: ValueError if one is invalid; the message says what to do."""
         check_objective(self)
 
-    def resolved(self, *, is_off_policy: bool) -> Objective:
+    def resolve(self, *, is_off_policy: bool) -> Objective:
         """Replace the `rollout_correction` "auto" by that of a run that needs a correction.
 
         Args:
@@ -440,7 +440,7 @@ class Objective:
                 kl = ratio * kl
             if self.has_kl_loss:
                 loss = loss + self.beta * kl
-        clipped_low, clipped_high = self._clipped(tokens)
+        clipped_low, clipped_high = self._find_clipped(tokens)
         mean = functools.partial(
             aggregate,
             mask=mask,
@@ -466,11 +466,11 @@ class Objective:
             selected=None if batch.selected is None else batch.selected & mask,
         )
 
-    def clipped(self, logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def find_clipped(self, logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Find trained tokens clipped from below and from above: two [B, T] bool. Args: logprobs: [B, T] nats."""
-        return self._clipped(self._tokens(logprobs.detach(), batch))
+        return self._find_clipped(self._tokens(logprobs.detach(), batch))
 
-    def _clipped(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def _find_clipped(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         low, high = SURROGATES[self.surrogate].clipped(self, tokens)
         return low.expand_as(tokens.mask) & tokens.mask, high.expand_as(tokens.mask) & tokens.mask
 

@@ -28,11 +28,13 @@ class Rule(NamedTuple):
     """A word that gives the sentence another sense, in which the dialect is the usual word; by default, none does."""
 
 
-PICTURES = r"\b(Draw)?([Bb]ox(es)?|images?|pictures?|[Cc]urves?|plots?|panels?|scenes?|bars?|metrics?|random numbers?)\b"
-MESSAGES = "".join(
-    rf"(?<!\b{subject} )"
-    for subject in ("log", "warning", "error", "message", "line", "output", "docstring", "documentation", "that", "which")
+PICTURES = (
+    r"\b(Draw)?([Bb]ox(es)?|images?|pictures?|[Cc]urves?|plots?|panels?|scenes?|bars?|metrics?|against)\b"
+    r"|\brandom numbers?\b"
 )
+"""The senses in which `draw` is the usual word: pictures, and statistics."""
+SUBJECTS = "log warning error message line output docstring documentation md that which"
+MESSAGES = "".join(rf"(?<!\b{subject} )" for subject in SUBJECTS.split())
 """The subjects of `say`: messages and texts. Settings, functions and data define, return or have something."""
 
 RULES = {
@@ -41,11 +43,11 @@ RULES = {
         "sample",
         "The tokens are drawn on the device.",
         "Draw the boxes of the first prompts. A random number is drawn. The random numbers are drawn.",
-        unless=PICTURES + r"|\brandom number\b",
+        unless=PICTURES,
     ),
     "logged": Rule(r"\bsaid\b", "logged, reported, stated", "It is said in the log.", "The log states it."),
     "defines": Rule(
-        MESSAGES + r"\b[Ss]ays?\b",
+        MESSAGES + r"\b[Ss]ays?\b(?! otherwise)",
         "define, state, return, set",
         "A failure is handled as `on_error` says.",
         "The log says so. A warning that says why is logged.",
@@ -66,7 +68,10 @@ RULES = {
         unless=r"\b([Uu]ser|[Qq]uestion)s?\b",
     ),
     "continues": Rule(
-        r"\b(go|goes|going|gone|went) on\b", "continue, resume", "The run goes on.", "It depends on the batch it goes to."
+        r"\b(go|goes|going|gone|went) on\b",
+        "continue, resume",
+        "The run goes on.",
+        "It depends on the batch it goes to.",
     ),
     "interrupted": Rule(
         r"\b(break(s|ing)?|broke|broken) off\b", "interrupt, cancel", "The run broke off.", "It breaks the run."
@@ -80,7 +85,10 @@ RULES = {
         "None stands for the rank's own. A standalone file.",
     ),
     "vision": Rule(
-        r"\bsees?[ _]((the|an|no) )?images?\b", "vision-language", "A policy that sees images.", "The turns see all images."
+        r"\bsees?[ _]((the|an|no) )?images?\b",
+        "vision-language",
+        "A policy that sees images.",
+        "The turns see all images.",
     ),
     "two sentences": Rule(
         r", whose\b|\bwhose\b.*\bwhose\b",
@@ -104,7 +112,10 @@ RULES = {
         "It goes to the next; epochs over the rollout.",
     ),
     "zero variance": Rule(
-        r"\bteach(es)? (it )?nothing\b", "zero-variance, no gradient", "Groups that teach nothing.", "A warm-up teaches it."
+        r"\bteach(es)? (it )?nothing\b",
+        "zero-variance, no gradient",
+        "Groups that teach nothing.",
+        "A warm-up teaches it.",
     ),
     "replaced": Rule(
         r"\bg(ive|ives|ave|iving|iven) way\b|\bin the place of\b",
@@ -112,14 +123,18 @@ RULES = {
         "The prompt gives way to another.",
         "It gives the way in which it ends.",
     ),
-    "skipped": Rule(r"\bpass(es|ed)? over by\b|\bpassed over\b", "skip", "It is passed over.", "Two passes over the data."),
+    "skipped": Rule(
+        r"\bpass(es|ed)? over by\b|\bpassed over\b", "skip", "It is passed over.", "Two passes over the data."
+    ),
     "requeued": Rule(
         r"\bput(s)? back into\b", "requeue, restore", "It is put back into the queue.", "It is put into the queue."
     ),
     "periodically": Rule(r"\bnow and then\b", "every n steps", "It moves now and then.", "Now, and then at the end."),
     "corrects": Rule(r"\bma(ke|kes|de) up for\b", "correct for", "It makes up for it.", "It is made up of parts."),
     "timeout": Rule(r"\btime is (over|up)\b", "time limit, timeout", "The time is over.", "The time is overestimated."),
-    "does not apply": Rule(r"\bha(s|ve) no use\b", "is not used, does not apply", "It has no use here.", "It has no user."),
+    "does not apply": Rule(
+        r"\bha(s|ve) no use\b", "is not used, does not apply", "It has no use here.", "It has no user."
+    ),
     "belongs to": Rule(r"\bbelongs? into\b", "belong to", "It belongs into the process.", "It belongs to the process."),
     "full": Rule(
         r"\b[Ww]hole (weights?|tensors?|parameters?|gradients?|states?|models?)\b",
@@ -127,11 +142,12 @@ RULES = {
         "It gathers whole weights.",
         "Whole cycles; the whole image.",
     ),
-    "minimum": Rule(r"\b[Tt]he least (value|number)\b", "minimum", "The least value.", "It is the least expensive value."),
+    "minimum": Rule(
+        r"\b[Tt]he least (value|number)\b", "minimum", "The least value.", "It is the least expensive value."
+    ),
     "supported": Rule(r"\btrains? by GRPO\b", "is supported", "It does not train by GRPO.", "Trained with GRPO."),
-    "incomplete": Rule(r"\bhalf[- ]written\b", "incomplete", "Half-written files, or half-written.", "One half is written."),
     "word order": Rule(
-        r"^(Of|What|Which)\b.*[^?]$",
+        r"^(Of|What|Which) \w+ .*[^?]$",
         "a sentence that begins with its subject, or the noun",
         "Of a stream, only cycles are known.",
         "What is GRPO? It shows what is logged. Of?",
@@ -142,11 +158,11 @@ VERBS = {"read", "run", "cut", "put", "set", "split", "spread", "let", "cast", "
 """Participles that are also the verb."""
 
 NO_PARTICIPLES = {"embed", "exceed", "feed", "need", "proceed", "seed", "speed", "unembed"}
-IRREGULAR = set(
-    "begun bound bought broken brought built chosen done drawn driven fallen found forgotten frozen given gone got grown "
-    "heard held hidden kept known laid led left lost made meant met paid said seen sent shown sold sought spent spoken "
-    "struck taken taught thought thrown told understood won worn written".split()
-)
+IRREGULAR = """
+begun bound bought broken brought built chosen done drawn driven fallen found forgotten frozen given gone got grown heard
+held hidden kept known laid led left lost made meant met paid said seen sent shown sold sought spent spoken struck taken
+taught thought thrown told understood won worn written
+"""
 
 
 class Found(NamedTuple):
@@ -164,6 +180,7 @@ def sentences(text: str) -> Iterator[tuple[int, str]]:
     """Split prose into (line, sentence). Code and addresses are left out, and headings are no sentences."""
     blank = re.compile(r"```.*?```|``.*?``|`[^`]*`|https?://[^\s)]+|<[^>]*>", re.DOTALL)
     text = blank.sub(lambda code: "\n" * code[0].count("\n") + "X", text)
+    text = re.sub(r"\[([^]\n]*)\]\([^)\n]*\)", r"\1", text)
     text = re.sub(r"^#+ .*", "", text, flags=re.MULTILINE)
     start = 0
     for end in [*re.finditer(r"(?<=[.!?:;])\s+|\n\s*\n|\n\s*(?:[-*>]|\d+\.)\s+|\s*\|\s*|(?<=\*\*)\s+", text), None]:
@@ -189,15 +206,17 @@ def is_participle(word: str) -> bool:
     """True for `listed` and `told`, false for `read`, which is a verb too."""
     if word in NO_PARTICIPLES | VERBS:
         return False
-    return word in IRREGULAR or re.fullmatch(r"[a-z]{2,}ed", word) is not None
+    return word in IRREGULAR.split() or re.fullmatch(r"[a-z]{2,}ed", word) is not None
 
 
 def participle_names(source: str, where: str = "") -> list[Found]:
-    """Functions and methods named by a participle alone."""
+    """Functions and methods named by a participle alone, other than context managers (`with gathered(policy):`)."""
     return [
         Found(f"{where}:{node.lineno}", node.name, "a verb or a noun")
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and is_participle(node.name.strip("_"))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and is_participle(node.name.strip("_"))
+        and not any("contextmanager" in ast.unparse(decorator) for decorator in node.decorator_list)
     ]
 
 
@@ -210,9 +229,9 @@ def prose(source: str) -> Iterator[tuple[int, str]]:
             parts.update(map(id, node.values))
             yield node.lineno, "".join(part.value if isinstance(part, ast.Constant) else "X" for part in node.values)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
-            if " " in node.value.strip():
-                yield node.lineno, node.value
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts
+        if is_text and " " in node.value.strip():
+            yield node.lineno, node.value
     yield from comments(source)
 
 
@@ -234,7 +253,9 @@ def markdown_cells(source: str) -> Iterator[tuple[int, str]]:
     """(number, text) of the Markdown cells of a notebook, and of the comments in its code."""
     for number, cell in enumerate(json.loads(source)["cells"]):
         text = "".join(cell["source"])
-        yield from [(number, text)] if cell["cell_type"] == "markdown" else [(number, words) for _, words in comments(text)]
+        yield from (
+            [(number, text)] if cell["cell_type"] == "markdown" else [(number, words) for _, words in comments(text)]
+        )
 
 
 def yaml_comments(source: str) -> Iterator[tuple[int, str]]:

@@ -74,12 +74,12 @@ def folders_of_run(path: Path) -> list[Path]:
     that Lightning saved for a SLURM requeue.
     """
 
-    def requeued(run: Path) -> list[Path]:
+    def requeued_folders(run: Path) -> list[Path]:
         return [run] if any(run.glob("hpc_ckpt_*.ckpt")) else []
 
-    is_run = (path / "checkpoints").is_dir() or requeued(path)
+    is_run = (path / "checkpoints").is_dir() or requeued_folders(path)
     runs = [path] if is_run else versions(path).values()
-    return [folder for run in runs for folder in (run / "checkpoints", *requeued(run))]
+    return [folder for run in runs for folder in (run / "checkpoints", *requeued_folders(run))]
 
 
 def is_requeued() -> bool:
@@ -203,7 +203,9 @@ def differences(
     ]
 
 
-def fill_defaults(tree: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]], prefix: str = "") -> dict[str, Any]:
+def fill_defaults(
+    tree: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]], prefix: str = ""
+) -> dict[str, Any]:
     """Replace null by defaults in nested settings."""
     return {
         name: defaults.get(f"{prefix}{name}")

@@ -231,7 +231,7 @@ class Teams:
         If only one member raised, the others would wait for it in their next collective.
 
         Args:
-            problem: The problem that the first member has found; None if nothing is wrong. Ignored on the other members.
+            problem: The problem that the first member has found; None if there is none. Ignored on the other members.
 
         Raises:
             ValueError: If the first member has found a problem.

@@ -66,7 +66,8 @@ class MultiTurnFunction(Environment):
         )
         if not mine[keep:]:
             raise ValueError(
-                "A multi-turn function has set 'finished' to False, but has added nothing from which the policy can continue."
+                "A multi-turn function has set 'finished' to False, but has added nothing from which the policy can "
+                "continue."
             )
         return Step(mine[keep:], keep=keep)
 
@@ -105,7 +106,7 @@ class ToolObject(Tools):
         self.is_new = True
         """True until `reset` or a tool is called."""
         self.columns: dict[str, Any] | None = None
-        """The arguments of `reset`; None before the call, and in workers, where the object is pickled instead of made again."""
+        """The arguments of `reset`; None before it, and in workers, because they get a pickled object."""
         self.first: Any = None
         """The observation that `reset` returned."""
         super().__init__(methods, format, max_calls)

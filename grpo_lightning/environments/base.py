@@ -146,8 +146,8 @@ def as_step(value: Any) -> Step:
     """Convert what `step` returned.
 
     Args:
-        value: A `Step`; an observation (the conversation continues); None (the conversation is done, without reward); or
-            a tuple (observation, done) or (observation, done, reward).
+        value: A `Step`; an observation (the conversation continues); None (the conversation is done, without reward);
+            or a tuple (observation, done) or (observation, done, reward).
 
     Raises:
         InvalidStepError: If the value is something else, or has no observation although the conversation continues.
@@ -263,7 +263,9 @@ def with_kept_images(message: Message) -> Message:
     find = ImageFinder("an observation")
     try:
         parts = [
-            {**part, "image": find.ref(part["image"], "the image").kept()} if part["type"] == "image" else part
+            {**part, "image": find.ref(part["image"], "the image").copy_in_memory()}
+            if part["type"] == "image"
+            else part
             for part in message["content"]
         ]
     except ImageError as error:

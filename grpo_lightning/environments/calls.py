@@ -109,10 +109,10 @@ class EnvironmentCalls:
         elif hasattr(environment, "on_failure"):
             value = environment.on_failure(*arguments)
         if inspect.isawaitable(value):
-            return self._awaited(environment, method, value)
+            return self._await_value(environment, method, value)
         return self._outcome(environment, method, value)
 
-    async def _awaited(self, environment: Any, method: Method, value: Any) -> tuple[Any, Any]:
+    async def _await_value(self, environment: Any, method: Method, value: Any) -> tuple[Any, Any]:
         return self._outcome(environment, method, await value)
 
     def _outcome(self, environment: Any, method: Method, value: Any) -> tuple[Any, Any]:

@@ -21,7 +21,7 @@ from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.policy.adapters import trained_adapter
 from grpo_lightning.policy.completion_logprobs import AutoChunks, Scorer, auto_chunks
 from grpo_lightning.policy.encoder import Encoder
-from grpo_lightning.policy.families import family_of, known_family, is_multimodal, unknown_reason
+from grpo_lightning.policy.families import family_of, is_multimodal, known_family, unknown_reason
 from grpo_lightning.policy.hf import attention_kernel, base_model, is_adapted, naming, num_positions, text_config
 from grpo_lightning.policy.lora import adapter_config
 from grpo_lightning.policy.lora_injection import check_names

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_lightning.policy.families import FAMILIES, known_family, is_multimodal
+from grpo_lightning.policy.families import FAMILIES, is_multimodal, known_family
 from grpo_lightning.policy.hf import naming, vocabulary_size
 
 if TYPE_CHECKING:

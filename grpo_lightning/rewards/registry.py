@@ -103,7 +103,10 @@ def available() -> dict[str, str]:
     Raises:
         ValueError: If two packages register the same name.
     """
-    return {**dict.fromkeys(SHIPPED, "grpo-lightning"), **{name: _package(p) for name, p in _installed_entry_points().items()}}
+    return {
+        **dict.fromkeys(SHIPPED, "grpo-lightning"),
+        **{name: _package(p) for name, p in _installed_entry_points().items()},
+    }
 
 
 def reward(name: str, /, **init_args: Any) -> RewardLike:

@@ -284,9 +284,7 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
             )
     if accepted:
         text = _format_problems(accepted)
-        log.warning(
-            "%s\nEach call of the reward with one of these rows fails, and is handled by its on_error.", text
-        )
+        log.warning("%s\nEach call of the reward with one of these rows fails, and is handled by its on_error.", text)
     if refused:
         raise ValueError(
             f"{_format_problems(refused)}\nFix these rows, or set the answer to null to skip this reward for them. To "

@@ -270,7 +270,7 @@ class Conversations:
         Raises:
             RuntimeError: If a call fails, for any `on_error`: all conversations of the prompt would be lost.
         """
-        prompts = [self.described(prompt) for prompt in prompts]
+        prompts = [self.describe_tools(prompt) for prompt in prompts]
         results = self.runner.reset(prompts, [derived_seed(seed, "reset") for seed in seeds])
         for prompt, result in zip(prompts, results, strict=True):
             if result.failure:
@@ -281,18 +281,18 @@ class Conversations:
         begun = [self.with_observation(prompt, result.value) for prompt, result in zip(prompts, results, strict=True)]
         return begun, [result.state for result in results]
 
-    def resumed(self, prompts: Sequence[Prompt], observations: Mapping[int | str, Any]) -> list[Prompt]:
+    def resume_prompts(self, prompts: Sequence[Prompt], observations: Mapping[int | str, Any]) -> list[Prompt]:
         """Prompts as `begin` returned them. Args: observations: `Prompt.observation` by `Prompt.key`."""
-        return [self.with_observation(self.described(prompt), observations.get(prompt.key)) for prompt in prompts]
+        return [self.with_observation(self.describe_tools(prompt), observations.get(prompt.key)) for prompt in prompts]
 
-    def shortened(self, text: str) -> tuple[str, bool]:
+    def shorten(self, text: str) -> tuple[str, bool]:
         """Cut an observation to `max_observation_length` tokens. Returns: the text, and whether it was cut."""
         longest = self.settings.max_observation_length
         short, is_cut = self.tokens.cut(text[: longest * CHARACTERS_PER_TOKEN], longest)
         is_cut = is_cut or len(text) > longest * CHARACTERS_PER_TOKEN
         return short if not is_cut or short.endswith(TRUNCATED) else short + TRUNCATED, is_cut
 
-    def described(self, prompt: Prompt) -> Prompt:
+    def describe_tools(self, prompt: Prompt) -> Prompt:
         """A prompt whose chat template describes the tools."""
         if not self.schemas:
             return prompt
@@ -306,7 +306,7 @@ class Conversations:
         if observation is None or observation == "":
             return prompt
         messages = [
-            change_texts(message, lambda text: self.tokens.escaped(self.shortened(text)[0]))
+            change_texts(message, lambda text: self.tokens.escape(self.shorten(text)[0]))
             for message in messages_of(observation, "user")
         ]
         images = images_of(messages)
@@ -594,12 +594,12 @@ class Game:
         if step.keep is not None:
             assert isinstance(step.observation, str)
             self._keep(each, turn, step.keep)
-            text = self._shortened(each, step.observation)
+            text = self._shorten(each, step.observation)
             messages: list[Message] = [{"role": "", "content": text}]
             ids = self.tokens.text_ids(text)
         else:
             messages = [
-                change_texts(message, lambda text: self._shortened(each, text))
+                change_texts(message, lambda text: self._shorten(each, text))
                 for message in messages_of(step.observation, self.runner.observation_role)
             ]
             settings = self.prompts[each.prompt].chat_template_kwargs
@@ -641,9 +641,9 @@ class Game:
             self.sampling.max_completion_length,
         )
 
-    def _shortened(self, each: Conversation, text: str) -> str:
+    def _shorten(self, each: Conversation, text: str) -> str:
         """Cut an observation to `max_observation_length` tokens, and count it."""
-        short, is_cut = self.owner.shortened(text)
+        short, is_cut = self.owner.shorten(text)
         if is_cut:
             each.metrics["truncated_observations"] = each.metrics.get("truncated_observations", 0.0) + 1
         return short

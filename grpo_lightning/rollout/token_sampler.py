@@ -41,7 +41,7 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 """Changes logits [rows, V], given the ids seen so far [rows, seen]."""
 
 
-class Draw(NamedTuple):
+class SampledTokens(NamedTuple):
     """The sampled next token of every row."""
 
     ids: Tensor
@@ -55,7 +55,7 @@ class Draw(NamedTuple):
     filters, such as `top_p`, are not applied. NaN if a logit of the row is NaN or infinite."""
 
 
-class DrawSettings(NamedTuple):
+class TokenSettings(NamedTuple):
     """The fields of `SamplingParams` that change the sampled token, hashable."""
 
     temperature: float
@@ -66,7 +66,7 @@ class DrawSettings(NamedTuple):
     suppress_tokens: tuple[int, ...]
 
     @classmethod
-    def of(cls, sampling: SamplingParams) -> DrawSettings:
+    def of(cls, sampling: SamplingParams) -> TokenSettings:
         """The settings of `sampling`."""
         never = tuple(sorted(sampling.suppress_tokens))
         filters = sampling.top_k, sampling.top_p, sampling.min_p
@@ -82,7 +82,7 @@ class NextToken:
         device: Device of the logits.
     """
 
-    def __init__(self, settings: DrawSettings, vocabulary: int, device: torch.device) -> None:
+    def __init__(self, settings: TokenSettings, vocabulary: int, device: torch.device) -> None:
         is_greedy = settings.temperature == 0
         penalties: list[Processor] = []
         filters: list[Processor] = []
@@ -106,7 +106,7 @@ class NextToken:
         self.reads_history = bool(penalties)
         self.is_filtered = bool(penalties or filters)
 
-    def __call__(self, history: Tensor, logits: Tensor, uniforms: Tensor | None) -> Draw:
+    def __call__(self, history: Tensor, logits: Tensor, uniforms: Tensor | None) -> SampledTokens:
         """Sample one token per row.
 
         Args:
@@ -123,7 +123,7 @@ class NextToken:
             probabilities = distribution.exp()
         # The in-place clamp avoids another tensor [rows, V]. It is needed because 0 x -inf is nan.
         entropies = -row_products(probabilities, distribution.clamp_(min=torch.finfo(distribution.dtype).min))
-        return Draw(ids, logprobs, entropies)
+        return SampledTokens(ids, logprobs, entropies)
 
 
 def log_distribution(processors: list[Processor], history: Tensor, logits: Tensor) -> Tensor:
@@ -241,16 +241,16 @@ def sampled_ids(never: tuple[int, ...], vocabulary: int, multiple: int = 1) -> t
     return size, tuple(token for token in never if token < size)
 
 
-DrawFunction = Callable[[Tensor, Tensor, Tensor | None], Draw]
+SampleToken = Callable[[Tensor, Tensor, Tensor | None], SampledTokens]
 """`NextToken.__call__`, or the same in fused kernels."""
 
-ChooseDraw = Callable[[DrawSettings, int, torch.device, int], DrawFunction]
+ChooseSampler = Callable[[TokenSettings, int, torch.device, int], SampleToken]
 """Returns the `NextToken` for settings, V, the device and `max_completion_length`."""
 
 
 @functools.lru_cache(maxsize=32)
-def choose_unfused(settings: DrawSettings, vocabulary: int, device: torch.device, longest: int) -> DrawFunction:
-    """`NextToken`, one operation after the other: the `ChooseDraw` of all devices but CUDA."""
+def choose_unfused(settings: TokenSettings, vocabulary: int, device: torch.device, longest: int) -> SampleToken:
+    """`NextToken`, one operation after the other: the `ChooseSampler` of all devices but CUDA."""
     return NextToken(settings, vocabulary, device)
 
 
@@ -292,7 +292,7 @@ class Uniforms:
         return self.block[step % BLOCK_STEPS]
 
     def next_block(self, prompts: range) -> Tensor:
-        """Draw the next numbers of some prompts, [BLOCK_STEPS, prompts * len(part)]."""
+        """Generate the next numbers of some prompts, [BLOCK_STEPS, prompts * len(part)]."""
         own = []
         for i in prompts:
             shape = BLOCK_STEPS, self.num_generations
@@ -312,15 +312,15 @@ class TokenSampler:
         sampling: SamplingParams,
         tokenizer: PreTrainedTokenizerBase,
         uniforms: Uniforms,
-        choose_draw: ChooseDraw = choose_unfused,
+        choose_sampler: ChooseSampler = choose_unfused,
     ) -> None:
-        self.sampling, self.uniforms, self.choose_draw = sampling, uniforms, choose_draw
-        self.settings = DrawSettings.of(sampling)
+        self.sampling, self.uniforms, self.choose_sampler = sampling, uniforms, choose_sampler
+        self.settings = TokenSettings.of(sampling)
         self.stop_strings = StopStringCriteria(tokenizer, sampling.stop_strings) if sampling.stop_strings else None
         self.entropies: list[Tensor] = []
         """Entropies of the tokens sampled since the last check for NaN."""
 
-    def __call__(self, history: Tensor, logits: Tensor, step: int, rows: Tensor | None = None) -> Draw:
+    def __call__(self, history: Tensor, logits: Tensor, step: int, rows: Tensor | None = None) -> SampledTokens:
         """Sample one token per row.
 
         Args:
@@ -333,10 +333,12 @@ class TokenSampler:
         if not self.sampling.is_greedy:
             uniforms = self.uniforms(step)
             uniforms = uniforms if rows is None else uniforms[rows]
-        draw = self.choose_draw(self.settings, logits.shape[1], logits.device, self.sampling.max_completion_length)
-        drawn = draw(history, logits, uniforms)
-        self.entropies.append(drawn.entropies)
-        return drawn
+        sampler = self.choose_sampler(
+            self.settings, logits.shape[1], logits.device, self.sampling.max_completion_length
+        )
+        new_tokens = sampler(history, logits, uniforms)
+        self.entropies.append(new_tokens.entropies)
+        return new_tokens
 
     def look(self, has_ended: Tensor) -> list[bool]:
         """Wait for the device once. Returns: `has_ended`, [rows] bool, on the host.

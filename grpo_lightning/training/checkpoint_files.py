@@ -279,9 +279,9 @@ class RankFiles:
         if found != share:
             raise ValueError(
                 f"{self.folder / f'{moment}-{rank}.pt'} has another part of the rollout than rank {rank} of the "
-                f"checkpoint {self.checkpoint} had: found {_format_share(found)}, expected {_format_share(share)}. Copy the folder "
-                f"{self.folder.name} again from where the checkpoint was saved, or resume from a checkpoint at the end "
-                "of a cycle."
+                f"checkpoint {self.checkpoint} had: found {_format_share(found)}, expected {_format_share(share)}. "
+                f"Copy the folder {self.folder.name} again from where the checkpoint was saved, or resume from a "
+                "checkpoint at the end of a cycle."
             )
         return state
 

@@ -63,7 +63,7 @@ def checked_step(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
     kind, expected = STEPS[name]
 
     @functools.wraps(step)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def check(*args: Any, **kwargs: Any) -> Any:
         returned = step(*args, **kwargs)
         if not isinstance(returned, kind):
             got = "None" if returned is None else f"a value of type {type(returned).__name__}"
@@ -73,7 +73,7 @@ def checked_step(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
             return with_scores(cast(Rollout, returned), given)
         return returned
 
-    return checked
+    return check
 
 
 def with_scores(returned: Rollout, given: Rollout) -> Rollout:

@@ -163,7 +163,7 @@ def check_prompts(
             encoder.num_tokens(sample)
             if conversations is not None:
                 conversations.check(encoder.tokenizer, is_chat=kind is list)
-    described = (lambda prompt: prompt) if conversations is None else conversations.described
+    described = (lambda prompt: prompt) if conversations is None else conversations.describe_tools
     more_bytes = 0 if conversations is None else len(json.dumps(conversations.schemas))
     positions = num_positions(encoder.config)
     limit = min((each for each in (positions, max_sequence_length) if each is not None), default=None)

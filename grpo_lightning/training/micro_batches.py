@@ -2,8 +2,8 @@
 
 A rollout of N groups becomes `updates x accumulate` micro-batches: `updates` optimizer steps of `accumulate`
 micro-batches each. The order of the data decides which completions belong to an update. Their distribution over the
-micro-batches of the update affects only memory and padding, not the gradient: the loss is divided by the number of tokens or
-completions of the entire update.
+micro-batches of the update affects only memory and padding, not the gradient: the loss is divided by the number of
+tokens or completions of the entire update.
 """
 
 from __future__ import annotations
@@ -255,12 +255,12 @@ class Cycle:
         have shown are included as files.
         """
 
-        def saved(batch: MicroBatch) -> dict[str, Any]:
+        def save(batch: MicroBatch) -> dict[str, Any]:
             without = replace(batch.to("cpu"), vision=None, conversation_vision=None)
             return vars(without) | {"images": saved_images(batch.images)}
 
         return {
-            "micro_batches": [saved(batch) for batch in self.micro_batches],
+            "micro_batches": [save(batch) for batch in self.micro_batches],
             "counts": [tuple(counts) for counts in self.counts],
             "num_iterations": self.num_iterations,
             "position": self.position,
@@ -637,7 +637,7 @@ def collate(rows: list[CompletionRow], pad_id: int) -> MicroBatch:
     position = {group: i for i, group in enumerate(prompts)}
     width = max(1, *(row.length for row in rows)) if rows else 1
 
-    def padded(values: Callable[[CompletionRow], Sequence[Any]], fill: Any, dtype: torch.dtype) -> Tensor:
+    def pad(values: Callable[[CompletionRow], Sequence[Any]], fill: Any, dtype: torch.dtype) -> Tensor:
         return torch.tensor([[*values(row), *[fill] * (width - row.length)] for row in rows], dtype=dtype)
 
     return MicroBatch(
@@ -646,16 +646,16 @@ def collate(rows: list[CompletionRow], pad_id: int) -> MicroBatch:
         prompt_index=torch.tensor([position[row.group] for row in rows]),
         groups=list(prompts),
         numbers=[row.number for row in rows],
-        completion_ids=padded(lambda row: row.completion.token_ids, pad_id, torch.long),
-        attention_mask=padded(lambda row: [True] * row.length, False, torch.bool),
-        completion_mask=padded(lambda row: row.mask, False, torch.bool),
+        completion_ids=pad(lambda row: row.completion.token_ids, pad_id, torch.long),
+        attention_mask=pad(lambda row: [True] * row.length, False, torch.bool),
+        completion_mask=pad(lambda row: row.mask, False, torch.bool),
         advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float32),
-        rollout_logprobs=padded(lambda row: row.completion.logprobs, 0.0, torch.float32),
-        ref_logprobs=padded(lambda row: row.completion.ref_logprobs or [0.0] * row.length, 0.0, torch.float32)
+        rollout_logprobs=pad(lambda row: row.completion.logprobs, 0.0, torch.float32),
+        ref_logprobs=pad(lambda row: row.completion.ref_logprobs or [0.0] * row.length, 0.0, torch.float32)
         if any(row.completion.ref_logprobs is not None for row in rows)
         else None,
         images=[row.completion.images for row in rows] if any(row.completion.images for row in rows) else (),
-        turn_advantages=padded(lambda row: row.completion.turn_advantages or [0.0] * row.length, 0.0, torch.float32)
+        turn_advantages=pad(lambda row: row.completion.turn_advantages or [0.0] * row.length, 0.0, torch.float32)
         if any(row.completion.turn_advantages is not None for row in rows)
         else None,
     )

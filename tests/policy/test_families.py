@@ -17,9 +17,9 @@ from grpo_lightning.policy.families import (
     freeze_unused,
     freeze_vision,
     inner_model,
+    is_multimodal,
     is_tower_trained,
     refuse_remote_code,
-    is_multimodal,
     unknown_reason,
     vision_parts,
 )

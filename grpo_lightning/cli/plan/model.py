@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from grpo_lightning.policy.adapters import adapter_layers, is_expert_adapter
-from grpo_lightning.policy.families import freeze_unused, freeze_vision, is_tower_trained, is_multimodal
+from grpo_lightning.policy.families import freeze_unused, freeze_vision, is_multimodal, is_tower_trained
 from grpo_lightning.policy.lora import LoRA, adapter_config
 from grpo_lightning.policy.lora_injection import check_names, select
 from grpo_lightning.policy.trainable import freeze_first_layers
@@ -336,4 +336,6 @@ def known_config(name: str) -> PretrainedConfig | None:
     """The config of a published model by its hub name; None if its sizes are unknown."""
     from transformers import AutoConfig
 
-    return next((AutoConfig.for_model(kind, **config) for known, kind, config in _published_models() if known == name), None)
+    return next(
+        (AutoConfig.for_model(kind, **config) for known, kind, config in _published_models() if known == name), None
+    )

@@ -110,9 +110,13 @@ class Preflight:
         num_bad = bad.total()
         if self.bad_images == "error":
             rows = "1 row has" if num_bad == 1 else f"{num_bad} rows have"
-            raise ValueError(f"{rows} unreadable images or invalid boxes{counts}:\n{bullet_list(problems)}\n{self.advice}")
+            raise ValueError(
+                f"{rows} unreadable images or invalid boxes{counts}:\n{bullet_list(problems)}\n{self.advice}"
+            )
         rows, verb = ("row", "is") if num_bad == 1 else ("rows", "are")
-        log.warning("%d %s with bad images or boxes %s dropped%s:\n%s", num_bad, rows, verb, counts, bullet_list(problems))
+        log.warning(
+            "%d %s with bad images or boxes %s dropped%s:\n%s", num_bad, rows, verb, counts, bullet_list(problems)
+        )
 
 
 def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:

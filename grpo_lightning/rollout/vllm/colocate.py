@@ -206,7 +206,7 @@ class Colocated:
             if not self.llm.reset_prefix_cache():
                 raise RuntimeError("vLLM could not reset its prefix cache: completions are still being sampled.")
 
-    def adopt(self, told: None) -> None:
+    def adopt(self, announced: None) -> None:
         """Take over nothing: each process has a vLLM of its own."""
 
     def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:

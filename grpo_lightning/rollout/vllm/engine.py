@@ -90,7 +90,7 @@ class Backend(Protocol):
     def load_adapter(self, adapter: dict[str, Tensor], version: int) -> Any:
         """Load the policy's adapter. Returns: what the other ranks `adopt`."""
 
-    def adopt(self, told: Any) -> None:
+    def adopt(self, announced: Any) -> None:
         """Take over the result of rank 0's `update` or `load_adapter`."""
 
     def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
@@ -318,7 +318,7 @@ class VLLMEngine(RolloutEngine):
         self.updates: dict[weights.Kind, int] = {}
         """Number of the last update of each kind."""
         self.num_updates = 0
-        self.told: Any = None
+        self.announced: Any = None
         """The state after the last update that the other ranks adopt."""
         self.decodes_alike: bool | None = None
         self.processor: Any = None
@@ -409,7 +409,7 @@ class VLLMEngine(RolloutEngine):
         elif self.backend is None:
             if self.weight_transfer_backend == "nccl":
                 colocate.check_installed(self.mode)
-            self.backend = self.connected(policy.name)
+            self.backend = self.connect_servers(policy.name)
             if self.processor is not None:
                 self.backend.check_images()
             if self.enable_lora:
@@ -502,10 +502,10 @@ class VLLMEngine(RolloutEngine):
             options = self.options(policy)
             self.backend = colocate.Colocated(policy, tokenizer, sharding, options, self.processor, self.sleep_level)
         elif self.backend is None:  # used without `check_run`
-            self.backend = self.connected(None)
+            self.backend = self.connect_servers(None)
         self.sent, self.is_discarded = None, False
 
-    def connected(self, policy: str | None) -> Servers:
+    def connect_servers(self, policy: str | None) -> Servers:
         """The servers, after checks; `policy` is the policy's name, None if it is in memory. Raises: `Served.check`."""
         found = Servers(
             self.urls,
@@ -581,7 +581,7 @@ class VLLMEngine(RolloutEngine):
                 error.
         """
         for failures in itertools.count(1):
-            if all(self._arrived(self._update(policy, kind), failures) for kind in self._with_base(kinds)):
+            if all(self._adopt_if_sent(self._update(policy, kind), failures) for kind in self._with_base(kinds)):
                 return
             if ranks.rank() == 0:
                 time.sleep(servers.BACKOFF * 2 ** (failures - 1))
@@ -607,7 +607,7 @@ class VLLMEngine(RolloutEngine):
             raise error or RuntimeError(problem)
         return ("base", *kinds) if lacks else kinds
 
-    def _arrived(self, error: Exception | None, failures: int) -> bool:
+    def _adopt_if_sent(self, error: Exception | None, failures: int) -> bool:
         """Exchange the errors of an attempt to send weights, and adopt its result. Collective.
 
         Args:
@@ -621,12 +621,12 @@ class VLLMEngine(RolloutEngine):
             RuntimeError: On every rank, if the error is not temporary. The rank that has failed raises its own error.
         """
         is_temporary = isinstance(error, UnavailableError) and failures <= self.max_retries
-        everyone = ranks.gather_objects((error_text(error), is_temporary, self.told))
+        everyone = ranks.gather_objects((error_text(error), is_temporary, self.announced))
         problem = next((problem for problem, _, _ in everyone if problem is not None), None)
-        _, is_temporary, told = everyone[0]
+        _, is_temporary, announced = everyone[0]
         if problem is None:
             assert self.backend is not None
-            self.backend.adopt(told)
+            self.backend.adopt(announced)
             return True
         if not is_temporary:
             raise error or RuntimeError(problem)
@@ -643,9 +643,9 @@ class VLLMEngine(RolloutEngine):
             try:
                 if kind == "adapter":
                     adapter = weights.adapter_weights(policy, gathered)
-                    self.told = self.backend.load_adapter(adapter, self.updates[kind])
+                    self.announced = self.backend.load_adapter(adapter, self.updates[kind])
                 else:
-                    self.told = self.backend.update(weights.weight_groups(policy, gathered), self.updates[kind])
+                    self.announced = self.backend.update(weights.weight_groups(policy, gathered), self.updates[kind])
             except Exception as failure:  # noqa: BLE001 - raised on every rank, once all have gathered all groups
                 error = failure
         for _ in gathered:  # the other ranks wait for this one in the collectives of the groups that are left

@@ -432,14 +432,14 @@ class Served:
             if request.images is not None:  # the server expands the placeholders
                 parts = {"token_ids": request.images.unexpanded_ids, "content_parts": request.images.content_parts}
                 body |= parts | {"return_token_ids": True}
-            answer = self._sampled(TOKENS, body)
+            answer = self._request_tokens(TOKENS, body)
             prompt_ids = answer.get("prompt_token_ids")
             (choice,) = answer["choices"]
             logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
             versions = {str(span["version"]) for span in choice["weight_versions"] or [{"version": None}]}
         else:
             body = request.settings | {"model": model, "prompt": request.prompt_ids, "return_token_ids": True}
-            (choice,) = self._sampled(COMPLETIONS, body)["choices"]
+            (choice,) = self._request_tokens(COMPLETIONS, body)["choices"]
             logprobs = choice["logprobs"]["token_logprobs"]
             # Requested after sampling: every update has a name of its own, so that weights that were replaced
             # meanwhile are noticed, even if they were replaced by the same values.
@@ -453,7 +453,7 @@ class Served:
             )
         return Answer(choice["token_ids"], logprobs, choice["finish_reason"], update_of(version), prompt_ids)
 
-    def _sampled(self, route: str, body: dict[str, Any]) -> Any:
+    def _request_tokens(self, route: str, body: dict[str, Any]) -> Any:
         """Answer to a request for a completion. Raises: as `complete`."""
         try:
             return self.client.post(route, body)

@@ -74,7 +74,7 @@ class Pending:
     def take(self, servers: Sequence[Served], now: float) -> Iterator[tuple[Job, Served]]:
         """Iterate over the requests that can be sent now, with their servers, and count them as sent.
 
-        All requests of a prompt go to one server, so that its prefix cache computes the prompt once. The server of a new
+        All requests of a prompt go to one server: its prefix cache computes the prompt once. The server of a new
         prompt is the one that works on the fewest requests; among equals, the first in the list.
         """
         kept = []
@@ -96,7 +96,7 @@ class Pending:
         self.waiting = kept
 
 
-class Told(NamedTuple):
+class Announcement(NamedTuple):
     """The weights that the servers have, as broadcast by rank 0 to the other ranks."""
 
     versions: dict[str, tuple[str | None, str | None]]
@@ -164,7 +164,7 @@ class Servers:
 
     # -------------------------------------------------------------------------------------------------------- weights
 
-    def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> Told:
+    def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> Announcement:
         """Send the policy's weights to the servers that lack them, one group at a time.
 
         A server that does not answer is left out, and gets the weights of the next update.
@@ -207,13 +207,13 @@ class Servers:
             log.warning("The server at %s did not get the weights of update %d: %s", url, version, problem)
         if not any(is_at(server, version) for server in self.servers):
             raise next(iter(problems.values()))
-        return self.told()
+        return self.announcement()
 
     def lack(self, update: int) -> bool:
         """True if one of the servers that answer lacks the weights of an update. Raises: as `wait_for_one`."""
         return not all(is_at(server, update) and server.has_weights() for server in self.wait_for_one())
 
-    def load_adapter(self, adapter: dict[str, Tensor], version: int) -> Told:
+    def load_adapter(self, adapter: dict[str, Tensor], version: int) -> Announcement:
         """Load the policy's adapter on the servers that have the base weights.
 
         Args:
@@ -241,22 +241,22 @@ class Servers:
                         server.version = None
         if not self.able:
             raise problems[0] if problems else UnavailableError(f"No server has the base weights: {self.names}.")
-        return self.told()
+        return self.announcement()
 
     @property
     def able(self) -> list[Served]:
         """The servers that have the weights of the last updates."""
         return [server for server in self.servers if server.version is not None and server.adapter == self.adapter]
 
-    def told(self) -> Told:
+    def announcement(self) -> Announcement:
         """The argument of `adopt` on the other ranks."""
-        return Told({server.url: (server.version, server.adapter) for server in self.servers}, self.adapter)
+        return Announcement({server.url: (server.version, server.adapter) for server in self.servers}, self.adapter)
 
-    def adopt(self, told: Told) -> None:
+    def adopt(self, announced: Announcement) -> None:
         """Take over from rank 0 which weights the servers have."""
         for server in self.servers:
-            server.version, server.adapter = told.versions[server.url]
-        self.adapter = told.adapter
+            server.version, server.adapter = announced.versions[server.url]
+        self.adapter = announced.adapter
 
     def wait_for_one(self) -> list[Served]:
         """Wait until a server answers. Returns: all that answer.

@@ -61,7 +61,9 @@ def gathered_groups(policy: nn.Module, sharding: Sharding, kind: Kind = "merged"
         groups.setdefault(number[1] if number else "", []).append((name, module))
     others = groups.pop("", [])
     for modules in [*groups.values(), others]:
-        parameters = list({id(each): each for _, module in modules for each in _weights_to_send(module, adapter, kind)}.values())
+        parameters = list(
+            {id(each): each for _, module in modules for each in _weights_to_send(module, adapter, kind)}.values()
+        )
         if parameters:
             with sharding.whole_group(parameters) as values:
                 yield Gathered(modules, dict(zip(map(id, parameters), values, strict=True)), kind)
