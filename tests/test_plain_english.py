@@ -65,7 +65,7 @@ RULES = {
         "request, call, query",
         "The engine asks the server.",
         "The user asks a question.",
-        unless=r"\b([Uu]ser|[Qq]uestion)s?\b",
+        unless=r"\b(user|User|question)s?\b",
     ),
     "continues": Rule(
         r"\b(go|goes|going|gone|went) on\b",
@@ -159,9 +159,9 @@ VERBS = {"read", "run", "cut", "put", "set", "split", "spread", "let", "cast", "
 
 NO_PARTICIPLES = {"embed", "exceed", "feed", "need", "proceed", "seed", "speed", "unembed"}
 IRREGULAR = """
-begun bound bought broken brought built chosen done drawn driven fallen found forgotten frozen given gone got grown heard
-held hidden kept known laid led left lost made meant met paid said seen sent shown sold sought spent spoken struck taken
-taught thought thrown told understood won worn written
+begun bound bought broken brought built chosen done drawn driven fallen found forgotten frozen given gone got grown
+heard held hidden kept known laid led left lost made meant met paid said seen sent shown sold sought spent spoken
+struck taken taught thought thrown told understood won worn written
 """
 
 
