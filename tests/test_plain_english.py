@@ -176,18 +176,23 @@ class Found(NamedTuple):
         return f"{self.where}: {self.words!r} (plain: {self.plain})"
 
 
+END = re.compile(r"(?<=[.!?:;])\s+|\n\s*\n|\n\s*(?:[-*>]|\d+\.)\s+|\s*\|\s*|(?<=\*\*)\s+")
+"""The end of a sentence, of a paragraph, or of a cell of a table; the beginning of an item of a list."""
+
+
 def sentences(text: str) -> Iterator[tuple[int, str]]:
     """Split prose into (line, sentence). Code and addresses are left out, and headings are no sentences."""
     blank = re.compile(r"```.*?```|``.*?``|`[^`]*`|https?://[^\s)]+|<[^>]*>", re.DOTALL)
     text = blank.sub(lambda code: "\n" * code[0].count("\n") + "X", text)
     text = re.sub(r"\[([^]\n]*)\]\([^)\n]*\)", r"\1", text)
     text = re.sub(r"^#+ .*", "", text, flags=re.MULTILINE)
-    start = 0
-    for end in [*re.finditer(r"(?<=[.!?:;])\s+|\n\s*\n|\n\s*(?:[-*>]|\d+\.)\s+|\s*\|\s*|(?<=\*\*)\s+", text), None]:
+    start = line = 0
+    for end in [*END.finditer(text), None]:
         piece = text[start : end.start() if end else len(text)]
-        before = text[:start] + piece[: len(piece) - len(piece.lstrip())]
+        line += piece[: len(piece) - len(piece.lstrip())].count("\n")
         if piece.strip():
-            yield before.count("\n"), re.sub(r"\s+", " ", piece.strip(" \n*-"))
+            yield line, re.sub(r"\s+", " ", piece.strip(" \n*-"))
+        line += text[start + len(piece) - len(piece.lstrip()) : end.end() if end else len(text)].count("\n")
         start = end.end() if end else len(text)
 
 
@@ -295,21 +300,54 @@ def test_the_check_finds_dialect_and_leaves_the_usual_sense_alone(name):
     assert report(violations(rule.good)) == ""
 
 
-def test_the_check_reads_docstrings_messages_comments_cells_and_tables():
+def test_the_check_reads_docstrings_messages_and_comments():
     code = '''
 def f(x):
     """Sum.
 
     Args:
-        x: What is added.
+        x: What is added; `told` is code.
     """
     raise ValueError(f"got {x}. Mend it.")  # the sum is said
 '''
     found = [finding for line, text in prose(code) for finding in violations(text, "f.py", line)]
     assert sorted((finding.where, finding.words) for finding in found) == [
-        ("f.py:3", "Sum."),
-        ("f.py:8", "got X. Mend it."),
+        ("f.py:6", "What is added;"),
+        ("f.py:8", "Mend it."),
+        ("f.py:8", "the sum is said"),
     ]
+
+
+def test_the_check_reads_paragraphs_lists_and_tables_but_no_code():
+    page = "# What is logged\n\nOne [said](b.md#told).\n\n- Two.\n- It is drawn.\n\n| a | told |\n\n"
+    page += "```\nsaid\n```\n\nMend it."
+    assert [finding.where for finding in violations(page, "a.md")] == ["a.md:3", "a.md:6", "a.md:8", "a.md:14"]
+
+
+def test_the_check_reads_cells_and_yaml():
+    cells = [
+        {"cell_type": "markdown", "source": ["# A\n", "Mend it."]},
+        {"cell_type": "code", "source": ["x = 1  # said"]},
+    ]
+    found = [words for _, text in markdown_cells(json.dumps({"cells": cells})) for words in violations(text)]
+    assert len(found) == 2
+    assert [
+        line for line, text in yaml_comments("a: 1\n# it\n# goes on\nb: said") for _ in violations(text, "", line)
+    ] == [1]
+
+
+def test_every_kind_of_file_is_read():
+    assert {path.suffix for path in paths()} == set(READERS)
+    assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md"} <= {path for path, _, _ in texts()}
+    assert len(texts()) > 5000
+
+
+@pytest.mark.parametrize(
+    ("name", "is_dialect"), [("told", True), ("_listed", True), ("read", False), ("kept_rows", False)]
+)
+def test_the_check_finds_participles(name, is_dialect):
+    assert bool(participle_names(f"def {name}(): ...")) == is_dialect
+    assert not participle_names(f"@contextlib.contextmanager\ndef {name}(): ...")
 
 
 def test_no_dialect_in_docs_docstrings_comments_and_messages():
