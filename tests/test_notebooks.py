@@ -68,7 +68,7 @@ SHOWN = {
         "healthy      wrong extraction       low temperature\n",
         "right template        wrong template\n",
         "reward/zero_variance_groups",
-        "'<|user|>\\n05023=\\n<|assistant|>\\n'",
+        "'<|user|>\\n05023=\\n<|assistant|>'",
     ],
     "quickstart": ["step   0"],
     "quickstart_grounding": [
