@@ -120,7 +120,7 @@ def run(kind: str, seed: int, options: argparse.Namespace, target: float) -> dic
         callbacks=[curve],
     )
     train = PromptSource(
-        rows_of(files.train, seed, SHARE_SETTLED), options.batch_size, seed=seed, draws_more=is_dynamic
+        rows_of(files.train, seed, SHARE_SETTLED), options.batch_size, seed=seed, takes_more=is_dynamic
     )
     held_out = PromptSource(rows_of(files.heldout, seed, 0.0)[:200], 200, shuffle=False)
     trainer.fit(module, train, held_out)

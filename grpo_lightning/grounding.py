@@ -32,17 +32,17 @@ class Target(NamedTuple):
     @property
     def box(self) -> Box:
         """The ground-truth box in pixels of the original image, clipped to the image."""
-        return as_box(self.frame.right([self.right]))
+        return as_box(self.frame.gold_boxes([self.right]))
 
     def predicted_box(self, text: str) -> Box | None:
         """The last box of a completion, in pixels of the original image; None if missing or outside of the image."""
         found = last_box(text)
-        given = self.frame.given([found])
+        given = self.frame.answer_boxes([found])
         return None if found is None or not (given[0, 2:] > given[0, :2]).all() else as_box(given)
 
     def overlap(self, text: str) -> float:
         """IoU of a completion's last box and the ground-truth box; 0 if the completion has no box."""
-        return iou(self.frame.given([last_box(text)]), self.frame.right([self.right])).item()
+        return iou(self.frame.answer_boxes([last_box(text)]), self.frame.gold_boxes([self.right])).item()
 
 
 def as_box(boxes: Tensor) -> Box:

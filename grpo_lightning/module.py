@@ -152,7 +152,7 @@ class GRPOLightningModule(L.LightningModule):
         validation: How `validate`, `test` and `predict` sample completions, and when a completion counts as solved.
         sync_reference: Settings for periodic updates of the reference towards the policy; null keeps the initial policy
             as the reference.
-        offload: What to offload to the CPU during sampling: "reference", "optimizer", or both.
+        offload: Tensors to offload to the CPU during sampling: "reference", "optimizer", or both.
         optimizer: Builds the optimizer for the trainable parameters.
         scheduler: Builds the learning-rate schedule for the optimizer; null keeps the rate constant.
         num_generations: G, completions per prompt.
@@ -229,7 +229,7 @@ class GRPOLightningModule(L.LightningModule):
             arguments["conversation"] = limits  # also in checkpoints, so that a module loaded without it is refused
         self.sampling = settings_of(SamplingParams, sampling, "model.sampling")
         settings = settings_of(Objective, objective, "model.objective")
-        self.objective = settings.resolved(is_off_policy=max_staleness > 0 and old_logprobs == "recompute")
+        self.objective = settings.resolve(is_off_policy=max_staleness > 0 and old_logprobs == "recompute")
         self.validation = settings_of(Validation, validation, "model.validation")
         self.sync_reference = optional_settings(SyncReference, sync_reference, "model.sync_reference")
         self.dynamic_sampling = optional_settings(DynamicSampling, dynamic_sampling, "model.dynamic_sampling")
@@ -599,14 +599,16 @@ class GRPOLightningModule(L.LightningModule):
         The data loader yields the prompts of a cycle, with their images, at every training step of the cycle.
         """
         cycle = self.run.cycle
-        if cycle is None or not self.encoder.sees_images or cycle.micro_batches[0].vision is not None:
+        if cycle is None or not self.encoder.is_multimodal or cycle.micro_batches[0].vision is not None:
             return
         # Sampling caches the features of a frozen vision tower. Sampling one token per completion computes and caches
         # the same features again, bit for bit.
         one_token = replace(self.sampling, max_completion_length=1)
         source = self.group_source._replace(conversations=None)
         begun = (
-            prompts if self.conversations is None else self.conversations.resumed(prompts, known_observations(cycle))
+            prompts
+            if self.conversations is None
+            else self.conversations.resume_prompts(prompts, known_observations(cycle))
         )
         groups = source.sample(begun, self.num_generations, one_token, [0] * len(prompts))
         find_prompts(cycle.micro_batches, prompts)
@@ -863,7 +865,7 @@ class GRPOLightningModule(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip gradients as the trainer says, also of fused optimizers with bf16-mixed."""
+        """Clip gradients by the trainer's settings, also of fused optimizers with bf16-mixed."""
         with clipping_unscaled(self.trainer):
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
 

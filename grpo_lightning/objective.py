@@ -158,7 +158,7 @@ class Objective:
     dppo_max_ratio: float = 20.0
     """Maximum ratio of DPPO; a higher ratio counts as this one."""
 
-    # Which tokens
+    # Token selection
 
     top_entropy_fraction: float = 1.0
     """Fraction of the tokens of an optimizer step that get a policy loss: those of highest entropy (arXiv:2506.01939).
@@ -189,7 +189,7 @@ class Objective:
     # From rewards to advantages
 
     baseline: Literal["group_mean", "leave_one_out", "length_weighted", "pass_at_k"] = "group_mean"
-    """What is subtracted from a completion's reward. `group_mean` is the mean reward of the group. `leave_one_out` is
+    """The value subtracted from a completion's reward. `group_mean` is the mean reward of the group. `leave_one_out` is
     the mean reward of the other completions in the group (RLOO). `length_weighted` is the mean reward of the group,
     with completions weighted by their lengths (OPO). `pass_at_k` subtracts nothing, but replaces the reward by how much
     the completion adds to the best of k - 1 others in the group, averaged over all choices of these others."""
@@ -300,7 +300,7 @@ class Objective:
         """Check choices, ranges and combinations. Raises: ValueError if one is invalid; the message says what to do."""
         check_objective(self)
 
-    def resolved(self, *, is_off_policy: bool) -> Objective:
+    def resolve(self, *, is_off_policy: bool) -> Objective:
         """Replace the `rollout_correction` "auto" by that of a run that needs a correction.
 
         Args:
@@ -346,7 +346,7 @@ class Objective:
 
     @property
     def has_loss_per_completion(self) -> bool:
-        """True if all tokens of a completion share one policy loss, whose gradient reaches all of them."""
+        """True if all tokens of a completion share one policy loss, so that its gradient reaches all of them."""
         # CISPO multiplies the sequence ratio by the log-prob of each token.
         is_sequence_loss = self.ratio == "sequence" and self.surrogate != "cispo"
         return is_sequence_loss or SURROGATES[self.surrogate].is_per_completion
@@ -440,7 +440,7 @@ class Objective:
                 kl = ratio * kl
             if self.has_kl_loss:
                 loss = loss + self.beta * kl
-        clipped_low, clipped_high = self._clipped(tokens)
+        clipped_low, clipped_high = self._find_clipped(tokens)
         mean = functools.partial(
             aggregate,
             mask=mask,
@@ -466,11 +466,11 @@ class Objective:
             selected=None if batch.selected is None else batch.selected & mask,
         )
 
-    def clipped(self, logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def find_clipped(self, logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Find trained tokens clipped from below and from above: two [B, T] bool. Args: logprobs: [B, T] nats."""
-        return self._clipped(self._tokens(logprobs.detach(), batch))
+        return self._find_clipped(self._tokens(logprobs.detach(), batch))
 
-    def _clipped(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def _find_clipped(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         low, high = SURROGATES[self.surrogate].clipped(self, tokens)
         return low.expand_as(tokens.mask) & tokens.mask, high.expand_as(tokens.mask) & tokens.mask
 
@@ -519,7 +519,7 @@ class Correction(NamedTuple):
     """[B, T] what the policy loss of each token is multiplied by."""
 
     weight: Tensor
-    """[B, T] off-policy weights, for the logs. They equal `factor`, except for VESPO, whose loss already contains
+    """[B, T] off-policy weights, for the logs. They equal `factor`, except for VESPO: its loss already contains
     them."""
 
     is_corrected: Tensor
@@ -836,7 +836,7 @@ def correction_levels(objective: Objective) -> tuple[list[str], str]:
         return ["sequence", "geometric"], f"{surrogate}, which has one loss per completion"
     if objective.has_loss_per_completion:
         return ["sequence", "geometric"], (
-            "objective.ratio 'sequence', whose gradient reaches all tokens of a completion ('sequence_token' has the "
+            "objective.ratio 'sequence': its gradient reaches all tokens of a completion ('sequence_token' has the "
             "same ratio, but a gradient per token, as verl's GSPO)"
         )
     return ["token", "sequence", "geometric"], ""

@@ -76,7 +76,7 @@ def make_source(
     **options: Any,
 ) -> PromptSource:
     """The prompts, repeated as the module's cycle needs."""
-    options.setdefault("draws_more", module.dynamic_sampling is not None)
+    options.setdefault("takes_more", module.dynamic_sampling is not None)
     return PromptSource(prompts, batch_size, cycle=module.cycle_length(accumulate), **options)
 
 

@@ -33,7 +33,7 @@ from grpo_lightning.functional import group_relative_advantages, normalized_sum,
 from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.policy.completion_logprobs import TokenScores
 from grpo_lightning.policy.lora import LoRA
-from grpo_lightning.rollout.token_sampler import DrawSettings, NextToken
+from grpo_lightning.rollout.token_sampler import NextToken, TokenSettings
 from grpo_lightning.training.router_loss import RouterLoss
 from grpo_lightning.training.token_selection import select_tokens
 from tests.arguments.registry import CASES
@@ -726,7 +726,7 @@ def test_completions_come_from_the_distribution_of_generate(flags):
     """The processors that `generate` builds from the flags, as TRL, ms-swift and VLM-R1 call it."""
     logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(0)) * 2
     history = torch.tensor([[3, 5, 5]])
-    drawer = NextToken(DrawSettings.of(SamplingParams(**flags)), 12, logits.device)
+    drawer = NextToken(TokenSettings.of(SamplingParams(**flags)), 12, logits.device)
     neutral = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}
     config = transformers.GenerationConfig(**(neutral | {"repetition_penalty": 1.0} | flags))
     model = GenerationMixin()

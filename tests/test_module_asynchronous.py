@@ -273,7 +273,7 @@ def test_the_corrected_gradient_is_that_of_the_current_policy_and_the_uncorrecte
         loss = dataclasses.replace(objective, **limit)(logprobs, batch, counts, 1).loss
         return torch.autograd.grad(loss, logits)[0]
 
-    automatic = Objective(beta=0.0).resolved(is_off_policy=True).rollout_correction
+    automatic = Objective(beta=0.0).resolve(is_off_policy=True).rollout_correction
     assert torch.allclose(gradient(automatic), expected, atol=1e-6)
     assert (gradient("none") - expected).norm() > 0.3 * expected.norm()
 

@@ -44,17 +44,48 @@ RECIPE = GuessingRecipe(
     GuessingWarmUp(num_steps=2, batch_size=8),
 )
 """
+GYM = """
+from grpo_lightning.demo.reasoning_gym import GymRecipe
+
+MAX_STEPS = 2
+RECIPE = GymRecipe(
+    num_warm_up=64, num_train=32, num_heldout=4, batch_size=8, target_loss=100.0, num_decay_steps=2, num_hasty_steps=2
+)
+"""
 SHORTENED = {
     "debug_a_run": ARITHMETIC,
     "quickstart": ARITHMETIC,
     "quickstart_grounding": GROUNDING,
+    "reasoning_gym": GYM,
     "tools_and_conversations": GUESSING,
     "your_own_reward": ARITHMETIC,
 }
 SHOWN = {
-    "debug_a_run": ["reward/zero_variance_groups"],
+    "debug_a_run": [
+        "healthy                hacked\n",
+        "collapsed         entropy bonus\n",
+        "healthy             truncated\n",
+        "healthy      wrong extraction       low temperature\n",
+        "right template        wrong template\n",
+        "reward/zero_variance_groups",
+        "'<|user|>\\n05023=\\n<|assistant|>'",
+    ],
     "quickstart": ["step   0"],
-    "quickstart_grounding": ["val/greedy/iou"],
+    "quickstart_grounding": [
+        "val/greedy/iou",
+        "missing.png",  # the mistakes in two rows, reported before training
+        "the box [90, 40, 30, 80] is inverted or empty",
+        "336 x 336 -> 112 x 112 pixels, 16 image tokens",
+        "has an IoU of 1.0",
+        "'test/greedy/iou'",
+    ],
+    "reasoning_gym": [
+        "scores 1.00",
+        "val/source/spell_backward/reasoning_gym",
+        "step   0",
+        "tasks/train/leg_counting.jsonl 20 rows",
+        "there is no setting 'max_animal'",
+    ],
     "tools_and_conversations": [
         "8 -> -\n",  # the environment, played by hand
         "step   0",

@@ -90,4 +90,5 @@ def test_the_task_shown_is_the_quickstart_s():
     assert len(shown) == 2
     for row, digits in zip(shown, task.split().heldout, strict=False):
         cells = [cell.strip("`") for cell in row.cells]
-        assert cells == [task.question(digits), task.short(digits), task.worked(digits), str(task.truth(digits))]
+        completions = [task.short_completion(digits), task.worked_completion(digits)]
+        assert cells == [task.question(digits), *completions, str(task.truth(digits))]

@@ -375,9 +375,9 @@ def folder(tmp_path, monkeypatch):
     finish_wandb()
 
 
-def tiny_policy(*, sees_images: bool) -> None:
+def tiny_policy(*, is_multimodal: bool) -> None:
     """A tiny policy with a chat template, in the folder `policy`."""
-    if sees_images:
+    if is_multimodal:
         model, processor = tiny_vlms.build("qwen2_5_vl")
         model.save_pretrained("policy")
         processor.save_pretrained("policy")
@@ -390,7 +390,7 @@ def tiny_policy(*, sees_images: bool) -> None:
 
 def runs(script: Script, folder: Path) -> None:
     """Two optimizer steps of the recipe on one CPU process: the devices, the model and the lengths are replaced."""
-    tiny_policy(sees_images=script.peer == "VLM-R1")
+    tiny_policy(is_multimodal=script.peer == "VLM-R1")
     rows = script.rows()
     Path("rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     text = (RECIPES / script.recipe).read_text()

@@ -186,7 +186,7 @@ class Progress:
     """Status line of an evaluation.
 
     Args:
-        title: What is evaluated.
+        title: Name of the evaluation.
         num_batches: Number of batches.
         is_on: If false, nothing is shown.
     """

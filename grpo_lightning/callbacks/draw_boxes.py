@@ -92,7 +92,8 @@ class DrawBoxes(L.Callback):
 
     Args:
         num_images: Number of images per picture; every picture has the same images.
-        greedy: If true, draw the greedy completion; if false, the first completion sampled as in `model.validation`.
+        greedy: If true, draw the box of the greedy completion; if false, of the first completion sampled as in
+            `model.validation`.
         answer_column: Data column with the ground-truth box.
         coordinates: Coordinate system of the predicted boxes, as for the reward `IoU`: "auto" uses that of the policy's
             model family.
@@ -124,7 +125,7 @@ class DrawBoxes(L.Callback):
         self.chosen: list[Prompt] | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw before training. A resumed run keeps the answers of its first start; a `fast_dev_run` draws nothing."""
+        """Draw the boxes before training, except in a `fast_dev_run`. A resumed run keeps its first answers."""
         self.chosen = None
         if self.before is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.before = {panel.prompt_hash: panel.answer for panel in self.draw(trainer, pl_module, "before")}
@@ -151,7 +152,7 @@ class DrawBoxes(L.Callback):
             print(f"Boxes: {self.folder(trainer)}")  # noqa: T201 - the result people look for
 
     def draw(self, trainer: L.Trainer, pl_module: L.LightningModule, name: str) -> list[Panel]:
-        """Sample answers and draw them on rank 0. Every rank gets the panels. Collective: all ranks call it."""
+        """Sample answers and draw their boxes on rank 0. Every rank gets the panels. Collective: all ranks call it."""
         assert isinstance(pl_module, GRPOLightningModule)
         folder = self.folder(trainer)
         if self.chosen is None:
@@ -173,7 +174,7 @@ class DrawBoxes(L.Callback):
         return run_folder(trainer, self.dirpath) / "boxes"
 
     def choose(self, trainer: L.Trainer) -> list[Prompt]:
-        """Choose the prompts that this rank draws; all ranks together draw the first ones with a ground-truth box."""
+        """Choose this rank's prompts; all ranks together draw the images of the first ones with a ground-truth box."""
         loader = trainer.test_dataloaders if trainer.testing else validation_loader(trainer)
         is_shared = isinstance(loader, PromptSource)  # every rank knows all prompts; with other loaders, only its own
         prompts = known_prompts(loader.prompts) if isinstance(loader, PromptSource) else prompts_of(loader)
@@ -191,8 +192,8 @@ class DrawBoxes(L.Callback):
             log.warning("DrawBoxes draws nothing: there are no validation prompts. Set data.val_datasets.")
         if num_others and trainer.is_global_zero:
             log.warning(
-                "DrawBoxes: %d of the first %d prompts are not drawn: they need exactly one image, and exactly one box "
-                "in column %r.",
+                "DrawBoxes: the boxes of %d of the first %d prompts are not drawn: they need exactly one image, and "
+                "exactly one box in column %r.",
                 num_others,
                 num_others + len(chosen),
                 self.answer_column,

@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rich.text import Text
 
 from grpo_lightning.callbacks.trend import ARROWS, LEVELS, sparkline, trend_of
-from grpo_lightning.core.messages import unwrapped
+from grpo_lightning.core.messages import unwrap
 from grpo_lightning.core.status_line import StatusLine
 from grpo_lightning.training.metrics import logged_this_step
 
@@ -226,7 +226,7 @@ class ProgressBar(LightningProgressBar):
             self.line.show(lambda width: training_text(self.state(trainer), width), is_due=is_due)
 
     def state(self, trainer: L.Trainer) -> State:
-        """What the line of training shows."""
+        """Values that the line of training shows."""
         (first, since), (last, until) = self.marks[0], self.marks[-1]
         return State(
             phase=f"{self.phase} {self.tokens}".strip(),
@@ -276,7 +276,7 @@ def evaluation_of(trainer: L.Trainer) -> str:
 
 
 class State(NamedTuple):
-    """What the line of training shows."""
+    """Values that the line of training shows."""
 
     phase: str
     step: int
@@ -368,7 +368,7 @@ def bar(fraction: float, width: int) -> Text:
 def draws_bars() -> bool:
     """True if stdout can print the characters of bars and arrows."""
     try:
-        (LEVELS + DONE + LEFT + "".join(ARROWS.values())).encode(unwrapped(sys.stdout).encoding or "ascii")
+        (LEVELS + DONE + LEFT + "".join(ARROWS.values())).encode(unwrap(sys.stdout).encoding or "ascii")
     except UnicodeEncodeError:
         return False
     return True

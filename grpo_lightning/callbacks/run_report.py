@@ -126,7 +126,7 @@ def versions() -> dict[str, str]:
 
 
 def device_of(trainer: L.Trainer) -> dict[str, Any]:
-    """What the run trains on."""
+    """The devices of the run, for the report."""
     root = trainer.strategy.root_device
     is_cuda = root.type == "cuda"
     return {

@@ -60,7 +60,7 @@ class RunSummary(L.Callback):
         self.first_step = 0
         self.step = -1
         self.latest: dict[str, float] = {}
-        """What the step in progress has logged so far."""
+        """Metrics that the step in progress has logged so far."""
         self.seconds: dict[str, float] = {}
         self.tokens = 0.0
         self.rewards: list[float] = []
@@ -176,15 +176,15 @@ class RunSummary(L.Callback):
 
 def places(trainer: L.Trainer, folder: Path) -> Iterator[tuple[str, str]]:
     """Where the results are: label, and path or command."""
-    folder = shortened(folder)
+    folder = relative_path(folder)
     if folder.is_dir():
         yield "run folder", str(folder)
     for label, name in FILES.items():
         if (folder / name).is_file():
             yield label, str(folder / name)
-    checkpoints = dict.fromkeys(filter(None, map(saved, trainer.callbacks)))  # type: ignore[attr-defined]
+    checkpoints = dict.fromkeys(filter(None, map(last_checkpoint, trainer.callbacks)))  # type: ignore[attr-defined]
     for path in checkpoints:
-        yield "checkpoint", str(shortened(path))
+        yield "checkpoint", str(relative_path(path))
     if not checkpoints and not trainer.checkpoint_callbacks:
         yield "checkpoint", "none (trainer.enable_checkpointing is false)"
     if (folder / "report.html").is_file():
@@ -193,7 +193,7 @@ def places(trainer: L.Trainer, folder: Path) -> Iterator[tuple[str, str]]:
         yield "report", f"grpo-lightning report {folder}"
 
 
-def saved(callback: L.Callback) -> Path | None:
+def last_checkpoint(callback: L.Callback) -> Path | None:
     """Checkpoint that the callback has saved; None if there is none."""
     if isinstance(callback, GracefulStop):
         return callback.checkpoint
@@ -201,6 +201,6 @@ def saved(callback: L.Callback) -> Path | None:
     return Path(path) if path and Path(path).exists() else None
 
 
-def shortened(path: Path) -> Path:
+def relative_path(path: Path) -> Path:
     """The path relative to the current folder, if it is below it."""
     return path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path

@@ -71,7 +71,7 @@ class Watchdog(L.Callback):
         self.old_handler: tuple[signal.Signals, Any] | None = None
         self.stop = threading.Event()
         self.message: str | None = None
-        """What is wrong, once a stall was found."""
+        """The reason for the end of the run, once a stall was found."""
 
     # ------------------------------------------------------------------------------------------------------- progress
 

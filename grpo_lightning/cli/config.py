@@ -39,7 +39,7 @@ NAMED = {"optimizer": optimizers, "scheduler": schedules}
 MIXTURES = ("datasets", "val_datasets", "test_datasets")
 
 
-# ----------------------------------------------------------------------------------------------------- where they stand
+# --------------------------------------------------------------------------------------------------------- their places
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def read(args: Sequence[str], settings_flags: Collection[str] = ()) -> list[Sour
         elif flag.startswith("--"):
             is_file = flag in settings_flags and is_settings_file(value)
             tree = load_settings(value) if is_file else load(value, flag) if value else None
-            tree = nested(flag.removeprefix("--").split("."), tree)
+            tree = nest_value(flag.removeprefix("--").split("."), tree)
             sources.append(Source(f"in {value}" if is_file else "on the command line", tree, is_flag=not is_file))
     return sources
 
@@ -241,7 +241,7 @@ def unset_argument(settings: Any, key: str = "") -> str | None:
 
 
 def owner_of_untyped(kind: type, name: str) -> type | None:
-    """The class, `kind` or a base of it, whose constructor requires this argument without an annotation; else None."""
+    """The class (`kind` or a base of it) that requires this argument without an annotation; None if there is none."""
     for own in kind.__mro__:
         if "__init__" in vars(own) and (argument := inspect.signature(vars(own)["__init__"]).parameters.get(name)):
             return own if argument.default is argument.empty and argument.annotation is argument.empty else None
@@ -268,7 +268,7 @@ def in_flags(args: Sequence[str], *, expands_policy: bool = False) -> list[str]:
         if not flag.startswith("--") or not sections or not value:
             continue
         given = load_settings(value)
-        tree = nested([*sections, key], given)
+        tree = nest_value([*sections, key], given)
         new = value_at(in_tree(tree, expands_policy=expands_policy), [*sections, key])
         if new == given:
             continue
@@ -279,7 +279,7 @@ def in_flags(args: Sequence[str], *, expands_policy: bool = False) -> list[str]:
     return full
 
 
-def nested(names: Iterable[str], value: Any) -> Any:
+def nest_value(names: Iterable[str], value: Any) -> Any:
     """Build nested settings with one value at a dotted key."""
     for name in reversed(list(names)):
         value = {name: value}

@@ -51,7 +51,7 @@ def short_errors() -> Iterator[None]:
         if is_of_lost_rank(raised) and os.environ.get(TRACEBACK, "0") in ("", "0"):
             print(f"rank {rank()}: stopped because another rank has exited; see its error message.", file=sys.stderr)
             raise SystemExit(1) from raised
-        error = without_wandb_login(raised) or expected(raised)
+        error = without_wandb_login(raised) or fixable_error(raised)
         if error is None or os.environ.get(TRACEBACK, "0") not in ("", "0"):
             raise
         if rank() == 0:
@@ -61,7 +61,7 @@ def short_errors() -> Iterator[None]:
         raise SystemExit(2) from error
 
 
-def expected(error: BaseException | None) -> BaseException | None:
+def fixable_error(error: BaseException | None) -> BaseException | None:
     """Return the error if a user can fix it, else None.
 
     The parser wraps the error of a constructor in an error of its own; then the error of the constructor is returned.
@@ -118,7 +118,7 @@ def is_inside_a_loop(tb: TracebackType | None) -> bool:
 
 def plain_refusal(raised: BaseException) -> BaseException | None:
     """Return the error if it is this package's refusal of a setting: it has no cause, and no loop raised it."""
-    error = expected(raised)
+    error = fixable_error(raised)
     if not isinstance(error, ValueError | TypeError | OSError) or innermost_module(error) != "grpo_lightning":
         return None
     return None if error.__cause__ is not None or is_inside_a_loop(error.__traceback__) else error

@@ -28,7 +28,7 @@ def run(args: list[str]) -> None:
         run_of(options["checkpoint"]),
         policy=written.policy,
         is_adapter=written.is_adapter,
-        sees_images=written.sees_images,
+        is_multimodal=written.is_multimodal,
     )
     folder, dtype = written.folder, str(written.dtype).removeprefix("torch.")
     what = "weights of an adapter" if written.is_adapter else "weights"
@@ -36,9 +36,9 @@ def run(args: list[str]) -> None:
     for path in written.files:
         print(f"  {path.name}  {path.stat().st_size / 2**20:,.1f} MiB")
     print(f"  {card.name}  the model's card: settings, data, rewards, results and versions of the run")
-    sees_images = written.sees_images
-    tokenizer, model = ("processor", "ImageTextToText") if sees_images else ("tokenizer", "CausalLM")
-    limits = "; the image size limits of the processor are those of the run" if sees_images else ""
+    is_multimodal = written.is_multimodal
+    tokenizer, model = ("processor", "ImageTextToText") if is_multimodal else ("tokenizer", "CausalLM")
+    limits = "; the image size limits of the processor are those of the run" if is_multimodal else ""
     parts = ["the config", f"the {tokenizer}"]
     if written.num_from_policy:
         parts.append(f"{written.num_from_policy:,} weights that were not trained")

@@ -40,7 +40,7 @@ DESCRIPTIONS = {
     "test": "Evaluate as validate does, logged as test/... --ckpt_path takes a file, or auto.",
     "predict": "Write completions to the prompts of the data. --ckpt_path takes a file, or auto.",
 }
-"""What each command does, for `--help-all`; the short help has the first sentence."""
+"""Description of each command, for `--help-all`; the short help has the first sentence."""
 
 EXAMPLES = {
     "fit": "--config quickstart --trainer.max_steps=20",
@@ -131,7 +131,7 @@ def command_parser(command: str, description: str, examples: Sequence[str]) -> a
 
     Args:
         command: "export", "recipes copy", ...
-        description: What the command does.
+        description: Purpose of the command.
         examples: Command lines without "grpo-lightning".
     """
     lines = [f"  grpo-lightning {example}" for example in examples]
@@ -150,7 +150,7 @@ def usage(command: str) -> str:
 
 
 def asks_for_short_help(args: Sequence[str]) -> bool:
-    """True if the arguments of a command ask for the help on one screen."""
+    """True if the arguments of a command request the help on one screen."""
     return bool({"-h", "--help"} & {*args})
 
 
@@ -230,7 +230,7 @@ def heading(group: Group, settings: dict[str, Settings], width: int) -> str:
     """Heading of a group: its key, and what is set below it."""
     name = group.key.partition(".")[2]
     text = group.title or (settings[MODULE].by_name[name].text if name else settings[group.path].summary)
-    return f"{emphasized(group.key)}  {brief(text, width - len(group.key) - 2)}"
+    return f"{emphasize(group.key)}  {brief(text, width - len(group.key) - 2)}"
 
 
 def row(setting: Setting, text: str, column: int, width: int) -> str:
@@ -262,7 +262,7 @@ def brief(text: str, width: int) -> str:
     return f"{sentence[: ends[-1].start()]}{', ...' if ends[-1][0] == ', ' else '.'}"
 
 
-def emphasized(text: str) -> str:
+def emphasize(text: str) -> str:
     """Bold text in a terminal; plain text in a file, with NO_COLOR and in a terminal that has no bold type."""
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty()
     return text if is_plain else f"\x1b[1m{text}\x1b[0m"
@@ -304,7 +304,7 @@ def read_settings(path: str) -> Settings:
     constructor = functions.get("__init__")
     own = ast.get_docstring(owner) or ""
     of_constructor = ast.get_docstring(constructor) or "" if constructor else ""
-    texts = described(own) | described(of_constructor)
+    texts = argument_texts(own) | argument_texts(of_constructor)
     found = fields(owner) if constructor is None else arguments(constructor)
     settings = {name: Setting(name, default, text or texts.get(name, "")) for name, default, text in found}
     return Settings((own or of_constructor).partition("\n")[0], settings)
@@ -348,7 +348,7 @@ def in_yaml(node: ast.expr) -> str:
     return {"None": "null", "True": "true", "False": "false"}.get(str(node.value), str(node.value))
 
 
-def described(docstring: str) -> dict[str, str]:
+def argument_texts(docstring: str) -> dict[str, str]:
     """Descriptions of the arguments in the section `Args` of a docstring, by name."""
     section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", docstring, re.MULTILINE | re.DOTALL)
     parts = re.split(r"^(\w+): ", textwrap.dedent(section[1]), flags=re.MULTILINE) if section else []
@@ -359,7 +359,7 @@ def added_settings(module_class: type | None, known: Settings) -> dict[str, Sett
     """Settings that a subclass of the module adds to its constructor."""
     if module_class is None:
         return {}
-    texts = described(inspect.getdoc(module_class) or "")
+    texts = argument_texts(inspect.getdoc(module_class) or "")
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return {
         name: Setting(

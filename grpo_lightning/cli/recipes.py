@@ -43,7 +43,7 @@ def find(name: str) -> Path | None:
     return folder() / f"{called[0]}.yaml" if len(called) == 1 else None
 
 
-def named(name: str) -> Path:
+def recipe_path(name: str) -> Path:
     """Find the file of a recipe. Raises: ConfigurationError if it is unknown; the message lists similar names."""
     path = find(name)
     if path is None:
@@ -99,7 +99,7 @@ def run(args: list[str]) -> None:
     if given.command == "list":
         list_all()
     elif given.command == "show":
-        print(named(given.name).read_text(encoding="utf-8"), end="")
+        print(recipe_path(given.name).read_text(encoding="utf-8"), end="")
     else:
         copy(given.name, Path(given.target), force=given.force)
 
@@ -113,7 +113,7 @@ def list_all() -> None:
     """Print two lines per recipe: its name, and the first sentence about what it shows."""
     for name in names():
         print(name)
-        print(f"    {first_sentence(header(named(name)).get('Shows', ''))}")
+        print(f"    {first_sentence(header(recipe_path(name)).get('Shows', ''))}")
     print()
     print("Run one:  grpo-lightning fit --config quickstart")
     print("Add one:  grpo-lightning fit --config quickstart --config objectives/dapo")
@@ -132,7 +132,7 @@ def copy(name: str, target: Path, *, force: bool) -> None:
     Raises:
         ConfigurationError: If there is no such recipe, or the file exists.
     """
-    source = named(name)
+    source = recipe_path(name)
     is_file = target.suffix in (".yaml", ".yml")
     path = target if is_file else target / source.name
     if path.exists() and not force:

@@ -74,12 +74,12 @@ def folders_of_run(path: Path) -> list[Path]:
     that Lightning saved for a SLURM requeue.
     """
 
-    def requeued(run: Path) -> list[Path]:
+    def requeued_folders(run: Path) -> list[Path]:
         return [run] if any(run.glob("hpc_ckpt_*.ckpt")) else []
 
-    is_run = (path / "checkpoints").is_dir() or requeued(path)
+    is_run = (path / "checkpoints").is_dir() or requeued_folders(path)
     runs = [path] if is_run else versions(path).values()
-    return [folder for run in runs for folder in (run / "checkpoints", *requeued(run))]
+    return [folder for run in runs for folder in (run / "checkpoints", *requeued_folders(run))]
 
 
 def is_requeued() -> bool:
@@ -194,21 +194,23 @@ def differences(
         is_whole: False if `before` may be incomplete: then only keys that are in both `before` and `now` are compared.
     """
     groups = sorted(before.keys() & now.keys())
-    old, new = (flat(filled({name: tree[name] for name in groups}, defaults)) for tree in (before, now))
+    old, new = (flat(fill_defaults({name: tree[name] for name in groups}, defaults)) for tree in (before, now))
     keys = old.keys() | new.keys() if is_whole else old.keys() & new.keys()
     return [
-        f"{key}: {shown(old.get(key, MISSING))} -> {shown(new.get(key, MISSING))}"
+        f"{key}: {format_setting(old.get(key, MISSING))} -> {format_setting(new.get(key, MISSING))}"
         for key in sorted(keys)
         if plain(old.get(key, MISSING)) != plain(new.get(key, MISSING))
     ]
 
 
-def filled(tree: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]], prefix: str = "") -> dict[str, Any]:
+def fill_defaults(
+    tree: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]], prefix: str = ""
+) -> dict[str, Any]:
     """Replace null by defaults in nested settings."""
     return {
         name: defaults.get(f"{prefix}{name}")
         if value is None
-        else filled(value, defaults, f"{prefix}{name}.")
+        else fill_defaults(value, defaults, f"{prefix}{name}.")
         if isinstance(value, Mapping)
         else value
         for name, value in tree.items()
@@ -220,7 +222,7 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def shown(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """Format a value as one short line."""
     text = value if value is MISSING else yaml.safe_dump(plain(value), default_flow_style=True, width=1000)
     text = text.replace("\n...", "").strip()

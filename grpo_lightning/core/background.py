@@ -23,7 +23,7 @@ def in_background(call: Callable[[], T]) -> Future[T]:
     def run() -> None:
         try:
             result = call()
-        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
             future.set_exception(error)
         else:
             future.set_result(result)

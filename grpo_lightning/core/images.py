@@ -96,7 +96,7 @@ class ImageRef:
         self.remember(size, is_whole=True)
         return size
 
-    def kept(self) -> ImageRef:
+    def copy_in_memory(self) -> ImageRef:
         """Return a reference to a copy of the image as it is now, as a PNG file in memory. Raises: ImageError."""
         file = io.BytesIO()
         self.read().save(file, "PNG", compress_level=1)
@@ -104,7 +104,7 @@ class ImageRef:
 
     def data_url(self) -> str:
         """The image as a data: URL. Raises: ImageError."""
-        return "data:image/png;base64," + base64.b64encode(self.kept().source).decode()
+        return "data:image/png;base64," + base64.b64encode(self.copy_in_memory().source).decode()
 
     def shared_by(self, read: Callable[[], Image]) -> ImageRef:
         """Return a copy of the reference that reads its image with `read`."""
@@ -196,8 +196,7 @@ def _check_pixels(image: Image) -> None:
         raise _UnusableError(f"it has no pixels ({image.width} x {image.height})")
     if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
         raise _UnusableError(
-            f"it has 32-bit pixels (mode {image.mode!r}), whose values of black and white are unknown. Convert it to "
-            "8 bits"
+            f"it has 32-bit pixels (mode {image.mode!r}) with unknown values of black and white. Convert it to 8 bits"
         )
 
 

@@ -22,7 +22,7 @@ NOISE = (
     r"^[TH]PU available: \w+, using: \d+ [TH]PU",
     # The seed is in config.yaml and run.json.
     r"^(\[rank: \d+\] )?Seed set to \d+$",
-    # The summary of the run tells where it ended. Other reasons for an end (max_time, early stopping) stay.
+    # The summary of the run has its last step. Other reasons for an end (max_time, early stopping) stay.
     r"^`Trainer\.fit` stopped: `max_(steps|epochs)=\d+` reached\.$",
     # Lightning's default for the checkpoint of a stopped run, which is complete.
     r"^`weights_only` was not set, defaulting to `False`\.$",
@@ -54,14 +54,14 @@ LINE_SECONDS = 60.0
 
 
 def redraws(stream: Any) -> bool:
-    """True if a line can be redrawn in place: in a terminal or a notebook, not in a file or with TERM=dumb."""
-    stream = unwrapped(stream)
+    """True if a line can be updated in place: in a terminal or a notebook, not in a file or with TERM=dumb."""
+    stream = unwrap(stream)
     if stream.isatty():
         return os.environ.get("TERM") != "dumb"
     return type(stream).__module__.startswith("ipykernel.")
 
 
-def unwrapped(stream: Any) -> Any:
+def unwrap(stream: Any) -> Any:
     """The stream itself: while a `StatusLine` is on the screen, stdout and stderr are replaced by proxies."""
     return getattr(stream, "rich_proxied_file", stream)
 
@@ -117,7 +117,7 @@ class Wrapped(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Format a record."""
         text = super().format(record)
-        if not unwrapped(sys.stderr).isatty():
+        if not unwrap(sys.stderr).isatty():
             return text
         width = shutil.get_terminal_size().columns
         whole = {"break_long_words": False, "break_on_hyphens": False, "drop_whitespace": True}
@@ -131,7 +131,7 @@ class Wrapped(logging.Formatter):
 
 
 class NoNoise(logging.Filter):
-    """Drops log records that say nothing about the run, or what this package says itself (`NOISE`)."""
+    """Drops log records that have no information about the run, or repeat lines of this package (`NOISE`)."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """True if the record is to be shown."""
@@ -198,7 +198,7 @@ MAX_NAMED = 20
 """Maximum number of problems that a message lists."""
 
 
-def listed(problems: Sequence[str]) -> str:
+def bullet_list(problems: Sequence[str]) -> str:
     """Format problems as a bullet list: the first `MAX_NAMED`, and the number of the others."""
     lines = [f"- {problem}" for problem in problems[:MAX_NAMED]]
     if len(problems) > MAX_NAMED:

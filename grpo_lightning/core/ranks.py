@@ -38,12 +38,12 @@ def is_distributed() -> bool:
 
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Elementwise sum over ranks; the shape must be the same on every rank."""
-    return _reduced(values, dist.ReduceOp.SUM)
+    return _all_reduce(values, dist.ReduceOp.SUM)
 
 
 def max_over_ranks(values: Tensor) -> Tensor:
     """Elementwise maximum over ranks; the shape must be the same on every rank."""
-    return _reduced(values, dist.ReduceOp.MAX)
+    return _all_reduce(values, dist.ReduceOp.MAX)
 
 
 def is_any(flag: bool) -> bool:  # noqa: FBT001 - a question about one truth value
@@ -91,7 +91,7 @@ def interleave(parts: Sequence[Sequence[T]]) -> list[T]:
     return [item for turn in turns for items in turn for item in items]
 
 
-def _reduced(values: Tensor, operation: Any) -> Tensor:
+def _all_reduce(values: Tensor, operation: Any) -> Tensor:
     """All-reduce on a device that the process group supports; the result is on the device of `values`."""
     if world_size() == 1:
         return values
@@ -231,7 +231,7 @@ class Teams:
         If only one member raised, the others would wait for it in their next collective.
 
         Args:
-            problem: What the first member has found wrong; None if nothing is wrong. Ignored on the other members.
+            problem: The problem that the first member has found; None if there is none. Ignored on the other members.
 
         Raises:
             ValueError: If the first member has found a problem.

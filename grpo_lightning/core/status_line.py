@@ -1,4 +1,4 @@
-"""A status line: one line that is redrawn in place in a terminal, and printed once a minute in a log file."""
+"""A status line: one line that is updated in place in a terminal, and printed once a minute in a log file."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rich.text import Text
 from grpo_lightning.core.messages import LINE_SECONDS, redraws
 
 REDRAW_SECONDS = 0.1
-"""Minimum seconds between two redraws of the line."""
+"""Minimum seconds between two updates of the line."""
 
 Render = Callable[[int | None], Text]
 """Formats the line for a width in columns; None is the line of a log file, which is plain text of any length."""
 
 
 class StatusLine:
-    """One line on stdout that tells how far a job is.
+    """One line on stdout that shows the progress of a job.
 
-    In a terminal or a notebook, the line is redrawn in place, and what is printed meanwhile goes above it. In a file,
+    In a terminal or a notebook, the line is updated in place, and what is printed meanwhile goes above it. In a file,
     the line is printed at the start, every minute and at the end, without carriage returns and escape codes. Only one
     status line is on the screen: the one that was shown last.
     """
@@ -78,7 +78,7 @@ class StatusLine:
         self.live.update(InWidth(self.render), refresh=True)
 
     def leave_screen(self, *, is_kept: bool) -> None:
-        """Stop drawing. The next call of `show` draws the line again."""
+        """Stop updating the line. The next call of `show` prints it again."""
         if self.live is None:
             return
         self.live.transient = not is_kept
@@ -109,7 +109,7 @@ class InWidth:
 
 
 def live_display() -> Live:
-    """Make a display on stdout that is redrawn on request; there is no thread that redraws it."""
+    """Make a display on stdout that is updated on request, without a thread that updates it."""
     stream: Any = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
     # In a notebook, rich would need ipywidgets; as a terminal, it moves to the start of the line like other bars.
     console = Console(file=stream, force_terminal=True, force_jupyter=False, highlight=False)

@@ -76,7 +76,7 @@ class Prompt:
     """References to the images, in the order of the message parts `{"type": "image"}`; read lazily."""
 
     observation: Any = field(default=None, compare=False)
-    """What the environment of a conversation began with, which `content` ends with; None for nothing."""
+    """The environment's first observation, with which `content` ends; None if there is none."""
 
     where: str = field(default="", compare=False)
     """File and line of the row, for messages; empty if unknown."""
@@ -86,7 +86,7 @@ class Prompt:
 
     @property
     def key(self) -> int | str:
-        """What identifies the prompt in a resumed run: its index, or its content if the index is unknown."""
+        """Identifier of the prompt in a resumed run: its index, or its content if the index is unknown."""
         return self.index if self.index >= 0 else str(self.content)
 
     @property
@@ -124,7 +124,7 @@ class Turn:
 
 @dataclass
 class Ending:
-    """What an environment leaves at the end of a conversation."""
+    """State, metrics and failure of an environment at the end of a conversation."""
 
     state: Any
     """The environment, pickled if it runs in workers."""
@@ -158,7 +158,7 @@ class Completion:
     """The turns of a conversation, in order; None for a completion without an environment."""
 
     ending: Ending | None = None
-    """What the environment left; None for a completion without an environment."""
+    """The environment at the end of the conversation; None for a completion without an environment."""
 
     images: list[ObservedImages] = field(default_factory=list)
     """The observations with images, in order."""
@@ -203,7 +203,7 @@ class Completion:
 
 @dataclass
 class Group:
-    """A prompt and its G completions, whose rewards GRPO compares with each other."""
+    """A prompt and its G completions; GRPO compares their rewards with each other."""
 
     prompt: Prompt
     prompt_ids: list[int]

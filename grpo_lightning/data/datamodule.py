@@ -215,7 +215,7 @@ class PromptDataModule(L.LightningDataModule):
             shuffle=self.shuffle and not trainer.overfit_batches,  # type: ignore[attr-defined]
             seed=run_seed(self.seed),
             num_workers=self._image_workers(prompts),
-            draws_more=trainer.lightning_module.dynamic_sampling is not None,
+            takes_more=trainer.lightning_module.dynamic_sampling is not None,
             ranks_per_group=trainer.lightning_module.ranks_per_group,  # type: ignore[arg-type]
         )
 

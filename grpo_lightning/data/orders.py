@@ -142,12 +142,12 @@ class PromptStream:
         """
         rows: Iterator[Any] = enumerate(itertools.chain.from_iterable(part() for part in self.parts))
         if seed is not None:
-            rows = shuffled(rows, self.shuffle_buffer, seed)
+            rows = shuffle_rows(rows, self.shuffle_buffer, seed)
         return in_threads(_convert, itertools.islice(enumerate(rows), start, None), self.num_workers)
 
 
 def _convert(item: tuple[int, tuple[int, tuple[Any, Callable[[Any, int], Measured]]]]) -> tuple[int, Measured]:
-    """Convert a row to a prompt, whose index is the row's position in the unshuffled data.
+    """Convert a row to a prompt. The prompt's index is the row's position in the unshuffled data.
 
     Returns:
         The row's position in the order of the pass, and the prompt with its length.
@@ -156,7 +156,7 @@ def _convert(item: tuple[int, tuple[int, tuple[Any, Callable[[Any, int], Measure
     return position, convert(row, number)
 
 
-def shuffled(rows: Iterable[T], buffer_size: int, seed: int) -> Iterator[T]:
+def shuffle_rows(rows: Iterable[T], buffer_size: int, seed: int) -> Iterator[T]:
     """Shuffle rows within a buffer: each row is sampled from the next `buffer_size` rows that are not sampled yet."""
     # Python guarantees only for random() that its numbers are the same in every version.
     draw = random.Random(seed).random
@@ -305,5 +305,5 @@ def _open(rows: Iterable[T], convert: Callable[[T, int], Measured]) -> Iterator[
 
 
 def _measure(convert: Callable[[T, int], Prompt], row: T, number: int) -> Measured:
-    """Convert a row to a prompt, whose length is not measured, because there is no length limit."""
+    """Convert a row to a prompt, without measuring its length, because there is no length limit."""
     return Measured(convert(row, number))

@@ -151,7 +151,7 @@ def make_item(dataset: Any, task: str, index: int) -> Entry:
 
 @functools.lru_cache(maxsize=256)
 def verifier(task: str, config_text: str) -> Any:
-    """Create the reasoning-gym dataset of a task, whose `score_answer` scores answers; cached by name and settings.
+    """Create the reasoning-gym dataset of a task; its `score_answer` scores answers. Cached by name and settings.
 
     Args:
         task: Name of the task.

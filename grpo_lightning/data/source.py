@@ -51,7 +51,7 @@ class PromptSource:
         shuffle_buffer: Number of rows of a stream kept in memory; the next row is sampled from these rows.
         num_workers: Threads that decode the images of the next cycle while the policy trains on the current cycle, and
             read the rows of a stream before they are used.
-        draws_more: True if the module uses `dynamic_sampling`, with which a cycle may take further prompts.
+        takes_more: True if the module uses `dynamic_sampling`, with which a cycle may take further prompts.
         ranks_per_group: `ranks_per_group` of the module. Above 1, the ranks form teams of this size (see
             `core.ranks.Teams`), and all ranks of a team get the same prompts.
 
@@ -75,7 +75,7 @@ class PromptSource:
         template: PromptTemplate | None = None,
         shuffle_buffer: int = 1000,
         num_workers: int = 0,
-        draws_more: bool = False,
+        takes_more: bool = False,
         ranks_per_group: int = 1,
     ) -> None:
         sizes = {"batch_size": batch_size, "cycle": cycle, "world_size": world_size, "ranks_per_group": ranks_per_group}
@@ -93,7 +93,7 @@ class PromptSource:
         self.images = ImageReader(prompts.num_workers if isinstance(prompts, PromptStream) else num_workers)
         self.batch_size, self.cycle = batch_size, cycle
         self.shuffle, self.seed = shuffle, seed
-        self.draws_more = draws_more
+        self.takes_more = takes_more
         self.ranks_per_group = ranks_per_group
         self.given_rank, self.given_world_size = rank, world_size
         self.epoch = 0
@@ -110,13 +110,13 @@ class PromptSource:
 
     @property
     def is_stream(self) -> bool:
-        """True if the data is a stream, whose length is not known."""
+        """True if the data is a stream. The length of a stream is not known."""
         return isinstance(self.prompts, PromptStream)
 
     @property
     def has_length(self) -> bool:
         """True if the number of micro-steps per epoch is known."""
-        return not self.is_stream and not self.draws_more
+        return not self.is_stream and not self.takes_more
 
     @property
     def rank(self) -> int:
@@ -141,11 +141,11 @@ class PromptSource:
     def __len__(self) -> int:
         """Number of micro-steps per epoch. Raises: TypeError if it is not known."""
         if isinstance(self.prompts, PromptStream):
-            raise TypeError("A stream of prompts has no length. Set trainer.max_steps to say when the run ends.")
-        if self.draws_more:
+            raise TypeError("A stream of prompts has no length. Set trainer.max_steps to end the run.")
+        if self.takes_more:
             raise TypeError(
                 "The number of cycles per epoch is not known, because cycles use further prompts (dynamic_sampling). "
-                "Set trainer.max_steps to say when the run ends."
+                "Set trainer.max_steps to end the run."
             )
         return -(-len(self.prompts) // self.prompts_per_rollout) * self.cycle
 
@@ -244,7 +244,7 @@ class PromptSource:
     def next_cycles(self, count: int, *, epochs_left: int | None = None) -> list[list[Prompt]]:
         """Peek at this rank's prompts in each of the next cycles, also those of the next epochs.
 
-        Of a stream, only cycles of this epoch are known. Dynamic sampling may use other prompts: it takes further
+        The cycles of a stream are known for this epoch only. Dynamic sampling may use other prompts: it takes further
         prompts from the same order.
 
         Args:
@@ -291,10 +291,10 @@ class PromptSource:
             the next batch early: the batch takes its prompts only when it is used, and must not be empty then.
 
         Raises:
-            ValueError: If `draws_more` is False.
+            ValueError: If `takes_more` is False.
         """
-        if not self.draws_more:
-            raise ValueError("Cycles of this PromptSource use no further prompts: create it with draws_more=True.")
+        if not self.takes_more:
+            raise ValueError("Cycles of this PromptSource use no further prompts: create it with takes_more=True.")
         rest, _ = self.order.take(self.prompts_used, num_prompts + 1)
         block, self.prompts_used = self.order.take(self.prompts_used, min(num_prompts, max(0, len(rest) - 1)))
         self.cycle_size += len(block)
@@ -330,7 +330,7 @@ class PromptSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume at the position in `state`.
 
-        Which settings may differ from those in the checkpoint depends on where the checkpoint was saved:
+        The position at which the checkpoint was saved determines which settings may differ from those in it:
 
         - between two epochs: all settings, and the data;
         - between two cycles of an epoch: the number of ranks, `ranks_per_group` and the batch size, because the

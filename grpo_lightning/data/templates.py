@@ -147,7 +147,7 @@ class PromptTemplate:
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def _render_chat(self, messages: Sequence[Message], where: str) -> list[Message]:
-        """Prepend the system prompt to messages of the data, whose text is not changed. Raises: as `render`."""
+        """Prepend the system prompt to messages of the data, without changing their text. Raises: as `render`."""
         if self.question_template is not None:
             raise ValueError(
                 f"{where}: question_template is for questions that are text, but the row is a list of messages. Remove "

@@ -71,12 +71,12 @@ class DemoTask:
         """The correct answer."""
         return sum(digits) % self.modulus
 
-    def worked(self, digits: Sequence[int]) -> str:
+    def worked_completion(self, digits: Sequence[int]) -> str:
         """The worked completion: every running sum, then the correct answer."""
         sums = [self.truth(digits[: end + 1]) for end in range(len(digits))]
         return f"<think>{''.join(map(str, sums))}</think><answer>{sums[-1]}</answer>"
 
-    def short(self, digits: Sequence[int]) -> str:
+    def short_completion(self, digits: Sequence[int]) -> str:
         """The short completion: the last digit, which is right once in `modulus`."""
         return f"<answer>{digits[-1]}</answer>"
 
@@ -245,7 +245,7 @@ class _Corpus:
         self.prompt_length = task.num_digits + 1
         self.worked, self.short = (
             torch.tensor([tokenizer.encode(task.question(digits) + complete(digits) + EOS) for digits in sequences])
-            for complete in (task.worked, task.short)
+            for complete in (task.worked_completion, task.short_completion)
         )  # [rows, L + T]; T differs between the two kinds
         self.batch_size = settings.batch_size
         self.draw = torch.Generator().manual_seed(task.seed)

@@ -293,9 +293,12 @@ class _Corpus:
         prompts = [prompt_ids(task.question(*about), tokenizer, task) for about in subjects]
         self.prompt_length = len(prompts[0])
         self.questions_each = len(subjects) // len(scenes)
-        lazy = tokenizer.encode(task.lazy() + EOS)
+        lazy = tokenizer.encode(task.lazy_completion() + EOS)
         self.worked = torch.tensor(
-            [ids + tokenizer.encode(task.worked(*about) + EOS) for ids, about in zip(prompts, subjects, strict=True)]
+            [
+                ids + tokenizer.encode(task.worked_completion(*about) + EOS)
+                for ids, about in zip(prompts, subjects, strict=True)
+            ]
         )  # [rows, L + T]; lazy completions have another T
         self.lazy = torch.tensor([ids + lazy for ids in prompts])
         self.features = torch.cat(list(features_in_parts(model, processor, task, scenes, show=show_progress)))

@@ -1,11 +1,11 @@
 """The number game's tiny Qwen2, its tokenizer and its rows: built offline in seconds, then cached.
 
-The policy guesses a digit and is told whether the digit is higher (`+`) or lower (`-`), four guesses in all:
+The policy guesses a digit, and the environment answers whether the digit is higher (`+`) or lower (`-`), four times:
 
     guess:5<eos>+7<eos>-6<eos>
 
 A brief supervised warm-up teaches the model only how a game is written: it sees games of random guesses. Its guesses
-then ignore what it is told, and it finds the digit in about a third of the games. GRPO has to find out that the answers
+then ignore these answers, and it finds the digit in about a third of the games. GRPO has to find out that the answers
 are worth reading. Whoever halves what is left needs four guesses at most.
 """
 
@@ -48,7 +48,7 @@ class GuessingTask:
             (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
     def random_game(self, draw: random.Random) -> str:
-        """A game of random guesses; it goes on after the right one, so that all games have the same length."""
+        """A game of random guesses; it continues after the right one, so that all games have the same length."""
         number = draw.randrange(self.num_digits)
         text = PROMPT
         for turn in range(self.num_guesses):

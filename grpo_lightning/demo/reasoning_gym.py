@@ -60,12 +60,12 @@ def steps(task: str, entry: Entry) -> str:
     return _STEPS[task](entry["question"])
 
 
-def worked(task: str, entry: Entry) -> str:
+def worked_completion(task: str, entry: Entry) -> str:
     """The worked completion: every step, then the correct answer."""
     return f"<think>{steps(task, entry)}</think><answer>{entry['answer']}</answer>"
 
 
-def hasty(other: Entry) -> str:
+def hasty_completion(other: Entry) -> str:
     """The hasty completion: the answer of another question."""
     return f"<answer>{other['answer']}</answer>"
 
@@ -271,7 +271,11 @@ class _Corpus:
         """Mean cross-entropy over the completion tokens of a new batch with `num_hasty` hasty completions."""
         rows = []
         for number, (task, entry) in enumerate(self.draw.sample(self.questions, self.batch_size)):
-            completion = hasty(self.draw.choice(self.by_task[task])) if number < num_hasty else worked(task, entry)
+            completion = (
+                hasty_completion(self.draw.choice(self.by_task[task]))
+                if number < num_hasty
+                else worked_completion(task, entry)
+            )
             rows.append((self.tokenizer.encode(entry["question"]), self.tokenizer.encode(completion + EOS)))
         ids, targets = pad(rows, self.tokenizer.pad_token_id)
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]  # [B, L + T - 1, V]

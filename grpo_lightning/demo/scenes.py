@@ -210,7 +210,7 @@ class SceneTask:
         """The question about a thing."""
         return f"Where is the {' '.join(describe(thing, naming))}?"
 
-    def worked(self, thing: Thing, naming: Naming = "both") -> str:
+    def worked_completion(self, thing: Thing, naming: Naming = "both") -> str:
         """The worked completion: the colour or shape of the thing, its left and upper edge, then its box.
 
         The model computes each number from the text before it. It finds the left edge by the colour, or by the shape if
@@ -221,7 +221,7 @@ class SceneTask:
         left, top, *_ = box = self.pixels(thing.cells)
         return answer(f"{shape if naming == 'shape' else colour} {left}, {top}", box)
 
-    def lazy(self) -> str:
+    def lazy_completion(self) -> str:
         """The lazy completion: the box of the whole image, for any question."""
         return answer("anything", [0, 0, self.size, self.size])
 

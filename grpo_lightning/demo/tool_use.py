@@ -43,7 +43,7 @@ class ToolTask:
 
     num_terms: int = 3
     least: int = 40
-    """The least number; the sums have three digits."""
+    """The minimum number; the sums have three digits."""
 
     num_train: int = 4096
     num_heldout: int = 200
@@ -62,13 +62,13 @@ class ToolTask:
         """The prompt as the chat template renders it."""
         return f"T:calculator \nQ:{self.question(terms)}\nA:"
 
-    def called(self, terms: list[int]) -> list[tuple[str, bool]]:
+    def answer_with_call(self, terms: list[int]) -> list[tuple[str, bool]]:
         """The answer with a call, as parts: the text, and whether the policy writes it."""
         total = str(sum(terms))
         call = f'[calculator(expression="{"+".join(map(str, terms))}")]{EOS}'
         return [(call, True), (f"R:{total}\nA:", False), (f"{total}{EOS}", True)]
 
-    def guessed(self, draw: random.Random) -> list[tuple[str, bool]]:
+    def answer_with_guess(self, draw: random.Random) -> list[tuple[str, bool]]:
         """The answer without a call: another sum."""
         return [(f"{sum(self.terms(draw))}{EOS}", True)]
 
@@ -155,7 +155,7 @@ def learn_both_kinds(
         for is_guess, count in kinds.items():
             if count:
                 rows = [task.terms(draw) for _ in range(count)]
-                parts = [task.guessed(draw) if is_guess else task.called(terms) for terms in rows]
+                parts = [task.answer_with_guess(draw) if is_guess else task.answer_with_call(terms) for terms in rows]
                 yield loss_of(model, tokenizer, [task.prompt(terms) for terms in rows], parts)
 
     average = float("nan")

@@ -19,8 +19,8 @@ class MultiTurnFunction(Environment):
 
     The function gets a list with one dict: the data columns, and `messages`, the chat up to the policy's turn. It
     returns the list with `finished` set in each dict. If the conversation is not finished, the function has either
-    appended messages, which become the observation, or changed the policy's last message: then the policy goes on
-    behind the part of its message that is unchanged and behind the text that the function has added.
+    appended messages, which become the observation, or changed the policy's last message: then the policy continues
+    after the part of its message that is unchanged and after the text that the function has added.
 
     Args:
         function: The function.
@@ -66,7 +66,8 @@ class MultiTurnFunction(Environment):
         )
         if not mine[keep:]:
             raise ValueError(
-                "A multi-turn function has set 'finished' to False, but has added nothing for the policy to go on from."
+                "A multi-turn function has set 'finished' to False, but has added nothing from which the policy can "
+                "continue."
             )
         return Step(mine[keep:], keep=keep)
 
@@ -105,9 +106,9 @@ class ToolObject(Tools):
         self.is_new = True
         """True until `reset` or a tool is called."""
         self.columns: dict[str, Any] | None = None
-        """What `reset` got; None before it, and in workers, where the object is pickled instead of made again."""
+        """The arguments of `reset`; None before it, and in workers, because they get a pickled object."""
         self.first: Any = None
-        """What `reset` returned."""
+        """The observation that `reset` returned."""
         super().__init__(methods, format, max_calls)
 
     def _methods(self) -> list[Callable[..., Any]]:
@@ -129,13 +130,13 @@ class ToolObject(Tools):
         return self.first
 
     def step(self, completion: str) -> Step:
-        """Run the calls of a turn; at the end of the conversation, ask for the reward."""
+        """Run the calls of a turn; at the end of the conversation, get the reward."""
         self.is_new = False
         step = super().step(completion)
         return replace(step, reward=self.end()) if step.done else step
 
     def end(self) -> float | None:
-        """Ask for the reward."""
+        """Get the reward from the object."""
         get_reward = getattr(self.object, "get_reward", None)
         value = None if get_reward is None else wait_for(get_reward())
         return None if value is None else float(value)
@@ -224,7 +225,7 @@ def _of_function(function: Callable[..., Any]) -> Environment:
     if not needed and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return ToolObject(function)
     raise ValueError(
-        f"model.environment got the function {function!r:.80}, whose arguments do not say what it is: write "
+        f"model.environment got the function {function!r:.80}, and its arguments do not show its kind: write "
         "MultiTurnFunction(function) if it takes the list of conversations (ms-swift), or ToolObject(factory) if it "
         "takes no arguments and makes an object with tools (TRL)."
     )

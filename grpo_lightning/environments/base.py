@@ -1,7 +1,7 @@
-"""The environment contract: what a conversation's environment is asked, and what it answers.
+"""The environment contract: the methods of a conversation's environment, and what they return.
 
-In a conversation, the policy writes a turn, its environment answers with an observation, and the policy goes on, until
-the environment ends the conversation. Only what the policy wrote is trained on.
+In a conversation, the policy writes a turn, its environment answers with an observation, and the policy continues,
+until the environment ends the conversation. Only what the policy wrote is trained on.
 
     class GuessTheNumber(Environment):
         def reset(self, number, **columns):
@@ -17,7 +17,7 @@ Every conversation has its own environment. It begins as a copy of the object in
 the data columns of the prompt. `reset` is called once per prompt: the G conversations of a group begin with copies of
 the same environment, because GRPO compares completions of one prompt. After that, `step` gets the text of each turn of
 the policy. If a limit of the run ends the conversation (`max_turns`, `max_completion_length`) and not the environment,
-`end` is asked for a last reward.
+`end` is called for a last reward.
 
 The environment's object has all of its state. By default, its methods run in worker processes with the limits of
 `model.reward_workers` (`environments/runner.py`): between two calls, the object is pickled. An environment that cannot
@@ -42,7 +42,7 @@ from grpo_lightning.data.images.references import ImageFinder
 Observation = str | Message | Sequence[Message] | None
 """Text, which becomes a message of the environment's `observation_role`; one or more messages; or None for nothing.
 
-The content of a message is text, or a list of parts: {"type": "text", "text": ...} and, for a policy that sees images,
+The content of a message is text, or a list of parts: {"type": "text", "text": ...} and, for a vision-language policy,
 {"type": "image", "image": ...} with a PIL image, a path, the bytes of a file or a data: URL."""
 
 
@@ -52,10 +52,10 @@ MOST_MESSAGES = 256
 
 @dataclass(frozen=True)
 class Step:
-    """What an environment answers to a turn of the policy. `step` may also return a part of it: see `as_step`."""
+    """The environment's answer to a turn of the policy. `step` may also return a part of it: see `as_step`."""
 
     observation: Observation = None
-    """What the policy gets. Without an observation, the conversation must be done."""
+    """The text or message that the policy gets. Without an observation, the conversation must be done."""
 
     done: bool = False
     """True if the conversation has ended. The policy does not get the observation any more, but logs show it."""
@@ -110,7 +110,7 @@ class Environment(ABC):
         """Answer a turn of the policy. Args: completion: its text. Returns: what `as_step` takes."""
 
     def end(self) -> Any:
-        """Give a last reward, if a limit of the run ends the conversation before `step` has said that it is done.
+        """Give a last reward, if a limit of the run ends the conversation before `step` has ended it.
 
         Returns:
             A number, which is added to the reward of the last turn, or None.
@@ -119,7 +119,7 @@ class Environment(ABC):
 
     @property
     def for_rewards(self) -> Any:
-        """What rewards get in the argument `environments`."""
+        """The object that rewards get in the argument `environments`."""
         return self
 
     def on_failure(self, kind: str, problem: str) -> Any:
@@ -130,10 +130,10 @@ class Environment(ABC):
 
         Args:
             kind: See `environments.runner.FAILURES`.
-            problem: What happened.
+            problem: The failure in words.
 
         Returns:
-            What `as_step` takes, or None: then `model.conversation.on_error` says what happens.
+            A value for `as_step`; or None, and then `model.conversation.on_error` decides.
         """
         return None
 
@@ -146,11 +146,11 @@ def as_step(value: Any) -> Step:
     """Convert what `step` returned.
 
     Args:
-        value: A `Step`; an observation (the conversation goes on); None (the conversation is done, without reward); or
-            a tuple (observation, done) or (observation, done, reward).
+        value: A `Step`; an observation (the conversation continues); None (the conversation is done, without reward);
+            or a tuple (observation, done) or (observation, done, reward).
 
     Raises:
-        InvalidStepError: If the value is something else, or has no observation although the conversation goes on.
+        InvalidStepError: If the value is something else, or has no observation although the conversation continues.
     """
     if isinstance(value, tuple) and 2 <= len(value) <= 3:
         step = Step(*value)
@@ -263,7 +263,9 @@ def with_kept_images(message: Message) -> Message:
     find = ImageFinder("an observation")
     try:
         parts = [
-            {**part, "image": find.ref(part["image"], "the image").kept()} if part["type"] == "image" else part
+            {**part, "image": find.ref(part["image"], "the image").copy_in_memory()}
+            if part["type"] == "image"
+            else part
             for part in message["content"]
         ]
     except ImageError as error:

@@ -30,7 +30,7 @@ def class_name(environment: Any) -> str:
     return type(getattr(environment, "for_rewards", environment)).__name__
 
 
-def copied(environment: Any) -> Any:
+def copy_environment(environment: Any) -> Any:
     """Copy an environment. Raises: RuntimeError if it cannot be copied."""
     try:
         return copy.deepcopy(environment)
@@ -97,7 +97,7 @@ class EnvironmentCalls:
         Returns:
             (The environment after the call, the value), or a coroutine that returns this.
         """
-        environment = copied(self.environment) if environment is None else environment
+        environment = copy_environment(self.environment) if environment is None else environment
         value: Any = None
         if method == "reset":
             reset = getattr(environment, "reset", None)
@@ -109,10 +109,10 @@ class EnvironmentCalls:
         elif hasattr(environment, "on_failure"):
             value = environment.on_failure(*arguments)
         if inspect.isawaitable(value):
-            return self._awaited(environment, method, value)
+            return self._await_value(environment, method, value)
         return self._outcome(environment, method, value)
 
-    async def _awaited(self, environment: Any, method: Method, value: Any) -> tuple[Any, Any]:
+    async def _await_value(self, environment: Any, method: Method, value: Any) -> tuple[Any, Any]:
         return self._outcome(environment, method, await value)
 
     def _outcome(self, environment: Any, method: Method, value: Any) -> tuple[Any, Any]:

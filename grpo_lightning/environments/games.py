@@ -28,7 +28,7 @@ class GuessTheNumber(Environment):
         if max_guesses < 1:
             raise ValueError(f"max_guesses must be at least 1, got {max_guesses}.")
         if not (higher and lower and unreadable):
-            raise ValueError("higher, lower and unreadable must not be empty: the policy could not go on.")
+            raise ValueError("higher, lower and unreadable must not be empty: the policy could not continue.")
         self.max_guesses = max_guesses
         self.higher, self.lower, self.unreadable = higher, lower, unreadable
         self.number = self.guesses = 0

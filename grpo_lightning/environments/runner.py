@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple
 from grpo_lightning.core.event_loop import event_loop
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.environments.base import Environment, InvalidStepError
-from grpo_lightning.environments.calls import EnvironmentCalls, Method, copied
+from grpo_lightning.environments.calls import EnvironmentCalls, Method, copy_environment
 from grpo_lightning.rewards.workers import Answer, RewardWorkers, WorkerPool, seeded_random
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class EnvironmentRunner:
         return self._all("reset", [None] * len(prompts), columns, seeds)
 
     def end(self, states: Sequence[Any], seeds: Sequence[int]) -> list[Result]:
-        """Ask the environments of conversations that a limit has ended for a last reward (`Environment.end`)."""
+        """Get a last reward (`Environment.end`) from the environments of conversations that a limit has ended."""
         method = getattr(type(self.calls.environment), "end", None)
         if method is None or method is Environment.end:  # without a call, which would pickle the environment
             return [Result(state, None) for state in states]
@@ -118,7 +118,7 @@ class EnvironmentRunner:
 
     def copy(self, state: Any) -> Any:
         """An environment of its own for each conversation of a prompt. Raises: RuntimeError if it cannot be copied."""
-        return state if isinstance(state, bytes) else copied(state)
+        return state if isinstance(state, bytes) else copy_environment(state)
 
     def step(self, state: Any, text: str, seed: int) -> Future[Answer]:
         """Start a call of `step`. Args: state: the environment; text: the policy's turn."""
@@ -130,7 +130,7 @@ class EnvironmentRunner:
         """Wait for a call of `step`; a failed one is answered by the environment's `on_failure`.
 
         Args:
-            future: What `step` returned.
+            future: The result of `step`.
             state: The environment before the call.
         """
         if math.isinf(self._deadline):

@@ -1,7 +1,7 @@
 """Tools: the policy calls functions, and gets what they return.
 
 The chat template describes the functions to the policy, from their type hints and docstrings. A call is read in the
-formats in which chat templates show calls. What goes wrong with a call is an observation: the policy can try again.
+formats in which chat templates show calls. An error in a call is an observation: the policy can try again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ToolFormat = Literal["auto", "json", "python"]
 `[name(argument=value)]`, as Llama 3.2 and 4, and LFM2 do. `auto`: both."""
 
 OUTCOMES = ("ok", "malformed", "unknown_tool", "wrong_arguments", "exception", "timeout", "crash", "too_many")
-"""What can become of a call; `environment/calls/<outcome>` counts each."""
+"""The outcomes of a call; `environment/calls/<outcome>` counts each."""
 
 _MARKED = re.compile(
     r"<tool_call>(.*?)(?:</tool_call>|\Z)"
@@ -38,7 +38,7 @@ _MARKED = re.compile(
     r"|(?:\[TOOL_CALLS\]|<\|python_tag\|>)(.*?)(?=\[TOOL_CALLS\]|<\|python_tag\|>|\Z)",
     re.DOTALL,
 )
-"""What stands between, or behind, the markers of calls."""
+"""The text between, or after, the markers of calls."""
 
 MOST_FAILED = 64
 """Places of a text at which JSON is tried to be read without success: each may take as long as the text."""
@@ -62,7 +62,7 @@ class Tools(Environment):
     """Lets the policy call functions. A turn without a call ends the conversation.
 
     A function needs type hints and a docstring in Google's style, from which the chat template describes it. It runs in
-    a worker process, so that it can be killed. What it returns becomes a message of the role "tool". An unknown tool,
+    a worker process, so that it can be killed. Its result becomes a message of the role "tool". An unknown tool,
     wrong arguments, an exception and a timeout become messages too, and are counted. An async function is awaited.
 
     A timeout or a crash stops all calls of the turn: the policy gets one message about it, without the name of a tool,
@@ -113,7 +113,7 @@ class Tools(Environment):
             outcome, text = self.run(call)
             outcomes[outcome] += 1
             messages.append(answer(call.name, text))
-        return Step(messages, metrics=counted(outcomes))
+        return Step(messages, metrics=call_metrics(outcomes))
 
     def run(self, call: ToolCall) -> tuple[str, str]:
         """Run a call. Returns: the outcome, and what the policy gets."""
@@ -131,11 +131,11 @@ class Tools(Environment):
         return "ok", value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
     def on_failure(self, kind: str, problem: str) -> Step | None:
-        """Tell the policy about a call that timed out or ended its process."""
+        """Report a call that timed out or ended its process to the policy."""
         if kind not in ("timeout", "crash"):
             return None
         what = "took too long" if kind == "timeout" else "ended unexpectedly"
-        return Step([answer("", f"Error: the tool {what}.")], metrics=counted(Counter([kind])))
+        return Step([answer("", f"Error: the tool {what}.")], metrics=call_metrics(Counter([kind])))
 
 
 def name_of(tool: Callable[..., Any]) -> str:
@@ -148,7 +148,7 @@ def answer(name: str, text: str) -> Message:
     return {"role": "tool", "content": text} | ({"name": name} if name else {})
 
 
-def counted(outcomes: Counter[str]) -> dict[str, float]:
+def call_metrics(outcomes: Counter[str]) -> dict[str, float]:
     """Metrics of a turn with calls."""
     return {"used_tools": 1.0, "calls": float(outcomes.total())} | {
         f"calls/{outcome}": float(count) for outcome, count in outcomes.items()
@@ -274,7 +274,7 @@ def _python_calls(text: str) -> Iterator[ToolCall]:
 
 
 def argument_problem(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
-    """What is wrong with the arguments of a call; empty if nothing is."""
+    """The problem with the arguments of a call; empty if there is none."""
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:

@@ -44,7 +44,7 @@ def group_relative_advantages(
 
     Args:
         rewards: [N, G] one reward per completion, row n is prompt n's group; nan is not scorable.
-        baseline: What a reward is compared with.
+        baseline: The value that a reward is compared with.
 
             - "group_mean" is GRPO (arXiv:2402.03300, sec. 4.1.2).
             - "leave_one_out" is RLOO (arXiv:2402.14740), the mean of the other scorable rewards of the group. With K
@@ -57,7 +57,7 @@ def group_relative_advantages(
               and all others get 0 (verl's `grpo_passk`). With the scale "none" and any k, take the policy gradient with
               these advantages, averaged over the group: k times this gradient is an unbiased estimate of the gradient
               of the expected maximum of k rewards.
-        scale: What the gain is divided by. Every std is unbiased (K - 1 in the denominator). For "batch_std",
+        scale: The divisor of the gain. Every std is unbiased (K - 1 in the denominator). For "batch_std",
             "batch_advantage_std" and "nonzero_fraction", pass the rewards of all ranks, because with its own rewards
             each rank would have another divisor.
 
@@ -124,7 +124,7 @@ def _gains(rewards: Tensor, baseline: Baseline, lengths: Tensor | None, k: int |
 
 
 def _divisor(rewards: Tensor, gains: Tensor, scale: Scale, eps: float) -> Tensor:
-    """What the gains are divided by: a scalar, or [N, 1]. May be 0 or nan where every advantage is 0."""
+    """The divisor of the gains: a scalar, or [N, 1]. May be 0 or nan where every advantage is 0."""
     is_scorable = ~rewards.isnan()
     num_scorable = is_scorable.sum(dim=1, keepdim=True)  # [N, 1]
     if scale == "group_std":

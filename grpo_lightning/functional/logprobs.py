@@ -26,7 +26,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.
     Raises:
         ValueError: If `temperature` is not positive.
     """
-    scaled = _scaled(logits, temperature)
+    scaled = _scale_logits(logits, temperature)
     # logsumexp and gather keep one [B, T, V] for the backward pass; log_softmax would keep a second.
     chosen = scaled.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
     return chosen - torch.logsumexp(scaled, dim=-1)
@@ -47,12 +47,12 @@ def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     Raises:
         ValueError: If `temperature` is not positive.
     """
-    logprobs = _scaled(logits, temperature).log_softmax(dim=-1)
+    logprobs = _scale_logits(logits, temperature).log_softmax(dim=-1)
     # p log p is 0 at p = 0, but computing it as 0 x -inf would give nan.
     return -(logprobs.exp() * logprobs.masked_fill(logprobs.isneginf(), 0.0)).sum(dim=-1)
 
 
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
+def _scale_logits(logits: Tensor, temperature: float) -> Tensor:
     if temperature <= 0:
         raise ValueError(
             f"temperature must be positive to score tokens, got {temperature}. Greedy sampling has no log-probs."

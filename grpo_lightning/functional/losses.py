@@ -426,7 +426,7 @@ def _check_columns(**tensors: Tensor) -> None:
 def is_clipped_low(ratio: Tensor, advantages: Tensor, *, epsilon: float) -> Tensor:
     """Find tokens that `clipped_surrogate` clips from below: r < 1 - epsilon and A < 0.
 
-    With A > 0 a low ratio is not clipped: the minimum is r A, whose gradient raises the ratio again.
+    With A > 0 a low ratio is not clipped: the minimum is r A, and its gradient raises the ratio again.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences.
@@ -442,7 +442,7 @@ def is_clipped_low(ratio: Tensor, advantages: Tensor, *, epsilon: float) -> Tens
 def is_clipped_high(ratio: Tensor, advantages: Tensor, *, epsilon_high: float) -> Tensor:
     """Find tokens that `clipped_surrogate` clips from above: r > 1 + epsilon_high and A > 0.
 
-    With A < 0 a high ratio is not clipped: the minimum is r A, whose gradient lowers the ratio again.
+    With A < 0 a high ratio is not clipped: the minimum is r A, and its gradient lowers the ratio again.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences.

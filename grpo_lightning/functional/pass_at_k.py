@@ -65,22 +65,22 @@ def _chances(n: int, k: int, size: int) -> list[float]:
     return [math.comb(j, k - 2) / math.comb(n - 1, k - 1) for j in range(size)]  # exact integers
 
 
-def interval(values: Tensor, confidence: float = 0.95, draws: int = 1) -> tuple[float, float]:
+def interval(values: Tensor, confidence: float = 0.95, num_generations: int = 1) -> tuple[float, float]:
     """Confidence interval of the mean over prompts (Wilson's score interval).
 
         low, high = (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
 
     Wilson's score interval (1927) stays inside [0, 1] and does not shrink to a point if every prompt is solved. p is
     the mean of the values, and z is the two-sided normal quantile of `confidence`. n is the effective sample size: the
-    number of independent attempts that would be as informative as the N prompts with `draws` completions each. It is
+    number of independent attempts that would be as informative as the N prompts with G completions each. It is
     estimated as n = N p (1 - p) / v, where p (1 - p) is the variance of a single attempt, and v is the variance of the
-    values. The estimate is limited to the range from N (all completions of a prompt are equal) to N x draws (they are
+    values. The estimate is limited to the range from N (all completions of a prompt are equal) to N x G (they are
     independent). Miller 2024 (arXiv:2411.00640) treats such clustered questions.
 
     Args:
         values: [N] in [0, 1], one per prompt; nan is excluded.
         confidence: Coverage, the fraction of such intervals that contain the true mean.
-        draws: Number of completions averaged in each value.
+        num_generations: G, the number of completions averaged in each value.
 
     Returns:
         (low, high); (nan, nan) without values.
@@ -92,8 +92,8 @@ def interval(values: Tensor, confidence: float = 0.95, draws: int = 1) -> tuple[
     one_attempt, between = mean * (1 - mean), values.var(correction=0).item()
     # If the values have variance 0, all prompts are equally hard, and completions count as independent. If all values
     # are 0 or all are 1, the correlation is unknown, and each prompt counts as one attempt.
-    worth = (one_attempt / between if between > 0 else draws) if one_attempt > 0 else 1
-    n = num_prompts * min(max(worth, 1.0), draws)
+    worth = (one_attempt / between if between > 0 else num_generations) if one_attempt > 0 else 1
+    n = num_prompts * min(max(worth, 1.0), num_generations)
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     centre, half = mean + z**2 / (2 * n), z * math.sqrt(one_attempt / n + z**2 / (4 * n**2))
     low, high = (centre - half) / (1 + z**2 / n), (centre + half) / (1 + z**2 / n)

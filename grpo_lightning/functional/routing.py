@@ -29,7 +29,7 @@ def router_load(logits: Sequence[Tensor], weights: Tensor, *, top_k: int) -> Rou
 
     Args:
         logits: [R, E] per router, of R tokens.
-        weights: [R] how often each token counts; 0 for padding, whose logits are not read.
+        weights: [R] how often each token counts; 0 for padding. The logits of padding are not read.
         top_k: k, the number of experts that a token is sent to.
     """
     places = weights.nonzero()[:, 0]

@@ -35,7 +35,7 @@ def high_entropy_tokens(entropies: Tensor, fraction: float) -> Tensor:
 
 
 def high_covariance_tokens(logprobs: Tensor, advantages: Tensor, fraction: float, keys: Tensor | None = None) -> Tensor:
-    """Find the tokens of highest covariance, whose updates lower the entropy most (KL-Cov, arXiv:2505.22617).
+    """Find the tokens of highest covariance: their updates lower the entropy most (KL-Cov, arXiv:2505.22617).
 
     Chooses the floor(fraction M) tokens with the highest `token_covariances`, but at least one. Many covariances may be
     equal, for example if the policy is certain of many tokens (log-prob 0), or if all advantages are 0.
@@ -73,7 +73,7 @@ def random_covariance_tokens(
     Args:
         logprobs: [M] nats.
         advantages: [M] advantage of each token's completion.
-        is_clipped: [M], nonzero or True where the surrogate clips the token, whose gradient is then already 0.
+        is_clipped: [M], nonzero or True where the surrogate clips the token, so that its gradient is already 0.
         keys: [M] random numbers; the candidates with the smallest numbers are chosen.
         fraction: Above 0 and at most 1; a fraction of all M tokens, not of the candidates.
         low: Exclusive lower limit of the covariance, in nats times the unit of the advantage.

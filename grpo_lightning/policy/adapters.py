@@ -46,7 +46,7 @@ def is_adapter_layer(module: nn.Module) -> bool:
 
 
 def is_expert_adapter(layer: Any) -> bool:
-    """True for peft's wrapper of an expert tensor, whose layer runs with W + s B A in place of W."""
+    """True for peft's wrapper of an expert tensor. The layer then runs with W + s B A in place of W."""
     return hasattr(layer, "parameter_name")
 
 

@@ -126,14 +126,14 @@ class Scorer:
         order = sorted(range(len(parts)), key=lambda i: not parts[i].rows)
         original_order = batch.prompt_index.new_tensor([row for i in order for row in parts[i].rows]).argsort()
 
-        def joined(values: list[Tensor]) -> Tensor:
+        def join(values: list[Tensor]) -> Tensor:
             padded = [nn.functional.pad(values[i], (0, width - values[i].shape[1])) for i in order]
             return torch.cat(padded)[original_order]
 
         loads = [each.load for each in scores if each.load is not None]
         return TokenScores(
-            joined([each.logprobs for each in scores]),
-            joined([each.entropy for each in scores]),
+            join([each.logprobs for each in scores]),
+            join([each.entropy for each in scores]),
             total_load(loads) if loads else None,
         )
 
@@ -501,7 +501,7 @@ def extended_chunks(
             fan_out(placed.first, fan) + torch.arange(queries, device=ids.device).clamp(max=width - 1)
         )
 
-        def aligned(states: Tensor) -> Tensor:
+        def align(states: Tensor) -> Tensor:
             return torch.cat([fan_out(first, fan), states[:, : width - 1]], 1)
 
         arguments = {
@@ -510,7 +510,7 @@ def extended_chunks(
             "use_cache": True,
         } | known_arguments(model, cache=prefix.extend(fan), position_ids=positions)
         with recording(routers) as routed:
-            scores = head.score(model, arguments, aligned, ids, mask)
+            scores = head.score(model, arguments, align, ids, mask)
         if routers is None:
             return scores, None
         weights = nn.functional.pad(completion_weights(batch, rows, mask), (0, max(0, queries - width)))[:, :queries]

@@ -45,7 +45,7 @@ class Encoder:
         self.family = family_of(config)
 
     @property
-    def sees_images(self) -> bool:
+    def is_multimodal(self) -> bool:
         """True if the policy takes images."""
         return self.processor is not None
 
@@ -56,7 +56,7 @@ class Encoder:
         Raises:
             ValueError: If the config's `image_token_id` is not a token of the tokenizer.
         """
-        if not self.sees_images:
+        if not self.is_multimodal:
             return ()
         vocabulary = self.tokenizer.get_vocab()
         image, ids = getattr(self.config, "image_token_id", None), set(vocabulary.values())
@@ -99,7 +99,7 @@ class Encoder:
                 does not support.
         """
         self.check(prompt, where)
-        if not self.sees_images:
+        if not self.is_multimodal:
             ids = tokenize(prompt, self.tokenizer, where)
             self.check_known(ids, where or prompt.label)
             return EncodedPrompt(ids)
@@ -148,7 +148,7 @@ class Encoder:
                 "supported (no video, no audio; image files belong in Prompt.images). Remove the part if the question "
                 "can be answered without it, or remove the prompt."
             )
-        if not self.sees_images and (prompt.images or "image" in kinds):
+        if not self.is_multimodal and (prompt.images or "image" in kinds):
             raise ValueError(
                 f"{where or prompt.label} has {len(prompt.images) or kinds.count('image')} image(s), and the policy "
                 "is text-only: the question cannot be answered without them. Use a vision-language policy, or remove "
@@ -181,7 +181,7 @@ class Encoder:
             prompts: The vision inputs of N encoded prompts.
             needs_blank: True if the vision tower has to run even without images.
         """
-        if not self.sees_images:
+        if not self.is_multimodal:
             return None
         blank = self.blank if needs_blank and self.family is not None else None
         return VisionInputs([prompt or PromptVision() for prompt in prompts], blank)
@@ -190,7 +190,7 @@ class Encoder:
 
     def num_tokens(self, prompt: Prompt, where: str = "") -> int:
         """Length L of a prompt, computed from the sizes of images without decoding them. Raises: as `__call__`."""
-        if not prompt.images or not self.sees_images:
+        if not prompt.images or not self.is_multimodal:
             return len(self(prompt, where).token_ids)
         self.check(prompt, where)
         text = self.tokenizer(self.render(prompt, where), add_special_tokens=False)["input_ids"]

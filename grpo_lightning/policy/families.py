@@ -91,14 +91,14 @@ REMOTE_CODE = {"internvl_chat": "internvl"}
 """Model types that exist only as remote code in a checkpoint, and the native types that replace them."""
 
 
-def sees_images(config: Any) -> bool:
+def is_multimodal(config: Any) -> bool:
     """True for the config of a multimodal model, which takes images."""
     return getattr(config, "vision_config", None) is not None
 
 
 def family_of(config: Any) -> Family | None:
     """The record of a model's family; None for text-only models and unknown families."""
-    return FAMILIES.get(config.model_type) if sees_images(config) else None
+    return FAMILIES.get(config.model_type) if is_multimodal(config) else None
 
 
 def native_checkpoints(name: str) -> str:
@@ -115,7 +115,7 @@ def native_checkpoints(name: str) -> str:
 
 def unknown_reason(config: Any) -> str | None:
     """Reason why images cannot be encoded once per prompt and reused; None if they can, or the model is text-only."""
-    if not sees_images(config) or family_of(config) is not None:
+    if not is_multimodal(config) or family_of(config) is not None:
         return None
     return (
         f"vision-language models of type {config.model_type} are not known (known types: "
@@ -190,7 +190,7 @@ def known_family(config: Any, setting: str) -> Family:
     Raises:
         ValueError: If the model is text-only, or its family is not known.
     """
-    if not sees_images(config):
+    if not is_multimodal(config):
         raise ValueError(
             f"{setting} is set, but the policy (model type {config.model_type}) is text-only. Remove the setting."
         )

@@ -101,7 +101,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def naming(key: str, name: str) -> Iterator[None]:
     """Context for loading the files of a setting: errors name the setting.
 
-    transformers' own message only asks for a hub login. Raises: FileNotFoundError.
+    transformers' own message only requests a hub login. Raises: FileNotFoundError.
     """
     # Hub names are `name` or `owner/name`: anything else can only be a folder.
     if (name.count("/") > 1 or name.startswith((".", "/", "~"))) and not Path(name).is_dir():

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 # ------------------------------------------------------------------------------------------------------------- scoring
 
 Rows = int | Tensor
-"""Which prompt each completion belongs to: G, if every prompt has G completions in order; or [B] prompt indices."""
+"""The prompt that each completion belongs to: G, if every prompt has G completions in order; or [B] prompt indices."""
 
 
 class UnsupportedCacheError(NotImplementedError):
@@ -336,7 +336,7 @@ class SamplingCache(DynamicCache):
 
 
 class States(NamedTuple):
-    """What a layer stores."""
+    """The stored keys and values of a layer."""
 
     keys: Tensor
     values: Tensor
@@ -500,13 +500,13 @@ class SharedPrompts(Cache):
     def select(self, rows: list[int]) -> None:
         """See `DecodingCache.select`. Only rows that change their place are copied."""
         moves = moves_to(rows, self.device)
-        self.own = [States(*(moved(x, moves, len(rows), self.length) for x in pair)) for pair in self.own]
+        self.own = [States(*(move_rows(x, moves, len(rows), self.length) for x in pair)) for pair in self.own]
         prompt_of = [self.prompt_of[row] for row in rows]
-        open_prompts = packed(sorted(set(prompt_of)))
+        open_prompts = pack_rows(sorted(set(prompt_of)))
         if len(open_prompts) < len(self.prompts[0].keys):
             size, length = len(open_prompts), self.prompt_length
             moves = moves_to(open_prompts, self.device)
-            self.prompts = [States(*(moved(x, moves, size, length) for x in pair)) for pair in self.prompts]
+            self.prompts = [States(*(move_rows(x, moves, size, length) for x in pair)) for pair in self.prompts]
             kept = torch.tensor(open_prompts, device=self.device)
             self.mask = self.mask[kept]
             self.bias = self.bias if self.bias is None else self.bias[kept]
@@ -676,7 +676,7 @@ def attend_to_current(
     """`SharedPrompts.attend` with the arguments of transformers' attention functions.
 
     Raises:
-        NotImplementedError: If the model asks for attention that `SharedPrompts` does not compute.
+        NotImplementedError: If the model uses attention that `SharedPrompts` does not compute.
         RuntimeError: If this thread does not sample.
     """
     cache = current.get(None)
@@ -790,7 +790,7 @@ def moves_to(rows: list[int], device: torch.device) -> Moves:
     return places, sources
 
 
-def moved(states: Tensor, moves: Moves, count: int, length: int) -> Tensor:
+def move_rows(states: Tensor, moves: Moves, count: int, length: int) -> Tensor:
     """Move rows of states [rows, heads, capacity, head size] in place, copying `length` tokens of those that move.
 
     Args:
@@ -808,7 +808,7 @@ def moved(states: Tensor, moves: Moves, count: int, length: int) -> Tensor:
     return states[:count]
 
 
-def packed(kept: list[int]) -> list[int]:
+def pack_rows(kept: list[int]) -> list[int]:
     """Assign the kept rows to the first len(kept) places, so that as few rows as possible move.
 
     A place keeps its own row if that row is kept. Otherwise it gets a kept row from behind the first len(kept) places.

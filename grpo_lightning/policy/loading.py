@@ -21,7 +21,7 @@ from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.policy.adapters import trained_adapter
 from grpo_lightning.policy.completion_logprobs import AutoChunks, Scorer, auto_chunks
 from grpo_lightning.policy.encoder import Encoder
-from grpo_lightning.policy.families import family_of, known_family, sees_images, unknown_reason
+from grpo_lightning.policy.families import family_of, is_multimodal, known_family, unknown_reason
 from grpo_lightning.policy.hf import attention_kernel, base_model, is_adapted, naming, num_positions, text_config
 from grpo_lightning.policy.lora import adapter_config
 from grpo_lightning.policy.lora_injection import check_names
@@ -241,7 +241,7 @@ def auto_class_of(config: PretrainedConfig) -> Any:
     """The transformers auto class that builds models of this config."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+    return AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
 
 
 def meta_model(config: PretrainedConfig, **options: Any) -> Any:
@@ -259,7 +259,7 @@ def remote_code(settings: PolicySettings, config: PretrainedConfig) -> dict[str,
     """Arguments of `from_config` for modelling code that comes with the checkpoint: the code of `policy.revision`.
 
     Without them transformers would download the newest code, because `from_config` does not know the revision that the
-    config was loaded from. A revision of the checkpoint says nothing about code that is in another repository.
+    config was loaded from. A revision of the checkpoint does not pin code that is in another repository.
     """
     references = map(str, (getattr(config, "auto_map", None) or {}).values())
     repositories = {reference.partition("--")[0] for reference in references if "--" in reference}
@@ -280,7 +280,7 @@ def import_model_code(config: PretrainedConfig) -> None:
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    models: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    models: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_multimodal(config) else MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) in models:
         models[type(config)]
 

@@ -94,7 +94,7 @@ class LoRA:
         if self.use_dora and self.target_parameters:
             raise ValueError(
                 f"policy.lora.use_dora is true, and policy.lora.target_parameters ({self.target_parameters}) names "
-                "experts, whose adapters have no DoRA in peft. Remove one of the two."
+                "experts; peft has no DoRA for the adapters of experts. Remove one of the two."
             )
 
     def check(self) -> None:

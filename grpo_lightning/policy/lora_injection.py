@@ -40,7 +40,7 @@ def add_adapters(model: Any, lora: LoRA, dtype: torch.dtype | None = None) -> An
     """Freeze a model and add float32 adapters to its layers, the same on every rank.
 
     Args:
-        model: The unsharded base, whose layers are replaced in place. The result wraps it.
+        model: The unsharded base. Its layers are replaced in place. The result wraps it.
         lora: Settings of the adapters.
         dtype: Dtype that the strategy converts all weights to (`Sharding.converts_weights`); None: it converts none.
 
@@ -87,7 +87,7 @@ def add_adapters(model: Any, lora: LoRA, dtype: torch.dtype | None = None) -> An
 
 
 class Selection(NamedTuple):
-    """What new adapters change, by name."""
+    """The layers and parameters that new adapters change, by name."""
 
     layers: dict[str, nn.Module]
     """Linear layers that get an adapter."""
@@ -243,12 +243,12 @@ def rebuild_adapter(model: Any, description: Mapping[str, Any]) -> Any:
     """Add the layers of an adapter to a model; the adapter's weights are not those of the run yet.
 
     Args:
-        model: The unsharded base, whose layers are replaced in place. The result wraps it.
+        model: The unsharded base. Its layers are replaced in place. The result wraps it.
         description: Result of `describe_adapter`.
     """
     from peft import PeftConfig, get_peft_model
 
-    # A config that came from a saved adapter says `inference_mode`, with which peft would freeze the adapter.
+    # The config of a saved adapter has `inference_mode: true`, with which peft would freeze the adapter.
     settings = description["config"] | {"inference_mode": False}
     config: Any = PeftConfig.from_peft_type(**settings)  # type: ignore[no-untyped-call]
     with torch.random.fork_rng():

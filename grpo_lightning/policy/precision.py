@@ -81,8 +81,8 @@ def forward_in_float32(module: nn.Module, hidden: Tensor, **kwargs: Any) -> Tens
 def linear_copies(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """Copies of the float32 weights of linear layers in the dtype of autocast, by name; one for each of tied weights.
 
-    Autocast makes the same copies in every forward pass. A layer whose `forward` has been replaced, as by
-    `use_float32_head`, keeps its weights, and so do all layers with DoRA, whose norms are those of the weights.
+    Autocast makes the same copies in every forward pass. A layer with a replaced `forward`, as by
+    `use_float32_head`, keeps its weights, and so do all layers with DoRA, because their norms are those of the weights.
     """
     if any("lora_magnitude_vector" in name for name, _ in model.named_parameters()):
         return {}

@@ -193,7 +193,7 @@ def compare(model: nn.Module, difference: Callable[[], Tensor]) -> Measured:
 def probe_mode(model: nn.Module) -> Iterator[None]:
     """Context in which the model is in eval mode, and 32-bit weights compute in full float32.
 
-    With FlashAttention, whose kernels need 16 bits, 32-bit weights compute under autocast instead.
+    The kernels of FlashAttention need 16 bits: with them, 32-bit weights compute under autocast instead.
     """
     device = compute_device(model).type
     needs_autocast = uses_flash_attention(model) and computes_in_float32(model)

@@ -224,8 +224,8 @@ def check_trained_settings(settings: PolicySettings) -> None:
         )
     if settings.freeze_vision_modules and settings.has_adapters_in_memory:
         raise ValueError(
-            "policy.freeze_vision_modules is true, and the policy given is a PeftModel, which trains what its own "
-            "adapters say. Leave the vision tower out of their target_modules, and remove freeze_vision_modules."
+            "policy.freeze_vision_modules is true, and the policy given is a PeftModel, which trains its own "
+            "adapters. Leave the vision tower out of their target_modules, and remove freeze_vision_modules."
         )
     if settings.freeze_layers and settings.trains_adapters:
         given = "policy.lora" if settings.lora is not None else "a PeftModel"

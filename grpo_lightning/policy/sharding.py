@@ -163,7 +163,7 @@ class PartitionedGradients(Sharding):
     """ZeRO-1 and 2: full weights on every rank, but only DeepSpeed can access the gradients.
 
     Args:
-        strategy: The DeepSpeed strategy, whose `model` is DeepSpeed's engine once the strategy is set up.
+        strategy: The DeepSpeed strategy. Once it is set up, its `model` is DeepSpeed's engine.
     """
 
     converts_weights = True

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_lightning.policy.families import FAMILIES, known_family, sees_images
+from grpo_lightning.policy.families import FAMILIES, is_multimodal, known_family
 from grpo_lightning.policy.hf import naming, vocabulary_size
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def load_processor(loader: PolicySettings, config: PretrainedConfig) -> Any:
     """
     from transformers import AutoProcessor
 
-    if not sees_images(config):
+    if not is_multimodal(config):
         return None
     processor: Any = loader.tokenizer or loader.name
     if isinstance(processor, (str, Path)):

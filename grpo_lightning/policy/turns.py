@@ -1,7 +1,7 @@
 """The tokens between two turns of the policy: the chat template's own, for the messages of an environment.
 
-A conversation is one growing sequence of tokens. What the policy wrote is never tokenized again: its text, encoded
-anew, can have other tokens. Only the messages that follow it are rendered, behind a turn of one word, and what the
+A conversation is one growing sequence of tokens. The policy's own text is never tokenized again: encoded
+anew, it can have other tokens. Only the messages that follow it are rendered, behind a turn of one word, and what the
 template writes behind this word is tokenized and appended.
 """
 
@@ -43,7 +43,7 @@ class TurnTokens:
         self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], encoder: Encoder | None = None
     ) -> None:
         self.tokenizer, self.stop_ids = tokenizer, frozenset(stop_ids)
-        self.encoder = encoder if encoder is not None and encoder.sees_images else None
+        self.encoder = encoder if encoder is not None and encoder.is_multimodal else None
 
     def ids(
         self, messages: Sequence[Message], last_id: int | None, settings: Mapping[str, Any], *, is_chat: bool
@@ -61,8 +61,8 @@ class TurnTokens:
         """
         if not is_chat:
             return self.text_ids("".join(str(message["content"]) for message in messages))
-        escaped = [{**message, "content": self.escaped(str(message["content"]))} for message in messages]
-        ids = self.encoded(self.behind_the_turn(escaped, settings))
+        escaped = [{**message, "content": self.escape(str(message["content"]))} for message in messages]
+        ids = self.encode(self.behind_the_turn(escaped, settings))
         return ids[self.num_repeated(ids, last_id) :]
 
     def num_repeated(self, ids: Sequence[int], last_id: int | None) -> int:
@@ -103,10 +103,10 @@ class TurnTokens:
         merged = [
             {**message, "content": merge_text_parts(message["content"])} for message in messages
         ]  # as templates do
-        escaped = [change_texts(message, self.escaped) for message in merged]
+        escaped = [change_texts(message, self.escape) for message in merged]
         text = self.behind_the_turn(escaped, settings)
         self.encoder.check_places(text, len(images), where)
-        encoded, unexpanded = self.encoder.from_text(text, images, where), self.encoded(text)
+        encoded, unexpanded = self.encoder.from_text(text, images, where), self.encode(text)
         assert encoded.vision is not None
         skipped = self.num_repeated(encoded.token_ids, last_id)
         ids = encoded.token_ids[skipped:]
@@ -115,9 +115,9 @@ class TurnTokens:
 
     def text_ids(self, text: str) -> list[int]:
         """Tokens of a text that continues what is there."""
-        return self.encoded(self.escaped(text))
+        return self.encode(self.escape(text))
 
-    def encoded(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Tokens of a text, without those that the tokenizer begins texts with."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
@@ -127,7 +127,7 @@ class TurnTokens:
         if not set(media) & set(ids):
             return str(self.tokenizer.decode(ids, skip_special_tokens=True))
         image = self.encoder.config.image_token_id  # type: ignore[union-attr]
-        mark, shown = self.encoded(IMAGE_MARK), list[int]()
+        mark, shown = self.encode(IMAGE_MARK), list[int]()
         for before, token in zip([None, *ids], ids, strict=False):
             if token not in media:
                 shown.append(token)
@@ -137,7 +137,7 @@ class TurnTokens:
 
     def cut(self, text: str, max_tokens: int) -> tuple[str, bool]:
         """Cut a text to a number of tokens. Returns: the text, and whether it was cut."""
-        ids = self.encoded(text)
+        ids = self.encode(text)
         if len(ids) <= max_tokens:
             return text, False
         return str(self.tokenizer.decode(ids[:max_tokens])) + TRUNCATED, True
@@ -151,7 +151,7 @@ class TurnTokens:
                 answers = [{"tool_call_id": "call00000", "name": "f", **message} for message in messages]
                 return self._behind({**turn, "tool_calls": [call]}, answers, settings, behind_call=True)
             except ValueError:
-                pass  # the template has no calls beside text, or no calls at all
+                pass  # the template has no calls next to text, or no calls at all
         return self._behind(turn, messages, settings)
 
     def _behind(
@@ -191,7 +191,7 @@ class TurnTokens:
             ) from error
 
     def rewritten_part(self, settings: Mapping[str, Any]) -> str:
-        """What the template removes from earlier turns of the policy: "reasoning", or "" for nothing.
+        """The part that the template removes from earlier turns of the policy: "reasoning", or "" for nothing.
 
         Templates of reasoning models remove `<think>...</think>` from all turns but the last. A server that renders the
         conversation anew then shows the model another text than the one that it was trained on.
@@ -208,7 +208,7 @@ class TurnTokens:
         media = [] if self.encoder is None else self.encoder.media_tokens
         return sorted({*added, *media, *map(str, self.tokenizer.all_special_tokens)}, key=len, reverse=True)
 
-    def escaped(self, text: str) -> str:
+    def escape(self, text: str) -> str:
         """Escape special tokens that a text spells: an observation must not end a message."""
         for token in self.special_tokens:
             if len(token) > 1 and token in text:

@@ -206,7 +206,7 @@ def place(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: Vis
     return PlacedPrompts(types | {"position_ids": positions}, first, 3)
 
 
-def continued(prompt: PromptVision, more_ids: Sequence[int], length: int) -> PromptVision:
+def extend_vision(prompt: PromptVision, more_ids: Sequence[int], length: int) -> PromptVision:
     """The vision inputs of a prompt that text continues, in a conversation.
 
     Args:

@@ -24,7 +24,7 @@ SECTIONS = ("trainer.callbacks", "data.prepare")
 """Settings that say nothing about the model."""
 
 
-def write_card(folder: Path, run: Path | None, *, policy: str, is_adapter: bool, sees_images: bool) -> Path:
+def write_card(folder: Path, run: Path | None, *, policy: str, is_adapter: bool, is_multimodal: bool) -> Path:
     """Write the README.md of an exported model, and copy the picture of its learning curves next to it.
 
     Args:
@@ -32,7 +32,7 @@ def write_card(folder: Path, run: Path | None, *, policy: str, is_adapter: bool,
         run: Folder of the run; None if the checkpoint lies outside of one. The card then names the base model only.
         policy: Name or folder of the policy before training.
         is_adapter: Whether the folder holds an adapter for peft.
-        sees_images: Whether the model sees images.
+        is_multimodal: Whether the model is a vision-language model.
 
     Returns:
         Path of the card.
@@ -46,7 +46,7 @@ def write_card(folder: Path, run: Path | None, *, policy: str, is_adapter: bool,
         if (run / CURVES).is_file():
             shutil.copyfile(run / CURVES, folder / CURVES)
     name = str(config.get("run_name") or folder.resolve().name)
-    head = front_matter(name, config, summary, policy, is_adapter=is_adapter, sees_images=sees_images)
+    head = front_matter(name, config, summary, policy, is_adapter=is_adapter, is_multimodal=is_multimodal)
     parts = [
         f"# {name}",
         f"{of_policy(policy)} trained with [GRPO](https://arxiv.org/abs/2402.03300) by grpo-lightning"
@@ -79,12 +79,12 @@ def front_matter(
     policy: str,
     *,
     is_adapter: bool,
-    sees_images: bool,
+    is_multimodal: bool,
 ) -> str:
     """The card's metadata in YAML."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    task = "image-text-to-text" if sees_images else "text-generation"
+    task = "image-text-to-text" if is_multimodal else "text-generation"
     trained, held_out = (hub_datasets(config, key) for key in ("datasets", "val_datasets"))
     after = (summary.get("after") or {}).get("sampled") or {}
     found = [
@@ -163,20 +163,20 @@ def cell(numbers: Mapping[str, Any], name: str) -> str:
 
 def settings(config: Mapping[str, Any]) -> Iterator[str]:
     """The section with the settings that differ from their defaults."""
-    chosen = {key: shown(value) for key, value, _ in different_settings(config) if not key.startswith(SECTIONS)}
+    chosen = {key: hide_folders(value) for key, value, _ in different_settings(config) if not key.startswith(SECTIONS)}
     if chosen:
         text = yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True, width=100).rstrip()
         yield f"## Settings\n\nThose that differ from their defaults:\n\n```yaml\n{text}\n```"
 
 
-def shown(value: Any) -> Any:
+def hide_folders(value: Any) -> Any:
     """A setting without the folders of this machine: of an absolute path, its name."""
     if isinstance(value, str) and value.startswith(("/", "~")):
         return Path(value).name
     if isinstance(value, Mapping):
-        return {key: shown(each) for key, each in value.items()}
+        return {key: hide_folders(each) for key, each in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [shown(each) for each in value]
+        return [hide_folders(each) for each in value]
     return value
 
 

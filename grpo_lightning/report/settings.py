@@ -68,7 +68,7 @@ def differences(key: str, value: Any, default: Any, kind: Any) -> Iterator[Setti
     if isinstance(value, Mapping) and isinstance(value.get("class_path"), str):
         path = value["class_path"]
         if not is_same_class(path, default):
-            yield [key, path.rpartition(".")[2], shown(default)]
+            yield [key, path.rpartition(".")[2], format_default(default)]
         yield from below(key, value.get("init_args") or {}, import_class(path))
     elif isinstance(value, Mapping) and kind is not None:
         yield from below(key, value, kind)
@@ -79,7 +79,7 @@ def differences(key: str, value: Any, default: Any, kind: Any) -> Iterator[Setti
         for number, item in enumerate(value):
             yield from below(f"{key}[{number}]", item, kind)
     elif not is_default(value, default):
-        yield [key, value, shown(default)]
+        yield [key, value, format_default(default)]
 
 
 def is_same_class(path: str, default: Any) -> bool:
@@ -101,7 +101,7 @@ def is_default(value: Any, default: Any) -> bool:
     return bool(value == default)
 
 
-def shown(default: Any) -> Any:
+def format_default(default: Any) -> Any:
     """A default for the report: a JSON value, or the name of its class."""
     if default is UNKNOWN:
         return MISSING

@@ -113,13 +113,13 @@ def chat_answer(text: str, finish_reason: str = "stop") -> str | None:
         return final if boxed is None else boxed
     if finish_reason == "length":
         final = final[: final.rfind("\n") + 1]
-    for found in (_announced(final), _in_bold(final)):
+    for found in (_announced_answer(final), _in_bold(final)):
         if found is not None:
             return found
     return None if finish_reason == "length" else _last_line(final)
 
 
-def _announced(text: str) -> str | None:
+def _announced_answer(text: str) -> str | None:
     """The announced answer or the answer after `####`, whichever comes last."""
     *_, last = None, *_ANNOUNCED.finditer(text)
     hashes = text.rfind("####")
@@ -231,10 +231,10 @@ def normalize(text: str) -> str:
 
     The delimiters are whitespace, `$`, `\$`, `\(...\)`, `\[...\]` and `**...**`. Full-width characters become ASCII.
     """
-    text = _unmarked(readable(text).replace("\\$", "$"))
+    text = _strip_marks(readable(text).replace("\\$", "$"))
     for opening, closing in (("**", "**"), ("\\(", "\\)"), ("\\[", "\\]")):
         if text.startswith(opening) and text.endswith(closing):
-            text = _unmarked(text[len(opening) : -len(closing)])
+            text = _strip_marks(text[len(opening) : -len(closing)])
     return text.replace(",", "") if _GROUPED_NUMBER.fullmatch(text) else text
 
 
@@ -249,7 +249,7 @@ def amount(text: str) -> str:
     return found[1] + found[2] + re.sub(r"[^0-9.]", "", found[3])
 
 
-def _unmarked(text: str) -> str:
+def _strip_marks(text: str) -> str:
     """Strip whitespace and `$` around a text, and a full stop at its end."""
     return text.strip(" \t\r\n$").rstrip(" \t\r\n$.")
 
@@ -320,7 +320,7 @@ def choice(text: str) -> str | None:
     3. the marked letter at the start of the text ("B) because", "A, because I ..."); if other letters have the same
        mark ("(A) 1 (B) 2"), the result is None;
     4. the letters that are marked ("(B)") or called an option; if they are different letters, the result is None;
-    5. the capital letters that stand alone; if they are different letters, the result is None.
+    5. the single capital letters; if they are different letters, the result is None.
 
     If another letter directly follows the letter of rule 2 or 3 ("A, B", "A or B"), the letters are a list, and the
     result is None. A letter that is called wrong ("not B", "B is wrong") is ignored.
@@ -335,14 +335,14 @@ def choice(text: str) -> str | None:
         return None if _is_listed(answer, text) else answer[1].upper()
     if (first := _FIRST.match(text)) and not _is_refused(first, text):
         return None if _is_listed(first, text) or _others_alike(first, text) else (first[1] or first[2]).upper()
-    options = {found[1].upper() for found in _allowed(_OPTION, text) if _is_option(found, text)}
-    marked = options | {(found[1] or found[2] or found[3]).upper() for found in _allowed(_MARKED, text)}
-    capitals = (found for found in _allowed(_CAPITAL, text) if found[0] != "I")
+    options = {found[1].upper() for found in _allowed_matches(_OPTION, text) if _is_option(found, text)}
+    marked = options | {(found[1] or found[2] or found[3]).upper() for found in _allowed_matches(_MARKED, text)}
+    capitals = (found for found in _allowed_matches(_CAPITAL, text) if found[0] != "I")
     alone = marked or {None if _is_article(found, text) else found[0] for found in capitals}
     return alone.pop() if len(alone) == 1 else None
 
 
-def _allowed(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+def _allowed_matches(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
     """Yield the matches of a pattern whose letter is not called wrong."""
     return (found for found in pattern.finditer(text) if not _is_refused(found, text))
 

@@ -108,7 +108,7 @@ ImageSize = tuple[int, int] | None
 CompletionsAs = Literal["auto", "text", "messages"]
 
 _TEXT_CLASSES = {"ORM", "AsyncORM"}
-"""Names of ms-swift's base classes, whose rewards take text. Comparing names avoids an import of ms-swift."""
+"""Names of ms-swift's base classes of rewards that take text. Comparing names avoids an import of ms-swift."""
 
 
 class Reward(ABC):
@@ -118,7 +118,7 @@ class Reward(ABC):
     """True if the reward is called with whole groups."""
 
     says_solved: bool = False
-    """True if a value of 1 says that the completion solves its prompt, because the reward compares the completion with
+    """True if a value of 1 means that the completion solves its prompt, because the reward compares the completion with
     the ground truth. Validation (`val/avg@G`) uses the first such reward, unless `validation.success` names another."""
 
     in_process: bool = False
@@ -257,7 +257,7 @@ class WeightedReward(Reward):
         reward: The function or callable object.
         weight: Factor in the total; with 0 the reward is only computed and logged.
         name: The name in logs; by default the function's name, or the class name in snake case.
-        on_error: What happens after a failure: "raise" stops the run, "none" sets the value to None, "value" sets it to
+        on_error: The consequence of a failure: "raise" stops the run, "none" sets the value to None, "value" sets it to
             `error_value`. An invalid value is a failure of one completion, which "none" makes not scorable. Any other
             failure affects all completions of the call; with "none", only the other rewards count for them.
         error_value: The value after a failure; only with `on_error="value"`.
@@ -472,11 +472,11 @@ def _name(reward: RewardLike) -> str:
     inner = innermost(reward)
     name = getattr(inner, "name", None) or getattr(inner, "__name__", None)
     name = name if isinstance(name, str) else snake_case(type(inner).__name__)
-    return _renamed(name) if name in RESERVED_NAMES else name
+    return _rename_reward(name) if name in RESERVED_NAMES else name
 
 
 @functools.cache  # logged once
-def _renamed(name: str) -> str:
+def _rename_reward(name: str) -> str:
     """Rename a reward whose name is reserved in the logs."""
     logger.warning(
         "The reward %r is called %r in logs and settings, because the logs use %r for another metric. "

@@ -240,7 +240,7 @@ class ByMethod(Reward):
         made |= methods or {}
         self.methods = {name: inner_reward(method, "ByMethod", name) for name, method in made.items()}
         self.method_column = method_column
-        self.default = self._known(default)
+        self.default = self._check_name(default)
         self.required_columns = self.methods[default].required_columns
         self.optional_columns = (method_column,)
         self.in_process = any(method.in_process for method in self.methods.values())
@@ -263,7 +263,7 @@ class ByMethod(Reward):
         named = available.get(self.method_column) or [None] * len(completions)
         rows: dict[str, list[int]] = {}
         for row, name in enumerate(named):
-            rows.setdefault(self._known(name) if name else self.default, []).append(row)
+            rows.setdefault(self._check_name(name) if name else self.default, []).append(row)
         available["completions"] = completions
         log_extra = available.get("log_extra")
         logged: dict[str, dict[str, list[Any]]] = {}  # by column and method: each method logs its own rows
@@ -326,9 +326,9 @@ class ByMethod(Reward):
     def method_of(self, columns: Mapping[str, Any]) -> str:
         """The name of a row's method. Raises: ValueError if it is unknown; ImportError if its package is missing."""
         name = columns.get(self.method_column)
-        return self._known(name) if name else self.default
+        return self._check_name(name) if name else self.default
 
-    def _known(self, name: Any) -> str:
+    def _check_name(self, name: Any) -> str:
         """Check the name of a method. Raises: ValueError if it is unknown; ImportError if its package is missing."""
         if isinstance(name, str) and name in self.methods:
             return name

@@ -100,7 +100,7 @@ def read_tests(value: Any, column: str, setup: str = "", entry_point: str | None
 
 def read_code(value: Any, column: str) -> str:
     """Read code from a column: text, a list of lines, or None. Raises: ValueError for values of other types."""
-    value = _listed(value)
+    value = _to_lists(value)
     lines = [value or ""] if isinstance(value, str | None) else value
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
         raise ValueError(f"column {column!r} must hold text or a list of texts, got {value!r:.80}.")
@@ -132,12 +132,12 @@ def _is_expression(text: str) -> bool:
 
 
 class _FormatError(Exception):
-    """Says what is wrong with a value, as the end of a sentence that starts with "column <name>"."""
+    """Returns the problem with a value, as the end of a sentence that starts with "column <name>"."""
 
 
 def _read(value: Any, setup: str, entry_point: str | None) -> Iterator[Test]:
     """Yield the tests in a value. Raises: _FormatError."""
-    value = _listed(value)
+    value = _to_lists(value)
     if isinstance(value, str):
         value = _from_text(value)
     if isinstance(value, str):
@@ -263,12 +263,12 @@ def _lines(value: Any) -> str:
     return value
 
 
-def _listed(value: Any) -> Any:
+def _to_lists(value: Any) -> Any:
     """Convert arrays and tuples to lists, also within lists and objects."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, Mapping):
-        return {name: _listed(part) for name, part in value.items()}
-    return [_listed(part) for part in value] if isinstance(value, tuple | list) else value
+        return {name: _to_lists(part) for name, part in value.items()}
+    return [_to_lists(part) for part in value] if isinstance(value, tuple | list) else value
 
 
 # ----------------------------------------------------------------------------------------------------------- test code
@@ -291,7 +291,7 @@ def _code(setup: str, code: str, entry_point: str | None) -> Code:
             f"must hold an assert or a call outside of functions, or a function 'check' and entry_point_column, got "
             f"{code!r:.80}"
         )
-    if missing := _imported(tree) - sys.stdlib_module_names:
+    if missing := _imported_modules(tree) - sys.stdlib_module_names:
         raise _FormatError(f"must hold test code that imports only the standard library, got {sorted(missing)}")
     free = _free_names(tree)
     if own - free:
@@ -333,7 +333,7 @@ def _free_names(tree: ast.Module) -> set[str]:
     return loaded - defined
 
 
-def _imported(tree: ast.Module) -> set[str]:
+def _imported_modules(tree: ast.Module) -> set[str]:
     """Modules that code imports outside of `try`, without their submodules."""
     imported: set[str] = set()
     nodes: list[ast.AST] = [tree]

@@ -55,7 +55,7 @@ class Result:
 
     value: float | None
     text: str
-    """What the log of completions shows: the number of passed tests, and the reason of the first failure."""
+    """The text in the log of completions: the number of passed tests, and the reason of the first failure."""
 
     timed_out: bool = False
     problem: str = ""
@@ -308,8 +308,8 @@ def python_program(text: str) -> str | None:
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
     """The closed fenced blocks of a text: language in lower case, and content.
 
-    An opening fence stands at the start of a line, or after a tag or colon (`<answer>```python`). A closing fence
-    stands at the start of a line, and a tag may follow it. If the opening fence and all lines of the content are
+    An opening fence is at the start of a line, or after a tag or colon (`<answer>```python`). A closing fence
+    is at the start of a line, and a tag may follow it. If the opening fence and all lines of the content are
     indented, as in a list, the indentation of the fence is removed.
     """
     blocks: list[tuple[str, str]] = []

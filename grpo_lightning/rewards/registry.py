@@ -103,7 +103,10 @@ def available() -> dict[str, str]:
     Raises:
         ValueError: If two packages register the same name.
     """
-    return {**dict.fromkeys(SHIPPED, "grpo-lightning"), **{name: _package(p) for name, p in _announced().items()}}
+    return {
+        **dict.fromkeys(SHIPPED, "grpo-lightning"),
+        **{name: _package(p) for name, p in _installed_entry_points().items()},
+    }
 
 
 def reward(name: str, /, **init_args: Any) -> RewardLike:
@@ -118,7 +121,7 @@ def reward(name: str, /, **init_args: Any) -> RewardLike:
         ImportError: If the entry point of the reward fails to load.
         TypeError: If the reward does not take the arguments.
     """
-    announced = _announced()
+    announced = _installed_entry_points()
     if name in SHIPPED:
         found: Any = SHIPPED[name]
     elif name in announced:
@@ -134,7 +137,7 @@ def reward(name: str, /, **init_args: Any) -> RewardLike:
     return function
 
 
-def _announced() -> Mapping[str, EntryPoint]:
+def _installed_entry_points() -> Mapping[str, EntryPoint]:
     """The entry points of all installed packages by name. Raises: ValueError if a name is registered twice."""
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=GROUP):

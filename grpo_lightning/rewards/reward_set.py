@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from grpo_lightning.core.messages import listed
+from grpo_lightning.core.messages import bullet_list
 from grpo_lightning.core.types import Group, Prompt
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rewards.base import CONTRACT, METHOD_COLUMN, RESERVED_NAMES, RewardLike, WeightedReward
@@ -284,9 +284,7 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
             )
     if accepted:
         text = _format_problems(accepted)
-        log.warning(
-            "%s\nEach call of the reward with one of these rows fails, and is treated as its on_error says.", text
-        )
+        log.warning("%s\nEach call of the reward with one of these rows fails, and is handled by its on_error.", text)
     if refused:
         raise ValueError(
             f"{_format_problems(refused)}\nFix these rows, or set the answer to null to skip this reward for them. To "
@@ -298,7 +296,7 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
 def _format_problems(found: Mapping[tuple[str | int, str], str]) -> str:
     """Format the number of rows that rewards cannot score, and the problems of the first ones."""
     counts = ", ".join(f"{count} by {name!r}" for name, count in Counter(name for _, name in found).items())
-    return f"{len({row for row, _ in found})} rows cannot be scored ({counts}):\n{listed(list(found.values()))}"
+    return f"{len({row for row, _ in found})} rows cannot be scored ({counts}):\n{bullet_list(list(found.values()))}"
 
 
 @dataclass(frozen=True)

@@ -285,7 +285,7 @@ class WorkerPool:
     Args:
         rewards: All rewards of the run. Rewards that cannot run in workers run in the training process.
         limits: Settings of the workers; None, or `num_workers` 0, runs all rewards in the training process.
-        kind: What runs here, for messages: "Reward", or "Environment" (`environments/runner.py`).
+        kind: The kind of object that runs here, for messages: "Reward", or "Environment" (`environments/runner.py`).
     """
 
     def __init__(self, rewards: Sequence[WeightedReward], limits: RewardWorkers | None, kind: str = "Reward") -> None:
@@ -454,7 +454,7 @@ class WorkerPool:
         """Set the deadline of calls that were submitted without one.
 
         Args:
-            answers: What `submit` returned for the calls.
+            answers: The results of `submit` for the calls.
             deadline: In `time.monotonic` seconds.
         """
         chosen = set(answers)

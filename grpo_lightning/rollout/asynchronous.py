@@ -56,7 +56,7 @@ class InFlight:
         self.failure: Exception | None = None
         """Error of this rank that lost groups in the last `take`."""
         self.running: list[Future[Sampled]] = []
-        """What is sampled in the background, also what was forgotten."""
+        """The rollouts that are sampled in the background, including those that were dropped."""
         self.latest: tuple[int, int] | None = None
         """The newest decoding progress of the background."""
 
@@ -72,7 +72,7 @@ class InFlight:
             sample: Samples their N groups. It is called in another thread.
             rollout_index: Index of the present rollout.
         """
-        future = in_background(lambda: timed(sample))
+        future = in_background(lambda: time_sampling(sample))
         self.running.append(future)
         for position, prompt in enumerate(prompts):
             self.requests.setdefault(prompt.key, deque()).append(Request(future, position, rollout_index))
@@ -183,7 +183,7 @@ def show_first(earlier: BaseException, error: BaseException) -> None:
         error = inner
 
 
-def timed(sample: Callable[[], list[Group]]) -> Sampled:
+def time_sampling(sample: Callable[[], list[Group]]) -> Sampled:
     """Sample, and measure the seconds."""
     start = time.perf_counter()
     return Sampled(sample(), time.perf_counter() - start)

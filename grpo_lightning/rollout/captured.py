@@ -143,7 +143,7 @@ class CudaCapture:
         self.stream.wait_stream(usual)
         try:
             with torch.cuda.stream(self.stream):
-                # `torch.cuda.graph` would empty the allocator's cache first. Other threads may go on to use the device.
+                # `torch.cuda.graph` would empty the allocator's cache first. Other threads may still use the device.
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     result = run()
@@ -155,7 +155,7 @@ class CudaCapture:
                 graph.capture_end()
                 has_ended = True
         except BaseException:
-            # What torch leaves behind: random numbers as of a graph, memory that goes to the pool, and the pool itself.
+            # Clean up after torch: random numbers as of a graph, memory that goes to the pool, and the pool itself.
             generator.graphsafe_set_state(random_state)
             if not has_ended:
                 give_up(device, self.pool)

@@ -50,7 +50,7 @@ from grpo_lightning.environments.runner import EnvironmentRunner, OnError, Resul
 from grpo_lightning.environments.tools import name_of
 from grpo_lightning.functional import turn_credits
 from grpo_lightning.policy.turns import TRUNCATED, TurnTokens
-from grpo_lightning.policy.vision import continued, whole
+from grpo_lightning.policy.vision import extend_vision, whole
 from grpo_lightning.rewards.base import WeightedReward
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turns
 
@@ -78,7 +78,7 @@ class ConversationSettings:
     `sampling.max_completion_length`."""
 
     on_error: OnError = "raise"
-    """What happens if a call of an environment fails. "raise" stops the run. The others end the conversation: with
+    """The consequence of a failed call of an environment. "raise" stops the run. The others end the conversation: with
     "none", its completion is not scorable; with "value", the environment's reward for the turn is `error_value`."""
 
     error_value: float = 0.0
@@ -136,7 +136,7 @@ class Conversation:
     is_scorable: bool = True
     metrics: dict[str, float] = field(default_factory=dict)
     is_done: bool = False
-    """True if the environment has said that the conversation is done, or a call of it has failed. Otherwise a limit has
+    """True if the environment has ended the conversation, or a call of it has failed. Otherwise a limit has
     ended a conversation that has ended."""
 
     call: Future[Any] | None = None
@@ -182,7 +182,7 @@ class Conversation:
         self.turns.append(Turn(role, text, start, len(self.token_ids), is_sampled=False))
 
     def drop_behind(self, count: int, text: str) -> None:
-        """Keep the first `count` tokens of the last turn, whose text is now `text`."""
+        """Keep the first `count` tokens of the last turn, and replace its text by `text`."""
         turn = self.turns[-1]
         end = turn.start + count
         for values in (self.token_ids, self.logprobs, self.mask, self.entropies):
@@ -268,9 +268,9 @@ class Conversations:
             The prompts with the environments' first observations, and the environments, [N] each.
 
         Raises:
-            RuntimeError: If a call fails, whatever `on_error` says: all conversations of the prompt would be lost.
+            RuntimeError: If a call fails, for any `on_error`: all conversations of the prompt would be lost.
         """
-        prompts = [self.described(prompt) for prompt in prompts]
+        prompts = [self.describe_tools(prompt) for prompt in prompts]
         results = self.runner.reset(prompts, [derived_seed(seed, "reset") for seed in seeds])
         for prompt, result in zip(prompts, results, strict=True):
             if result.failure:
@@ -281,18 +281,18 @@ class Conversations:
         begun = [self.with_observation(prompt, result.value) for prompt, result in zip(prompts, results, strict=True)]
         return begun, [result.state for result in results]
 
-    def resumed(self, prompts: Sequence[Prompt], observations: Mapping[int | str, Any]) -> list[Prompt]:
+    def resume_prompts(self, prompts: Sequence[Prompt], observations: Mapping[int | str, Any]) -> list[Prompt]:
         """Prompts as `begin` returned them. Args: observations: `Prompt.observation` by `Prompt.key`."""
-        return [self.with_observation(self.described(prompt), observations.get(prompt.key)) for prompt in prompts]
+        return [self.with_observation(self.describe_tools(prompt), observations.get(prompt.key)) for prompt in prompts]
 
-    def shortened(self, text: str) -> tuple[str, bool]:
+    def shorten(self, text: str) -> tuple[str, bool]:
         """Cut an observation to `max_observation_length` tokens. Returns: the text, and whether it was cut."""
         longest = self.settings.max_observation_length
         short, is_cut = self.tokens.cut(text[: longest * CHARACTERS_PER_TOKEN], longest)
         is_cut = is_cut or len(text) > longest * CHARACTERS_PER_TOKEN
         return short if not is_cut or short.endswith(TRUNCATED) else short + TRUNCATED, is_cut
 
-    def described(self, prompt: Prompt) -> Prompt:
+    def describe_tools(self, prompt: Prompt) -> Prompt:
         """A prompt whose chat template describes the tools."""
         if not self.schemas:
             return prompt
@@ -306,7 +306,7 @@ class Conversations:
         if observation is None or observation == "":
             return prompt
         messages = [
-            change_texts(message, lambda text: self.tokens.escaped(self.shortened(text)[0]))
+            change_texts(message, lambda text: self.tokens.escape(self.shorten(text)[0]))
             for message in messages_of(observation, "user")
         ]
         images = images_of(messages)
@@ -449,7 +449,7 @@ class Game:
         self.conversations: list[Conversation] = []
         """All conversations: those of the first prompt, then those of the second one, and so on."""
         self.states: dict[int, Any] = {}
-        """What the engine keeps between turns."""
+        """The states that the engine keeps between turns."""
         self.num_rounds = 0
         self.ended: dict[int, list[Completion]] = {}
         """The completions of prompts whose conversations have all ended."""
@@ -594,12 +594,12 @@ class Game:
         if step.keep is not None:
             assert isinstance(step.observation, str)
             self._keep(each, turn, step.keep)
-            text = self._shortened(each, step.observation)
+            text = self._shorten(each, step.observation)
             messages: list[Message] = [{"role": "", "content": text}]
             ids = self.tokens.text_ids(text)
         else:
             messages = [
-                change_texts(message, lambda text: self._shortened(each, text))
+                change_texts(message, lambda text: self._shorten(each, text))
                 for message in messages_of(step.observation, self.runner.observation_role)
             ]
             settings = self.prompts[each.prompt].chat_template_kwargs
@@ -641,9 +641,9 @@ class Game:
             self.sampling.max_completion_length,
         )
 
-    def _shortened(self, each: Conversation, text: str) -> str:
+    def _shorten(self, each: Conversation, text: str) -> str:
         """Cut an observation to `max_observation_length` tokens, and count it."""
-        short, is_cut = self.owner.shortened(text)
+        short, is_cut = self.owner.shorten(text)
         if is_cut:
             each.metrics["truncated_observations"] = each.metrics.get("truncated_observations", 0.0) + 1
         return short
@@ -661,7 +661,7 @@ class Game:
         each.drop_behind(count, str(decode(ids[:count], skip_special_tokens=True)))
 
     def _fail(self, each: Conversation, result: Result) -> None:
-        """End a conversation whose environment failed, as `on_error` says."""
+        """End a conversation whose environment failed, as `on_error` sets."""
         label = self.prompts[each.prompt].label
         message = f"Environment {self.runner.name!r} {result.problem} ({label}, turn {each.num_turns})."
         if self.settings.on_error == "raise":
@@ -692,7 +692,7 @@ def continued_vision(vision: VisionInputs, chosen: Sequence[Conversation], input
         if each.images:
             prompts.append(whole(prompt, ids[:length], each.token_ids, each.images))
             continue
-        more = continued(prompt, each.token_ids, length)
+        more = extend_vision(prompt, each.token_ids, length)
         # A rank whose prompts have no images runs the vision tower on the blank image. Sharded towers are run by all
         # ranks together, so that this one must run, too.
         prompts.append(more if vision.blank is None else replace(more, features=None))

@@ -103,7 +103,7 @@ def resample(
     Args:
         rollout: N groups of this rank, with their rewards.
         settings: Criterion and number of rounds.
-        objective: Tells which groups have no gradient.
+        objective: Determines which groups have no gradient.
         sample_and_score: Samples and scores new prompts, given the prompts and their global indices.
         source: Provides the new prompts.
         teams: The ranks that share groups; None if no group is shared.
@@ -149,7 +149,7 @@ def resample(
 
 def source_of(loader: Any) -> PromptSource:
     """The training loader as a `PromptSource`. Raises: ValueError if it cannot provide additional prompts."""
-    if not isinstance(loader, PromptSource) or not loader.draws_more:
+    if not isinstance(loader, PromptSource) or not loader.takes_more:
         raise ValueError(wrong_loader(is_on=True))
     return loader
 
@@ -159,11 +159,11 @@ def wrong_loader(*, is_on: bool) -> str:
     if is_on:
         return (
             "model.dynamic_sampling needs additional prompts within a cycle, which the training loader does not "
-            "provide: wrap the data in grpo_lightning.PromptSource(data, ..., draws_more=True)."
+            "provide: wrap the data in grpo_lightning.PromptSource(data, ..., takes_more=True)."
         )
     return (
-        "The PromptSource is set up for dynamic sampling (draws_more=True), but the module does not use it: set "
-        "model.dynamic_sampling, or remove draws_more."
+        "The PromptSource is set up for dynamic sampling (takes_more=True), but the module does not use it: set "
+        "model.dynamic_sampling, or remove takes_more."
     )
 
 

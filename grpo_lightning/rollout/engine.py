@@ -21,14 +21,14 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Turns:
-    """What an engine keeps of conversations between their turns."""
+    """The states of conversations that an engine keeps between their turns."""
 
     rows: Sequence[int]
     """Number of the conversation of each completion of a call, by which later calls name it again. The prompt of a
     later call begins with the prompt and the completion of the earlier one, or with a part of them."""
 
     states: dict[int, Any]
-    """What the engine keeps, by the number of the conversation. The engine changes it, and the caller drops it after
+    """The kept states, by the number of the conversation. The engine changes it, and the caller drops it after
     the last call."""
 
 

@@ -1,7 +1,7 @@
-"""Kernel fusion of the token draw on CUDA: `torch.compile` makes a few kernels of the forty operations of `NextToken`.
+"""Kernel fusion of token sampling on CUDA: `torch.compile` makes a few kernels of the forty operations of `NextToken`.
 
-A draw is a sequence of small operations on the logits, which a GPU finishes faster than the host can launch them. On
-other devices, and wherever the compilation fails or gives other numbers, the operations run one by one.
+Sampling a token is a sequence of small operations on the logits, which a GPU finishes faster than the host can launch
+them. On other devices, and wherever the compilation fails or gives other numbers, the operations run one by one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.rollout.token_sampler import Draw, DrawFunction, DrawSettings, NextToken
+from grpo_lightning.rollout.token_sampler import NextToken, SampledTokens, SampleToken, TokenSettings
 
 log = logging.getLogger(__name__)
 
 LEAST_LENGTH = 32
-"""`max_completion_length` from which a draw is compiled, which takes up to a minute for each set of settings."""
+"""`max_completion_length` from which sampling is compiled, which takes up to a minute for each set of settings."""
 
 OTHER_TOKENS = 0.01
 """Largest share of rows whose token may differ from that of the operations one by one, if it is more than one row: a
@@ -39,7 +39,7 @@ OPTIONS: dict[str, Any] = {
 """Options of inductor, of which older releases of torch lack some."""
 
 
-def next_token(settings: DrawSettings, vocabulary: int, device: torch.device, longest: int) -> DrawFunction:
+def next_token(settings: TokenSettings, vocabulary: int, device: torch.device, longest: int) -> SampleToken:
     """`NextToken`, fused on CUDA. The same settings share one compilation, over waves and rollouts.
 
     Args:
@@ -48,76 +48,76 @@ def next_token(settings: DrawSettings, vocabulary: int, device: torch.device, lo
         device: See `NextToken`.
         longest: `max_completion_length`. Short rollouts, such as the probe of a policy, are not worth a compilation.
     """
-    return cached_draw(settings, vocabulary, device, device.type == "cuda" and longest >= LEAST_LENGTH)
+    return cached_sampler(settings, vocabulary, device, device.type == "cuda" and longest >= LEAST_LENGTH)
 
 
 @functools.lru_cache(maxsize=32)
-def cached_draw(settings: DrawSettings, vocabulary: int, device: torch.device, is_fused: bool) -> DrawFunction:  # noqa: FBT001
-    """The draw of these settings, fused or not."""
-    draw = NextToken(settings, vocabulary, device)
-    return FusedDraw(draw) if is_fused else draw
+def cached_sampler(settings: TokenSettings, vocabulary: int, device: torch.device, is_fused: bool) -> SampleToken:  # noqa: FBT001
+    """The `NextToken` of these settings, fused or not."""
+    sampler = NextToken(settings, vocabulary, device)
+    return FusedSampler(sampler) if is_fused else sampler
 
 
-class FusedDraw:
-    """A draw compiled by `torch.compile`; the first one is compared with the operations one by one.
+class FusedSampler:
+    """`NextToken` compiled by `torch.compile`; its first call is compared with the operations one by one.
 
     The number of rows and of seen ids may change without another compilation, except for a single row.
 
     Args:
-        draw: The operations.
+        sampler: The operations.
     """
 
-    def __init__(self, draw: NextToken) -> None:
-        self.draw = draw
-        self.compiled: DrawFunction | None = None
+    def __init__(self, sampler: NextToken) -> None:
+        self.operations = sampler
+        self.compiled: SampleToken | None = None
         self.is_fused = True
         """False once the operations run one by one."""
 
-    def __call__(self, history: Tensor, logits: Tensor, uniforms: Tensor | None) -> Draw:
+    def __call__(self, history: Tensor, logits: Tensor, uniforms: Tensor | None) -> SampledTokens:
         """See `NextToken.__call__`."""
         if not self.is_fused:
-            return self.draw(history, logits, uniforms)
+            return self.operations(history, logits, uniforms)
         try:
             if self.compiled is not None:
                 return self.compiled(history, logits, uniforms)
             start = time.perf_counter()
-            compiled = compile_draw(self.draw)
-            drawn = compiled(history, logits, uniforms)
+            compiled = compile_sampler(self.operations)
+            new_tokens = compiled(history, logits, uniforms)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - no compiler, no Triton for this GPU, a limit: of many types
-            return self.draw_unfused(str(error).strip().partition("\n")[0], history, logits, uniforms)
-        if reason := difference(drawn, self.draw(history, logits, uniforms)):
-            return self.draw_unfused(reason, history, logits, uniforms)
+            return self.sample_unfused(str(error).strip().partition("\n")[0], history, logits, uniforms)
+        if reason := difference(new_tokens, self.operations(history, logits, uniforms)):
+            return self.sample_unfused(reason, history, logits, uniforms)
         self.compiled = compiled
         log.info("Fused the sampling of a token, compiled in %.0f s.", time.perf_counter() - start)
-        return drawn
+        return new_tokens
 
-    def draw_unfused(self, reason: str, history: Tensor, logits: Tensor, uniforms: Tensor | None) -> Draw:
+    def sample_unfused(self, reason: str, history: Tensor, logits: Tensor, uniforms: Tensor | None) -> SampledTokens:
         """Run the operations one by one, from now on, and log why."""
         self.is_fused = False
         log.warning("Sampling without fused kernels, which takes longer per token: torch.compile failed (%s).", reason)
-        return self.draw(history, logits, uniforms)
+        return self.operations(history, logits, uniforms)
 
 
-def compile_draw(draw: NextToken) -> DrawFunction:
-    """Compile the draw, to be run with any number of rows.
+def compile_sampler(sampler: NextToken) -> SampleToken:
+    """Compile `NextToken`, to be run with any number of rows.
 
     `torch.compile` limits the compilations of a code object, and makes numbers that differ between two of them
-    dynamic. The draws of other settings are other code to it, because each has its own copy.
+    dynamic. Other settings are other code to it, because each has its own copy.
     """
-    code = NextToken.__call__.__code__.replace(co_name=f"draw_{next(numbers)}")
+    code = NextToken.__call__.__code__.replace(co_name=f"sample_token_{next(numbers)}")
     function = types.FunctionType(code, NextToken.__call__.__globals__)
     options = {name: value for name, value in OPTIONS.items() if name in torch._inductor.list_options()}
-    compiled = torch.compile(types.MethodType(function, draw), fullgraph=True, options=options)
+    compiled = torch.compile(types.MethodType(function, sampler), fullgraph=True, options=options)
 
-    def run(history: Tensor, logits: Tensor, uniforms: Tensor | None) -> Draw:
-        history = history if draw.reads_history else history[:, :0]
+    def run(history: Tensor, logits: Tensor, uniforms: Tensor | None) -> SampledTokens:
+        history = history if sampler.reads_history else history[:, :0]
         for tensor, dims in ((history, [0, 1]), (logits, [0]), (uniforms, [0])):
             if tensor is not None:
                 torch._dynamo.maybe_mark_dynamic(tensor, dims)
-        drawn: Draw = compiled(history, logits, uniforms)
-        return drawn
+        new_tokens: SampledTokens = compiled(history, logits, uniforms)
+        return new_tokens
 
     return run
 
@@ -125,13 +125,13 @@ def compile_draw(draw: NextToken) -> DrawFunction:
 numbers = itertools.count()
 
 
-def difference(drawn: Draw, expected: Draw) -> str:
-    """How draws of the same rows differ, in words; "" if they are equal but for rounding."""
-    is_same = drawn.ids == expected.ids
-    entropies = nats(drawn.entropies, expected.entropies)
-    logprobs = nats(drawn.logprobs, expected.logprobs).where(is_same, 0)
+def difference(new_tokens: SampledTokens, expected: SampledTokens) -> str:
+    """How two samples of the same rows differ, in words; "" if they are equal but for rounding."""
+    is_same = new_tokens.ids == expected.ids
+    entropies = nats(new_tokens.entropies, expected.entropies)
+    logprobs = nats(new_tokens.logprobs, expected.logprobs).where(is_same, 0)
     same, worst = torch.stack([is_same.double().mean(), torch.stack([entropies, logprobs]).max().double()]).tolist()
-    if round((1 - same) * len(drawn.ids)) > max(1, OTHER_TOKENS * len(drawn.ids)):
+    if round((1 - same) * len(new_tokens.ids)) > max(1, OTHER_TOKENS * len(new_tokens.ids)):
         return f"{1 - same:.0%} of the tokens differ from those of unfused kernels"
     if worst > OTHER_NATS:
         return f"log-probs or entropies differ by {worst:.1e} nats from those of unfused kernels"

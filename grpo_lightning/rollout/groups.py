@@ -142,7 +142,7 @@ def _kl(completion: Completion) -> float:
 
 def vision_of(groups: Sequence[Group], encoder: Encoder, policy: nn.Module, sharding: Sharding) -> VisionInputs | None:
     """Vision inputs of a rollout for scoring; None if the policy is text-only. Collective: call it on every rank."""
-    if not encoder.sees_images:
+    if not encoder.is_multimodal:
         return None
     vision = [group.vision for group in groups]
     return encoder.vision_inputs(vision, needs_blank=needs_blank(policy, vision, is_sharded=sharding.is_sharded))

@@ -41,7 +41,7 @@ from grpo_lightning.policy.kv_cache import (
     SharedPrompts,
     States,
     fit_left,
-    packed,
+    pack_rows,
     unshared_reason,
 )
 from grpo_lightning.policy.precision import linear_copies
@@ -51,7 +51,7 @@ from grpo_lightning.policy.sharding import Sharding, full_shape
 from grpo_lightning.policy.vision import PlacedPrompts, place, seeing
 from grpo_lightning.rollout.captured import LEAST_LENGTH, Capture, CapturedSteps, CudaCapture
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turns
-from grpo_lightning.rollout.token_sampler import ChooseDraw, Draw, TokenSampler, Uniforms, unfused
+from grpo_lightning.rollout.token_sampler import ChooseSampler, SampledTokens, TokenSampler, Uniforms, choose_unfused
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ LOOK_INTERVAL = {"cpu": 1}
 for the device, and what is sampled after a completion's end is dropped."""
 
 CAPTURES: dict[str, Callable[[torch.device], Capture]] = {"cuda": CudaCapture}
-"""What captures decoding steps, by device type."""
+"""The class that captures decoding steps, by device type."""
 
 LEAST_ENDED = {"cpu": 0.0}
 """Fraction of the open rows that must have ended before these leave the batch, by device type; 0.25 on others, where a
@@ -297,7 +297,7 @@ class LocalEngine(RolloutEngine):
         device, whole, longest = compute_device(self.policy), waiting.wave, sampling.max_completion_length
         interval = LOOK_INTERVAL.get(device.type, 16)
         uniforms = Uniforms([], whole.num_generations, device, whole.part)
-        draw = TokenSampler(sampling, self.tokenizer, uniforms, choose_draw(device))
+        sampler = TokenSampler(sampling, self.tokenizer, uniforms, choose_sampler(device))
         stop_ids = torch.tensor(self.stop_ids, dtype=torch.long, device=device)
         sampled = SampledRows([limit for limit in whole.limits for _ in whole.part], stop_ids)
         rows: OpenRows | None = None  # without open rows, a rank only takes part in the collectives
@@ -312,17 +312,17 @@ class LocalEngine(RolloutEngine):
                     rows = new if rows is None else rows.join(new, step, waiting.longest_prompt)
                 del new  # so that logits and caches of rows that have left are freed
             if rows is not None:
-                drawn = draw(rows.before(step), rows.logits, step, rows.number)
-                rows.before(step + 1)[:, -1] = drawn.ids
-                sampled.append(drawn, draw.ends_with_stop_string(rows.completions(step), rows.late))
+                new_tokens = sampler(rows.before(step), rows.logits, step, rows.number)
+                rows.before(step + 1)[:, -1] = new_tokens.ids
+                sampled.append(new_tokens, sampler.ends_with_stop_string(rows.completions(step), rows.late))
             if progress:
                 progress(step + 1, num_waves * longest)
             decodes, prefills = True, False
             if step in last_steps or step % interval == interval - 1:
                 joining = waiting.none
                 if rows is not None:
-                    rows.has_ended |= sampled.ended()
-                    kept = rows.unfinished(draw.look(rows.has_ended), step)
+                    rows.has_ended |= sampled.ended_rows()
+                    kept = rows.unfinished_rows(sampler.look(rows.has_ended), step)
                     rows, joining = self.leave(rows, kept, step, waiting, sampled, groups, kept_states)
                 decodes, prefills = lockstep.agree(rows is not None, bool(joining.prompts))
                 if not (decodes or prefills):
@@ -396,7 +396,7 @@ class LocalEngine(RolloutEngine):
         if kept_states is not None:
             kept_states.keep(rows, set(range(len(rows.start))) - set(kept), sampled, waiting.wave)
         joining = waiting.take(len(kept)) if self.way == "shared" or not kept else waiting.none
-        return (rows.select(packed(kept)) if kept else None), joining
+        return (rows.select(pack_rows(kept)) if kept else None), joining
 
     def feed(self, rows: OpenRows | None, step: int, placed: PlacedPrompts) -> None:
         """Run the tokens of a decoding step, for the logits of the next tokens; without rows, run a dummy token."""
@@ -496,7 +496,7 @@ class LocalEngine(RolloutEngine):
         prompt_ids, prompt_mask, fan = self.prepare(wave)
         length = prompt_ids.shape[1]
         uniforms = Uniforms(wave.seeds or [0], wave.num_generations, prompt_ids.device, wave.part)
-        draw = TokenSampler(sampling, self.tokenizer, uniforms)
+        sampler = TokenSampler(sampling, self.tokenizer, uniforms)
         config = GenerationConfig(
             # A rank without prompts is done after one token, and then only takes part in the collectives.
             max_new_tokens=sampling.max_completion_length if wave.prompts else 1,
@@ -504,15 +504,15 @@ class LocalEngine(RolloutEngine):
             eos_token_id=self.stop_ids or None,
             pad_token_id=self.pad_id,
         )
-        steps: list[Draw] = []
+        steps: list[SampledTokens] = []
 
         def keep_sampled(ids: Tensor, logits: Tensor) -> Tensor:
-            steps.append(draw(ids, logits, ids.shape[1] - length))
-            draw.look(steps[-1].ids.new_zeros(0, dtype=torch.bool))
+            steps.append(sampler(ids, logits, ids.shape[1] - length))
+            sampler.look(steps[-1].ids.new_zeros(0, dtype=torch.bool))
             return torch.full_like(logits, -torch.inf).scatter_(1, steps[-1].ids[:, None], 0.0)
 
         def at_stop_string(ids: Tensor, scores: object, **kwargs: Any) -> Tensor | None:
-            return draw.ends_with_stop_string(ids[:, length:])
+            return sampler.ends_with_stop_string(ids[:, length:])
 
         rows = wave.vision and wave.vision.select(fan.tolist())
         types = place(self.policy, prompt_ids[fan], prompt_mask[fan], rows).arguments if rows else {}
@@ -522,7 +522,7 @@ class LocalEngine(RolloutEngine):
                 attention_mask=prompt_mask[fan].long(),
                 generation_config=config,
                 logits_processor=LogitsProcessorList([keep_sampled]),
-                stopping_criteria=StoppingCriteriaList([at_stop_string] if draw.stop_strings else []),
+                stopping_criteria=StoppingCriteriaList([at_stop_string] if sampler.stop_strings else []),
                 synced_gpus=lockstep.is_needed,
                 **known_arguments(self.policy, **types),
                 **images,
@@ -533,7 +533,7 @@ class LocalEngine(RolloutEngine):
         logprobs = torch.stack([step.logprobs for step in steps], 1).tolist()
         entropies = torch.stack([step.entropies for step in steps], 1).tolist()
         sampled: list[SampledRow] = []
-        strings = draw.stop_strings
+        strings = sampler.stop_strings
         for row_ids, row_logprobs, row_entropies in zip(tokens, logprobs, entropies, strict=True):
             ends = [
                 i + 1
@@ -609,7 +609,7 @@ class WaitingPrompts:
         return -(-len(self.wave.prompts) // max(1, self.max_rows // len(self.wave.part)))
 
     def take(self, num_open: int) -> Wave:
-        """Take the next prompts whose rows have room beside `num_open` open rows; at least one if none is open."""
+        """Take the next prompts whose rows have room next to `num_open` open rows; at least one if none is open."""
         prompts, seeds, num_generations, part, vision, _, limits = self.wave
         count = max((self.max_rows - num_open) // len(part), int(not num_open))
         run = range(len(prompts))[self.num_taken : self.num_taken + count]
@@ -676,7 +676,7 @@ class OpenRows:
         steps = [step - self.oldest for step in self.start]
         return torch.tensor(steps, device=self.history.device) if any(steps) else None
 
-    def unfinished(self, has_ended: list[bool], step: int) -> list[int]:
+    def unfinished_rows(self, has_ended: list[bool], step: int) -> list[int]:
         """Indices of the rows that have not ended, and may have a token after that of a decoding step."""
         rows = enumerate(zip(has_ended, self.end, strict=True))
         return [row for row, (ended, end) in rows if not ended and end > step + 1]
@@ -693,7 +693,7 @@ class OpenRows:
         """Add rows behind the present rows, and drop columns of the histories that no row needs any more.
 
         Args:
-            new: The rows, whose first token is that of the next decoding step.
+            new: The rows. Their first token is that of the next decoding step.
             step: The next decoding step.
             longest_prompt: Most tokens of a prompt of the rollout.
         """
@@ -750,19 +750,19 @@ class SampledRows:
     def __init__(self, limits: Sequence[int], stop_ids: Tensor) -> None:
         self.rows = [SampledRow(limit=limit) for limit in limits]
         self.stop_ids = stop_ids
-        self.steps: list[Draw] = []
+        self.steps: list[SampledTokens] = []
         """Steps that are not stored yet."""
         self.unseen: list[tuple[Tensor, Tensor | None]] = []
-        """Per step since the last call of `ended`: the token ids [open rows], and where a stop string ends."""
+        """Per step since the last call of `ended_rows`: the token ids [open rows], and where a stop string ends."""
         self.ends: list[Tensor] = []
-        """[open rows, steps] per call of `ended`: True where a token of `steps` ends a completion."""
+        """[open rows, steps] per call of `ended_rows`: True where a token of `steps` ends a completion."""
 
-    def append(self, drawn: Draw, at_stop_string: Tensor | None) -> None:
+    def append(self, new_tokens: SampledTokens, at_stop_string: Tensor | None) -> None:
         """Keep a step's tokens of the open rows; `at_stop_string` is [rows] bool, None without stop strings."""
-        self.steps.append(drawn)
-        self.unseen.append((drawn.ids, at_stop_string))
+        self.steps.append(new_tokens)
+        self.unseen.append((new_tokens.ids, at_stop_string))
 
-    def ended(self) -> Tensor:
+    def ended_rows(self) -> Tensor:
         """Rows with a token that ends them since the last call of this method, [open rows] bool."""
         ids, at_stop_string = zip(*self.unseen, strict=True)
         self.unseen = []
@@ -837,9 +837,9 @@ class SampledGroups:
 class KeptStates:
     """Keys and values of conversations, kept from the end of a turn to the beginning of the next one.
 
-    The states of a prompt are those of its conversation's last turn, whose last token was never run. They are used as
-    far as the tokens are the same: tokens at the end of a turn may have been dropped since. Of the new tokens, the rows
-    of a wave run the same number, so that all of them stay left-padded: a row with fewer new tokens runs some old ones
+    The states of a prompt are those of its conversation's last turn without the turn's last token. They are used as
+    far as the tokens are the same: tokens at the end of a turn may have been dropped since. The rows of a wave run the
+    same number of new tokens, so that all of them stay left-padded: a row with fewer new tokens runs some old ones
     again.
 
     Args:
@@ -849,8 +849,8 @@ class KeptStates:
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
         self.earlier: dict[int, tuple[list[int], list[States]]] = dict(turns.states)
-        """What earlier calls have kept, by conversation: the token ids, and for each layer their states [key heads,
-        tokens, head size]."""
+        """The states that earlier calls have kept, by conversation: the token ids, and for each layer their states
+        [key heads, tokens, head size]."""
         turns.states.clear()
 
     def before(self, wave: Wave, width: int) -> list[States] | None:
@@ -934,10 +934,10 @@ def copies_for_autocast(policy: nn.Module, device: torch.device) -> dict[str, Te
     return linear_copies(policy, torch.get_autocast_dtype(kind)) if has_room else {}
 
 
-def choose_draw(device: torch.device) -> ChooseDraw:
+def choose_sampler(device: torch.device) -> ChooseSampler:
     """How the next token is sampled: in fused kernels on CUDA."""
     if device.type != "cuda":
-        return unfused
+        return choose_unfused
     from grpo_lightning.rollout.fused import next_token
 
     return next_token

@@ -41,7 +41,7 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 """Changes logits [rows, V], given the ids seen so far [rows, seen]."""
 
 
-class Draw(NamedTuple):
+class SampledTokens(NamedTuple):
     """The sampled next token of every row."""
 
     ids: Tensor
@@ -55,8 +55,8 @@ class Draw(NamedTuple):
     filters, such as `top_p`, are not applied. NaN if a logit of the row is NaN or infinite."""
 
 
-class DrawSettings(NamedTuple):
-    """The fields of `SamplingParams` that change a draw, hashable."""
+class TokenSettings(NamedTuple):
+    """The fields of `SamplingParams` that change the sampled token, hashable."""
 
     temperature: float
     repetition_penalty: float
@@ -66,7 +66,7 @@ class DrawSettings(NamedTuple):
     suppress_tokens: tuple[int, ...]
 
     @classmethod
-    def of(cls, sampling: SamplingParams) -> DrawSettings:
+    def of(cls, sampling: SamplingParams) -> TokenSettings:
         """The settings of `sampling`."""
         never = tuple(sorted(sampling.suppress_tokens))
         filters = sampling.top_k, sampling.top_p, sampling.min_p
@@ -82,7 +82,7 @@ class NextToken:
         device: Device of the logits.
     """
 
-    def __init__(self, settings: DrawSettings, vocabulary: int, device: torch.device) -> None:
+    def __init__(self, settings: TokenSettings, vocabulary: int, device: torch.device) -> None:
         is_greedy = settings.temperature == 0
         penalties: list[Processor] = []
         filters: list[Processor] = []
@@ -106,7 +106,7 @@ class NextToken:
         self.reads_history = bool(penalties)
         self.is_filtered = bool(penalties or filters)
 
-    def __call__(self, history: Tensor, logits: Tensor, uniforms: Tensor | None) -> Draw:
+    def __call__(self, history: Tensor, logits: Tensor, uniforms: Tensor | None) -> SampledTokens:
         """Sample one token per row.
 
         Args:
@@ -123,7 +123,7 @@ class NextToken:
             probabilities = distribution.exp()
         # The in-place clamp avoids another tensor [rows, V]. It is needed because 0 x -inf is nan.
         entropies = -row_products(probabilities, distribution.clamp_(min=torch.finfo(distribution.dtype).min))
-        return Draw(ids, logprobs, entropies)
+        return SampledTokens(ids, logprobs, entropies)
 
 
 def log_distribution(processors: list[Processor], history: Tensor, logits: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor
     Args:
         weights: [rows, n], none negative, not all 0.
         target: [rows, 1], at least 0. A target that rounding has made reach the sum of the weights is lowered to the
-            largest number below this sum, whose index is that of the last positive weight.
+            largest number below this sum: its index is that of the last positive weight.
 
     Returns:
         [rows, 1] the index, always of a positive weight; [rows, 1] the sum of the weights before that index; and
@@ -241,16 +241,16 @@ def sampled_ids(never: tuple[int, ...], vocabulary: int, multiple: int = 1) -> t
     return size, tuple(token for token in never if token < size)
 
 
-DrawFunction = Callable[[Tensor, Tensor, Tensor | None], Draw]
+SampleToken = Callable[[Tensor, Tensor, Tensor | None], SampledTokens]
 """`NextToken.__call__`, or the same in fused kernels."""
 
-ChooseDraw = Callable[[DrawSettings, int, torch.device, int], DrawFunction]
-"""Returns the draw for settings, V, the device and `max_completion_length`."""
+ChooseSampler = Callable[[TokenSettings, int, torch.device, int], SampleToken]
+"""Returns the `NextToken` for settings, V, the device and `max_completion_length`."""
 
 
 @functools.lru_cache(maxsize=32)
-def unfused(settings: DrawSettings, vocabulary: int, device: torch.device, longest: int) -> DrawFunction:
-    """`NextToken`, one operation after the other: the `ChooseDraw` of all devices but CUDA."""
+def choose_unfused(settings: TokenSettings, vocabulary: int, device: torch.device, longest: int) -> SampleToken:
+    """`NextToken`, one operation after the other: the `ChooseSampler` of all devices but CUDA."""
     return NextToken(settings, vocabulary, device)
 
 
@@ -276,7 +276,7 @@ class Uniforms:
         self.join(seeds, 0)
 
     def join(self, seeds: list[int], step: int) -> None:
-        """Add prompts, whose first numbers are those of this decoding step, the next that is requested."""
+        """Add prompts. Their first numbers are those of this decoding step, the next that is requested."""
         self.generators += [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
         missed = torch.zeros(step % BLOCK_STEPS, len(self.part), dtype=torch.float64, device="cpu")
         self.rest += [missed] * len(seeds)
@@ -292,7 +292,7 @@ class Uniforms:
         return self.block[step % BLOCK_STEPS]
 
     def next_block(self, prompts: range) -> Tensor:
-        """Draw the next numbers of some prompts, [BLOCK_STEPS, prompts * len(part)]."""
+        """Generate the next numbers of some prompts, [BLOCK_STEPS, prompts * len(part)]."""
         own = []
         for i in prompts:
             shape = BLOCK_STEPS, self.num_generations
@@ -312,15 +312,15 @@ class TokenSampler:
         sampling: SamplingParams,
         tokenizer: PreTrainedTokenizerBase,
         uniforms: Uniforms,
-        choose_draw: ChooseDraw = unfused,
+        choose_sampler: ChooseSampler = choose_unfused,
     ) -> None:
-        self.sampling, self.uniforms, self.choose_draw = sampling, uniforms, choose_draw
-        self.settings = DrawSettings.of(sampling)
+        self.sampling, self.uniforms, self.choose_sampler = sampling, uniforms, choose_sampler
+        self.settings = TokenSettings.of(sampling)
         self.stop_strings = StopStringCriteria(tokenizer, sampling.stop_strings) if sampling.stop_strings else None
         self.entropies: list[Tensor] = []
-        """Of the tokens sampled since the last look, for the check for NaN."""
+        """Entropies of the tokens sampled since the last check for NaN."""
 
-    def __call__(self, history: Tensor, logits: Tensor, step: int, rows: Tensor | None = None) -> Draw:
+    def __call__(self, history: Tensor, logits: Tensor, step: int, rows: Tensor | None = None) -> SampledTokens:
         """Sample one token per row.
 
         Args:
@@ -333,10 +333,12 @@ class TokenSampler:
         if not self.sampling.is_greedy:
             uniforms = self.uniforms(step)
             uniforms = uniforms if rows is None else uniforms[rows]
-        draw = self.choose_draw(self.settings, logits.shape[1], logits.device, self.sampling.max_completion_length)
-        drawn = draw(history, logits, uniforms)
-        self.entropies.append(drawn.entropies)
-        return drawn
+        sampler = self.choose_sampler(
+            self.settings, logits.shape[1], logits.device, self.sampling.max_completion_length
+        )
+        new_tokens = sampler(history, logits, uniforms)
+        self.entropies.append(new_tokens.entropies)
+        return new_tokens
 
     def look(self, has_ended: Tensor) -> list[bool]:
         """Wait for the device once. Returns: `has_ended`, [rows] bool, on the host.

@@ -92,7 +92,7 @@ class Actor:
             teams=self.teams,
             cost=self.cost,
         )
-        if self.encoder.sees_images:
+        if self.encoder.is_multimodal:
             observations = {i: group.prompt.observation for i, group in enumerate(groups)}
             for batch in micro_batches:
                 batch.prompt_keys = [groups[number].prompt.key if number >= 0 else "" for number in batch.groups]
@@ -175,11 +175,11 @@ def offloaded(
 ) -> Iterator[None]:
     """Keep the reference or the optimizer states on the CPU inside the `with` block, while completions are sampled.
 
-    A run does this only if `model.offload` asks for it, because every rollout then copies the tensors to the CPU and
+    A run does this only if `model.offload` requests it, because every rollout then copies the tensors to the CPU and
     back. Tensors that the strategy always keeps on the CPU stay there.
 
     Args:
-        names: What to offload: "reference", "optimizer".
+        names: Tensors to offload: "reference", "optimizer".
         policy: The policy. It stays on its device, as do weights that the reference shares with it.
         reference: The reference; must be a `FrozenCopy` if `names` contains "reference".
         optimizers: Optimizers of the trainer. The states of the first optimizer are offloaded; the list may be empty.

@@ -87,7 +87,7 @@ def join_shards(path: Path, joined: Path) -> dict[str, Any]:
 
 
 def join_deepspeed(path: Path, joined: Path) -> dict[str, Any]:
-    """Merge a DeepSpeed folder, whose shards only DeepSpeed's own tool can merge."""
+    """Merge the shards of a DeepSpeed folder, which only DeepSpeed's own tool can do."""
     try:
         import deepspeed  # noqa: F401 - the conversion below needs it
     except ImportError as error:
@@ -171,7 +171,7 @@ def num_trained(content: Mapping[str, Any]) -> int | None:
 MARK = "complete.json"
 """File in a sharded checkpoint (a folder of ZeRO or FSDP2) that lists the folder's files. All ranks write into the
 folder, and this file is written when all of them have finished. A checkpoint that is a single file needs no such mark:
-it is a zip archive, whose directory is written last."""
+it is a zip archive, and its directory is written last."""
 
 
 def mark_complete(checkpoint: Path, *, other_files: Sequence[Path] = (), is_interrupted: bool = False) -> None:
@@ -279,9 +279,9 @@ class RankFiles:
         if found != share:
             raise ValueError(
                 f"{self.folder / f'{moment}-{rank}.pt'} has another part of the rollout than rank {rank} of the "
-                f"checkpoint {self.checkpoint} had: found {_listed(found)}, expected {_listed(share)}. Copy the folder "
-                f"{self.folder.name} again from where the checkpoint was saved, or resume from a checkpoint at the end "
-                "of a cycle."
+                f"checkpoint {self.checkpoint} had: found {_format_share(found)}, expected {_format_share(share)}. "
+                f"Copy the folder {self.folder.name} again from where the checkpoint was saved, or resume from a "
+                "checkpoint at the end of a cycle."
             )
         return state
 
@@ -321,5 +321,5 @@ class RankFiles:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _listed(share: Mapping[str, int | None]) -> str:
+def _format_share(share: Mapping[str, int | None]) -> str:
     return ", ".join(f"{name} {value}" for name, value in share.items())

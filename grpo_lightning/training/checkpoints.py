@@ -84,7 +84,7 @@ class StepEnds(L.Callback):
         trainer.strategy.remove_checkpoint = remove_all  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Tell the checkpoint callbacks of a resumed run that its first step is already saved; Lightning does not."""
+        """Mark the first step of a resumed run as saved, for the checkpoint callbacks; Lightning does not."""
         for callback in trainer.checkpoint_callbacks if trainer.global_step else ():
             if isinstance(callback, ModelCheckpoint):
                 remember_saved_step(callback, trainer.global_step)
@@ -208,7 +208,7 @@ def plain_settings(arguments: Mapping[str, Any], loader: PolicyLoader) -> dict[s
 
 
 def missing_arguments(error: TypeError) -> str | None:
-    """Error message if `error` says that `load_from_checkpoint` did not get policy or rewards; None if it does not."""
+    """Error message if `load_from_checkpoint` did not get policy or rewards; None if `error` has another cause."""
     missing = re.search(r"__init__\(\) missing .*", str(error))
     if missing is None or not (names := re.findall(r"'(policy|rewards)'", missing[0])):
         return None
@@ -299,7 +299,7 @@ def refuse_incomplete(trainer: L.Trainer) -> None:
     checkpoint only to the strategy.
 
     Args:
-        trainer: Trainer of the run, whose strategy is changed.
+        trainer: Trainer of the run. Its strategy is changed in place.
     """
     load = getattr(trainer.strategy.load_checkpoint, "__wrapped__", trainer.strategy.load_checkpoint)
 

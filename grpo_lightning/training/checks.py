@@ -63,7 +63,7 @@ def checked_step(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
     kind, expected = STEPS[name]
 
     @functools.wraps(step)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def check(*args: Any, **kwargs: Any) -> Any:
         returned = step(*args, **kwargs)
         if not isinstance(returned, kind):
             got = "None" if returned is None else f"a value of type {type(returned).__name__}"
@@ -73,7 +73,7 @@ def checked_step(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
             return with_scores(cast(Rollout, returned), given)
         return returned
 
-    return checked
+    return check
 
 
 def with_scores(returned: Rollout, given: Rollout) -> Rollout:
@@ -554,7 +554,7 @@ def check_loader(
     loader, cycle = given_loader(trainer.fit_loop), shape.num_micro_steps
     if isinstance(loader, PromptSource) and loader.cycle != cycle:
         raise ValueError(shape.wrong_loader(loader.cycle, is_from_source=True))
-    if isinstance(loader, PromptSource | DataLoader | list) and needs_more != getattr(loader, "draws_more", False):
+    if isinstance(loader, PromptSource | DataLoader | list) and needs_more != getattr(loader, "takes_more", False):
         raise ValueError(dynamic_sampling.wrong_loader(is_on=needs_more))
     if isinstance(loader, DataLoader | list) and cycle != 1:
         raise ValueError(shape.wrong_loader(1, is_from_source=False))

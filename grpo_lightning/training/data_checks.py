@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_lightning.core.messages import listed
+from grpo_lightning.core.messages import bullet_list
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.images.preflight import check_given
 from grpo_lightning.data.mixture import as_entries
@@ -75,7 +75,7 @@ def check_images(trainer: L.Trainer) -> None:
 def known_data(trainer: L.Trainer) -> list[list[Prompt]]:
     """Return the prompts of the data module's datasets and of the prompt sources that were passed to the trainer.
 
-    The prompts of other loaders are not known. Of a streamed dataset, only the first prompts are known.
+    The prompts of other loaders are not known. Only the first prompts of a streamed dataset are known.
     """
     return [known_prompts(data) for data in training_sets(trainer) + evaluation_sets(trainer)]
 
@@ -163,7 +163,7 @@ def check_prompts(
             encoder.num_tokens(sample)
             if conversations is not None:
                 conversations.check(encoder.tokenizer, is_chat=kind is list)
-    described = (lambda prompt: prompt) if conversations is None else conversations.described
+    described = (lambda prompt: prompt) if conversations is None else conversations.describe_tools
     more_bytes = 0 if conversations is None else len(json.dumps(conversations.schemas))
     positions = num_positions(encoder.config)
     limit = min((each for each in (positions, max_sequence_length) if each is not None), default=None)
@@ -216,7 +216,7 @@ def _check_all(prompts: Sequence[Prompt], encoder: Encoder) -> None:
     if len(problems) == 1:
         raise ValueError(next(iter(problems)))
     if problems:
-        raise ValueError(f"The policy does not support {len(problems)} prompts:\n{listed(list(problems))}")
+        raise ValueError(f"The policy does not support {len(problems)} prompts:\n{bullet_list(list(problems))}")
 
 
 TEMPLATE_TOKENS = 256
@@ -275,7 +275,7 @@ def check_readers(reward_set: RewardSet, metrics: Sequence[Any], loader: PolicyL
     if not automatic or not any(prompt.images for prompts in known_data(trainer) for prompt in prompts):
         return
     encoder = loader.load_encoder()
-    if encoder.sees_images and encoder.family is None:
+    if encoder.is_multimodal and encoder.family is None:
         raise ValueError(
             f"The box coordinates of policies with model_type {encoder.config.model_type} are not known: set "
             f"`coordinates` of {', '.join(automatic)} to original, resized or norm1000."

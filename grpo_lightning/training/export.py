@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.policy.adapters import trained_adapter, untie
-from grpo_lightning.policy.families import sees_images
+from grpo_lightning.policy.families import is_multimodal
 from grpo_lightning.policy.hf import is_adapted, naming
 from grpo_lightning.policy.loading import PolicyLoader, auto_class_of
 from grpo_lightning.policy.lora_injection import rebuild_adapter
@@ -65,7 +65,7 @@ class Export:
     quantization: Quantization = "none"
     """Quantization of the weights that the adapters were trained on. The written weights are not quantised."""
 
-    sees_images: bool = False
+    is_multimodal: bool = False
     """True for a vision-language model, exported with its processor."""
 
 
@@ -146,7 +146,7 @@ def export(
         files=sorted(path for path in folder.iterdir() if path.is_file()),
         is_adapter=adapter,
         quantization=loader.quantization,
-        sees_images=sees_images(loader.load_config()),
+        is_multimodal=is_multimodal(loader.load_config()),
     )
 
 

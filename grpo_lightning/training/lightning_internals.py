@@ -104,7 +104,7 @@ def last_value(item: Any) -> Any:
 
 
 def remember_saved_step(callback: ModelCheckpoint, step: int) -> None:
-    """Tell a checkpoint callback that this step is already saved, which Lightning forgets in a resumed run."""
+    """Mark a step as already saved, for a checkpoint callback; Lightning forgets it in a resumed run."""
     callback._last_global_step_saved = step
 
 
@@ -114,7 +114,7 @@ def set_position(loops: dict[str, Any]) -> None:
     There are two such positions: after a micro-step inside an epoch, and before the first micro-step of an epoch.
     Lightning itself writes counters that depend on the hook in which the checkpoint is saved. At the end of an epoch,
     or if the run leaves an epoch early (`max_steps`, `should_stop`), it depends on `max_steps` and on Lightning's
-    version whether the counters say that the epoch is done.
+    version whether the epoch counts as done.
 
     Args:
         loops: State dict of the fit loop in a checkpoint, changed in place.
@@ -144,7 +144,7 @@ def restore_position(trainer: L.Trainer) -> None:
     If the checkpoint was saved at the end of an epoch, begin the next epoch.
 
     In two cases, Lightning does not restore the position, and the loader would silently start again at its first epoch.
-    First, if the checkpoint was saved between two epochs. Second, if `configure_optimizers` asks for the number of
+    First, if the checkpoint was saved between two epochs. Second, if `configure_optimizers` reads the number of
     steps: Lightning then sets up the loader before it loads the state of the loops from the checkpoint.
     """
     loop: Any = trainer.fit_loop

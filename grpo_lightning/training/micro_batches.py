@@ -1,9 +1,9 @@
 """Split a rollout into the micro-batches of its optimizer steps.
 
 A rollout of N groups becomes `updates x accumulate` micro-batches: `updates` optimizer steps of `accumulate`
-micro-batches each. The order of the data decides which completions belong to an update. Which completions of an update
-share a micro-batch affects only memory and padding, not the gradient: the loss is divided by the number of tokens or
-completions of the entire update.
+micro-batches each. The order of the data decides which completions belong to an update. Their distribution over the
+micro-batches of the update affects only memory and padding, not the gradient: the loss is divided by the number of
+tokens or completions of the entire update.
 """
 
 from __future__ import annotations
@@ -255,12 +255,12 @@ class Cycle:
         have shown are included as files.
         """
 
-        def saved(batch: MicroBatch) -> dict[str, Any]:
+        def save(batch: MicroBatch) -> dict[str, Any]:
             without = replace(batch.to("cpu"), vision=None, conversation_vision=None)
             return vars(without) | {"images": saved_images(batch.images)}
 
         return {
-            "micro_batches": [saved(batch) for batch in self.micro_batches],
+            "micro_batches": [save(batch) for batch in self.micro_batches],
             "counts": [tuple(counts) for counts in self.counts],
             "num_iterations": self.num_iterations,
             "position": self.position,
@@ -279,7 +279,7 @@ class Cycle:
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of the rollout of all ranks this rank has.
+    """The part of the rollout of all ranks that this rank has.
 
     The groups of all teams (a team is the ranks that share the same groups) are ordered round-robin: the first group of
     each team, then the second group of each, and so on. In a round of dynamic sampling, teams have unequal numbers of
@@ -328,7 +328,7 @@ def plan_micro_batches(
         pad_id: Token id that fills up sequences; any id, because padding is masked.
         skip_zero_advantages: If true, completions with advantage 0 are left out of the micro-batches. The counts still
             include these completions.
-        share: Which part of the rollout of all ranks `groups` is; None if it is the complete rollout.
+        share: The part of the rollout of all ranks that `groups` is; None if it is the complete rollout.
         cost: Cost of a micro-batch, by which the ways to split an update are compared; None for `padded_cost`.
 
     Returns:
@@ -420,7 +420,7 @@ def give_images(
 
 def blank_of(micro_batches: Sequence[MicroBatch], encoder: Encoder) -> Mapping[str, Tensor] | None:
     """The blank image, if a completion of any rank contains images. Collective: call it on every rank."""
-    if not encoder.sees_images or encoder.family is None:
+    if not encoder.is_multimodal or encoder.family is None:
         return None
     return encoder.blank if ranks.is_any(any(any(batch.images) for batch in micro_batches)) else None
 
@@ -435,7 +435,7 @@ def conversations_of(batch: MicroBatch, prompts: Sequence[PromptVision]) -> Iter
 
 
 def saved_images(images: Sequence[Sequence[ObservedImages]]) -> list[list[dict[str, Any]]]:
-    """What checkpoints contain of the images in completions: the image files, which nothing else keeps."""
+    """The images in completions as checkpoints contain them: as image files, which nothing else keeps."""
     return [
         [
             {
@@ -500,7 +500,7 @@ def find_prompts(micro_batches: Sequence[MicroBatch], prompts: Sequence[Prompt])
 
 
 def known_observations(cycle: Cycle) -> dict[int | str, Any]:
-    """What the environments of a resumed cycle began with (`Prompt.observation`), by `Prompt.key`."""
+    """The first observations of the environments of a resumed cycle (`Prompt.observation`), by `Prompt.key`."""
     return {
         key: load_observation(observation)
         for batch in cycle.micro_batches
@@ -512,9 +512,9 @@ def known_observations(cycle: Cycle) -> dict[int | str, Any]:
 def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share) -> list[list[CompletionRow]]:
     """Split this rank's groups among the updates, in order.
 
-    If all ranks together have fewer groups than updates, single completions are split among the updates instead. Which
-    update a group or completion belongs to follows from its index among those of all ranks, not from the number of
-    ranks.
+    If all ranks together have fewer groups than updates, single completions are split among the updates instead. The
+    index of a group or completion among those of all ranks determines its update, and the number of ranks does not
+    affect it.
     """
     units, num_units = [(share.index(i), group) for i, group in enumerate(groups)], share.num_groups
     if share.num_groups < updates:
@@ -574,7 +574,7 @@ def split_update(rows: list[CompletionRow], parts: int, cost: RowsCost | None = 
     if len(groups) >= parts:
         orders.insert(0, groups)
     splits = [
-        [joined(part) for part in balanced_split(order, parts, lambda part, size=size: size(joined(part)))]  # type: ignore[misc]
+        [join_units(part) for part in balanced_split(order, parts, lambda part, size=size: size(join_units(part)))]  # type: ignore[misc]
         for order in orders
         for size in (num_tokens, padded_cost)
     ]
@@ -584,7 +584,7 @@ def split_update(rows: list[CompletionRow], parts: int, cost: RowsCost | None = 
     return [sorted(splits[best][part], key=lambda row: row.group) for part in order_of_best]
 
 
-def joined(units: list[list[CompletionRow]]) -> list[CompletionRow]:
+def join_units(units: list[list[CompletionRow]]) -> list[CompletionRow]:
     """Concatenate lists of completions."""
     return list(itertools.chain.from_iterable(units))
 
@@ -637,7 +637,7 @@ def collate(rows: list[CompletionRow], pad_id: int) -> MicroBatch:
     position = {group: i for i, group in enumerate(prompts)}
     width = max(1, *(row.length for row in rows)) if rows else 1
 
-    def padded(values: Callable[[CompletionRow], Sequence[Any]], fill: Any, dtype: torch.dtype) -> Tensor:
+    def pad(values: Callable[[CompletionRow], Sequence[Any]], fill: Any, dtype: torch.dtype) -> Tensor:
         return torch.tensor([[*values(row), *[fill] * (width - row.length)] for row in rows], dtype=dtype)
 
     return MicroBatch(
@@ -646,16 +646,16 @@ def collate(rows: list[CompletionRow], pad_id: int) -> MicroBatch:
         prompt_index=torch.tensor([position[row.group] for row in rows]),
         groups=list(prompts),
         numbers=[row.number for row in rows],
-        completion_ids=padded(lambda row: row.completion.token_ids, pad_id, torch.long),
-        attention_mask=padded(lambda row: [True] * row.length, False, torch.bool),
-        completion_mask=padded(lambda row: row.mask, False, torch.bool),
+        completion_ids=pad(lambda row: row.completion.token_ids, pad_id, torch.long),
+        attention_mask=pad(lambda row: [True] * row.length, False, torch.bool),
+        completion_mask=pad(lambda row: row.mask, False, torch.bool),
         advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float32),
-        rollout_logprobs=padded(lambda row: row.completion.logprobs, 0.0, torch.float32),
-        ref_logprobs=padded(lambda row: row.completion.ref_logprobs or [0.0] * row.length, 0.0, torch.float32)
+        rollout_logprobs=pad(lambda row: row.completion.logprobs, 0.0, torch.float32),
+        ref_logprobs=pad(lambda row: row.completion.ref_logprobs or [0.0] * row.length, 0.0, torch.float32)
         if any(row.completion.ref_logprobs is not None for row in rows)
         else None,
         images=[row.completion.images for row in rows] if any(row.completion.images for row in rows) else (),
-        turn_advantages=padded(lambda row: row.completion.turn_advantages or [0.0] * row.length, 0.0, torch.float32)
+        turn_advantages=pad(lambda row: row.completion.turn_advantages or [0.0] * row.length, 0.0, torch.float32)
         if any(row.completion.turn_advantages is not None for row in rows)
         else None,
     )

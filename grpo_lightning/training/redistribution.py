@@ -177,12 +177,12 @@ def saved_rows(batch: MicroBatch, share: Mapping[str, int]) -> Iterator[SavedRow
 def collate_saved(rows: Sequence[SavedRow], pad_id: int) -> MicroBatch:
     """Collate saved completions into a micro-batch, with their old log-probs."""
     batch = collate([*rows], pad_id)
-    batch.old_logprobs = padded([row.old_logprobs for row in rows], batch.completion_ids.shape[1])
-    batch.selected = padded([row.selected for row in rows], batch.completion_ids.shape[1])
+    batch.old_logprobs = pad_rows([row.old_logprobs for row in rows], batch.completion_ids.shape[1])
+    batch.selected = pad_rows([row.selected for row in rows], batch.completion_ids.shape[1])
     return batch
 
 
-def padded(rows: Sequence[Tensor | None], width: int) -> Tensor | None:
+def pad_rows(rows: Sequence[Tensor | None], width: int) -> Tensor | None:
     """Stack rows [T] of different lengths, filled up with 0 (False): [B, `width`]; None if the rows are None."""
     known = [row for row in rows if row is not None]
     if not known:

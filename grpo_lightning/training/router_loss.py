@@ -64,7 +64,7 @@ class RouterLoss:
         Collective at the first micro-batch of a step: all ranks call it.
 
         Args:
-            load: Of the micro-batch, with gradients (`TokenScores.load`).
+            load: Load of the micro-batch, with gradients (`TokenScores.load`).
         """
         assert load is not None
         if self.step is None:

@@ -1,6 +1,6 @@
 """Signals that end a training run after its optimizer step: SLURM auto-requeue, Ctrl-C and SIGTERM.
 
-A signal handler only records the signal. At the end of the step, the ranks tell each other whether a signal arrived,
+A signal handler only records the signal. At the end of the step, the ranks exchange whether a signal arrived,
 and save a checkpoint together. A handler could not save at once: a checkpoint contains no gradients of an unfinished
 step, and saving is collective, so ranks that were interrupted in different places would wait for each other forever.
 """

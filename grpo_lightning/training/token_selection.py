@@ -81,7 +81,7 @@ def _high_covariance(objective: Objective, logprobs: Tensor, advantages: Tensor,
 
 
 def _covariates_and_clipped(objective: Objective, batch: MicroBatch, scores: TokenScores, seed: int) -> list[Tensor]:
-    low, high = objective.clipped(scores.logprobs, batch)
+    low, high = objective.find_clipped(scores.logprobs, batch)
     return [*_covariates(objective, batch, scores, seed), (low | high).to(scores.logprobs)]
 
 

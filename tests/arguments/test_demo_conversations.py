@@ -104,7 +104,7 @@ def test_the_warm_up_has_the_prompts_of_the_chat_template():
     chat = [{"role": "user", "content": task.question(terms)}]
     settings = {"tools": tool_schemas([calculator]), "tokenize": False}
     assert tokenizer.apply_chat_template(chat, add_generation_prompt=True, **settings) == task.prompt(terms)
-    call, answer, total = (text for text, _ in task.called(terms))
+    call, answer, total = (text for text, _ in task.answer_with_call(terms))
     chat += [
         {"role": "assistant", "content": call.removesuffix("<eos>")},
         {"role": "tool", "content": "201"},

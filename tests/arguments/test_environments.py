@@ -230,5 +230,5 @@ def test_what_a_prompt_of_a_resumed_cycle_ends_with():
     assert (begun.content, begun.observation) == ("p!", "!")
     for observation, content in ((None, "p"), ("!", "p!")):
         saved = Prompt("p!", index=3, observation=observation)
-        (resumed,) = conversations.resumed([Prompt("p", index=3)], {saved.key: saved.observation})
+        (resumed,) = conversations.resume_prompts([Prompt("p", index=3)], {saved.key: saved.observation})
         assert resumed.content == content

@@ -64,10 +64,10 @@ def test_ranks_that_share_groups_get_the_same_prompts():
     assert alone == TEXTS[0::4]
 
 
-@case(PromptSource, "draws_more")
+@case(PromptSource, "takes_more")
 def test_a_source_that_draws_more():
     assert PromptSource(TEXTS, 3).has_length
-    assert not PromptSource(TEXTS, 3, draws_more=True).has_length
+    assert not PromptSource(TEXTS, 3, takes_more=True).has_length
 
 
 @case(PromptSource, "seed", "world_size", "template")

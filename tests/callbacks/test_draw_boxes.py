@@ -82,7 +82,10 @@ def test_before_at_validations_and_after(tmp_path, drawn, capsys):
 def test_what_is_not_drawn_is_said(tmp_path, drawn, caplog):
     train(DrawBoxes(num_images=2), tmp_path, steps=1)
     assert len(drawn["after"][0][0]) == 2
-    assert caplog.text.count("DrawBoxes: 2 of the first 4 prompts are not drawn: they need exactly one image") == 1
+    assert (
+        caplog.text.count("DrawBoxes: the boxes of 2 of the first 4 prompts are not drawn: they need exactly one image")
+        == 1
+    )
 
 
 def test_nothing_to_draw(tmp_path, drawn, caplog, capsys):

@@ -3,7 +3,7 @@
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from grpo_lightning.cli.errors import TRACEBACK, ConfigurationError, expected, lines, rank, short_errors
+from grpo_lightning.cli.errors import TRACEBACK, ConfigurationError, fixable_error, lines, rank, short_errors
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.functional.losses import masked_mean
 from grpo_lightning.objective import Objective
@@ -70,7 +70,7 @@ def test_lightnings_refusals_count_as_configuration():
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyError("x"), RuntimeError("CUDA"), AssertionError()])
 def test_errors_of_other_code_are_not_shortened(error):
-    assert expected(caught(raise_, error)) is None
+    assert fixable_error(caught(raise_, error)) is None
     with pytest.raises(type(error)), short_errors():
         raise_(error)
 
@@ -79,7 +79,7 @@ def test_a_mistake_inside_the_package_keeps_its_traceback():
     """A TypeError that a builtin raises in one of our frames is no statement about a setting."""
     error = caught(masked_mean, "no tensor", None)
     assert isinstance(error, TypeError | AttributeError)
-    assert expected(error) is None
+    assert fixable_error(error) is None
 
 
 def test_the_parsers_wrapping_is_taken_off(monkeypatch):
@@ -89,7 +89,7 @@ def test_the_parsers_wrapping_is_taken_off(monkeypatch):
     parser.add_argument("--objective", type=Objective | None)
     config = parser.parse_args(["--objective.beta=-1"])
     wrapped = caught(getattr(parser, "instantiate", None) or parser.instantiate_classes, config)
-    inner = expected(wrapped)
+    inner = fixable_error(wrapped)
     assert str(inner) == "objective.beta must be at least 0 (0 for no reference), got -1.0."
 
 

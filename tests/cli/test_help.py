@@ -156,7 +156,7 @@ def test_headings_are_bold_in_terminals_only(monkeypatch):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr("sys.stdout", Terminal())
-        return help.emphasized("model")
+        return help.emphasize("model")
 
     assert heading() == heading(TERM="xterm") == "\x1b[1mmodel\x1b[0m"
     assert heading(NO_COLOR="1") == heading(TERM="dumb") == "model"

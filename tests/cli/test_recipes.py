@@ -56,7 +56,7 @@ def test_what_is_no_recipe_is_not_found(name):
 @pytest.mark.parametrize(("name", "near"), [("quikstart", "quickstart"), ("rec_lroa", "vlm/rec_lora")])
 def test_the_nearest_name_is_offered(name, near):
     with pytest.raises(ConfigurationError, match=f"There is no recipe '{name}'. Did you mean .*{near}"):
-        recipes.named(name)
+        recipes.recipe_path(name)
 
 
 def test_header_by_hand(tmp_path):

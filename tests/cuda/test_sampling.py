@@ -17,9 +17,9 @@ from transformers import DynamicCache
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy.hf import known_arguments
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.rollout.fused import compile_draw
+from grpo_lightning.rollout.fused import compile_sampler
 from grpo_lightning.rollout.local_engine import LocalEngine
-from grpo_lightning.rollout.token_sampler import DrawSettings, NextToken, TokenSampler
+from grpo_lightning.rollout.token_sampler import NextToken, TokenSampler, TokenSettings
 from tests.cuda.compiled import launches_on_cuda
 from tests.cuda.emulated import EmulatedCuda
 from tests.marks import SLOW
@@ -183,13 +183,13 @@ PADDING = range(151_665, VOCABULARY)
 
 def kernels_of(rows, vocabulary=VOCABULARY, **sampling):
     """Launches of a fused draw on an H100, by name."""
-    settings = DrawSettings.of(SamplingParams(**sampling))
+    settings = TokenSettings.of(SamplingParams(**sampling))
 
     def run(device):
         history = torch.zeros(rows, 5, dtype=torch.long, device=device)
         logits = torch.zeros(rows, vocabulary, dtype=torch.bfloat16, device=device)
         uniforms = torch.zeros(rows, dtype=torch.float64, device=device)
-        compile_draw(NextToken(settings, vocabulary, device))(history, logits, uniforms)
+        compile_sampler(NextToken(settings, vocabulary, device))(history, logits, uniforms)
 
     return launches_on_cuda(run)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.lengths import LengthCount, LengthLimit, Measured
-from grpo_lightning.data.orders import LazyPrompts, ListedOrder, PromptStream, shuffled, stream_rows
+from grpo_lightning.data.orders import LazyPrompts, ListedOrder, PromptStream, shuffle_rows, stream_rows
 from grpo_lightning.policy.encoder import Encoder
 from tests.tiny_models import tiny_tokenizer
 
@@ -28,17 +28,17 @@ def names(prompts):
 
 @given(st.integers(0, 60), st.integers(1, 70), st.integers(0, 1000))
 def test_shuffling_draws_each_row_from_the_next_ones(count, buffer_size, seed):
-    order = list(shuffled(range(count), buffer_size, seed))
+    order = list(shuffle_rows(range(count), buffer_size, seed))
     assert sorted(order) == list(range(count))
     assert all(row < place + buffer_size for place, row in enumerate(order))
-    assert order == list(shuffled(iter(range(count)), buffer_size, seed))
+    assert order == list(shuffle_rows(iter(range(count)), buffer_size, seed))
 
 
 def test_shuffling_is_pinned_and_fair():
     # Another machine, Python or release must draw the same order: these numbers never change.
-    assert list(shuffled(range(8), 4, 7)) == [1, 0, 2, 5, 6, 4, 7, 3]
-    assert list(shuffled(range(8), 1, 7)) == list(range(8))
-    firsts = [next(shuffled(range(4), 4, seed)) for seed in range(4000)]
+    assert list(shuffle_rows(range(8), 4, 7)) == [1, 0, 2, 5, 6, 4, 7, 3]
+    assert list(shuffle_rows(range(8), 1, 7)) == list(range(8))
+    firsts = [next(shuffle_rows(range(4), 4, seed)) for seed in range(4000)]
     assert all(850 < firsts.count(row) < 1150 for row in range(4))  # 1000 each, standard deviation 27
 
 

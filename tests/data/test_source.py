@@ -137,7 +137,7 @@ def more(source, num_prompts, own=None):
 
 
 def test_more_uses_prompts_up():
-    source = source_of(7, 2, cycle=2, shuffle=False, draws_more=True)
+    source = source_of(7, 2, cycle=2, shuffle=False, takes_more=True)
     steps = iter(source)
     batch = next(steps)
     assert names(batch) == ["p0", "p1"]
@@ -147,7 +147,7 @@ def test_more_uses_prompts_up():
 
 
 def test_each_rank_takes_its_own_of_more():
-    sources = [source_of(12, 1, rank=rank, world_size=2, shuffle=False, draws_more=True) for rank in (0, 1)]
+    sources = [source_of(12, 1, rank=rank, world_size=2, shuffle=False, takes_more=True) for rank in (0, 1)]
     steps = [iter(source) for source in sources]
     assert [names(next(step)) for step in steps] == [["p0"], ["p1"]]
     assert more(sources[0], 3, own=[0, 2]) == (3, ["p2", "p4"])
@@ -158,14 +158,14 @@ def test_each_rank_takes_its_own_of_more():
 def test_more_is_refused_where_an_epoch_has_a_length():
     source = source_of(12, 2)
     next(iter(source))
-    with pytest.raises(ValueError, match="draws_more=True"):
+    with pytest.raises(ValueError, match="takes_more=True"):
         source.more(1, [0])
     assert source.has_length
     assert len(source) == 6
 
 
 def test_an_epoch_has_no_length_where_cycles_draw_more():
-    source = source_of(12, 2, draws_more=True)
+    source = source_of(12, 2, takes_more=True)
     assert not source.has_length
     with pytest.raises(TypeError, match="dynamic_sampling"):
         len(source)
@@ -173,7 +173,7 @@ def test_an_epoch_has_no_length_where_cycles_draw_more():
 
 def test_settled_prompts_are_those_of_the_rest_of_the_cycle_also_after_a_resume():
     def cycle_of(rank):
-        return source_of(12, 2, cycle=3, rank=rank, world_size=2, draws_more=True)
+        return source_of(12, 2, cycle=3, rank=rank, world_size=2, takes_more=True)
 
     whole = names(next(iter(source_of(12, 12))))  # the same order
     for rank, chosen in ((0, [0, 5]), (1, [4, 3])):
@@ -194,7 +194,7 @@ def test_settled_prompts_are_those_of_the_rest_of_the_cycle_also_after_a_resume(
 
 
 def test_a_cycle_forgets_what_the_one_before_settled():
-    source = source_of(12, 2, draws_more=True, shuffle=False)
+    source = source_of(12, 2, takes_more=True, shuffle=False)
     steps = iter(source)
     next(steps).use()
     more(source, 2)
@@ -254,11 +254,11 @@ def test_the_state_at_the_end_of_an_epoch_is_the_start_of_the_next():
 
 
 def test_the_state_knows_what_more_has_used():
-    source = source_of(9, 2, cycle=2, shuffle=False, draws_more=True)
+    source = source_of(9, 2, cycle=2, shuffle=False, takes_more=True)
     steps = iter(source)
     next(steps).use()
     more(source, 3)
-    resumed = source_of(9, 2, cycle=2, shuffle=False, draws_more=True)
+    resumed = source_of(9, 2, cycle=2, shuffle=False, takes_more=True)
     resumed.load_state_dict(source.state_dict())
     assert [names(batch) for batch in resumed] == [names(batch) for batch in steps]
 
@@ -384,7 +384,7 @@ def test_another_number_of_ranks_resumes_with_the_same_rows(count, cycle, factor
 @pytest.mark.parametrize("num_ranks", [1, 3, 6])
 def test_further_prompts_of_a_cycle_are_divided_among_another_number_of_ranks(num_ranks):
     """Prompts 0, 2 and 5 of the rollout were replaced, by prompts 6 and 8, and 7 that teaches nothing either."""
-    options = {"shuffle": False, "cycle": 2, "draws_more": True}
+    options = {"shuffle": False, "cycle": 2, "takes_more": True}
     sources = of_all_ranks(20, 6, 2, **options)
     for rank, source in enumerate(sources):
         next(iter(source)).use()
@@ -667,14 +667,14 @@ def test_a_stream_resumes_at_any_micro_step(count, batch_size, cycle, world_size
 
 @pytest.mark.parametrize("make", [streaming, source_of])
 def test_more_comes_before_a_batch_that_waits(make):
-    source = make(9, 2, shuffle=False, draws_more=True)
+    source = make(9, 2, shuffle=False, takes_more=True)
     steps = iter(source)
     waiting = next(steps)
     batch, waiting = waiting, next(steps)
     assert names(batch) == ["p0", "p1"]
     assert [p.content for p in source.upcoming(2)] == ["p2", "p3"]
     assert more(source, 3) == (3, ["p2", "p3", "p4"])
-    resumed = make(9, 2, shuffle=False, draws_more=True)
+    resumed = make(9, 2, shuffle=False, takes_more=True)
     resumed.load_state_dict(source.state_dict())
     assert [names(b) for b in resumed] == [["p5", "p6"], ["p7", "p8"]]
     assert [names(b) for b in (waiting, *steps)] == [["p5", "p6"], ["p7", "p8"]]
@@ -682,7 +682,7 @@ def test_more_comes_before_a_batch_that_waits(make):
 
 @pytest.mark.parametrize("make", [streaming, source_of])
 def test_more_leaves_a_prompt_to_a_batch_that_waits(make):
-    source = make(6, 2, shuffle=False, draws_more=True)
+    source = make(6, 2, shuffle=False, takes_more=True)
     steps = iter(source)
     batch, waiting = next(steps), next(steps)
     assert names(batch) == ["p0", "p1"]

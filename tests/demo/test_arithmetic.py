@@ -46,15 +46,15 @@ def test_texts_by_hand() -> None:
     digits = (3, 1, 2, 0, 4, 2, 1, 5)
     assert task.question(digits) == "31204215="
     # running sums: 3, 4, 6=0, 0, 4, 6=0, 1, 6=0
-    assert task.worked(digits) == "<think>34004010</think><answer>0</answer>"
-    assert task.short(digits) == "<answer>5</answer>"
+    assert task.worked_completion(digits) == "<think>34004010</think><answer>0</answer>"
+    assert task.short_completion(digits) == "<answer>5</answer>"
 
 
 def test_worked_is_always_right_and_short_seldom() -> None:
     task = DemoTask()
     heldout = task.split().heldout
-    assert all(f"<answer>{task.truth(digits)}</answer>" in task.worked(digits) for digits in heldout)
-    right = sum(task.short(digits) == f"<answer>{task.truth(digits)}</answer>" for digits in heldout)
+    assert all(f"<answer>{task.truth(digits)}</answer>" in task.worked_completion(digits) for digits in heldout)
+    right = sum(task.short_completion(digits) == f"<answer>{task.truth(digits)}</answer>" for digits in heldout)
     assert 0.05 < right / len(heldout) < 0.3  # one in six
 
 
@@ -89,7 +89,7 @@ def test_tokenizer_round_trip() -> None:
     tokenizer = build_tokenizer()
     task = DemoTask()
     digits = (3, 1, 2, 0, 4, 2, 1, 5)
-    for text in (task.question(digits) + task.worked(digits), " a  b?\n\tC'~ n't .", ""):
+    for text in (task.question(digits) + task.worked_completion(digits), " a  b?\n\tC'~ n't .", ""):
         ids = tokenizer.encode(text)
         assert len(ids) == len(text)
         assert tokenizer.decode(ids) == text
@@ -133,7 +133,7 @@ def test_warm_up_loss_is_the_mean_over_completion_tokens() -> None:
     nll = []
     for place, row in enumerate(rows):
         digits = task.split().warm_up[row]
-        completion = (task.short(digits) if place < 3 else task.worked(digits)) + "<eos>"
+        completion = (task.short_completion(digits) if place < 3 else task.worked_completion(digits)) + "<eos>"
         prompt = tokenizer.encode(task.question(digits))
         ids = prompt + tokenizer.encode(completion)
         logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)

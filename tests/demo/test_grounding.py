@@ -61,7 +61,7 @@ def test_every_word_and_number_is_a_token() -> None:
     tokenizer = build_tokenizer(task)
     for thing, place in itertools.product((scene[0] for scene in scenes(20, task)), range(3)):
         naming = namings(thing)[place]
-        text = task.worked(thing, naming)
+        text = task.worked_completion(thing, naming)
         ids = tokenizer.encode(text)
         # <think> word number, number </think> <answer> [ number, number, number, number ] </answer>
         assert len(ids) == 6 + 1 + 9 + 1
@@ -118,7 +118,7 @@ def test_the_loss_is_that_of_the_model_itself() -> None:
         scene = chosen[row // 9]
         thing, naming = [(thing, naming) for thing in scene for naming in namings(thing)][row % 9]
         prompt = prompt_ids(TINY.task.question(thing, naming), processor.tokenizer, TINY.task)
-        text = TINY.task.lazy() if place < 3 else TINY.task.worked(thing, naming)
+        text = TINY.task.lazy_completion() if place < 3 else TINY.task.worked_completion(thing, naming)
         ids = torch.tensor([prompt + processor.tokenizer.encode(text + "<eos>")])
         logits = model(
             input_ids=ids,

@@ -18,10 +18,10 @@ from grpo_lightning.demo.reasoning_gym import (
     GymRecipe,
     ReasoningGymQuickstart,
     build_tokenizer,
-    hasty,
+    hasty_completion,
     pad,
     steps,
-    worked,
+    worked_completion,
 )
 
 pytest.importorskip("reasoning_gym")
@@ -105,8 +105,8 @@ pytest.importorskip("reasoning_gym")
 def test_steps_by_hand(task, question, written):
     entry = {"question": question, "answer": "x", "metadata": {}}
     assert steps(task, entry) == written
-    assert worked(task, entry) == f"<think>{written}</think><answer>x</answer>"
-    assert hasty(entry) == "<answer>x</answer>"
+    assert worked_completion(task, entry) == f"<think>{written}</think><answer>x</answer>"
+    assert hasty_completion(entry) == "<answer>x</answer>"
 
 
 def test_the_last_running_sum_is_the_answer():
@@ -128,7 +128,7 @@ def test_what_questions_share_is_one_token(task):
         ids = tokenizer.encode(entry["question"])
         assert len(ids) <= 25
         assert tokenizer.decode(ids) == entry["question"]
-        answered = worked(task, entry)
+        answered = worked_completion(task, entry)
         assert tokenizer.decode(tokenizer.encode(answered)) == answered
         assert len(tokenizer.encode(answered)) < 40  # the recipe's limit
     assert not [phrase for phrase in PHRASES if len(tokenizer.encode(phrase)) != 1]

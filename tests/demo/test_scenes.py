@@ -32,10 +32,12 @@ def test_texts_by_hand() -> None:
     assert TASK.question(RED_CIRCLE) == "Where is the red circle?"
     assert TASK.question(RED_CIRCLE, "colour") == "Where is the red thing?"
     assert TASK.question(RED_CIRCLE, "shape") == "Where is the coloured circle?"
-    assert TASK.worked(RED_CIRCLE) == "<think>red 15, 29</think><answer>[15, 29, 55, 83]</answer>"
-    assert TASK.worked(RED_CIRCLE, "colour") == TASK.worked(RED_CIRCLE)
-    assert TASK.worked(RED_CIRCLE, "shape") == "<think>circle 15, 29</think><answer>[15, 29, 55, 83]</answer>"
-    assert TASK.lazy() == "<think>anything</think><answer>[0, 0, 112, 112]</answer>"
+    assert TASK.worked_completion(RED_CIRCLE) == "<think>red 15, 29</think><answer>[15, 29, 55, 83]</answer>"
+    assert TASK.worked_completion(RED_CIRCLE, "colour") == TASK.worked_completion(RED_CIRCLE)
+    assert (
+        TASK.worked_completion(RED_CIRCLE, "shape") == "<think>circle 15, 29</think><answer>[15, 29, 55, 83]</answer>"
+    )
+    assert TASK.lazy_completion() == "<think>anything</think><answer>[0, 0, 112, 112]</answer>"
 
 
 def test_numbers_are_those_of_every_answer() -> None:

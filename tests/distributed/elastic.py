@@ -99,17 +99,17 @@ class Notes(L.Callback):
 def train(folder: Path, leg: Leg) -> Notes:
     """One leg, from the newest checkpoint of the run."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    has_images, draws_more = "images" in leg.subject, "further" in leg.subject
+    has_images, takes_more = "images" in leg.subject, "further" in leg.subject
     reward = capitals if has_images else vowel_share
     module = GRPOLightningModule(
         PolicyLoader(str(folder / (FAMILY if has_images else "policy")), **leg.policy),
-        rewards=[functools.partial(of_some, reward) if draws_more else reward],
+        rewards=[functools.partial(of_some, reward) if takes_more else reward],
         sampling=SamplingParams(max_completion_length=6),
         objective=Objective(beta=0.04),
         optimizer=functools.partial(AdamW, lr=3e-3),
         scheduler=functools.partial(Cosine, warmup_ratio=0.1),
         sync_reference=SyncReference(every_n_steps=5, mixup_alpha=0.6),
-        dynamic_sampling=DynamicSampling(2) if draws_more else None,
+        dynamic_sampling=DynamicSampling(2) if takes_more else None,
         num_generations=4,
         ranks_per_group=leg.ranks_per_group,
         num_iterations=2,
@@ -125,8 +125,8 @@ def train(folder: Path, leg: Leg) -> Notes:
         accelerator="cpu",
         devices=leg.num_ranks,
         strategy="auto" if leg.num_ranks == 1 and leg.strategy == "ddp" else STRATEGIES[leg.strategy](),
-        max_epochs=-1 if draws_more else 2,
-        max_steps=16 if draws_more else -1,
+        max_epochs=-1 if takes_more else 2,
+        max_steps=16 if takes_more else -1,
         accumulate_grad_batches=leg.accumulate,
         gradient_clip_val=1.0,
         logger=False,
@@ -136,10 +136,10 @@ def train(folder: Path, leg: Leg) -> Notes:
     )
     seen = [vision.with_files(parts, folder, index) for index, parts in enumerate(SEEN)]
     source = PromptSource(
-        (seen if has_images else PROMPTS) * (3 if draws_more else 1),
+        (seen if has_images else PROMPTS) * (3 if takes_more else 1),
         leg.prompts_per_rollout * leg.ranks_per_group // leg.num_ranks,
         cycle=module.cycle_length(leg.accumulate),
-        draws_more=draws_more,
+        takes_more=takes_more,
         ranks_per_group=leg.ranks_per_group,
     )
     found = {int(path.stem.removeprefix("step=")): path for path in checkpoints.glob("step=*.ckpt")}

@@ -80,7 +80,7 @@ def train(
 ) -> Any:
     """From the newest complete checkpoint to the kill or the end; returns the whole weights."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    has_images, draws_more = "images" in subject, FURTHER in subject
+    has_images, takes_more = "images" in subject, FURTHER in subject
     world_size = int(os.environ["WORLD_SIZE"])
     ranks_per_group = min(2, world_size) if SHARED in subject else 1
     reward = capitals if has_images else vowel_share
@@ -91,13 +91,13 @@ def train(
         played["sampling"] = SamplingParams(max_completion_length=48)
     module = GRPOLightningModule(
         PolicyLoader(str(folder / (FAMILY if has_images else "policy")), **settings),
-        rewards=[functools.partial(of_some, reward) if draws_more else reward],
+        rewards=[functools.partial(of_some, reward) if takes_more else reward],
         **played,
         objective=Objective(beta=0.04),
         optimizer=functools.partial(AdamW, lr=3e-3),
         scheduler=functools.partial(Cosine, warmup_ratio=0.1),
         sync_reference=None if settings.get("lora") else SyncReference(every_n_steps=5, mixup_alpha=0.6),
-        dynamic_sampling=DynamicSampling(2) if draws_more else None,
+        dynamic_sampling=DynamicSampling(2) if takes_more else None,
         num_generations=4,
         ranks_per_group=ranks_per_group,
         num_iterations=2,
@@ -123,7 +123,7 @@ def train(
         devices=world_size,
         strategy=DDPStrategy(find_unused_parameters=True) if strategy == FIXED_BUCKETS else STRATEGIES[strategy](),
         max_epochs=2,
-        max_steps=8 if draws_more else -1,
+        max_steps=8 if takes_more else -1,
         accumulate_grad_batches=2,
         gradient_clip_val=1.0,
         logger=False,
@@ -133,9 +133,9 @@ def train(
     )
     seen = [vision.with_files(parts, folder, index) for index, parts in enumerate(SEEN)]
     texts = TURNS if CONVERSATIONS in subject else PROMPTS
-    prompts = (seen if has_images else texts) * (3 if draws_more else 1)
+    prompts = (seen if has_images else texts) * (3 if takes_more else 1)
     size, cycle = 4 * ranks_per_group // world_size, module.cycle_length(2)
-    source = PromptSource(prompts, size, cycle=cycle, draws_more=draws_more, ranks_per_group=ranks_per_group)
+    source = PromptSource(prompts, size, cycle=cycle, takes_more=takes_more, ranks_per_group=ranks_per_group)
     trainer.fit(module, source, ckpt_path=newest(checkpoints))
     return final
 

@@ -66,9 +66,9 @@ def test_interval_of_nothing_has_no_value():
 def test_unsolvable_prompts_widen_it_to_that_of_the_prompts_alone():
     """8 completions of a prompt that agree are worth one; where they are independent, they are worth 8."""
     agreeing = torch.tensor([0.0, 1.0] * 20)
-    assert interval(agreeing, draws=8) == pytest.approx(interval(agreeing))
+    assert interval(agreeing, num_generations=8) == pytest.approx(interval(agreeing))
     alike = torch.full((40,), 0.5)
-    width = interval(alike, draws=8)[1] - interval(alike, draws=8)[0]
+    width = interval(alike, num_generations=8)[1] - interval(alike, num_generations=8)[0]
     assert width < 0.45 * (interval(agreeing)[1] - interval(agreeing)[0])
 
 
@@ -84,5 +84,5 @@ def test_interval_holds_the_truth_as_often_as_it_says():
     generator = torch.Generator().manual_seed(1)
     difficulty = torch.rand(2000, 50, generator=generator)  # mean 1/2
     values = torch.binomial(torch.full_like(difficulty, 8.0), difficulty, generator=generator) / 8
-    held = sum(low <= 0.5 <= high for low, high in (interval(row, 0.9, draws=8) for row in values))
+    held = sum(low <= 0.5 <= high for low, high in (interval(row, 0.9, num_generations=8) for row in values))
     assert held / 2000 == pytest.approx(0.9, abs=0.03)

@@ -20,7 +20,7 @@ from grpo_lightning.policy.kv_cache import (
     attention_kernel,
     current,
     matrix_products,
-    packed,
+    pack_rows,
     unshared_reason,
 )
 from grpo_lightning.policy.sharding import Sharding
@@ -224,7 +224,7 @@ def test_any_rows_may_leave_and_join_at_any_step(lengths, size, key_heads, data)
             torch.testing.assert_close(got[row, 0], dense(query[row, :, 0], keys, values), atol=1e-5, rtol=1e-4)
         if data.draw(st.integers(0, 3)) == 0:
             kept = sorted(data.draw(st.sets(st.integers(0, len(seen) - 1), min_size=1)))
-            keep = packed(kept)
+            keep = pack_rows(kept)
             cache.select(keep)
             seen = [seen[row] for row in keep]
         if data.draw(st.integers(0, 5)) == 0:
@@ -236,7 +236,7 @@ def test_any_rows_may_leave_and_join_at_any_step(lengths, size, key_heads, data)
 
 @given(st.sets(st.integers(0, 30), min_size=1))
 def test_the_fewest_rows_move(kept):
-    places = packed(sorted(kept))
+    places = pack_rows(sorted(kept))
     assert sorted(places) == sorted(kept)
     assert all(row == place or row >= len(kept) for place, row in enumerate(places))
 
@@ -244,8 +244,8 @@ def test_the_fewest_rows_move(kept):
 def test_the_prompts_are_not_copied(cache):
     """Rows that stay, and their prompts, are not moved."""
     prompts, own = cache.prompts[0].keys.data_ptr(), cache.own[0].keys.data_ptr()
-    cache.select(packed([0, 1, 3]))
+    cache.select(pack_rows([0, 1, 3]))
     assert (cache.prompts[0].keys.data_ptr(), cache.own[0].keys.data_ptr()) == (prompts, own)
     assert cache.own[0].keys.shape == (3, 1, 8, 8)
-    cache.select(packed([2]))
+    cache.select(pack_rows([2]))
     assert cache.prompts[0].keys.shape[0] == 1

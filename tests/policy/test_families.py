@@ -17,9 +17,9 @@ from grpo_lightning.policy.families import (
     freeze_unused,
     freeze_vision,
     inner_model,
+    is_multimodal,
     is_tower_trained,
     refuse_remote_code,
-    sees_images,
     unknown_reason,
     vision_parts,
 )
@@ -164,7 +164,7 @@ def test_media_tokens_are_those_of_the_config(family):
 
 def test_text_models_have_no_family():
     config = tiny_models.tiny_model("qwen2").config
-    assert not sees_images(config)
+    assert not is_multimodal(config)
     assert family_of(config) is None
     assert unknown_reason(config) is None
     with pytest.raises(ValueError, match=r"policy\.freeze_vision_modules is set, but the policy .* is text-only"):

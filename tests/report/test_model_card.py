@@ -55,10 +55,10 @@ def run(tmp_path):
     return folder
 
 
-def card_of(tmp_path, run, policy="Qwen/Qwen2.5-0.5B-Instruct", *, is_adapter=False, sees_images=False):
+def card_of(tmp_path, run, policy="Qwen/Qwen2.5-0.5B-Instruct", *, is_adapter=False, is_multimodal=False):
     folder = tmp_path / "model"
     folder.mkdir(exist_ok=True)
-    path = write_card(folder, run, policy=policy, is_adapter=is_adapter, sees_images=sees_images)
+    path = write_card(folder, run, policy=policy, is_adapter=is_adapter, is_multimodal=is_multimodal)
     assert path == folder / "README.md"
     return ModelCard.load(path)
 
@@ -75,7 +75,7 @@ def test_the_hub_reads_base_model_data_task_and_results(tmp_path, run):
 
 
 def test_an_adapter_and_a_model_with_images(tmp_path, run):
-    data = card_of(tmp_path, run, is_adapter=True, sees_images=True).data
+    data = card_of(tmp_path, run, is_adapter=True, is_multimodal=True).data
     assert (data.library_name, data.pipeline_tag) == ("peft", "image-text-to-text")
 
 

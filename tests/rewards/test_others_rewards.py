@@ -18,7 +18,7 @@ import torch
 from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.rewards import ByMethod, Cosine, RewardSet, Scores, WeightedReward
-from grpo_lightning.rewards.base import TrainerState, _renamed
+from grpo_lightning.rewards.base import TrainerState, _rename_reward
 
 CHAT = [{"role": "user", "content": "What is 1 + 1?"}]
 
@@ -115,7 +115,7 @@ def reward(completions, **kwargs):
 
 @pytest.mark.parametrize("name", ["reward", "length", "mean", "std"])
 def test_a_function_with_a_name_of_the_logs_gets_another(name: str, caplog: pytest.LogCaptureFixture):
-    _renamed.cache_clear()
+    _rename_reward.cache_clear()
     function = functools.partial(reward) if name == "reward" else types.FunctionType(reward.__code__, globals(), name)
     scores = [RewardSet([function]).score([group("abc", "")]) for _ in range(2)]
     assert [list(of_call.by_reward) for of_call in scores] == [[f"{name}_fn"]] * 2

@@ -396,12 +396,12 @@ def test_a_reward_that_there_is_not():
 @pytest.mark.parametrize("is_on", [True, False])
 def test_a_source_made_for_another_module(is_on):
     module = make_module(dynamic_sampling=DynamicSampling() if is_on else None)
-    with pytest.raises(ValueError, match="draws_more=True"):
-        make_trainer(max_steps=1).fit(module, make_source(module, PROMPTS, draws_more=not is_on))
+    with pytest.raises(ValueError, match="takes_more=True"):
+        make_trainer(max_steps=1).fit(module, make_source(module, PROMPTS, takes_more=not is_on))
 
 
 def test_a_plain_loader_has_no_further_prompts():
     module = make_module(dynamic_sampling=DynamicSampling())
     loader = torch.utils.data.DataLoader(PROMPTS, batch_size=2, collate_fn=list)
-    with pytest.raises(ValueError, match=r"PromptSource\(data, \.\.\., draws_more=True\)"):
+    with pytest.raises(ValueError, match=r"PromptSource\(data, \.\.\., takes_more=True\)"):
         make_trainer(max_steps=1).fit(module, loader)

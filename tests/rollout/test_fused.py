@@ -11,8 +11,8 @@ import torch
 
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.rollout import fused
-from grpo_lightning.rollout.fused import FusedDraw, next_token
-from grpo_lightning.rollout.token_sampler import DrawSettings, NextToken
+from grpo_lightning.rollout.fused import FusedSampler, next_token
+from grpo_lightning.rollout.token_sampler import NextToken, TokenSettings
 
 CPU = torch.device("cpu")
 NEEDS_COMPILER = pytest.mark.skipif(
@@ -33,7 +33,7 @@ SAMPLINGS = {
 
 
 def next_token_of(vocabulary=300, **sampling):
-    return NextToken(DrawSettings.of(SamplingParams(**sampling)), vocabulary, CPU)
+    return NextToken(TokenSettings.of(SamplingParams(**sampling)), vocabulary, CPU)
 
 
 def inputs(rows, seen=5, vocabulary=300, dtype=torch.float32, seed=0):
@@ -59,7 +59,7 @@ def assert_equal_draws(drawn, expected):
 def test_compiled_draws_equal_those_of_the_operations(name, caplog):
     """Over numbers of rows and of seen tokens; these need one compilation, and one more for a single row."""
     draw = next_token_of(**SAMPLINGS[name])
-    quick, graphs = FusedDraw(draw), torch._dynamo.utils.counters["stats"]
+    quick, graphs = FusedSampler(draw), torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]
     for seed, rows in enumerate((64, 63, 17, 2, 40)):
         for seen in (5, 6, 30):
@@ -80,7 +80,7 @@ def test_compiled_draws_equal_those_of_the_operations(name, caplog):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_vocabularies_and_types_of_logits(vocabulary, dtype):
     draw = next_token_of(vocabulary, temperature=0.7)
-    quick = FusedDraw(draw)
+    quick = FusedSampler(draw)
     given = inputs(32, vocabulary=vocabulary, dtype=dtype)
     assert_equal_draws(quick(*given), draw(*given))
     assert quick.is_fused
@@ -93,7 +93,7 @@ def test_many_settings_do_not_exhaust_the_limit_of_compilations(monkeypatch):
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     for temperature in (0.5, 0.6, 0.7, 0.8):
         draw = next_token_of(temperature=temperature)
-        quick = FusedDraw(draw)
+        quick = FusedSampler(draw)
         assert_equal_draws(quick(*inputs(8)), draw(*inputs(8)))
         assert quick.is_fused
 
@@ -103,7 +103,7 @@ def test_many_settings_do_not_exhaust_the_limit_of_compilations(monkeypatch):
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_fused_draws_on_a_gpu(name):
     gpu = torch.device("cuda")
-    settings = DrawSettings.of(SamplingParams(**SAMPLINGS[name]))
+    settings = TokenSettings.of(SamplingParams(**SAMPLINGS[name]))
     quick, draw = next_token(settings, 300, gpu, 64), NextToken(settings, 300, gpu)
     for rows in (64, 63, 1):
         history, logits, uniforms = (x.to(gpu) for x in inputs(rows))
@@ -116,12 +116,12 @@ def test_fused_draws_on_a_gpu(name):
 
 
 def test_only_long_rollouts_on_cuda_are_fused():
-    settings = DrawSettings.of(SamplingParams())
+    settings = TokenSettings.of(SamplingParams())
     assert isinstance(next_token(settings, 300, CPU, 512), NextToken)
-    assert isinstance(next_token(settings, 300, torch.device("cuda", 0), 512), FusedDraw)
+    assert isinstance(next_token(settings, 300, torch.device("cuda", 0), 512), FusedSampler)
     assert isinstance(next_token(settings, 300, torch.device("cuda", 0), fused.LEAST_LENGTH - 1), NextToken)
     assert next_token(settings, 300, torch.device("cuda", 0), 512) is next_token(
-        DrawSettings.of(SamplingParams()), 300, torch.device("cuda", 0), 512
+        TokenSettings.of(SamplingParams()), 300, torch.device("cuda", 0), 512
     )
 
 
@@ -168,9 +168,9 @@ def wrong_numbers(name, value):
     ],
 )
 def test_what_cannot_be_fused_is_drawn_unfused_and_logged_once(compiler, reason, monkeypatch, caplog):
-    monkeypatch.setattr(fused, "compile_draw", compiler)
+    monkeypatch.setattr(fused, "compile_sampler", compiler)
     draw = next_token_of()
-    quick = FusedDraw(draw)
+    quick = FusedSampler(draw)
     with caplog.at_level(logging.INFO, "grpo_lightning"):
         for seed in range(3):
             assert_equal_draws(quick(*inputs(8, seed=seed)), draw(*inputs(8, seed=seed)))
@@ -181,8 +181,8 @@ def test_what_cannot_be_fused_is_drawn_unfused_and_logged_once(compiler, reason,
 
 
 def test_rounding_is_no_difference(monkeypatch, caplog):
-    monkeypatch.setattr(fused, "compile_draw", wrong_numbers("logprobs", 1e-5))
-    quick = FusedDraw(next_token_of())
+    monkeypatch.setattr(fused, "compile_sampler", wrong_numbers("logprobs", 1e-5))
+    quick = FusedSampler(next_token_of())
     quick(*inputs(8))
     assert quick.is_fused
 
@@ -197,10 +197,10 @@ def test_one_other_token_is_rounding():
 
 def test_nan_is_no_difference(monkeypatch):
     """Diverged logits are reported by the next look, not as a failed compilation."""
-    monkeypatch.setattr(fused, "compile_draw", lambda draw: draw)
+    monkeypatch.setattr(fused, "compile_sampler", lambda draw: draw)
     history, logits, uniforms = inputs(8)
     logits[2, 4] = torch.nan
-    quick = FusedDraw(next_token_of())
+    quick = FusedSampler(next_token_of())
     drawn = quick(history, logits, uniforms)
     assert drawn.entropies.isnan().tolist() == [row == 2 for row in range(8)]
     assert quick.is_fused
@@ -210,6 +210,6 @@ def test_a_lack_of_memory_is_raised(monkeypatch):
     def compiler(draw):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(fused, "compile_draw", compiler)
+    monkeypatch.setattr(fused, "compile_sampler", compiler)
     with pytest.raises(torch.OutOfMemoryError):
-        FusedDraw(next_token_of())(*inputs(8))
+        FusedSampler(next_token_of())(*inputs(8))

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.rollout.token_sampler import (
     BLOCK_TOKENS,
-    DrawSettings,
     NextToken,
+    TokenSettings,
     first_above,
     next_below,
     pick,
@@ -120,7 +120,7 @@ def test_what_can_be_drawn(never, size, expected):
 
 
 def test_suppressed_tokens_have_no_probability_and_no_entropy():
-    settings = DrawSettings.of(SamplingParams(suppress_tokens=[1, 2, 7]))
+    settings = TokenSettings.of(SamplingParams(suppress_tokens=[1, 2, 7]))
     draw = NextToken(settings, 8, CPU)
     logits = torch.zeros(6, 8)
     uniforms = torch.arange(6, dtype=torch.float64) / 6
@@ -132,7 +132,7 @@ def test_suppressed_tokens_have_no_probability_and_no_entropy():
 
 def test_autocast_changes_no_number():
     """Autocast computes dot products in 16 bits, where the lowest 32-bit number is -inf."""
-    draw = NextToken(DrawSettings.of(SamplingParams(suppress_tokens=[1, 2])), 200, CPU)
+    draw = NextToken(TokenSettings.of(SamplingParams(suppress_tokens=[1, 2])), 200, CPU)
     given = torch.zeros(6, 1, dtype=torch.long), torch.randn(6, 200), torch.rand(6, dtype=torch.float64)
     want = draw(*given)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -113,7 +113,7 @@ def test_micro_batches_are_balanced_by_what_the_scorer_computes(chunk_size, prom
         policy=None,
         reference=None,
         scorer=Scorer(chunk_size=chunk_size),
-        encoder=SimpleNamespace(sees_images=False),
+        encoder=SimpleNamespace(is_multimodal=False),
         sharding=None,
         temperature=1.0,
         pad_id=0,

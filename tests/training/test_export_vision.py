@@ -53,7 +53,7 @@ def test_model_and_processor_are_the_trained_ones(family, tmp_path):
     before, own = loaded(tmp_path / "policy")
     assert torch.equal(said, logits(module.policy, own, image))
     assert (said - logits(before, own, image)).abs().max() > 1e-3, "nothing was learned"
-    assert result.sees_images
+    assert result.is_multimodal
     assert {path.name for path in result.files} >= {"config.json", "model.safetensors", "tokenizer.json"}
     assert type(processor) is type(own)
     assert processor.chat_template == own.chat_template

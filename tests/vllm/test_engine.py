@@ -178,7 +178,7 @@ def test_an_adapter_that_is_late_or_has_an_old_name_shows_in_the_log_probs(conne
     step(policy, 0)
     engine.sync_weights(policy)
     step(policy, 1)
-    monkeypatch.setattr(engine.backend, "load_adapter", lambda *_: engine.told)
+    monkeypatch.setattr(engine.backend, "load_adapter", lambda *_: engine.announced)
     engine.sync_weights(policy)
     ((late,),) = engine.generate(PROMPTS[:1], 1, SAMPLING, seeds=[1])
     assert late.logprobs != pytest.approx(scored(policy, PROMPTS[0], late), abs=1e-2)

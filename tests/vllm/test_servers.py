@@ -19,7 +19,7 @@ from grpo_lightning.rollout.vllm import weights
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.requests import Request
 from grpo_lightning.rollout.vllm.server import INCOMPLETE, Served, ServerError, UnavailableError
-from grpo_lightning.rollout.vllm.servers import Job, Pending, Told
+from grpo_lightning.rollout.vllm.servers import Announcement, Job, Pending
 from tests.marks import few
 from tests.module_runs import SMALL, make_module
 from tests.ports import free_port
@@ -746,7 +746,7 @@ def test_a_server_that_only_another_rank_cannot_use_ends_the_run(start, monkeypa
 def test_another_rank_takes_over_the_versions(start):
     engine, _, first, second = start(2)
     versions = {first.url: ("grpo-ab-3-4", None), second.url: (None, None)}
-    engine.backend.adopt(Told(versions, None))
+    engine.backend.adopt(Announcement(versions, None))
     assert [server.version for server in engine.backend.servers] == ["grpo-ab-3-4", None]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from grpo_lightning.policy.adapters import adapter_layers, is_expert_adapter
-from grpo_lightning.policy.families import freeze_unused, freeze_vision, is_tower_trained, sees_images
+from grpo_lightning.policy.families import freeze_unused, freeze_vision, is_multimodal, is_tower_trained
 from grpo_lightning.policy.lora import LoRA, adapter_config
 from grpo_lightning.policy.lora_injection import check_names, select
 from grpo_lightning.policy.trainable import freeze_first_layers
@@ -128,13 +128,13 @@ def sizes_of(model: Any, settings: PolicySettings) -> ModelSizes:
     attention = [layer for layer in cached if hasattr(layer, "keys")]
     limit_training(model, settings)
     head, weights, multiplied = model.get_output_embeddings(), list(model.parameters()), matrices(model)
-    decoder = model.get_decoder() if sees_images(model.config) else model
+    decoder = model.get_decoder() if is_multimodal(model.config) else model
     in_layers = {id(weight) for name, weight in decoder.named_parameters() if NUMBERED.search(name)}
     in_text = {id(weight) for module in (decoder, head) if module is not None for weight in module.parameters()}
     num_layer_weights = count(weight for weight in weights if id(weight) in in_layers)
     num_text_weights = count(weight for weight in weights if id(weight) in in_text)
     quantized = linear_weights(model) if settings.quantization != "none" else []
-    has_trained_tower = sees_images(model.config) and is_tower_trained(model)
+    has_trained_tower = is_multimodal(model.config) and is_tower_trained(model)
     adapters = adapter_sizes(model, settings.lora)
     return ModelSizes(
         num_layers=num_layers,
@@ -309,7 +309,7 @@ _INTERN_VIT_300M = {
 }
 
 
-def _known() -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _published_models() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield hub name, model type and config of each published model."""
     configs = {name: dict(zip(_COLUMNS, row, strict=True)) for name, row in _SIZES.items()}
     for name, config in configs.items():
@@ -336,4 +336,6 @@ def known_config(name: str) -> PretrainedConfig | None:
     """The config of a published model by its hub name; None if its sizes are unknown."""
     from transformers import AutoConfig
 
-    return next((AutoConfig.for_model(kind, **config) for known, kind, config in _known() if known == name), None)
+    return next(
+        (AutoConfig.for_model(kind, **config) for known, kind, config in _published_models() if known == name), None
+    )

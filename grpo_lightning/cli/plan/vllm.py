@@ -207,7 +207,7 @@ def levers(size: VLLMSize, settings: MemorySettings, moment: Moment) -> list[str
 def remarks(engine: Any, size: VLLMSize | None) -> list[str]:
     """Remarks on the memory of vLLM, or of another engine than the policy itself."""
     if size is None:
-        return [] if isinstance(engine, LocalEngine) else ["an external engine samples, whose memory is not counted"]
+        return [] if isinstance(engine, LocalEngine) else ["the memory of the external engine is not counted"]
     if engine.mode == "server":
         return [
             f"the vLLM servers ({', '.join(engine.urls)}) have devices of their own, which the table leaves out: in "

@@ -48,7 +48,7 @@ def check_solution(solution: Any, sizes: Sequence[tuple[int, int]], boxes: Boxes
     """
     if boxes == "none" or not sizes:
         return solution
-    found = _parsed(solution)
+    found = _parse_solution(solution)
     if boxes == "auto" and (len(sizes) != 1 or not looks_like_box(found)):
         return solution
     if _is_listing(found):
@@ -111,7 +111,7 @@ def looks_like_box(value: Any) -> bool:
     return is_four and any(_is_number(number) or _is_number_text(number) for number in value)
 
 
-def _parsed(solution: Any) -> Any:
+def _parse_solution(solution: Any) -> Any:
     """Parse a solution that is JSON text; return any other one unchanged."""
     solution = solution.tolist() if hasattr(solution, "tolist") else solution
     if not isinstance(solution, str):

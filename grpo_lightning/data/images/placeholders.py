@@ -48,14 +48,14 @@ def place_images(
         _put_first(placed, slots, finder.where)
     num_open = sum("ref" not in slot for slot in slots)
     if num_open != len(images):
-        raise ValueError(_miscounted(num_open, len(images), finder.where))
+        raise ValueError(_count_error(num_open, len(images), finder.where))
     left = iter(images)
     refs = [slot.pop("ref") if "ref" in slot else next(left) for slot in slots]
     done: list[Message] = [*placed]
     return done, refs
 
 
-def _miscounted(num_places: int, num_images: int, where: str) -> str:
+def _count_error(num_places: int, num_images: int, where: str) -> str:
     """The error for a row with more or fewer placeholders than images."""
     counts = f"{where}: the prompt has {num_places} image placeholders ({IMAGE}, or image parts) and the row"
     if not num_images:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, get_args
 
 from grpo_lightning.core.images import ImageError, ImageRef
-from grpo_lightning.core.messages import listed, progress_bar
+from grpo_lightning.core.messages import bullet_list, progress_bar
 from grpo_lightning.core.ranks import gather_objects, is_any, rank, world_size
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.images.boxes import Boxes, check_solution
@@ -110,9 +110,13 @@ class Preflight:
         num_bad = bad.total()
         if self.bad_images == "error":
             rows = "1 row has" if num_bad == 1 else f"{num_bad} rows have"
-            raise ValueError(f"{rows} unreadable images or invalid boxes{counts}:\n{listed(problems)}\n{self.advice}")
+            raise ValueError(
+                f"{rows} unreadable images or invalid boxes{counts}:\n{bullet_list(problems)}\n{self.advice}"
+            )
         rows, verb = ("row", "is") if num_bad == 1 else ("rows", "are")
-        log.warning("%d %s with bad images or boxes %s dropped%s:\n%s", num_bad, rows, verb, counts, listed(problems))
+        log.warning(
+            "%d %s with bad images or boxes %s dropped%s:\n%s", num_bad, rows, verb, counts, bullet_list(problems)
+        )
 
 
 def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:

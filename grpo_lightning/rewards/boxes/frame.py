@@ -30,17 +30,17 @@ class BoxFrame(NamedTuple):
     size: tuple[float, float] | None
     """Width and height of the image; None if unknown."""
 
-    def given(self, boxes: Sequence[Box | None]) -> Tensor:
+    def answer_boxes(self, boxes: Sequence[Box | None]) -> Tensor:
         """Convert answer boxes: [n, 4] float64, clipped to the image; an empty box for None."""
-        return self._placed([box or (0.0, 0.0, 0.0, 0.0) for box in boxes], self.given_scale)
+        return self._place([box or (0.0, 0.0, 0.0, 0.0) for box in boxes], self.given_scale)
 
-    def right(self, boxes: Sequence[Box]) -> Tensor:
+    def gold_boxes(self, boxes: Sequence[Box]) -> Tensor:
         """Convert ground-truth boxes: [n, 4] float64, clipped to the image. Raises: ValueError as `check_inside`."""
         for box in boxes:
             check_inside(box, self.right_scale, self.size)
-        return self._placed(boxes, self.right_scale)
+        return self._place(boxes, self.right_scale)
 
-    def _placed(self, boxes: Sequence[Box], scale: Scale) -> Tensor:
+    def _place(self, boxes: Sequence[Box], scale: Scale) -> Tensor:
         """Scale boxes to the common units and clip them to the image: [n, 4] float64."""
         placed = torch.tensor(boxes, dtype=torch.float64).reshape(-1, 4) * torch.tensor(scale * 2, dtype=torch.float64)
         return placed if self.size is None else clip(placed, *self.size)
@@ -120,14 +120,14 @@ class BoxReward(Reward):
                 values.append(None)
                 boxes.append(None)
                 continue
-            given = self.given(completion_text(completion))
+            given = self.parse_answer(completion_text(completion))
             unreadable.append(given is None)
             frame = frame_of(images, self.coordinates, self.gold_coordinates)
             values.append(self.compare(given, right, frame))
             if log_extra is not None:
                 placed = {
-                    "answer": frame.given(self.given_boxes(given)),
-                    "ground_truth": frame.right(self.boxes_of(right)),
+                    "answer": frame.answer_boxes(self.given_boxes(given)),
+                    "ground_truth": frame.gold_boxes(self.boxes_of(right)),
                 }
                 boxes.append({name: own.round(decimals=2).tolist() for name, own in placed.items()})
         if log_metric is not None and unreadable:
@@ -159,7 +159,7 @@ class BoxReward(Reward):
         return ()
 
     @abstractmethod
-    def given(self, text: str) -> Any:
+    def parse_answer(self, text: str) -> Any:
         """Parse the answer of a completion; None if it cannot be parsed."""
 
     @abstractmethod

@@ -62,18 +62,18 @@ def detections(text: str) -> list[Detection] | None:
     answer = _in_fences(answer_of(text))
     if plain(answer).strip("\"'`") == "none":
         return []
-    value = _parsed(answer)
+    value = _parse_json(answer)
     if value is _INVALID:
         starts = [at for at in (answer.find("["), answer.find("{")) if at >= 0]
         end = max(answer.rfind("]"), answer.rfind("}")) + 1
-        value = _parsed(answer[min(starts) : end]) if starts else _INVALID
-    return _listed(value)
+        value = _parse_json(answer[min(starts) : end]) if starts else _INVALID
+    return _to_objects(value)
 
 
 def has_json_box(answer: str) -> bool:
     """Whether an answer is JSON, bare or in code fences: an object with a box in it, or a list with such an object."""
     answer = answer.strip()
-    value = _parsed(_in_fences(answer) if answer.startswith(_FENCE) and answer.endswith(_FENCE) else answer)
+    value = _parse_json(_in_fences(answer) if answer.startswith(_FENCE) and answer.endswith(_FENCE) else answer)
     items = value if isinstance(value, list) else [value]
     return any(_as_box(part) is not None for item in items if isinstance(item, dict) for part in item.values())
 
@@ -97,7 +97,7 @@ def gold_box(answer: Any, column: str) -> Box | None:
     if isinstance(answer, str):
         found = boxes_in(answer_of(answer))
     else:
-        found = [detection.box for detection in _listed(answer) or ()]
+        found = [detection.box for detection in _to_objects(answer) or ()]
     if len(found) != 1 or found[0] is None:
         raise ValueError(f"column {column!r} must hold one box, [x1, y1, x2, y2], got {answer!r:.200}.")
     if not _has_inside(found[0]):
@@ -120,7 +120,7 @@ def gold_detections(answer: Any, column: str) -> list[Detection] | None:
     """
     if answer is None or (isinstance(answer, str) and not answer):
         return None
-    found = detections(answer) if isinstance(answer, str) else _listed(answer)
+    found = detections(answer) if isinstance(answer, str) else _to_objects(answer)
     if found is None:
         example = '[{"bbox_2d": [x1, y1, x2, y2], "label": "..."}]'
         raise ValueError(f"column {column!r} must hold a list like {example}, got {answer!r:.200}.")
@@ -143,7 +143,7 @@ def _in_fences(answer: str) -> str:
     return inside.removeprefix("json").lstrip()
 
 
-def _parsed(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     """Parse JSON; `_INVALID` if it is not valid. Integers become floats, so that a huge integer becomes infinity."""
     try:
         return json.loads(text, parse_int=float)
@@ -151,7 +151,7 @@ def _parsed(text: str) -> Any:
         return _INVALID
 
 
-def _listed(value: Any) -> list[Detection] | None:
+def _to_objects(value: Any) -> list[Detection] | None:
     """Convert parsed JSON, or a value of a data column, to objects; None if it is not a list of objects."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if value is None:

@@ -77,7 +77,7 @@ class IoU(BoxReward):
         """The ground-truth box."""
         return [right]
 
-    def given(self, text: str) -> Box | None:
+    def parse_answer(self, text: str) -> Box | None:
         """Parse the answer's last box."""
         return last_box(text)
 
@@ -87,7 +87,7 @@ class IoU(BoxReward):
 
     def compare(self, given: Box | None, right: Box, frame: BoxFrame) -> float:
         """The IoU, or whether it is above the threshold."""
-        overlap = iou(frame.given([given]), frame.right([right])).item()
+        overlap = iou(frame.answer_boxes([given]), frame.gold_boxes([right])).item()
         return overlap if self.threshold is None else float(overlap > self.threshold)
 
 
@@ -134,7 +134,7 @@ class DetectionReward(BoxReward):
         """The boxes of the objects."""
         return [item.box for item in right if item.box]
 
-    def given(self, text: str) -> list[Detection] | None:
+    def parse_answer(self, text: str) -> list[Detection] | None:
         """Parse the answer's objects."""
         return detections(text)
 
@@ -198,9 +198,9 @@ class DetectionMAP(DetectionReward):
     def match(self, given: list[Detection], right: list[Detection], frame: BoxFrame) -> float:
         """The average precision."""
         return average_precision(
-            frame.given([item.box for item in given]),
+            frame.answer_boxes([item.box for item in given]),
             [item.label for item in given],
-            frame.right(self.boxes_of(right)),
+            frame.gold_boxes(self.boxes_of(right)),
             [item.label for item in right],
             self.iou_threshold,
         )
@@ -281,7 +281,7 @@ class WeightedSum(DetectionReward):
         self, given: Sequence[Detection], right: Sequence[Detection], frame: BoxFrame
     ) -> list[tuple[float, bool]]:
         """Match objects. Returns: the IoU of each pair, and whether its labels are equal."""
-        boxes = frame.given([item.box for item in given]), frame.right(self.boxes_of(right))
+        boxes = frame.answer_boxes([item.box for item in given]), frame.gold_boxes(self.boxes_of(right))
         overlaps = iou(boxes[0][:, None], boxes[1])
         near = torch.nonzero(overlaps >= self.iou_threshold).tolist()
         found = [(overlaps[i, j].item(), given[i].label == right[j].label, i, j) for i, j in near]

@@ -287,8 +287,8 @@ def check_sandbox(limits: Limits) -> list[str]:
     """Start a sandbox and try to break out of it.
 
     Returns:
-        What the sandbox does not prevent: ["read a file"] if the kernel has no Landlock and `limits.allow_file_reads`
-        is set; otherwise [].
+        The actions that the sandbox does not prevent: ["read a file"] if the kernel has no Landlock and
+        `limits.allow_file_reads` is set; otherwise [].
 
     Raises:
         SandboxError: If the sandbox does not start, or another attempt to break out succeeds.

@@ -263,7 +263,7 @@ class Launcher:
         Args:
             pid: The child that writes the output.
             exchange: Its input and output.
-            program: The child that runs the program, whose threads are counted.
+            program: The child that runs the program. Its threads are counted.
             seconds: Time limit.
 
         Returns:
@@ -407,13 +407,13 @@ def _judge_program(place: int, size: int) -> NoReturn:
     os._exit(0)
 
 
-def run_test(test: dict[str, Any], ask: Callable[[dict[str, Any]], Any]) -> tuple[str, str]:
+def run_test(test: dict[str, Any], call_program: Callable[[dict[str, Any]], Any]) -> tuple[str, str]:
     """Run test code.
 
     Args:
         test: `setup` and `code`, Python code to run one after the other; `names`, the names that the program defines;
             `modules`, the modules to import.
-        ask: Sends a request to the program and returns its answer.
+        call_program: Sends a request to the program and returns its answer.
 
     Returns:
         ("passed", ""), ("failed", why) or ("unsupported", why).
@@ -421,7 +421,7 @@ def run_test(test: dict[str, Any], ask: Callable[[dict[str, Any]], Any]) -> tupl
     namespace: dict[str, Any] = {"__name__": "tests"}
     try:
         namespace |= {name: importlib.import_module(name) for name in test["modules"]}
-        namespace |= {name: values.Remote(ask, name, "function") for name in test["names"]}
+        namespace |= {name: values.Remote(call_program, name, "function") for name in test["names"]}
         for part in ("setup", "code"):
             exec(compile(test[part], f"{part}.py", "exec", dont_inherit=True), namespace)  # noqa: S102
     except values.PlainError as error:

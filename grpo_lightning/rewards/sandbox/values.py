@@ -39,7 +39,7 @@ MAX_EQUAL_HASHES = 100
 """Most keys of a dictionary, or items of a set, with the same hash. With more, making it takes quadratic time."""
 
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError)
-"""What `decode` raises for data that is not an encoding of a value."""
+"""The errors that `decode` raises for data that is not an encoding of a value."""
 
 _SEQUENCES: dict[str, Any] = {"l": list, "t": tuple, "s": set, "z": frozenset}
 
@@ -93,7 +93,7 @@ def decode(data: Any, find: Callable[[Any, str], Any]) -> Any:
     """Decode a value.
 
     Args:
-        data: What `encode` returned, in another process that is not trusted.
+        data: The result of `encode` in another process, which is not trusted.
         find: Called with place and type of every `["o", place, type]`; returns the object, or raises.
 
     Raises:
@@ -247,30 +247,30 @@ class Remote:
     Comparing it, or using it as a condition, raises: only values of builtin types decide a test.
     """
 
-    def __init__(self, ask: Callable[[dict[str, Any]], Any], place: str | int, kind: str) -> None:
-        object.__setattr__(self, "_remote", (ask, place, kind))
+    def __init__(self, call_program: Callable[[dict[str, Any]], Any], place: str | int, kind: str) -> None:
+        object.__setattr__(self, "_remote", (call_program, place, kind))
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Call the object. Raises: what the program raises; PlainError if an argument cannot be copied."""
-        ask, place, _ = _parts(self)
+        call_program, place, _ = _parts(self)
         sent = [encode(list(arguments), _send), encode(keywords, _send)]
-        answer = ask({"do": "call", "target": place, "arguments": sent[0], "keywords": sent[1]})
+        answer = call_program({"do": "call", "target": place, "arguments": sent[0], "keywords": sent[1]})
         for position, new in answer.get("changed", {}).items():
-            _update(arguments[int(position)], _receive(new, ask))
-        return _receive(answer["value"], ask)
+            _update(arguments[int(position)], _receive(new, call_program))
+        return _receive(answer["value"], call_program)
 
     def __getattr__(self, name: str) -> Any:
-        ask, place, _ = _parts(self)
-        return _receive(ask({"do": "get", "target": place, "name": name})["value"], ask)
+        call_program, place, _ = _parts(self)
+        return _receive(call_program({"do": "get", "target": place, "name": name})["value"], call_program)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        ask, place, _ = _parts(self)
-        ask({"do": "set", "target": place, "name": name, "value": encode(value, _send)})
+        call_program, place, _ = _parts(self)
+        call_program({"do": "set", "target": place, "name": name, "value": encode(value, _send)})
 
     def __iter__(self) -> Iterator[Any]:
         """Get up to `MAX_ITEMS` items from the program in one request."""
-        ask, place, _ = _parts(self)
-        return iter(_receive(ask({"do": "iterate", "target": place})["value"], ask))
+        call_program, place, _ = _parts(self)
+        return iter(_receive(call_program({"do": "iterate", "target": place})["value"], call_program))
 
     def __eq__(self, other: object) -> bool:
         raise _not_plain(self)
@@ -285,7 +285,7 @@ class Remote:
 
 
 def _parts(remote: Remote) -> tuple[Callable[[dict[str, Any]], Any], str | int, str]:
-    """The function that asks the program, the object's name or index, and the name of its type."""
+    """The function that sends requests to the program, the object's name or index, and the name of its type."""
     parts: tuple[Callable[[dict[str, Any]], Any], str | int, str] = object.__getattribute__(remote, "_remote")
     return parts
 
@@ -300,10 +300,10 @@ def _send(value: Any) -> Any:
     return ["o", _parts(value)[1], ""] if isinstance(value, Remote) else refuse(value)
 
 
-def _receive(data: Any, ask: Callable[[dict[str, Any]], Any]) -> Any:
+def _receive(data: Any, call_program: Callable[[dict[str, Any]], Any]) -> Any:
     """Decode a value of the program. Raises: ProgramError if it is malformed."""
     try:
-        return decode(data, lambda place, kind: Remote(ask, place, kind))
+        return decode(data, lambda place, kind: Remote(call_program, place, kind))
     except (*MALFORMED, ProgramError) as error:
         raise ProgramError("the program's answer is malformed") from error
 
@@ -324,7 +324,7 @@ def ask_through(requests: int, answers: int) -> Callable[[dict[str, Any]], Any]:
         answers: File descriptor to read answers from.
     """
 
-    def ask(request: dict[str, Any]) -> Any:
+    def call_program(request: dict[str, Any]) -> Any:
         try:
             write_frame(requests, request)
             answer = read_frame(answers)
@@ -338,7 +338,7 @@ def ask_through(requests: int, answers: int) -> Callable[[dict[str, Any]], Any]:
             raise raised_error(answer)
         return answer
 
-    return ask
+    return call_program
 
 
 _OF_THE_TESTS = (AssertionError, StopIteration, StopAsyncIteration)

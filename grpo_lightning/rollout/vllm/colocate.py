@@ -93,10 +93,10 @@ IMAGE_OPTIONS = {
 
 
 class Colocated:
-    """An `LLM` of vLLM in this process, on the process's device, whose weights come from the policy in memory.
+    """An `LLM` of vLLM in this process, on the process's device, with weights from the policy in memory.
 
     Args:
-        policy: The policy, whose config vLLM gets. vLLM allocates the weights and fills them in at the first update.
+        policy: The policy. vLLM gets its config. vLLM allocates the weights and fills them in at the first update.
         tokenizer: The policy's tokenizer.
         sharding: How the policy's weights are sharded; vLLM's own weights stay unsharded.
         options: Arguments of `vllm.LLM`.
@@ -206,7 +206,7 @@ class Colocated:
             if not self.llm.reset_prefix_cache():
                 raise RuntimeError("vLLM could not reset its prefix cache: completions are still being sampled.")
 
-    def adopt(self, told: None) -> None:
+    def adopt(self, announced: None) -> None:
         """Take over nothing: each process has a vLLM of its own."""
 
     def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
@@ -303,7 +303,7 @@ def explained(options: dict[str, Any]) -> Iterator[None]:
         raise ValueError(
             "vLLM has too little memory for its weights and the KV cache of one sequence. Raise "
             "model.engine.gpu_memory_utilization, if other programs leave so much free, or lower "
-            f"model.engine.max_model_len (got {given}). vLLM says: {error}"
+            f"model.engine.max_model_len (got {given}). vLLM's message: {error}"
         ) from error
 
 

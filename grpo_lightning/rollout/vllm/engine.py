@@ -21,7 +21,7 @@ from grpo_lightning.core import ranks
 from grpo_lightning.core.types import Completion, MicroBatch, SamplingParams, VisionInputs, check_ranges
 from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.encoder import Encoder
-from grpo_lightning.policy.families import FAMILIES, family_of, sees_images
+from grpo_lightning.policy.families import FAMILIES, family_of, is_multimodal
 from grpo_lightning.policy.hf import base_model, compute_device, left_pad, num_positions
 from grpo_lightning.policy.probe import probe_mode
 from grpo_lightning.policy.settings import PolicySettings
@@ -80,7 +80,7 @@ QUANTIZED_DIFFERENCE = 0.5
 
 
 class Backend(Protocol):
-    """What both modes have in common."""
+    """The settings that both modes have in common."""
 
     max_model_len: int
 
@@ -90,7 +90,7 @@ class Backend(Protocol):
     def load_adapter(self, adapter: dict[str, Tensor], version: int) -> Any:
         """Load the policy's adapter. Returns: what the other ranks `adopt`."""
 
-    def adopt(self, told: Any) -> None:
+    def adopt(self, announced: Any) -> None:
         """Take over the result of rank 0's `update` or `load_adapter`."""
 
     def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
@@ -160,12 +160,12 @@ class Batch:
         return [self.group(number) for number in range(len(self.prompts))]
 
 
-def listed(value: Item | list[Item]) -> list[Item]:
+def as_list(value: Item | list[Item]) -> list[Item]:
     """A setting that is one value or a list of values, as a list."""
     return value if isinstance(value, list) else [value]
 
 
-def described(error: Exception | None) -> str | None:
+def error_text(error: Exception | None) -> str | None:
     """An error as text, for the other ranks; None without an error."""
     return None if error is None else f"{type(error).__name__}: {error}"
 
@@ -204,7 +204,7 @@ class VLLMEngine(RolloutEngine):
             lets vLLM start with less memory.
         tensor_parallel_size: Number of consecutive ranks that share one vLLM: its weights and KV cache are divided
             between them, and they sample their prompts together. Must divide the number of ranks.
-        sleep_level: What vLLM does with its GPU memory while the policy trains. 0 keeps it; 1 moves vLLM's weights to
+        sleep_level: Use of vLLM's GPU memory while the policy trains. 0 keeps it; 1 moves vLLM's weights to
             the CPU and discards the KV cache; 2 discards both, so that the weights are sent before every rollout.
         quantization: vLLM's name of a quantisation of its copy of the weights, for example "fp8", which is computed at
             every update; null for none. Completions then come from another distribution than the policy's: set
@@ -290,11 +290,11 @@ class VLLMEngine(RolloutEngine):
             ("quantization", quantization in (None, *QUANTIZATIONS), f"null or one of {', '.join(QUANTIZATIONS)}"),
             (
                 "base_url",
-                base_url is None or are_urls(listed(base_url)),
+                base_url is None or are_urls(as_list(base_url)),
                 "http://... or https://..., or a list of these",
             ),
-            ("host", bool(listed(host)), "an address, or a list of addresses"),
-            ("port", bool(listed(port)) and all(0 < each < 2**16 for each in listed(port)), "a port"),
+            ("host", bool(as_list(host)), "an address, or a list of addresses"),
+            ("port", bool(as_list(port)) and all(0 < each < 2**16 for each in as_list(port)), "a port"),
             ("timeout", timeout > 0, "above 0"),
             ("max_retries", max_retries >= 0, "at least 0"),
             ("reconnect_timeout", reconnect_timeout >= 0, "at least 0"),
@@ -318,8 +318,8 @@ class VLLMEngine(RolloutEngine):
         self.updates: dict[weights.Kind, int] = {}
         """Number of the last update of each kind."""
         self.num_updates = 0
-        self.told: Any = None
-        """What the other ranks adopt after the last update."""
+        self.announced: Any = None
+        """The state after the last update that the other ranks adopt."""
         self.decodes_alike: bool | None = None
         self.processor: Any = None
         """The processor of a multimodal policy; None before `check_run`, and for text-only policies."""
@@ -363,8 +363,8 @@ class VLLMEngine(RolloutEngine):
     def urls(self) -> list[str]:
         """Addresses of the servers."""
         if self.base_url is not None:
-            return listed(self.base_url)
-        hosts, ports = listed(self.host), listed(self.port)
+            return as_list(self.base_url)
+        hosts, ports = as_list(self.host), as_list(self.port)
         count = max(len(hosts), len(ports))
         if any(len(each) not in (1, count) for each in (hosts, ports)):
             raise ValueError(
@@ -409,7 +409,7 @@ class VLLMEngine(RolloutEngine):
         elif self.backend is None:
             if self.weight_transfer_backend == "nccl":
                 colocate.check_installed(self.mode)
-            self.backend = self.connected(policy.name)
+            self.backend = self.connect_servers(policy.name)
             if self.processor is not None:
                 self.backend.check_images()
             if self.enable_lora:
@@ -445,7 +445,7 @@ class VLLMEngine(RolloutEngine):
         family = family_of(config)
         known = ", ".join(kind for kind, record in FAMILIES.items() if record.has_vllm)
         unsupported = {
-            f"multimodal policies of type {config.model_type} (only {known})": sees_images(config)
+            f"multimodal policies of type {config.model_type} (only {known})": is_multimodal(config)
             and not (family and family.has_vllm),
             f"policy.quantization {policy.quantization!r}": policy.quantization != "none",
             "policy.lora.use_dora": policy.lora is not None and policy.lora.use_dora,
@@ -495,17 +495,17 @@ class VLLMEngine(RolloutEngine):
                 "Neither the generation config nor the tokenizer has a stop token: every completion will be truncated."
             )
         if self.mode == "colocate":
-            if self.processor is None and sees_images(base_model(policy).config):
+            if self.processor is None and is_multimodal(base_model(policy).config):
                 raise ValueError(
                     "The policy is multimodal: call VLLMEngine.check_run, which loads its processor, first."
                 )
             options = self.options(policy)
             self.backend = colocate.Colocated(policy, tokenizer, sharding, options, self.processor, self.sleep_level)
         elif self.backend is None:  # used without `check_run`
-            self.backend = self.connected(None)
+            self.backend = self.connect_servers(None)
         self.sent, self.is_discarded = None, False
 
-    def connected(self, policy: str | None) -> Servers:
+    def connect_servers(self, policy: str | None) -> Servers:
         """The servers, after checks; `policy` is the policy's name, None if it is in memory. Raises: `Served.check`."""
         found = Servers(
             self.urls,
@@ -543,7 +543,7 @@ class VLLMEngine(RolloutEngine):
 
     @property
     def kinds(self) -> tuple[weights.Kind, ...]:
-        """What is sent to vLLM."""
+        """The kinds of weights that are sent to vLLM."""
         return ("base", "adapter") if self.enable_lora else ("merged",)
 
     def sync_weights(self, policy: nn.Module) -> None:
@@ -581,7 +581,7 @@ class VLLMEngine(RolloutEngine):
                 error.
         """
         for failures in itertools.count(1):
-            if all(self._arrived(self._update(policy, kind), failures) for kind in self._with_base(kinds)):
+            if all(self._adopt_if_sent(self._update(policy, kind), failures) for kind in self._with_base(kinds)):
                 return
             if ranks.rank() == 0:
                 time.sleep(servers.BACKOFF * 2 ** (failures - 1))
@@ -602,12 +602,12 @@ class VLLMEngine(RolloutEngine):
                 lacks = self.backend.lack(self.updates["base"])
             except Exception as failure:  # noqa: BLE001 - raised on every rank
                 error = failure
-        problem, lacks = ranks.gather_objects((described(error), lacks))[0]
+        problem, lacks = ranks.gather_objects((error_text(error), lacks))[0]
         if problem is not None:
             raise error or RuntimeError(problem)
         return ("base", *kinds) if lacks else kinds
 
-    def _arrived(self, error: Exception | None, failures: int) -> bool:
+    def _adopt_if_sent(self, error: Exception | None, failures: int) -> bool:
         """Exchange the errors of an attempt to send weights, and adopt its result. Collective.
 
         Args:
@@ -621,12 +621,12 @@ class VLLMEngine(RolloutEngine):
             RuntimeError: On every rank, if the error is not temporary. The rank that has failed raises its own error.
         """
         is_temporary = isinstance(error, UnavailableError) and failures <= self.max_retries
-        everyone = ranks.gather_objects((described(error), is_temporary, self.told))
+        everyone = ranks.gather_objects((error_text(error), is_temporary, self.announced))
         problem = next((problem for problem, _, _ in everyone if problem is not None), None)
-        _, is_temporary, told = everyone[0]
+        _, is_temporary, announced = everyone[0]
         if problem is None:
             assert self.backend is not None
-            self.backend.adopt(told)
+            self.backend.adopt(announced)
             return True
         if not is_temporary:
             raise error or RuntimeError(problem)
@@ -643,9 +643,9 @@ class VLLMEngine(RolloutEngine):
             try:
                 if kind == "adapter":
                     adapter = weights.adapter_weights(policy, gathered)
-                    self.told = self.backend.load_adapter(adapter, self.updates[kind])
+                    self.announced = self.backend.load_adapter(adapter, self.updates[kind])
                 else:
-                    self.told = self.backend.update(weights.weight_groups(policy, gathered), self.updates[kind])
+                    self.announced = self.backend.update(weights.weight_groups(policy, gathered), self.updates[kind])
             except Exception as failure:  # noqa: BLE001 - raised on every rank, once all have gathered all groups
                 error = failure
         for _ in gathered:  # the other ranks wait for this one in the collectives of the groups that are left
@@ -786,14 +786,14 @@ class VLLMEngine(RolloutEngine):
 
         Args:
             requests: This rank's requests.
-            error: What is wrong with this rank's requests; the group then samples nothing.
+            error: The problem with this rank's requests; the group then samples nothing.
 
         Raises:
             Exception: The error of this rank.
             RuntimeError: If another rank of the group has one.
         """
         assert self.backend is not None
-        members = self.group.broadcast(self.group.gather((requests, described(error))))
+        members = self.group.broadcast(self.group.gather((requests, error_text(error))))
         for member, (_, problem) in enumerate(members):
             if problem is not None:
                 raise error or RuntimeError(f"Sampling failed on rank {self.group.first_rank + member}: {problem}")
@@ -830,7 +830,7 @@ class VLLMEngine(RolloutEngine):
                     "all servers have lost its weights, and the policy may have newer ones."
                 )
             return 0
-        everyone = ranks.gather_objects((described(error), len(batch.missing)))
+        everyone = ranks.gather_objects((error_text(error), len(batch.missing)))
         if error is not None:
             raise error
         for rank, (problem, _) in enumerate(everyone):
@@ -845,7 +845,7 @@ class VLLMEngine(RolloutEngine):
 
     @property
     def image_remedy(self) -> str:
-        """What to do if vLLM resizes images to other sizes than the policy."""
+        """The advice for the case that vLLM resizes images to other sizes than the policy."""
         if self.mode == "colocate" or self.processor is None:
             return "Use a processor that AutoProcessor loads unchanged from its files, or use LocalEngine."
         return (

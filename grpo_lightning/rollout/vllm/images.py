@@ -37,7 +37,7 @@ class PromptImages:
 
     @property
     def content_parts(self) -> list[dict[str, str]]:
-        """The images as PNG files in URLs, for a server. They are encoded once, in the first thread that asks."""
+        """The images as PNG files in URLs, for a server. They are encoded once, in the first thread that reads them."""
         with self._lock:
             return self._content_parts
 
@@ -105,7 +105,7 @@ def check_prompt_ids(images: PromptImages, prompt_ids: Sequence[int], got: Seque
         images: The images of the prompt.
         prompt_ids: [L] tokens of the prompt, as the policy's processor encodes it.
         got: Tokens of the prompt that vLLM computed.
-        remedy: What to do about different image sizes.
+        remedy: Advice about different image sizes, for the error message.
 
     Raises:
         RuntimeError: If the tokens differ. The message states the number of tokens on both sides.

@@ -63,10 +63,10 @@ class Answer:
 
 
 class Arrivals(NamedTuple):
-    """What vLLM has sampled since the last look."""
+    """The tokens and completions that vLLM has sampled since the last call."""
 
     done: int
-    """Decoding steps that are done, or 0 if vLLM does not tell."""
+    """Decoding steps that are done, or 0 if vLLM does not report it."""
 
     answers: Sequence[tuple[int, Answer]]
     """Completions that have ended: the index of the request, and the answer."""

@@ -44,7 +44,7 @@ COMPLETIONS = "/v1/completions"
 """Route that every server has."""
 
 BUSY = (408, 425, 429)
-"""HTTP statuses below 500 with which a server asks for another try."""
+"""HTTP statuses below 500 after which a request may be repeated."""
 
 DIED = "The server has probably died: see its log."
 
@@ -136,7 +136,7 @@ class Client:
 
 
 def remedy(status: int, text: str) -> str:
-    """What to do about a request that vLLM refuses; empty if its own message has to do."""
+    """The advice about a request that vLLM refuses; empty if there is only vLLM's own message."""
     if status == 404 and "does not exist" in text:
         return "The server was started with another model: start it with the policy."
     if "maximum context length" in text or "maximum model length" in text:
@@ -150,7 +150,7 @@ def remedy(status: int, text: str) -> str:
 
 
 class Served:
-    """The policy on one vLLM server, whose weights come from the trainer.
+    """The policy on one vLLM server, with weights from the trainer.
 
     Args:
         url: Address of the server.
@@ -337,7 +337,7 @@ class Served:
     def end_update(self) -> None:
         """End an update that did not finish, so that a new one can start.
 
-        vLLM refuses a new update while one is active. One that broke off while weights were received is not active any
+        vLLM refuses a new update while one is active. One that failed while weights were received is not active any
         more, but layers that got some of their weights wait for the others, and would take those of the new update
         twice. Starting and finishing an update removes both. The layers then have any values, until they are sent.
         """
@@ -432,16 +432,16 @@ class Served:
             if request.images is not None:  # the server expands the placeholders
                 parts = {"token_ids": request.images.unexpanded_ids, "content_parts": request.images.content_parts}
                 body |= parts | {"return_token_ids": True}
-            answer = self._sampled(TOKENS, body)
+            answer = self._request_tokens(TOKENS, body)
             prompt_ids = answer.get("prompt_token_ids")
             (choice,) = answer["choices"]
             logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
             versions = {str(span["version"]) for span in choice["weight_versions"] or [{"version": None}]}
         else:
             body = request.settings | {"model": model, "prompt": request.prompt_ids, "return_token_ids": True}
-            (choice,) = self._sampled(COMPLETIONS, body)["choices"]
+            (choice,) = self._request_tokens(COMPLETIONS, body)["choices"]
             logprobs = choice["logprobs"]["token_logprobs"]
-            # Asked for after sampling: every update has a name of its own, so that weights that were replaced
+            # Requested after sampling: every update has a name of its own, so that weights that were replaced
             # meanwhile are noticed, even if they were replaced by the same values.
             versions = {self.reported_version()}
         if choice["finish_reason"] == "abort":
@@ -453,7 +453,7 @@ class Served:
             )
         return Answer(choice["token_ids"], logprobs, choice["finish_reason"], update_of(version), prompt_ids)
 
-    def _sampled(self, route: str, body: dict[str, Any]) -> Any:
+    def _request_tokens(self, route: str, body: dict[str, Any]) -> Any:
         """Answer to a request for a completion. Raises: as `complete`."""
         try:
             return self.client.post(route, body)

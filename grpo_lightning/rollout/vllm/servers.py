@@ -74,7 +74,7 @@ class Pending:
     def take(self, servers: Sequence[Served], now: float) -> Iterator[tuple[Job, Served]]:
         """Iterate over the requests that can be sent now, with their servers, and count them as sent.
 
-        All requests of a prompt go to one server, whose prefix cache then computes the prompt once. The server of a new
+        All requests of a prompt go to one server: its prefix cache computes the prompt once. The server of a new
         prompt is the one that works on the fewest requests; among equals, the first in the list.
         """
         kept = []
@@ -96,8 +96,8 @@ class Pending:
         self.waiting = kept
 
 
-class Told(NamedTuple):
-    """Which weights the servers have, as rank 0 tells the other ranks."""
+class Announcement(NamedTuple):
+    """The weights that the servers have, as broadcast by rank 0 to the other ranks."""
 
     versions: dict[str, tuple[str | None, str | None]]
     """By address: version of this run's weights and name of its adapter; None for a server that has none."""
@@ -107,7 +107,7 @@ class Told(NamedTuple):
 
 
 class Servers:
-    """The policy on vLLM servers, whose weights come from the trainer.
+    """The policy on vLLM servers, with weights from the trainer.
 
     Args:
         urls: Addresses of the servers.
@@ -164,7 +164,7 @@ class Servers:
 
     # -------------------------------------------------------------------------------------------------------- weights
 
-    def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> Told:
+    def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> Announcement:
         """Send the policy's weights to the servers that lack them, one group at a time.
 
         A server that does not answer is left out, and gets the weights of the next update.
@@ -174,7 +174,7 @@ class Servers:
             version: Number of the update.
 
         Returns:
-            What `adopt` takes on the other ranks.
+            The argument of `adopt` on the other ranks.
 
         Raises:
             UnavailableError: If no server has got the weights, but may get them by another try.
@@ -195,7 +195,7 @@ class Servers:
                 if server.url not in problems:
                     try:
                         call(server)
-                    except UnavailableError as error:  # the others go on
+                    except UnavailableError as error:  # the others continue
                         problems[server.url] = error
                         server.version = None
 
@@ -207,13 +207,13 @@ class Servers:
             log.warning("The server at %s did not get the weights of update %d: %s", url, version, problem)
         if not any(is_at(server, version) for server in self.servers):
             raise next(iter(problems.values()))
-        return self.told()
+        return self.announcement()
 
     def lack(self, update: int) -> bool:
         """True if one of the servers that answer lacks the weights of an update. Raises: as `wait_for_one`."""
         return not all(is_at(server, update) and server.has_weights() for server in self.wait_for_one())
 
-    def load_adapter(self, adapter: dict[str, Tensor], version: int) -> Told:
+    def load_adapter(self, adapter: dict[str, Tensor], version: int) -> Announcement:
         """Load the policy's adapter on the servers that have the base weights.
 
         Args:
@@ -221,7 +221,7 @@ class Servers:
             version: Number of the update.
 
         Returns:
-            What `adopt` takes on the other ranks.
+            The argument of `adopt` on the other ranks.
 
         Raises:
             UnavailableError: If no server has got the adapter, but may get it by another try.
@@ -241,22 +241,22 @@ class Servers:
                         server.version = None
         if not self.able:
             raise problems[0] if problems else UnavailableError(f"No server has the base weights: {self.names}.")
-        return self.told()
+        return self.announcement()
 
     @property
     def able(self) -> list[Served]:
         """The servers that have the weights of the last updates."""
         return [server for server in self.servers if server.version is not None and server.adapter == self.adapter]
 
-    def told(self) -> Told:
-        """What `adopt` takes on the other ranks."""
-        return Told({server.url: (server.version, server.adapter) for server in self.servers}, self.adapter)
+    def announcement(self) -> Announcement:
+        """The argument of `adopt` on the other ranks."""
+        return Announcement({server.url: (server.version, server.adapter) for server in self.servers}, self.adapter)
 
-    def adopt(self, told: Told) -> None:
+    def adopt(self, announced: Announcement) -> None:
         """Take over from rank 0 which weights the servers have."""
         for server in self.servers:
-            server.version, server.adapter = told.versions[server.url]
-        self.adapter = told.adapter
+            server.version, server.adapter = announced.versions[server.url]
+        self.adapter = announced.adapter
 
     def wait_for_one(self) -> list[Served]:
         """Wait until a server answers. Returns: all that answer.
@@ -289,7 +289,7 @@ class Servers:
         """Sample one completion per request, and yield each as soon as it has arrived.
 
         Requests that fail for a temporary reason are repeated on a server that has the weights. If none has them any
-        more, this ends early: the caller sends the weights again (`update`), and asks for the missing completions.
+        more, this ends early: the caller sends the weights again (`update`), and requests the missing completions.
 
         Args:
             requests: Requests by index.

@@ -211,7 +211,7 @@ class Reload:
 
     def receive_weights(self, update_info: Any) -> None:
         """Load one group of weights."""
-        self.loaded |= set(map(plain, self.model.load_weights(self.received(update_info)) or ()))
+        self.loaded |= set(map(plain, self.model.load_weights(self.receive(update_info)) or ()))
 
     def finish_weight_update(self) -> None:
         """Put the collected weights into place. Raises: RuntimeError if a weight is missing, the first time only.
@@ -231,7 +231,7 @@ class Reload:
                 "weights: the policy and vLLM's model differ."
             )
 
-    def received(self, update_info: Any) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, update_info: Any) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the weights of one message."""
         raise NotImplementedError
 
@@ -244,7 +244,7 @@ class InProcess(Reload):
 
     update_info_cls = Tensors
 
-    def received(self, update_info: Tensors) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, update_info: Tensors) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the given tensors."""
         yield from update_info.weights
 
@@ -263,7 +263,7 @@ class Broadcast(Reload):
         address = init_info.master_address, init_info.master_port
         self.group = GlooGroup(*address, rank, init_info.world_size, init_info.timeout)
 
-    def received(self, update_info: Announced) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, update_info: Announced) -> Iterator[tuple[str, Tensor]]:
         """Receive the announced weights one by one."""
         if self.group is None:
             raise RuntimeError("The trainer has not opened a group: call /init_weight_transfer_engine first.")

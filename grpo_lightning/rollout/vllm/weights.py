@@ -21,7 +21,7 @@ from grpo_lightning.policy.reference import BITS
 from grpo_lightning.policy.sharding import Sharding, full_shape, is_partitioned
 
 Kind = Literal["merged", "base", "adapter"]
-"""What is sent: full weights W + s B A, or W and the adapter A, B separately."""
+"""The kind of weights that is sent: full weights W + s B A, or W and the adapter A, B separately."""
 
 PART = 2**22
 """How many numbers are hashed at once. Limits memory, because each takes 16 bytes meanwhile."""
@@ -51,7 +51,7 @@ def gathered_groups(policy: nn.Module, sharding: Sharding, kind: Kind = "merged"
     Args:
         policy: The policy.
         sharding: How its weights are sharded over the ranks.
-        kind: Which weights are gathered.
+        kind: The kind of weights to gather.
     """
     sharding.reshard(policy)
     adapter = trained_adapter(policy) if is_adapted(policy) else None
@@ -61,7 +61,9 @@ def gathered_groups(policy: nn.Module, sharding: Sharding, kind: Kind = "merged"
         groups.setdefault(number[1] if number else "", []).append((name, module))
     others = groups.pop("", [])
     for modules in [*groups.values(), others]:
-        parameters = list({id(each): each for _, module in modules for each in _sent(module, adapter, kind)}.values())
+        parameters = list(
+            {id(each): each for _, module in modules for each in _weights_to_send(module, adapter, kind)}.values()
+        )
         if parameters:
             with sharding.whole_group(parameters) as values:
                 yield Gathered(modules, dict(zip(map(id, parameters), values, strict=True)), kind)
@@ -116,7 +118,7 @@ def _holders(policy: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _sent(module: Any, adapter: str | None, kind: Kind) -> Iterator[Tensor]:
+def _weights_to_send(module: Any, adapter: str | None, kind: Kind) -> Iterator[Tensor]:
     """Iterate over the parameters of one module that are needed to send it."""
     if is_adapter_layer(module):
         if kind != "adapter":
@@ -165,7 +167,7 @@ def merged_weight(weight: Tensor, layer: Any, adapter: str | None, values: dict[
 
     Args:
         weight: W, the full weight of the base.
-        layer: peft's layer, whose adapter has the weights A, B and the scale s (alpha / rank).
+        layer: peft's layer. Its adapter has the weights A, B and the scale s (alpha / rank).
         adapter: Name of the adapter.
         values: Full values of A and B, by the id of the parameter.
     """
@@ -226,7 +228,7 @@ def check_policy(policy: Any) -> None:
     """Check that vLLM can load the weights of a policy under the names that `weight_groups` gives them.
 
     Raises:
-        ValueError: For mixtures of experts, whose experts have other names in checkpoints than in transformers; for
+        ValueError: For mixtures of experts with other names of experts in checkpoints than in transformers; for
             quantised weights; and for adapters that are not W + s B A.
     """
     model = base_model(policy)

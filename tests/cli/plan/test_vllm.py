@@ -167,7 +167,7 @@ def test_the_level_of_sleep_is_named(level, words):
 
 def test_other_engines():
     assert vllm.remarks(LocalEngine(), None) == []
-    assert vllm.remarks(object(), None) == ["an external engine samples, whose memory is not counted"]
+    assert vllm.remarks(object(), None) == ["the memory of the external engine is not counted"]
     (remark,) = remarks_of(size(mode="server"))
     assert "http://127.0.0.1:8000" in remark
     assert "the weights take 2.3 GiB" in remark

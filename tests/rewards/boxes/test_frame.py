@@ -30,8 +30,8 @@ def test_one_box_in_every_convention():
     ):
         for gold, gold_box in (("original", box), ("norm1000", norm)):
             frame = frame_of([view], coordinates, gold)
-            assert frame.given([given_box]).tolist() == [list(box)], (view, coordinates)
-            assert frame.right([gold_box]).tolist() == [list(box)], (view, gold)
+            assert frame.answer_boxes([given_box]).tolist() == [list(box)], (view, coordinates)
+            assert frame.gold_boxes([gold_box]).tolist() == [list(box)], (view, gold)
 
 
 @given(sizes, sizes, sizes, sizes, parts, st.sampled_from(["resized", "norm1000"]))
@@ -40,32 +40,35 @@ def test_what_the_policy_would_write_comes_back(width, height, seen_width, seen_
     box = part[0] * width, part[1] * height, part[2] * width, part[3] * height
     x, y = view.scale
     written = box[0] / x, box[1] / y, box[2] / x, box[3] / y
-    assert frame_of([view], "auto", "original").given([written])[0].tolist() == pytest.approx(box, abs=1e-6)
+    assert frame_of([view], "auto", "original").answer_boxes([written])[0].tolist() == pytest.approx(box, abs=1e-6)
 
 
 def test_boxes_are_clipped_to_the_image():
     frame = frame_of([RESIZED], "original", "original")
-    assert frame.given([(-5, 10, 500, 100), (500, 10, 600, 50)]).tolist() == [[0, 10, 400, 100], [400, 10, 400, 50]]
-    assert frame.right([(390, 190, 401, 210)]).tolist() == [[390, 190, 400, 200]]
-    assert frame.given([None]).tolist() == [[0, 0, 0, 0]]
+    assert frame.answer_boxes([(-5, 10, 500, 100), (500, 10, 600, 50)]).tolist() == [
+        [0, 10, 400, 100],
+        [400, 10, 400, 50],
+    ]
+    assert frame.gold_boxes([(390, 190, 401, 210)]).tolist() == [[390, 190, 400, 200]]
+    assert frame.answer_boxes([None]).tolist() == [[0, 0, 0, 0]]
 
 
 def test_a_right_box_outside_its_image_is_an_error():
     with pytest.raises(
         ValueError, match=r"\[600.*\] lies outside its image, 400 x 200 pixels: check that gold_coordinates matches"
     ):
-        frame_of([RESIZED], "auto", "original").right([(600, 500, 900, 990)])
+        frame_of([RESIZED], "auto", "original").gold_boxes([(600, 500, 900, 990)])
 
 
 def test_a_right_box_without_an_area_is_an_error_where_no_size_is_known():
     with pytest.raises(ValueError, match=r"^The ground-truth box \[5, 5, 5, 9\] has no area: ") as caught:
-        frame_of([], "original", "original").right([(5, 5, 5, 9)])
+        frame_of([], "original", "original").gold_boxes([(5, 5, 5, 9)])
     assert "0 x 0" not in str(caught.value)
 
 
 def test_without_an_image_the_conventions_must_agree():
-    assert frame_of([], "original", "original").given([(-5, 0, 5000, 9)]).tolist() == [[-5, 0, 5000, 9]]
-    assert frame_of([], "norm1000", "norm1000").given([(-5, 0, 5000, 9)]).tolist() == [[0, 0, 1000, 9]]
+    assert frame_of([], "original", "original").answer_boxes([(-5, 0, 5000, 9)]).tolist() == [[-5, 0, 5000, 9]]
+    assert frame_of([], "norm1000", "norm1000").answer_boxes([(-5, 0, 5000, 9)]).tolist() == [[0, 0, 1000, 9]]
     for given_in, right_in in [("auto", "original"), ("resized", "original"), ("norm1000", "original")]:
         with pytest.raises(
             ValueError, match=f"coordinates '{given_in}' and gold_coordinates '{right_in}' need the size"

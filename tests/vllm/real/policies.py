@@ -10,7 +10,7 @@ from grpo_lightning.core.types import Completion, Group, SamplingParams
 from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.groups import GroupSource
-from grpo_lightning.rollout.token_sampler import DrawSettings, NextToken, log_distribution
+from grpo_lightning.rollout.token_sampler import NextToken, TokenSettings, log_distribution
 from grpo_lightning.training.micro_batches import give_images, plan_micro_batches
 from tests.tiny_models import tiny_model
 from tests.tiny_vlms import TinyVLM, build, rope
@@ -42,7 +42,7 @@ def scored(model: Any, prompt: list[int], completion: Completion, sampling: Samp
     """[T] log-probs of a completion's tokens under the distribution that `LocalEngine` samples them from."""
     ids = torch.tensor([prompt + completion.token_ids])
     logits = model(ids).logits[0]
-    processors = NextToken(DrawSettings.of(sampling), logits.shape[1], logits.device).processors
+    processors = NextToken(TokenSettings.of(sampling), logits.shape[1], logits.device).processors
     found = []
     for position in range(len(prompt), ids.shape[1]):
         distribution = log_distribution(processors, ids[:, :position], logits[position - 1][None])
