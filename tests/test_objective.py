@@ -540,12 +540,12 @@ def test_unknown_old_logprobs_are_an_error():
         ),
         (
             {"ratio": "sequence", "rollout_correction": "token_mask"},
-            "must be one of auto, none, sequence_truncate, .*, geometric_mask with objective.ratio 'sequence', whose "
+            "must be one of auto, none, sequence_truncate, .*, geometric_mask with objective.ratio 'sequence': its "
             r"gradient reaches all tokens of a completion \('sequence_token' has .*\); got 'token_mask'",
         ),
         (
             {"ratio": "sequence", "surrogate": "sapo", "rollout_correction": "token_truncate"},
-            "with objective.ratio 'sequence', .*got 'token_truncate'",
+            "with objective.ratio 'sequence': .*got 'token_truncate'",
         ),
         ({"top_entropy_fraction": 0.0}, r"top_entropy_fraction must be above 0 and at most 1, got 0\.0"),
         (
