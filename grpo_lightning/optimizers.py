@@ -72,6 +72,7 @@ class AdamW8bit(Optimizer):
 class PagedAdamW8bit(Optimizer):
     """`AdamW8bit` with states that are paged to CPU memory if the device runs out of memory."""
 
+    # jsonargparse does not find the arguments of an inherited `__new__`.
     def __new__(
         cls,
         params: Iterable[Parameter],

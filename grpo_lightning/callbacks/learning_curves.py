@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 
+from grpo_lightning.callbacks.step_metrics import StepMetrics
 from grpo_lightning.core.files import atomic_write, run_folder
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.training.metrics import logged_this_step
@@ -33,7 +34,7 @@ HEADINGS = {
 MAX_COLUMNS = 3
 
 
-class LearningCurves(L.Callback):
+class LearningCurves(StepMetrics):
     """Plots metrics over optimizer steps into `curves.png` in the run's folder; validation values are diamonds.
 
     The picture is drawn during the run, and when the run ends or is interrupted. Steps are numbered as in the loggers.
@@ -72,25 +73,13 @@ class LearningCurves(L.Callback):
             rewards = [f"reward/{name}" for name in pl_module.reward_set.names]
             self.names = ["reward/mean", *rewards, "rollout/length", "policy/entropy", "policy/kl"]
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Record what the last step logged only after this callback's `on_train_batch_end` (`time/update`)."""
-        if batch_idx % trainer.accumulate_grad_batches == 0:
-            self.note(trainer)
-
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Record the metrics of a finished optimizer step."""
-        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            self.note(trainer)
-            if trainer.global_step % self.every_n_steps == 0:
-                self.draw(trainer)
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Record metrics that the epoch's last step logged late (`time/update`), before Lightning discards them."""
-        self.note(trainer)
+        """Record the metrics of a finished optimizer step, and draw the run every `every_n_steps` steps."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 and trainer.global_step % self.every_n_steps == 0:
+            self.draw(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record the validation values."""

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from grpo_lightning.callbacks.before_after import BeforeAfter
 from grpo_lightning.callbacks.progress import REWARD, clock, draws_bars
+from grpo_lightning.callbacks.step_metrics import StepMetrics
 from grpo_lightning.callbacks.trend import sparkline
 from grpo_lightning.core.files import run_folder
 from grpo_lightning.training.metrics import logged_this_step
@@ -41,7 +42,7 @@ FILES = {
 """Files of the run's folder that the summary names, by label."""
 
 
-class RunSummary(L.Callback):
+class RunSummary(StepMetrics):
     """Prints a summary when a training run ends, or is stopped by a signal. `fit` adds it by default.
 
     The reward is the mean of the first and of the last rollouts, a tenth of all but at most 20 of each. Tokens are
@@ -73,24 +74,6 @@ class RunSummary(L.Callback):
         """Remember where the run writes and begins."""
         self.folder = run_folder(trainer, None)
         self.first_step = self.step = trainer.global_step
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Record what the last step logged only after this callback's `on_train_batch_end` (`time/update`)."""
-        if batch_idx % trainer.accumulate_grad_batches == 0:
-            self.note(trainer)
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Record the metrics of a finished optimizer step."""
-        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            self.note(trainer)
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Record metrics that the epoch's last step logged late, before Lightning discards them."""
-        self.note(trainer)
 
     def note(self, trainer: L.Trainer) -> None:
         """Record what the last finished step has logged; a further call for the same step adds to it."""

@@ -1,57 +1,38 @@
 """The report in a real browser, opened as a file: clicks, tooltips, filters and boxes; no errors and no requests."""
 
-import shutil
 import time
+from contextlib import ExitStack
 
 import pytest
 from PIL import Image
 
 from grpo_lightning.report import read_run, write_report
+from tests.browser import offline_page, open_chromium
 from tests.marks import NIGHTLY
 from tests.report.run_folders import HOSTILE, RECORD, line, lines, tokens_of, turns, write_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 @pytest.fixture(scope="module")
 def browser():
-    """Chromium: that of the system, or the one that playwright has downloaded."""
-    with playwright.sync_playwright() as tool:
-        path = next((found for name in NAMES if (found := shutil.which(name))), None)
-        try:
-            own = tool.chromium.launch(executable_path=path, args=["--no-sandbox"])  # root has no sandbox
-        except playwright.Error as error:
-            pytest.skip(f"needs Chromium (apt-get install chromium, or playwright install chromium): {error}")
-        yield own
-        own.close()
+    with open_chromium() as opened:
+        yield opened
 
 
 @pytest.fixture
 def show(browser, tmp_path):
-    """Open the report of some runs; what a console or the network would show is collected and has to stay empty."""
-    problems: list[str] = []
-    contexts = []
+    """Open the report of some runs."""
+    with ExitStack() as pages:
 
-    def open_report(*runs):
-        path = write_report(runs, tmp_path / "report.html")
-        contexts.append(browser.new_context(offline=True, viewport={"width": 1400, "height": 900}))
-        page = contexts[-1].new_page()
-        page.set_default_timeout(20_000)
-        page.on("console", lambda message: problems.append(message.text))
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on(
-            "request",
-            lambda request: None if request.url.startswith(("file:", "data:")) else problems.append(request.url),
-        )
-        page.goto(path.as_uri())
-        page.wait_for_selector("html[data-ready]")
-        return page
+        def open_report(*runs):
+            path = write_report(runs, tmp_path / "report.html")
+            page = pages.enter_context(offline_page(browser))
+            page.goto(path.as_uri())
+            page.wait_for_selector("html[data-ready]")
+            return page
 
-    yield open_report
-    for context in contexts:
-        context.close()
-    assert problems == []
+        yield open_report
 
 
 def texts(page, selector):
