@@ -10,7 +10,7 @@ from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.objective import Objective
 from tests.marks import few
 from tests.module_runs import History, ScriptedEngine, are_equal, fit, make_module, weights_of
-from tests.tiny_models import EOS
+from tests.tiny_models import EOS, tiny_tokenizer
 
 A, E, X = (ord(c) - 30 for c in "aex")
 
@@ -144,3 +144,19 @@ def test_a_policy_gone_nan_stops_with_advice():
 
     with pytest.raises(FloatingPointError, match="lower the learning rate"):
         fit(make_module(), max_epochs=1, callbacks=[Spoil()])
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_reward_that_reads_chats_as_texts_is_explained(caplog, is_chat):
+    """Every completion of a chat is a list of one message, whatever its length."""
+
+    def short(completions):
+        return [-float(len(text)) if is_chat else 1.0 for text in completions]
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    column = "question" if is_chat else "prompt"
+    prompts = [{column: text} for text in ("ab", "cd", "ef", "gh")]
+    fit(make_module(rewards=[short], tokenizer=tokenizer), prompts, max_steps=1)
+    assert "or a reward gives equal values" in caplog.text
+    assert ("of a chat, a reward gets each completion as a list of messages" in caplog.text) == is_chat

@@ -369,9 +369,11 @@ def empty_reason(
         )
     if rollout.scores is not None and not num_scorable:
         return "no completion is scorable: every reward returned None. Check which rows and completions they apply to"
+    chats = any(not isinstance(group.prompt.content, str) for group in rollout.groups)
+    hint = "; of a chat, a reward gets each completion as a list of messages, not as a text" if chats else ""
     return (
         f"all groups have {objective.zero_advantage_reason} among the completions that are trained on. The task may "
-        "be too hard or too easy; model.dynamic_sampling replaces such groups"
+        f"be too hard or too easy (model.dynamic_sampling replaces such groups), or a reward gives equal values{hint}"
     )
 
 
