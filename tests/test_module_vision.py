@@ -15,6 +15,7 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.families import inner_model
 from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.rewards import RewardWorkers
 from grpo_lightning.training.micro_batches import CompletionRow, collate, find_prompts
 from tests import tiny_vlms
 from tests.marks import NIGHTLY, SLOW
@@ -51,6 +52,7 @@ def vision_module(vlm, module_class=GRPOLightningModule, *, loader=None, length=
     settings = {
         "policy": PolicyLoader(model=copy.deepcopy(vlm.model), tokenizer=vlm.processor, **(loader or {})),
         "rewards": [text_vowels],
+        "reward_workers": RewardWorkers(num_workers=0),  # a worker would import this file, and torch with it
         "sampling": SamplingParams(max_completion_length=length),
         "objective": Objective(beta=0.04),
         "optimizer": lambda parameters: AdamW(parameters, lr=1e-3),
