@@ -13,7 +13,8 @@ NIGHTLY = pytest.mark.nightly
 `conftest.py` marks it as slow too."""
 
 few = pytest.mark.few
-"""`@few(2)`: two of the test's cases, evenly spaced, run in `make test`; the others are nightly."""
+"""`@few(2)`: two of the test's fast cases, evenly spaced, stay in `make test`; the other fast cases are nightly. Cases
+that are slow stay as they are."""
 
 CREATE_RULESET = 444
 """Number of the system call that reports the version of Landlock, on every architecture."""
@@ -41,7 +42,7 @@ def mark_cases(items: Iterable[pytest.Item]) -> None:
     """Mark the cases that `few` leaves out as nightly, and all nightly tests as slow."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("few"):
+        if item.get_closest_marker("few") and not any(map(item.get_closest_marker, ("slow", "nightly"))):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for every in cases.values():
         number = every[0].get_closest_marker("few").args[0]

@@ -26,6 +26,10 @@ def test_few_cases_are_evenly_spaced_and_the_others_are_nightly(pytester):
         @pytest.mark.parametrize("number", range(5))
         def test_numbers(number): pass
 
+        @few(1)
+        @pytest.mark.parametrize("number", [pytest.param(0, marks=SLOW), pytest.param(1, marks=NIGHTLY), 2, 3])
+        def test_some_are_slow(number): pass
+
         @NIGHTLY
         def test_long(): pass
 
@@ -34,11 +38,11 @@ def test_few_cases_are_evenly_spaced_and_the_others_are_nightly(pytester):
 
         def test_quick(): pass
     """)
-    nightly = ["test_numbers[1]", "test_numbers[3]", "test_numbers[4]", "test_long"]
-    assert passed(pytester, "-m", "not slow") == ["test_numbers[0]", "test_numbers[2]", "test_quick"]
-    assert passed(pytester, "-m", "slow and not nightly") == ["test_matrix"]
+    some = "test_some_are_slow"
+    nightly = ["test_numbers[1]", "test_numbers[3]", "test_numbers[4]", f"{some}[1]", f"{some}[3]", "test_long"]
+    fast = ["test_numbers[0]", "test_numbers[2]", f"{some}[2]", "test_quick"]
+    slow = [f"{some}[0]", "test_matrix"]
+    assert passed(pytester, "-m", "not slow") == fast
+    assert passed(pytester, "-m", "slow and not nightly") == slow
     assert passed(pytester, "-m", "nightly") == nightly
-    assert passed(pytester, "-m", "") == [
-        *("test_numbers[0]", "test_numbers[1]", "test_numbers[2]", "test_numbers[3]", "test_numbers[4]"),
-        *("test_long", "test_matrix", "test_quick"),
-    ]
+    assert sorted(passed(pytester, "-m", "")) == sorted(fast + slow + nightly)

@@ -22,7 +22,7 @@ from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.rewards import EnvironmentReward, RewardWorkers
 from grpo_lightning.rollout.conversations import ConversationSettings
 from tests import tiny_vlms
-from tests.marks import NIGHTLY, SLOW
+from tests.marks import SLOW
 from tests.module_runs import History, are_equal, fit, make_module, weights_of
 from tests.observed_images import Shows, plain_logprobs
 from tests.tiny_vlms import picture
@@ -126,7 +126,7 @@ class ShowsFirst(Shows):
         return None if "none" in str(prompt) else {"role": "user", "content": parts}
 
 
-@NIGHTLY
+@SLOW
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize(
     ("family", "loader"),
@@ -201,7 +201,7 @@ class Remembers(Environment):
         return Step({"role": "user", "content": parts}, done=len(self.pictures) == 4, reward=float(len(completion)))
 
 
-@NIGHTLY
+@SLOW
 def test_images_pass_from_and_to_workers():
     """Pickled with the environment between two calls, and in what it answers."""
     vlm, rollouts = tiny_vlms.build("qwen2_5_vl"), []

@@ -18,7 +18,7 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.schedules import Cosine, Linear
-from tests.marks import NIGHTLY, few
+from tests.marks import SLOW, few
 from tests.module_runs import (
     SMALL,
     AnotherRank,
@@ -286,7 +286,7 @@ def test_interrupted_before_that_the_run_resumes_where_the_step_began(unbroken, 
     assert are_equal(weights_of(train(tmp_path, resume=True)), unbroken[0])
 
 
-@NIGHTLY
+@SLOW
 def test_a_checkpoint_taken_after_validation_inside_a_step_resumes_exactly(tmp_path):
     def run(folder, *callbacks, resume=False):
         module = two_updates()

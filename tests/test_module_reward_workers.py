@@ -7,7 +7,7 @@ import pytest
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.rewards import RewardWorkers, WeightedReward
-from tests.marks import NIGHTLY, SLOW
+from tests.marks import SLOW
 from tests.module_runs import History, fit, make_module, make_source, make_trainer
 from tests.rewards import misbehaving
 
@@ -24,7 +24,7 @@ def run(rewards, **options):
     return module, history
 
 
-@NIGHTLY
+@SLOW
 def test_a_run_goes_on_whatever_its_rewards_do():
     rewards = [WeightedReward(reward, on_error="none") for reward in REWARDS]
     module, history = run([*rewards, misbehaving.at_random], objective=Objective(beta=0.04))

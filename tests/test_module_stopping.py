@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from grpo_lightning.data.source import PromptSource
-from tests.marks import NIGHTLY, few
+from tests.marks import NIGHTLY, SLOW, few
 from tests.module_runs import are_equal, make_module, make_source, make_trainer, weights_of
 
 pytestmark = [
@@ -235,7 +235,7 @@ def test_the_default_checkpoint_of_a_run_of_max_steps_loses_no_prompt(tmp_path, 
     assert are_equal(weights, want_weights)
 
 
-@NIGHTLY
+@SLOW
 def test_resumed_by_max_steps_the_epochs_begin_and_are_validated_as_in_the_unbroken_run(tmp_path):
     """What Lightning does between two epochs: hooks, counts, and the steps that loggers are told."""
 

@@ -18,7 +18,7 @@ from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.rewards import RewardWorkers
 from grpo_lightning.training.micro_batches import CompletionRow, collate, find_prompts
 from tests import tiny_vlms
-from tests.marks import NIGHTLY, SLOW
+from tests.marks import SLOW
 from tests.module_runs import make_source, make_trainer, vowel_share
 from tests.vision_prompts import prompt_of
 
@@ -108,7 +108,7 @@ class Watched(GRPOLightningModule):
             self.counts.watch(self.reference.model, "reference")
 
 
-@NIGHTLY
+@SLOW
 @pytest.mark.parametrize(
     ("loader", "encoded"),
     [
@@ -184,7 +184,7 @@ def test_the_first_ratio_is_one(family, image_files):
         assert ratios == [0.0] * 4
 
 
-@NIGHTLY
+@SLOW
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("loader", [{}, pytest.param({"freeze_vision_modules": True}, marks=SLOW)])
 def test_a_run_killed_inside_a_cycle_resumes_to_the_same_bits(tmp_path, image_files, loader):
@@ -271,7 +271,7 @@ def test_a_video_is_refused_before_weights_are_loaded(image_files):
         make_trainer(max_steps=1).fit(module, make_source(module, prompts))
 
 
-@NIGHTLY
+@SLOW
 def test_validation_sees_images(image_files):
     module = vision_module(tiny_vlms.build("glm4v"))
     prompts = vision_prompts(image_files, "no image here")
@@ -279,7 +279,7 @@ def test_validation_sees_images(image_files):
     assert {"val/reward", "val/greedy/reward"} <= found[0].keys()
 
 
-@NIGHTLY
+@SLOW
 def test_a_plain_loader_of_prompts_with_images_works(image_files):
     module = vision_module(tiny_vlms.build("qwen2_5_vl"))
     loader = DataLoader(vision_prompts(image_files), batch_size=2, collate_fn=list)

@@ -8,7 +8,7 @@ from PIL import Image
 from grpo_lightning.core.images import ImageRef
 from grpo_lightning.optimizers import AdamW
 from tests import tiny_vlms
-from tests.marks import NIGHTLY, SLOW
+from tests.marks import SLOW
 from tests.module_runs import History, make_source, make_trainer
 from tests.test_module_vision import vision_module
 from tests.vision_prompts import prompt_of
@@ -55,7 +55,7 @@ def rewards_of_run(freeze, is_blank):
     return sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
 
 
-@NIGHTLY
+@SLOW
 @pytest.mark.parametrize("freeze", [pytest.param(False, marks=SLOW), True])
 def test_training_raises_a_reward_that_the_image_decides(freeze):
     before, after = rewards_of_run(freeze, is_blank=False)

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import versus_trl
 from grpo_lightning.cli import parse
-from tests.marks import NIGHTLY
+from tests.marks import SLOW
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_the_numbers_of_a_run_are_those_of_its_steps(prove: Any, tmp_path: Path)
     assert prove.differences(path)["staleness"] == 0.75
 
 
-@NIGHTLY
+@SLOW
 @pytest.mark.parametrize("name", ["colocate", "server", "asynchronous", "asynchronous, not corrected"])
 def test_the_runs_are_configurations_of_the_quickstart(
     prove: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

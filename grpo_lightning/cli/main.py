@@ -15,7 +15,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.cli.errors import ConfigurationError, rank, short_errors
-from grpo_lightning.cli.help import asks_for_short_help, short_help
+from grpo_lightning.cli.help import ALL, asks_for_short_help, short_help
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -69,7 +69,7 @@ def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModu
             print(short_help(given[0], module_class))
             raise SystemExit
         elif given[0] in TRAINER_COMMANDS:
-            if not any("help" in arg for arg in given):
+            if not any(arg.partition("=")[0].endswith((ALL, ".help")) for arg in given):
                 log_versions()
             from grpo_lightning.cli.app import GRPOCLI
 

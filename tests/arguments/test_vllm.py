@@ -19,7 +19,7 @@ from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.server import ServerError
 from tests import tiny_vlms
 from tests.arguments.registry import case
-from tests.marks import NIGHTLY
+from tests.marks import SLOW
 from tests.module_runs import SMALL
 from tests.ports import free_port
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -75,7 +75,7 @@ def test_tensor_parallel_size(fake_vllm):  # noqa: F811
         assert FakeLLM.made[-1].fake.options["tensor_parallel_size"] == size
 
 
-@NIGHTLY
+@SLOW
 @case(VLLMEngine, "sleep_level")
 def test_sleep_level(fake_vllm):  # noqa: F811
     for level in (0, 1, 2):

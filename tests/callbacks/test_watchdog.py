@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from grpo_lightning.callbacks import watchdog
 from grpo_lightning.callbacks.watchdog import EXIT_STATUS, StallInterrupt, Watchdog
 from grpo_lightning.rollout.local_engine import LocalEngine
-from tests.marks import NIGHTLY
+from tests.marks import SLOW
 from tests.module_runs import are_equal, fit, make_module, weights_of
 
 
@@ -79,7 +79,7 @@ run(sys.argv[1], Watchdog(2.0, 0.5), engine=Hangs(deadlock))
 """
 
 
-@NIGHTLY
+@SLOW
 def test_a_rollout_that_no_signal_interrupts_ends_with_a_status_and_the_stacks(tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-W", "ignore", "-c", BLOCKED, str(tmp_path)]
@@ -170,7 +170,7 @@ def test_the_command_line_watches_unless_the_recipe_has_a_watchdog_of_its_own():
     assert not [each for each in default_callbacks("fit", settings, own) if isinstance(each, Watchdog)]
 
 
-@NIGHTLY
+@SLOW
 def test_without_anybody_who_catches_it_the_message_is_printed():
     start = "from grpo_lightning.callbacks.watchdog import StallInterrupt; raise StallInterrupt('Rank 0: no progress.')"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}

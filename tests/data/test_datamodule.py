@@ -21,7 +21,7 @@ from grpo_lightning.data.datamodule import PromptDataModule, split
 from grpo_lightning.data.dataset_entry import DatasetEntry
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.policy.encoder import Encoder
-from tests.marks import NIGHTLY
+from tests.marks import SLOW
 from tests.module_runs import make_module, make_trainer
 from tests.tiny_models import tiny_tokenizer
 from tests.tiny_vlms import picture
@@ -390,7 +390,7 @@ class Seen(L.Callback):
         self.steps.append((trainer.current_epoch, batch.position, contents(batch)))
 
 
-@NIGHTLY
+@SLOW
 @pytest.mark.parametrize("num_iterations", [1, 2])
 def test_a_run_on_a_stream_goes_on_where_it_was_killed(rows, tmp_path, num_iterations):
     """Lightning asks for a batch ahead: neither the order nor the checkpoint may count it."""

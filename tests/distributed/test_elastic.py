@@ -79,10 +79,10 @@ def test_replaced_prompts_and_images_are_those_of_the_unbroken_run(tmp_path, unb
     compare_runs(run_legs(tmp_path, *legs), unbroken(legs[0]), tolerance=tolerance)
 
 
-@NIGHTLY
+@SLOW
 @pytest.mark.parametrize(
     "stops",
-    [pytest.param((3, 9), id="inside cycles"), pytest.param((4, 12), id="between cycles")],
+    [pytest.param((3, 9), id="inside cycles"), pytest.param((4, 12), id="between cycles", marks=NIGHTLY)],
 )
 def test_fsdp2_resumes_on_another_number_of_ranks(tmp_path, unbroken, stops):
     save(tmp_path)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.harness import run_ranks
-from tests.marks import NIGHTLY
+from tests.marks import SLOW
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def is_own(name: str) -> bool:
     return name.startswith("time/") or name in measured
 
 
-@NIGHTLY
+@SLOW
 def test_every_rank_has_the_same_metrics_in_the_same_order(found):
     one, other = found["of2-0"]["train"], found["of2-1"]["train"]
     assert one["names"] == other["names"]

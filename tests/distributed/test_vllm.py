@@ -163,7 +163,7 @@ STRATEGIES = only(["zero3"], ["ddp", "zero2", "zero3", "fsdp2"], nightly=["ddp",
 TWO = pytest.mark.parametrize("world_size", [2])
 
 
-@NIGHTLY
+@SLOW
 @TWO
 @pytest.mark.parametrize("name", only(["lora"], EXACT))
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -229,7 +229,7 @@ def test_an_error_of_one_rank_raises_on_all_ranks(results, strategy, name, world
     assert first == f"RuntimeError: {last}"
 
 
-@NIGHTLY
+@SLOW
 @TWO
 @pytest.mark.parametrize(
     ("name", "owner", "message"),

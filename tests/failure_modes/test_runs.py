@@ -19,13 +19,13 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.training.checkpoint_files import MARK, mark_complete
 from tests import tiny_vlms
 from tests.cli.test_resume import WHOLE, cut, saved
-from tests.marks import NIGHTLY
+from tests.marks import SLOW
 from tests.module_runs import are_equal, make_trainer, weights_of
 from tests.test_module_resume import CYCLE, KillAt, KilledError, train, two_updates
 from tests.test_module_vision import vision_module
 
 
-@NIGHTLY
+@SLOW
 def test_10_a_run_killed_inside_a_cycle_draws_what_the_unbroken_one_did(tmp_path: Path):
     """TRL, transformers: a resumed run draws from random numbers that begin anew, and what was pending anew as well."""
 

@@ -8,7 +8,7 @@ from PIL import Image
 
 from grpo_lightning.report import read_run, write_report
 from tests.browser import offline_page, open_chromium
-from tests.marks import NIGHTLY
+from tests.marks import SLOW
 from tests.report.run_folders import HOSTILE, RECORD, line, lines, tokens_of, turns, write_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
@@ -184,7 +184,7 @@ def test_a_run_with_hardly_any_files(show, tmp_path, present):
     assert "not recorded" in page.inner_text("#what")
 
 
-@NIGHTLY
+@SLOW
 def test_ten_thousand_completions_open_and_scroll(show, tmp_path):
     text = "<think>" + "a line of reasoning, " * 12 + "</think><answer>5</answer>"
     own = [each | {"completion": text + str(i)} for i, each in enumerate(lines(1250))]

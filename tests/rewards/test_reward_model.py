@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.rewards import ByMethod, Cosine, Reward, RewardModel, RewardSet, WeightedReward, reward
 from grpo_lightning.rewards.reward_model import score_chunk
-from tests.marks import NIGHTLY, few
+from tests.marks import SLOW, few
 from tests.module_runs import PROMPTS, SMALL, are_equal, fit, make_module, make_source, make_trainer, weights_of
 from tests.tiny_models import EOS, PAD, tiny_classifier, tiny_model, tiny_tokenizer
 
@@ -83,7 +83,7 @@ def group(prompt: Any, *texts: str) -> Group:
 # -------------------------------------------------------------------------------------------------------------- scores
 
 
-@NIGHTLY
+@SLOW
 @pytest.mark.parametrize(
     "family", ["qwen2", "gpt2", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "gemma3"))]
 )
@@ -133,7 +133,7 @@ def test_the_usual_padding_gives_other_scores(folder):
         assert off.nonzero().flatten().tolist() == wrong
 
 
-@NIGHTLY
+@SLOW
 @settings(max_examples=25, deadline=None)
 @given(texts=st.lists(st.text("abc <", min_size=1, max_size=30), min_size=1, max_size=9), size=st.integers(1, 5))
 def test_neither_chunks_nor_order_change_a_score(folder, texts, size):

@@ -26,7 +26,7 @@ from grpo_lightning.rewards import (
     WeightedReward,
 )
 from grpo_lightning.rewards.reward_set import Source, check_sources, sources_of
-from tests.marks import NIGHTLY
+from tests.marks import SLOW
 
 CUP = {"bbox_2d": [10, 10, 60, 50], "label": "cup"}
 FAR = {"bbox_2d": [900, 900, 950, 950], "label": "cup"}
@@ -178,7 +178,7 @@ def test_a_check_of_ones_own():
     assert seen == [("good", [(84, 56), (84, 56)]), ("bad", [None]), ("x", [])]
 
 
-@NIGHTLY
+@SLOW
 def test_many_rows_take_seconds():
     """No image is opened and no tensor made."""
     boxes = [row(n, f"<answer> [{n % 40}, 2, {n % 40 + 9}, 40] </answer>", rewards=["iou"]) for n in range(20_000)]

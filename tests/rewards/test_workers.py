@@ -23,7 +23,7 @@ from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.rewards import Accuracy, ExactMatch, Reward, RewardSet, RewardWorkers, WeightedReward
 from grpo_lightning.rewards import workers as workers_module
 from grpo_lightning.rewards.base import TrainerState
-from tests.marks import NIGHTLY, SLOW, few
+from tests.marks import SLOW, few
 from tests.rewards import misbehaving
 
 LIMITS = RewardWorkers(num_workers=2, timeout_seconds=6.0, step_timeout_seconds=60, memory_gb=0.5)
@@ -341,7 +341,7 @@ def test_what_cannot_be_sent_keeps_a_reward_here(caplog):
     assert reward_set(misbehaving.process).score(batch).extras["pid"] != [os.getpid()] * 2, "it takes no columns"
 
 
-@NIGHTLY
+@SLOW
 def test_a_reward_of_a_script_stays(tmp_path):
     """Its module is the script itself, which another process must not run again."""
     script = tmp_path / "script.py"
@@ -385,7 +385,7 @@ class ConnectedAnywhere(Connected):
         return [float(os.getpid())] * len(completions)
 
 
-@NIGHTLY
+@SLOW
 def test_a_reward_that_connects_stays_unless_it_says_otherwise():
     rewards = RewardSet([Connected(), ConnectedAnywhere()], workers=LIMITS)
     rewards.connect(torch.device("cpu"))
@@ -459,7 +459,7 @@ reward_set(REWARD, workers=RewardWorkers(2, 500, 500)).score(batch)
 """
 
 
-@NIGHTLY
+@SLOW
 @pytest.mark.parametrize(
     "reward", ["misbehaving.starts_another", pytest.param("Accuracy(timeout_seconds=400)", marks=pytest.mark.slow)]
 )

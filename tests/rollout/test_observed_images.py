@@ -16,7 +16,7 @@ from grpo_lightning.policy.turns import TurnTokens
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.training.micro_batches import give_images, plan_micro_batches
 from tests import tiny_vlms
-from tests.marks import NIGHTLY
+from tests.marks import SLOW
 from tests.observed_images import SIZES, Shows, plain_logprobs, source_of
 from tests.tiny_vlms import picture
 from tests.vision_prompts import encoder_of, prompt_of
@@ -55,7 +55,7 @@ def expected(vlm: Any, encoder: Any, group: Group, number: int) -> torch.Tensor:
     return (logits / SAMPLING.temperature).log_softmax(-1).gather(1, chosen[:, None])[:, 0]
 
 
-@NIGHTLY
+@SLOW
 @pytest.mark.parametrize("family", [*SEEN, *OTHERS])
 def test_sampled_and_scored_log_probs_are_those_of_a_plain_loop(family):
     """Each conversation in one forward pass with all its images, made by the processor."""

@@ -17,7 +17,7 @@ from grpo_lightning.policy import kv_cache
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout import local_engine
 from grpo_lightning.rollout.local_engine import LocalEngine, WaitingPrompts, Wave
-from tests.marks import NIGHTLY, few
+from tests.marks import SLOW, few
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 WORDS = list(range(2, 120))
@@ -156,7 +156,7 @@ def test_in_16_bits(autocast):
         torch.testing.assert_close(one.logprobs, other.logprobs, atol=0.1, rtol=0)
 
 
-@NIGHTLY
+@SLOW
 def test_random_numbers_do_not_depend_on_when_a_prompt_joins(model):
     """Across blocks of random numbers: the second prompt joins in the middle of a block."""
     engine = connected(model, max_rows=2)
@@ -311,7 +311,7 @@ class Shards(Sharding):
     is_sharded = True
 
 
-@NIGHTLY
+@SLOW
 @given(
     lengths=st.tuples(*[st.lists(st.integers(1, 12), max_size=6)] * 2),
     max_rows=st.tuples(*[st.sampled_from([None, 2, 3, 7])] * 2),

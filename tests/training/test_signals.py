@@ -22,7 +22,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from grpo_lightning.cli import main
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.training.signals import SIGNALS, GracefulStop, end_launched
-from tests.marks import NIGHTLY
+from tests.marks import SLOW
 from tests.module_runs import are_equal, fit, make_module, weights_of
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -172,7 +172,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@NIGHTLY
+@SLOW
 @pytest.mark.usefixtures("one_thread")
 def test_a_stopped_run_goes_on_to_the_weights_of_an_unbroken_one(folder, monkeypatch):
     stopped = command_line(folder, "--run_name=broken", send=signal.SIGINT)

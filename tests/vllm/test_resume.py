@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.server import ServerError
-from tests.marks import NIGHTLY
+from tests.marks import SLOW
 from tests.module_runs import SMALL, are_equal, fit, make_module, weights_of
 from tests.ports import free_port
 from tests.tiny_models import tiny_model
@@ -55,7 +55,7 @@ def straight(tmp_path_factory):
         return train(server, tmp_path_factory.mktemp("straight"), 6)
 
 
-@NIGHTLY
+@SLOW
 @pytest.mark.parametrize("step", [3, 4])
 def test_a_run_on_a_server_resumes_bit_for_bit(step, straight, tmp_path):
     """From the middle of a cycle, and from its end."""
@@ -67,7 +67,7 @@ def test_a_run_on_a_server_resumes_bit_for_bit(step, straight, tmp_path):
     assert are_equal(own, weights)
 
 
-@NIGHTLY
+@SLOW
 def test_a_run_whose_server_does_not_come_back_resumes_once_one_is_there(straight, tmp_path):
     weights, rollouts = straight
     with serving(tiny_model(**SMALL).config) as server:

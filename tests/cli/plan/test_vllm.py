@@ -17,7 +17,7 @@ from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from tests.cli.plan.real_shapes import llama_1b
 from tests.cli.plan.test_command import recipe, said  # noqa: F401 - fixtures
-from tests.marks import NIGHTLY, few
+from tests.marks import SLOW, few
 
 pytestmark = pytest.mark.filterwarnings("ignore:[\\s\\S]*instantiate_classes")
 
@@ -200,7 +200,7 @@ def engine_of(**settings):
     return {"class_path": "grpo_lightning.VLLMEngine", "init_args": settings}
 
 
-@NIGHTLY
+@SLOW
 def test_vllm_counts_in_the_verdict(recipe, said, capsys):  # noqa: F811
     """A tiny policy next to half of 8 GiB."""
     args = [*recipe(engine=engine_of(gpu_memory_utilization=0.5)), "--device_gib", "8"]
