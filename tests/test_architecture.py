@@ -27,6 +27,7 @@ LEVELS = {
     "callbacks": 9,
     "demo": 10,
     "cli": 11,
+    "__main__": 12,
 }
 FOLDERS = {
     "callbacks",

@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 Line = Mapping[str, Any]
 """One completion, as written to `completions.jsonl`."""
 
+MAX_COLUMN_LENGTH = 1000
+"""Maximum number of characters of a column's value in a line."""
+
 NUMBERS = frozenset({"step", "epoch", "rollout", "rank", "prompt_index", "length", "reward", "advantage"})
 """Fields of a line that are always a number or None."""
 
@@ -38,13 +41,13 @@ class CompletionLog(L.Callback):
     """Writes the completions of all ranks to `completions.jsonl` in the run's folder.
 
     A line has the fields step, epoch, rollout, rank (the rank that sampled the completion), source, prompt_index, row
-    (file and line of the data row, which has the images and the answer), prompt, completion, length (tokens),
-    finish_reason, reward, rewards (by name) and advantage. Values that rewards passed to `log_extra` follow. A reward
-    of null means that the completion is not scorable. A prompt with images has the field images: for each image its
-    name (the path of a file), its size in pixels, its size after resizing for the policy, and the coordinate convention
-    of the policy. `step` is the number of optimizer steps done when the rollout was
-    sampled; the loggers log the rollout's metrics at the same `step`. The lines of a rollout are in the order of its
-    prompts, whatever the number of ranks.
+    (file and line of the data row), prompt, completion, length (tokens), finish_reason, reward, rewards (by name),
+    columns (the row's other columns, for example the answer; values of more than 1,000 characters are left out) and
+    advantage. Values that rewards passed to `log_extra` follow. A reward of null means that the completion is not
+    scorable. A prompt with images has the field images: for each image its name (the path of a file), its size in
+    pixels, its size after resizing for the policy, and the coordinate convention of the policy. `step` is the number of
+    optimizer steps done when the rollout was sampled; the loggers log the rollout's metrics at the same `step`. The
+    lines of a rollout are in the order of its prompts, whatever the number of ranks.
 
     Weights & Biases also gets a table of each rollout. TensorBoard also gets the best completions of each rollout, the
     worst completions and a few others. Both loggers get the images in the prompts of these completions, but only of
@@ -222,11 +225,17 @@ def lines(rollout: Rollout) -> Iterator[dict[str, Any]]:
     images = [image_records(group) for group in groups for _ in group.completions]
     completions = zip(records(Evaluation(groups, scores)), advantages.flatten().tolist(), images, strict=True)
     for row, (record, advantage, own_images) in enumerate(completions):
-        del record["columns"]  # prompt_index identifies the data row
+        record["columns"] = {name: value for name, value in record["columns"].items() if is_short(value)}
         line = {**record, "advantage": advantage} | ({"images": own_images} if own_images else {})
         taken = {"step", "epoch", "rollout", "rank", *line, *(f"rewards/{name}" for name in scores.by_reward)}
         extras = {column: values[row] for column, values in scores.extras.items()}
         yield line | {f"extra/{name}" if name in taken else name: value for name, value in extras.items()}
+
+
+def is_short(value: Any) -> bool:
+    """True if a column's text, or the JSON of another value, is short enough for a line."""
+    text = value if isinstance(value, str) else json_line({"": value})
+    return len(text) <= MAX_COLUMN_LENGTH
 
 
 def image_records(group: Group) -> list[dict[str, Any]]:

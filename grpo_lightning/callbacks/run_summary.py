@@ -117,7 +117,8 @@ class RunSummary(StepMetrics):
             steps = f"{num_steps} steps" if num_steps > 1 else "1 step"
             title = f"{how} at step {trainer.global_step}: {steps} in {clock(seconds)}"
             lines = [Text(), Text(title, "bold")]
-            for label, text in [*self.results(trainer), *self.costs(seconds), *places(trainer, self.folder)]:
+            resumed = [("resumed", f"at step {self.first_step}; this is about the steps since")] * bool(self.first_step)
+            for label, text in [*resumed, *self.results(trainer), *self.costs(seconds), *places(trainer, self.folder)]:
                 parts = textwrap.wrap(text, max(console.width, 80) - 15, break_long_words=False, break_on_hyphens=False)
                 for i, part in enumerate(parts):
                     lines.append(Text.assemble(("" if i else f"  {label}").ljust(15), part.replace(NO_BREAK, " ")))

@@ -26,6 +26,7 @@ from grpo_lightning.cli import recipes
 from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.cli.runs import default_loggers
 from grpo_lightning.core import unique_keys
+from grpo_lightning.core.messages import similar_file
 from grpo_lightning.data.dataset_entry import DatasetEntry
 from grpo_lightning.rewards import registry  # noqa: F401 - loads the rewards, so that the parser knows their names
 
@@ -83,7 +84,8 @@ def find_configs(args: Sequence[str]) -> tuple[list[str], list[str]]:
             raise ConfigurationError(f"{flag} needs a file or the name of a recipe. {recipes.unknown('')}")
         path = recipes.find(value)
         if path is None:
-            raise ConfigurationError(f"--config: there is no file {value} in {Path.cwd()}. {recipes.unknown(value)}")
+            hint = similar_file(Path(value), SETTINGS_FILES).strip() or recipes.unknown(value)
+            raise ConfigurationError(f"--config: there is no file {value} in {Path.cwd()}. {hint}")
         if "=" in args[i]:
             found[i] = f"{flag}={path}"
         else:

@@ -8,6 +8,7 @@ checkpoints of a run.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import logging
 import os
@@ -110,7 +111,7 @@ def keep_old_config(folder: Path, text: str) -> None:
 
 
 def remove_without_results(folder: Path) -> None:
-    """Remove the folder of a run if it holds only settings and empty logs."""
+    """Remove the folder of a run if it holds only settings and empty logs, and the folder of its versions if empty."""
 
     def is_empty(path: Path) -> bool:
         if path.name.startswith("events.out.tfevents."):
@@ -121,6 +122,8 @@ def remove_without_results(folder: Path) -> None:
 
     if all(is_empty(path) for path in folder.rglob("*") if not path.is_dir()):
         shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # other versions of the run
+            folder.parent.rmdir()
 
 
 def has_numbers(events: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -192,6 +194,19 @@ def quiet_loggers() -> None:
         logger = logging.getLogger(name)
         if not any(isinstance(known, NoNoise) for known in logger.filters):
             logger.addFilter(NoNoise())
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Suggest the known name that is closest to a misspelt one: " Did you mean 'x'?", or "" if none is close."""
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def similar_file(path: Path, suffixes: Sequence[str]) -> str:
+    """Suggest the file whose name is closest to that of a missing file; "" if there is none in its folder."""
+    names = sorted(other.name for other in path.parent.glob("*") if other.suffix.lower() in suffixes)
+    close = difflib.get_close_matches(path.name, names, n=1)
+    return f" Did you mean {str(path.with_name(close[0]))!r}?" if close else ""
 
 
 MAX_NAMED = 20

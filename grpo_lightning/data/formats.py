@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,23 +112,42 @@ def unused_prompt_columns(prompt: Prompt) -> list[str]:
 
 
 def log_prompt_columns(prompts: Iterable[Prompt], logged: set[str]) -> None:
-    """Log the prompt column of each dataset once, if its rows have several columns that could be the prompt.
+    """Log what `describe_prompts` returns.
 
     Args:
         prompts: Prompts of any number of datasets.
-        logged: Sources whose prompt column has been logged; updated in place.
+        logged: Lines that were logged before; updated in place.
     """
+    for line in describe_prompts(prompts, logged):
+        log.info("%s", line)
+
+
+def describe_prompts(prompts: Iterable[Prompt], known: set[str] | None = None) -> Iterator[str]:
+    """Describe the prompts of each dataset: their column, whether they are chats, and what reward functions get.
+
+    Rows of a dataset may differ: then it has several lines. Prompts that were not read from rows have none. A further
+    line names columns that could also be the prompt.
+
+    Args:
+        prompts: Prompts of any number of datasets.
+        known: Lines to leave out; updated in place.
+    """
+    known = set() if known is None else known
     for prompt in prompts:
-        if prompt.source not in logged and (unused := unused_prompt_columns(prompt)):
-            logged.add(prompt.source)
-            log.info(
-                "%s: the prompt column is %r, not %s (passed to the rewards). To change this, drop it: columns: "
-                "{%s: null}.",
-                prompt.source or "the data",
-                prompt.prompt_column,
-                " or ".join(map(repr, unused)),
-                prompt.prompt_column,
+        source, column = prompt.source or "the data", prompt.prompt_column
+        if not column:
+            continue
+        form, given = ("plain text", "a string") if isinstance(prompt.content, str) else ("chats", "a list of messages")
+        found = [f"{source}: prompts are {form} (column {column!r}); reward functions get a completion as {given}."]
+        if unused := unused_prompt_columns(prompt):
+            found.append(
+                f"{source}: the prompt column is {column!r}, not {' or '.join(map(repr, unused))} (passed to the "
+                f"rewards). To change this, drop it: columns: {{{column}: null}}."
             )
+        for line in found:
+            if line not in known:
+                known.add(line)
+                yield line
 
 
 def _check_no_image_is_lost(row: Mapping[str, Any], found: Sequence[str], where: str) -> None:

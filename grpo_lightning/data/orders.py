@@ -35,7 +35,7 @@ class LazyPrompts:
     def __init__(self, rows: Any, convert: Callable[[Any, int], Prompt]) -> None:
         self.rows = rows
         self.convert = convert
-        self.logged_columns: set[str] = set()
+        self.logged_lines: set[str] = set()
         self._heads: dict[int, list[Prompt]] = {}
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class LazyPrompts:
         """The first `size` prompts, read once: a preview of the data before training."""
         if size not in self._heads:
             self._heads[size] = [self[number] for number in range(min(size, len(self)))]
-            log_prompt_columns(self._heads[size], self.logged_columns)
+            log_prompt_columns(self._heads[size], self.logged_lines)
         return list(self._heads[size])
 
 
@@ -108,7 +108,7 @@ class PromptStream:
         self.limit = limit
         self.sources = tuple(sources)
         self.images = ImageCounts()
-        self.logged_columns: set[str] = set()
+        self.logged_lines: set[str] = set()
         """Sources whose prompt column has been logged."""
 
         self._heads: dict[int, list[Prompt]] = {}
@@ -225,7 +225,7 @@ class StreamOrder:
         if prompt is not None:
             self.stream.images.add(prompt)
             self.stream.images.warn(so_far=True)
-            log_prompt_columns([prompt], self.stream.logged_columns)
+            log_prompt_columns([prompt], self.stream.logged_lines)
             if position >= self.start:
                 self.window.append((position, prompt))
         return True

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from grpo_lightning.core.messages import similar_file
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.dataset_entry import DATA_FILES, DatasetEntry
 from grpo_lightning.data.formats import refuse_media, to_prompt
@@ -141,7 +142,8 @@ def find_file(path: str | os.PathLike[str], *folders: Path) -> Path:
         if candidate.is_file():
             return candidate
     places = " or ".join(dict.fromkeys(str(candidate.resolve()) for candidate in tried))
-    raise FileNotFoundError(f"{str(path)!r}: no file {places}. The current folder is {Path.cwd()}.")
+    hint = next(filter(None, (similar_file(file, (*DATA_FILES, given.suffix)) for file in tried)), "")
+    raise FileNotFoundError(f"{str(path)!r}: no file {places}. The current folder is {Path.cwd()}.{hint}")
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:

@@ -38,8 +38,8 @@ TOKENS_READ = ("old_logprobs", "logprobs", "turn_advantages")
 
 FIELDS = frozenset(
     {
-        *("step", "epoch", "rollout", "rank", "source", "prompt_index", "row", "prompt", "completion", "length"),
-        *("finish_reason", "turns", "reward", "rewards", "advantage", "images", "boxes"),
+        *("step", "epoch", "rollout", "rank", "source", "prompt_index", "row", "prompt", "columns", "completion"),
+        *("length", "finish_reason", "turns", "reward", "rewards", "advantage", "images", "boxes"),
     }
 )
 """Fields of a line of `completions.jsonl` that have a place of their own in the report; others are extra columns."""
@@ -324,6 +324,7 @@ def group_record(group: Sequence[Line], first: int) -> dict[str, Any]:
     line = group[0]
     return {
         **{name: line.get(name) for name in ("step", "rollout", "epoch", "source", "prompt_index", "row", "prompt")},
+        "columns": line.get("columns") or {},
         "images": line.get("images") or [],
         "first": first,
         "count": len(group),

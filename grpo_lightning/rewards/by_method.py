@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import functools
 import inspect
 import logging
@@ -12,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from grpo_lightning.core.messages import did_you_mean
 from grpo_lightning.rewards.accuracy import Accuracy, UndecidedError
 from grpo_lightning.rewards.answers import (
     AnswerReward,
@@ -339,10 +339,9 @@ class ByMethod(Reward):
                 f"The method {_JUDGE!r} needs a judge model: pass "
                 "methods={'llm': LLMJudge(model=..., base_url=...)} to ByMethod."
             )
-        close = difflib.get_close_matches(str(name), self.methods, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ValueError(
-            f"Unknown method {name!r} in the column {self.method_column!r}; available: {', '.join(self.methods)}.{hint}"
+            f"Unknown method {name!r} in the column {self.method_column!r}; available: {', '.join(self.methods)}."
+            f"{did_you_mean(str(name), self.methods)}"
         )
 
     def _call(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import logging
 import math
 from collections import Counter
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from grpo_lightning.core.messages import bullet_list
+from grpo_lightning.core.messages import bullet_list, did_you_mean
 from grpo_lightning.core.types import Group, Prompt
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rewards.base import CONTRACT, METHOD_COLUMN, RESERVED_NAMES, RewardLike, WeightedReward
@@ -373,9 +372,10 @@ def _check_names(source: Source, weights: Mapping[str, float]) -> None:
         raise ValueError(f"Data columns {taken}{of} have the names of reward arguments: rename them.")
     for name in source.rewards or ():
         if name not in weights:
-            close = difflib.get_close_matches(str(name), weights, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"The prompts{of} name an unknown reward {name!r}; available: {', '.join(weights)}.{hint}")
+            raise ValueError(
+                f"The prompts{of} name an unknown reward {name!r}; available: {', '.join(weights)}."
+                f"{did_you_mean(str(name), weights)}"
+            )
     if not any(weight for name, weight in weights.items() if source.uses(name)):
         raise ValueError(
             f"No reward of nonzero weight applies to the prompts{of} (rewards: {list(source.rewards or ())}), so they "
@@ -401,9 +401,10 @@ def _check_column(reward: str, column: str, used: Sequence[Source]) -> None:
         if lacking:
             log.warning("Reward %r gets None for the column %r, which the prompts of %s lack.", reward, column, names)
         return
-    have = ", ".join(dict.fromkeys(name for source in used for name in source.columns)) or "none"
+    have = list(dict.fromkeys(name for source in used for name in source.columns))
     raise ValueError(
         f"Reward {reward!r} needs the data column {column!r}, but the data{' of ' + names if names else ''} have only: "
-        f"{have}. Set the reward's column argument (answer_column, if it has one), rename a column (columns in the "
-        "dataset's entry), or give the parameter a default."
+        f"{', '.join(have) or 'none'}.{did_you_mean(column, [*have, *CONTRACT])} Set the reward's column argument "
+        "(answer_column, if it has one), rename a column (columns in the dataset's entry), or give the parameter a "
+        "default."
     )

@@ -64,7 +64,9 @@ def test_the_column_that_the_log_names(caplog):
     for name in ("", "query", "problem"):
         log_prompt_columns([Prompt("q", columns, prompt_column=name)], set())
     assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
+        "the data: prompts are plain text",
         "the data: the prompt column is 'query', not 'messages'",
+        "the data: prompts are plain text",
         "the data: the prompt column is 'problem', not 'query' or 'messages'",
     ]
 

@@ -29,7 +29,7 @@ from tests.module_runs import SMALL, ScriptedEngine, fit, make_module
 from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
 
 FIELDS = ["step", "epoch", "rollout", "rank", "source", "prompt_index", "row", "prompt", "completion"]
-FIELDS += ["length", "finish_reason", "reward", "rewards", "advantage"]
+FIELDS += ["length", "finish_reason", "reward", "rewards", "columns", "advantage"]
 
 
 def lines_of(path):
@@ -118,6 +118,14 @@ def test_extras_of_rewards_are_columns(tmp_path):
     lines = fit_and_read(tmp_path, scripted([explained], "a b", "x", "c"))
     assert [line["words"] for line in lines] == [["a", "b"], ["x"], ["c"]]
     assert [line["score"] for line in lines] == [None, None, 0.5]
+
+
+def test_columns_of_the_row_unless_they_are_long(tmp_path):
+    short = {"answer": "7", "solution": "x" * 1000, "tests": list(range(100)), "none": None}
+    long = {"essay": "x" * 1001, "cases": ["x" * 500] * 2}
+    prompt = Prompt("p", short | long, index=0)
+    lines = fit_and_read(tmp_path, scripted([num_vowels], "a", "bb", "c"), [prompt])
+    assert [line["columns"] for line in lines] == [short] * 3
 
 
 def test_extras_may_be_anything(tmp_path):

@@ -74,7 +74,9 @@ def test_a_resumed_run_counts_its_own_steps(capsys, tmp_path):
     fit(make_module(length=2), batch_size=4, max_steps=2).save_checkpoint(tmp_path / "last.ckpt")
     resumed = {"max_epochs": -1, "ckpt_path": str(tmp_path / "last.ckpt")}
     fit(make_module(length=2), batch_size=4, max_steps=5, callbacks=[RunSummary()], **resumed)
-    assert "Finished at step 5: 3 steps in" in capsys.readouterr().out
+    rows = summary(capsys.readouterr().out)
+    assert rows[""].startswith("Finished at step 5: 3 steps in")
+    assert rows["resumed"] == "at step 2; this is about the steps since"
 
 
 def test_held_out_prompts_before_and_after(capsys):

@@ -60,10 +60,12 @@ def test_settings_may_stand_in_the_place_of_a_file():
     [
         (["--config", "nowhere.yaml"], r"there is no file nowhere.yaml in .*Recipes: .*quickstart"),
         (["--config", "recipes/quickstrat.yaml"], "Did you mean quickstart"),
+        (["--config", "my_rum.yaml"], r"no file my_rum.yaml in .*\. Did you mean 'my_run.yaml'\?$"),
         (["--config"], "--config needs a file or the name of a recipe"),
     ],
 )
 def test_what_is_no_file_is_named(args, said):
+    Path("my_run.yaml").touch()
     with pytest.raises(ConfigurationError, match=said):
         config.find_configs(args)
 

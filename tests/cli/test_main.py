@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import runpy
 import subprocess
 import sys
 from datetime import timedelta
@@ -265,6 +266,12 @@ def test_help_names_every_command_in_a_line(capsys):
         assert re.search(rf"^  {name} +{re.escape(text)}$", alone, re.MULTILINE)
 
 
+def test_the_package_runs_as_a_module(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["grpo_lightning", "--version"])
+    runpy.run_module("grpo_lightning", run_name="__main__")
+    assert capsys.readouterr().out == f"grpo-lightning {version('grpo-lightning')}\n"
+
+
 def test_version(capsys):
     main(["--version"])
     assert capsys.readouterr().out == f"grpo-lightning {version('grpo-lightning')}\n"
@@ -409,7 +416,7 @@ def test_a_run_that_cannot_begin_leaves_no_folder(recipe, capsys):
 def test_a_run_that_fails_before_its_first_step_leaves_no_folder(recipe, capsys):
     name = recipe(trainer={"enable_checkpointing": True, "enable_progress_bar": False}, policy="not/there")
     failure(capsys, "fit", "--config", name)
-    assert not list(Path("runs/recipe").iterdir())
+    assert not Path("runs/recipe").exists()
 
 
 def test_checkpoints_are_written_by_epoch_and_by_time_unless_the_recipe_says_when(recipe, monkeypatch):

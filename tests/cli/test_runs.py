@@ -131,14 +131,17 @@ def tensorboard(folder, **scalars):
 
 
 def test_a_folder_without_results_is_removed(tmp_path):
-    folder = tmp_path / "version_0"
+    folder = tmp_path / "my_run" / "version_1"
     tensorboard(folder)
     for name in ("config.yaml", "hparams.yaml"):
         (folder / name).write_text("a: 1")
     (folder / "metrics.csv").touch()
     (folder / "checkpoints").mkdir()
+    (folder.parent / "version_0").mkdir()
     runs.remove_without_results(folder)
-    assert not folder.exists()
+    assert [path.name for path in folder.parent.iterdir()] == ["version_0"]
+    runs.remove_without_results(folder.parent / "version_0")
+    assert not folder.parent.exists(), "there is no empty folder of the run's versions either"
 
 
 @pytest.mark.parametrize("name", ["completions.jsonl", "checkpoints/a.ckpt", "metrics.csv", "notes.txt"])

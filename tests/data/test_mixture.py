@@ -267,6 +267,13 @@ def test_which_column_is_the_prompt_is_logged_once_per_data_set(settings: Any, c
     assert "a: the prompt column is 'problem', not 'messages'" in said[0]
     assert "columns: {problem: null}" in said[0]
     assert "b: the prompt column is 'prompt', not 'question'" in said[1]
+    assert [line for line in caplog.messages if ": prompts are " in line] == [
+        "a: prompts are chats (column 'problem'); reward functions get a completion as a list of messages.",
+        *(
+            f"{name}: prompts are plain text (column 'prompt'); reward functions get a completion as a string."
+            for name in "bc"
+        ),
+    ]
 
 
 def test_names_rewards_and_the_reward_method():

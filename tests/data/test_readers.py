@@ -127,3 +127,14 @@ def test_a_wrong_file_is_named_with_the_place(folder, name, content, message):
 def test_a_missing_file_names_every_place_it_was_looked_for(folder):
     with pytest.raises(FileNotFoundError, match=f"'a.json': no file {folder}/a.json or {folder}/x/a.json"):
         find_file("a.json", folder / "x")
+
+
+def test_a_misspelt_file_gets_a_suggestion(tmp_path):
+    for name in ("rows.jsonl", "rows.txt", "mixture.yaml"):
+        (tmp_path / name).touch()
+    with pytest.raises(FileNotFoundError, match=f"Did you mean '{tmp_path}/rows.jsonl'"):
+        find_file(tmp_path / "row.jsonl")
+    with pytest.raises(FileNotFoundError, match=r"Did you mean 'mixture\.yaml'"):
+        find_file("mixtures.yaml", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"folder is \S+$"):
+        find_file(tmp_path / "validation.parquet")

@@ -763,3 +763,4 @@ def test_which_column_is_the_prompt_is_logged_once(make, caplog):
     for _ in range(2):
         assert known_prompts(source.prompts)[0].prompt_column == "problem"
     assert caplog.text.count("the data: the prompt column is 'problem', not 'messages'") == 1
+    assert caplog.text.count("the data: prompts are chats (column 'problem')") == 1

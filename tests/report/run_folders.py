@@ -29,6 +29,7 @@ def line(rollout: int, number: int, **fields: Any) -> dict[str, Any]:
         "prompt_index": 2 * rollout + group,
         "row": f"train.jsonl:{2 * rollout + group + 1}",
         "prompt": f"question {2 * rollout + group}",
+        "columns": {"answer": f"solution {2 * rollout + group}"},
         "completion": f"answer {number} of rollout {rollout}",
         "length": 3 + number,
         "finish_reason": "length" if number == 3 else "stop",

@@ -52,9 +52,12 @@ def test_a_step_a_group_and_a_filter(show, tmp_path):
     page.click('.item[data-place="5"]')
     assert page.locator(".card").count() == 4
     assert "question 1" in page.inner_text("#group")
+    assert page.inner_text("#group .columns") == "answer: solution 1"
     assert page.locator(".card.open").inner_text().startswith("#2")
     page.click("#next")
     assert "question 2" in page.inner_text("#group")
+    page.fill("#filter-text", "solution 5")
+    playwright.expect(page.locator("#count")).to_have_text("4 of 24 completions")
     page.fill("#filter-text", "ANSWER 7")
     playwright.expect(page.locator("#count")).to_have_text("3 of 24 completions")
     assert all("answer 7 of rollout" in text for text in texts(page, ".item"))
@@ -73,6 +76,16 @@ def test_a_step_a_group_and_a_filter(show, tmp_path):
     canvas.scroll_into_view_if_needed()
     canvas.hover()
     assert "completions" in page.inner_text("#tip")
+
+
+@pytest.mark.parametrize(
+    ("values", "marks"),
+    [((0.5, 0.5), ["0.5"]), ((0, 0), ["0"]), ((7.97e-9, 2.0), ["0", "2"]), ((-0.251234, 1e-7), ["-0.251", "0"])],
+)
+def test_the_axis_of_a_curve_has_its_least_and_greatest_value(show, tmp_path, values, marks):
+    metrics = [{"step": step, "epoch": 0, "policy/kl": value} for step, value in enumerate(values)]
+    page = show(read_run(write_run(tmp_path / "r", metrics=metrics)))
+    assert page.locator('[data-metric="policy/kl"] .axis').all_text_contents() == [*marks, "0", "1"]
 
 
 def test_the_tooltip_and_colour_of_a_token(show, tmp_path):

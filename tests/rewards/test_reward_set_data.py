@@ -275,6 +275,19 @@ def test_rewards_as_text_are_an_error():
         sources_of([Prompt("p", index=7, source="gsm8k", rewards="style")])
 
 
+def test_a_misspelt_argument_of_a_reward_gets_a_suggestion():
+    def favorite(completions, favourite):
+        return [0.0] * len(completions)
+
+    def brief(completion, **columns):
+        return [0.0] * len(completion)
+
+    for function, near in ((favorite, "favorite"), (brief, "completions")):
+        reward_set = RewardSet([WeightedReward(function, name="own")])
+        with pytest.raises(ValueError, match=f"have only: favorite, id. Did you mean '{near}'"):
+            reward_set.validate_prompts([Prompt("p", {"favorite": "a", "id": 1}, index=0)])
+
+
 def test_a_column_is_needed_only_where_its_reward_applies():
     math, boxes = Source("math", ("answer",), ("needs_answer",)), Source("boxes", ("box",), ("needs_box", "style"))
     check(math, boxes)

@@ -61,6 +61,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
     from grpo_lightning.cli.plan import memory, report, vllm
     from grpo_lightning.cli.plan.batches import BatchPlan
     from grpo_lightning.cli.plan.model import sizes_of
+    from grpo_lightning.data.formats import describe_prompts
     from grpo_lightning.policy.loading import meta_model, remote_code
     from grpo_lightning.policy.probe import dense_reason
     from grpo_lightning.training import checks
@@ -106,6 +107,8 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
     if prompts.val or num_prompts is not None:
         lines.append(report.validation_line(config.trainer, batches, length, len(prompts.val or [])))
     report.print_lines(console, "Length", lines)
+    if described := list(describe_prompts(prompts.train or [])):
+        report.print_lines(console, "Prompts", described)
 
     try:
         policy_config = loader.load_config()
