@@ -28,8 +28,14 @@ GRACE = 3.0
 ANSWER = 918273645
 """The expected answer, which no program computes by accident."""
 
-BOMB = b64encode(zlib.compress(zlib.compress(bytes(10**9), 9), 9)).decode()
-"""A gigabyte in some hundred bytes."""
+
+
+def bomb() -> str:
+    """A gigabyte in some thousand bytes: a thousand times the same compressed megabyte, compressed again."""
+    stream = zlib.compressobj(9, wbits=-15)
+    megabyte = stream.compress(bytes(10**6)) + stream.flush(zlib.Z_FULL_FLUSH)
+    return b64encode(zlib.compress(megabyte * 1000 + stream.flush(), 9)).decode()
+
 
 # Scripts that print the right answer if their attack succeeds, and otherwise raise. `answer` is in their input.
 ATTACKS = {
@@ -44,7 +50,7 @@ ATTACKS = {
     "10 GB": "b'x' * 10**10",
     "10 GB in pieces": "pieces = [bytes(10**6) for _ in range(10**4)]",
     "10 GB of shared memory": "import mmap; mmap.mmap(-1, 10**10)",
-    "zip bomb": f"import zlib, base64; zlib.decompress(zlib.decompress(base64.b64decode('{BOMB}')))",
+    "zip bomb": f"import zlib, base64; zlib.decompress(zlib.decompress(base64.b64decode('{bomb()}')), -15)",
     "huge file": "open('big', 'wb').write(bytes(10**6))",
     "memory file": "os.memfd_create('big')",
     "delete": "os.remove({canary!r})",
