@@ -14,7 +14,7 @@ NIGHTLY = pytest.mark.nightly
 
 few = pytest.mark.few
 """`@few(2)`: two of the test's fast cases, evenly spaced, stay in `make test`; the other fast cases are nightly. Cases
-that are slow stay as they are."""
+that are slow stay as they are. With `@few(2, slow=True)`, the two cases are slow."""
 
 CREATE_RULESET = 444
 """Number of the system call that reports the version of Landlock, on every architecture."""
@@ -45,11 +45,14 @@ def mark_cases(items: Iterable[pytest.Item]) -> None:
         if item.get_closest_marker("few") and not any(map(item.get_closest_marker, ("slow", "nightly"))):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for every in cases.values():
-        number = every[0].get_closest_marker("few").args[0]
+        mark = every[0].get_closest_marker("few")
+        (number,) = mark.args
         kept = {index * len(every) // number for index in range(number)}
         for index, item in enumerate(every):
             if index not in kept:
                 item.add_marker(NIGHTLY)
+            elif mark.kwargs.get("slow"):
+                item.add_marker(SLOW)
     for item in items:
         if item.get_closest_marker("nightly"):
             item.add_marker(SLOW)

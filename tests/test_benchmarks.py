@@ -323,6 +323,7 @@ def test_each_bar_can_fail():
     assert failing() == ["mean lengths within 4 standard errors"]
 
 
+@SLOW
 def test_a_recorded_result_replaces_only_its_own_workload_and_beta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("trl")  # its version is recorded
     monkeypatch.setattr(versus_trl, "RESULT", tmp_path / "results" / "versus_trl.json")

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 from grpo_lightning.cli.main import COMMANDS, main, parse
+from tests.marks import SLOW
 from tests.newcomer import SHORT, commands, newcomer  # noqa: F401 - a fixture
 from tests.pages import blocks, read, tables
 
@@ -19,6 +20,7 @@ def test_the_commands_are_found():
     ]
 
 
+@SLOW
 def test_the_commands_run_one_after_the_other(newcomer, capsys):  # noqa: F811
     (newcomer / "my_run.yaml").write_text(blocks(PAGE, "yaml")[0])
     main(["fit", "--config", "my_run.yaml", *SHORT, "--trainer.max_steps=2"])

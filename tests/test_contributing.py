@@ -19,6 +19,7 @@ from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.engine import RolloutEngine
 from grpo_lightning.rollout.local_engine import LocalEngine
+from tests.marks import SLOW
 from tests.module_runs import SMALL, History, fit, make_module
 from tests.pages import DOCS, blocks
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -167,6 +168,7 @@ def test_settings_that_it_would_treat_differently_are_refused(start):
         engine.check_run(None, [SamplingParams(top_p=0.9)], Sharding(), 1)
 
 
+@SLOW
 def test_it_trains_asynchronously(start):
     """Every method has the arguments of the protocol, and the server samples while the policy trains."""
     policy = tiny_model(**SMALL)

@@ -27,6 +27,7 @@ from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from tests.background_engine import BackgroundEngine
 from tests.doc_keys import keys_in, problem
 from tests.environments.games import Counted
+from tests.marks import SLOW
 from tests.module_runs import PROMPTS, SMALL, History, fit, make_module, make_source, make_trainer
 from tests.newcomer import files
 from tests.pages import DOCS, TableRow, blocks, broken_links, make_targets, prose, read, tables
@@ -127,6 +128,7 @@ def test_methods_named_exist():
     assert [name for name in sorted(named) if not hasattr(GRPOLightningModule, name)] == []
 
 
+@SLOW
 def test_metrics_named_are_logged():
     """Those of a run with a reference, experts and validation; an example's own and `time/...` are none of ours."""
     objective = Objective(rollout_correction="token_truncate", top_entropy_fraction=0.5)
@@ -180,6 +182,7 @@ def test_the_checker_reads_short_and_long_keys():
 # ------------------------------------------------------------------------------------------------------------ examples
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("page", "number"), [(page, n) for page in PAGES for n in range(len(blocks(read(page), "python")))]
 )
@@ -202,6 +205,7 @@ def parsed(block: str) -> Any:
     return parse(["--config", "base.yaml", "--config", "example.yaml"])
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("page", "number"), [(page, n) for page in PAGES for n in range(len(blocks(read(page), "yaml")))]
 )
@@ -284,6 +288,7 @@ def test_broken_links_are_found():
     assert broken_links(text, DOCS / "grpo.md") == ["nothing.md", "grpo.md#nothing"]
 
 
+@SLOW
 def test_the_command_line_drives_a_subclass(folder, monkeypatch):
     (block,) = [block for block in blocks(read("lightning.md"), "python") if "module_class" in block]
     Path("rows.jsonl").write_text('{"prompt": "1+1="}\n')

@@ -25,6 +25,7 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.training.micro_batches import CycleShape
 from tests.light_rewards import vowel_share
+from tests.marks import SLOW
 
 FILE = Path(__file__).parents[1] / "docs" / "grpo_in_200_lines.py"
 SOURCE = FILE.read_text(encoding="utf-8")
@@ -196,6 +197,7 @@ def rewards_of_run(file: Any, num_rollouts: int = 16) -> tuple[float, float]:
     return sum(history[:4]) / 4, sum(history[-4:]) / 4
 
 
+@SLOW
 def test_a_run_raises_the_reward(capsys):
     first, last = rewards_of_run(load())
     assert last > first + 0.15

@@ -7,6 +7,7 @@ from grpo_lightning.functional import group_relative_advantages
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
+from tests.marks import SLOW
 from tests.module_runs import History, fit, make_module, vowel_share
 from tests.tiny_models import tiny_tokenizer
 
@@ -52,6 +53,7 @@ def test_advantages_are_those_of_rewards_less_the_kl():
     torch.testing.assert_close(advantages, want, atol=2e-4, rtol=1e-3)
 
 
+@SLOW
 def test_the_distance_is_logged_and_holds_the_policy_back():
     _, held = trained(steps=12, objective=Objective(beta=5.0, kl_in="reward"))
     _, free = trained(steps=12, objective=Objective(beta=1e-6, kl_in="reward"))

@@ -13,6 +13,7 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.training.checkpoints import KEPT_ARGUMENTS
 from grpo_lightning.training.evaluation import Validation
+from tests.marks import SLOW
 from tests.module_runs import SMALL, are_equal, fit, make_module, make_trainer, vowel_share, weights_of
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -46,6 +47,7 @@ def test_every_plain_argument_is_kept():
     assert {*KEPT_ARGUMENTS} == {*inspect.signature(GRPOLightningModule.__init__).parameters} - given_anew
 
 
+@SLOW
 def test_only_the_rewards_are_given_anew(folder):
     settings = {
         "policy": PolicyLoader("policy", chunk_size=2),

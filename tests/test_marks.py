@@ -30,6 +30,10 @@ def test_few_cases_are_evenly_spaced_and_the_others_are_nightly(pytester):
         @pytest.mark.parametrize("number", [pytest.param(0, marks=SLOW), pytest.param(1, marks=NIGHTLY), 2, 3])
         def test_some_are_slow(number): pass
 
+        @few(1, slow=True)
+        @pytest.mark.parametrize("number", range(2))
+        def test_one_is_slow(number): pass
+
         @NIGHTLY
         def test_long(): pass
 
@@ -39,9 +43,10 @@ def test_few_cases_are_evenly_spaced_and_the_others_are_nightly(pytester):
         def test_quick(): pass
     """)
     some = "test_some_are_slow"
-    nightly = ["test_numbers[1]", "test_numbers[3]", "test_numbers[4]", f"{some}[1]", f"{some}[3]", "test_long"]
+    nightly = ["test_numbers[1]", "test_numbers[3]", "test_numbers[4]", f"{some}[1]", f"{some}[3]"]
+    nightly += ["test_one_is_slow[1]", "test_long"]
     fast = ["test_numbers[0]", "test_numbers[2]", f"{some}[2]", "test_quick"]
-    slow = [f"{some}[0]", "test_matrix"]
+    slow = [f"{some}[0]", "test_one_is_slow[0]", "test_matrix"]
     assert passed(pytester, "-m", "not slow") == fast
     assert passed(pytester, "-m", "slow and not nightly") == slow
     assert passed(pytester, "-m", "nightly") == nightly

@@ -17,7 +17,7 @@ from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_targets import targets
 from grpo_lightning.training.export import export
 from tests.exports import difference
-from tests.marks import few, only
+from tests.marks import SLOW, few, only
 from tests.module_runs import History, are_equal, fit, make_module, vowel_share, weights_of
 from tests.test_module_resume import KillAt, KilledError, train
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -71,6 +71,7 @@ def module_of(folder, kind="lora", *, beta=0.1, lr=1e-2, **options):
     return make_module(policy=policy, objective=Objective(beta=beta), lr=lr, **options)
 
 
+@SLOW
 @pytest.mark.parametrize("kind", only(KINDS, [*KINDS, *GIVEN, *MORE]))
 def test_only_what_is_trained_moves_and_the_reference_stays(folder, kind):
     module, history = module_of(folder, kind), History()
@@ -85,7 +86,7 @@ def test_only_what_is_trained_moves_and_the_reference_stays(folder, kind):
     assert kl[-1] > 1e-5
 
 
-@few(1)
+@few(1, slow=True)
 @pytest.mark.parametrize("kind", only([*KINDS, "dropout"], [*KINDS, "dropout", *GIVEN, *MORE, "dora, dropout"]))
 def test_a_killed_run_resumes_bit_by_bit(folder, kind, tmp_path):
     """Inside a cycle of two updates, run through twice."""
@@ -99,7 +100,7 @@ def test_a_killed_run_resumes_bit_by_bit(folder, kind, tmp_path):
     assert are_equal(weights_of(train(tmp_path / "killed", module=module(), resume=True, max_steps=8)), whole)
 
 
-@few(1)
+@few(1, slow=True)
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
 @pytest.mark.parametrize("kind", only([*KINDS, "whole"], [*KINDS, "whole", *GIVEN]))
 def test_a_run_with_averaged_weights_resumes_bit_by_bit(folder, kind, tmp_path):
@@ -117,6 +118,7 @@ def test_a_run_with_averaged_weights_resumes_bit_by_bit(folder, kind, tmp_path):
     assert are_equal(run("killed", resume=True), whole)
 
 
+@SLOW
 @pytest.mark.parametrize("kind", only(KINDS, [*KINDS, "dora"]))
 def test_a_checkpoint_is_the_trained_weights_and_their_optimizer(folder, kind, tmp_path):
     """AdamW keeps two numbers a weight, and a counter a tensor; the rest is a few KiB."""
@@ -132,6 +134,7 @@ def test_a_checkpoint_is_the_trained_weights_and_their_optimizer(folder, kind, t
     assert size < 0.8 * 3 * sum(weight.nbytes for weight in tiny_model("qwen2", **SIZES).parameters())
 
 
+@SLOW
 @pytest.mark.parametrize("kind", only(["given"], GIVEN))
 def test_adapters_in_memory_train_as_those_of_policy_lora(folder, kind):
     """The same losses, KLs and weights, bit for bit."""
@@ -150,6 +153,7 @@ def test_adapters_in_memory_train_as_those_of_policy_lora(folder, kind):
     assert are_equal(weights, other_weights)
 
 
+@SLOW
 @pytest.mark.parametrize("name", only(["mine"], ["default", "mine"]))
 def test_a_run_of_adapters_in_memory_is_exported(folder, name, tmp_path):
     """The base is named by hand; how the adapter is made is in the checkpoint."""
@@ -170,6 +174,7 @@ def test_a_run_of_adapters_in_memory_is_exported(folder, name, tmp_path):
     assert difference(merged, AutoModelForCausalLM.from_pretrained(folder / "base")) > 1e-3
 
 
+@SLOW
 def test_a_checkpoint_loads_by_itself(folder, tmp_path):
     module = module_of(folder)
     fit(module, max_steps=1).save_checkpoint(tmp_path / "a.ckpt")
@@ -190,6 +195,7 @@ def test_a_checkpoint_of_adapters_in_memory_loads_with_their_model(folder, tmp_p
     assert are_equal(weights_of(loaded), weights_of(module))
 
 
+@SLOW
 def test_a_checkpoint_of_other_adapters_is_refused(folder, tmp_path):
     fit(module_of(folder), max_steps=1).save_checkpoint(tmp_path / "a.ckpt")
     other = make_module(policy=PolicyLoader(str(folder / "base"), lora=LoRA(rank=2, target_modules=["q_proj"])))
@@ -197,7 +203,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(folder, tmp_path):
         fit(other, max_steps=2, ckpt_path=str(tmp_path / "a.ckpt"))
 
 
-@few(1)
+@few(1, slow=True)
 @pytest.mark.parametrize("kind", ["lora", "starting adapter"])
 @pytest.mark.parametrize("factor", [1.0, 1.3])
 def test_resuming_around_a_base_that_was_changed_since(folder, kind, factor, tmp_path):

@@ -18,6 +18,7 @@ from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from tests.background_engine import BackgroundEngine
+from tests.marks import SLOW
 from tests.module_runs import PROMPTS, History, are_equal, fit, make_module, make_source, make_trainer, weights_of
 from tests.test_kl_in_reward import plain_logprobs
 
@@ -51,6 +52,7 @@ def run(max_staleness=1, *, module=None, engine=None, prompts=PROMPTS, batch_siz
     return recorder, module, engine
 
 
+@SLOW
 @pytest.mark.parametrize("max_staleness", [1, 2])
 def test_without_updates_the_rollouts_are_those_of_synchronous_sampling(max_staleness):
     """Prompts, their order over the epochs, seeds and completions; two cycles per epoch, the second one smaller."""
@@ -61,6 +63,7 @@ def test_without_updates_the_rollouts_are_those_of_synchronous_sampling(max_stal
     assert len({tuple(ids) for rollout in synchronous.completions for ids in rollout}) > 30
 
 
+@SLOW
 @pytest.mark.parametrize("max_staleness", [1, 3])
 def test_a_rollout_is_sampled_with_the_weights_of_an_earlier_cycle(max_staleness):
     history = History()
@@ -84,6 +87,7 @@ def test_a_rollout_is_sampled_with_the_weights_of_an_earlier_cycle(max_staleness
             assert (difference < 1e-4) == is_own, (k, difference)
 
 
+@SLOW
 def test_all_but_the_first_rollout_are_sampled_in_the_background_and_none_after_the_last():
     _, _, engine = run(1)
     assert engine.calls[-6:] == [(4, True), *[(4, False)] * 5]
@@ -116,6 +120,7 @@ class Fails(BackgroundEngine):
         return completions
 
 
+@SLOW
 @pytest.mark.parametrize("max_staleness", [1, 2])
 def test_a_rollout_that_is_lost_in_the_background_is_sampled_again_at_once(max_staleness, caplog):
     """Prompts, seeds and completions stay the same; groups that are lost with it are requested again."""
@@ -177,6 +182,7 @@ def test_an_earlier_error_is_shown_above_all_causes_of_a_later_one():
     assert "".join(traceback.format_exception(later)) == text
 
 
+@SLOW
 def test_a_resumed_run_samples_again_what_was_in_flight(tmp_path):
     """Checkpoints within a cycle and at its end; every prompt of the epochs is trained on once."""
     straight, _, _ = run(1, updates_per_rollout=2, trainer={"max_steps": 8}, lr=0.0)
@@ -193,6 +199,7 @@ def test_a_resumed_run_samples_again_what_was_in_flight(tmp_path):
         assert resumed.staleness[0] == {0}
 
 
+@SLOW
 def test_dynamic_sampling_takes_its_further_prompts_from_those_in_flight():
     prompts = [f"{'solved' if i % 2 else 'open'} {i}" for i in range(24)]
 
@@ -208,6 +215,7 @@ def test_dynamic_sampling_takes_its_further_prompts_from_those_in_flight():
     assert any(not is_main for _, is_main in engine.calls)
 
 
+@SLOW
 def test_validation_between_cycles_changes_nothing():
     class Validates(L.Callback):
         def on_train_batch_end(self, trainer, module, *arguments):

@@ -112,6 +112,7 @@ def trained(*, early, kind=GRPOLightningModule, ckpt_path=None, callbacks=(), **
     return module, [{n: v for n, v in step.items() if not n.startswith(timed)} for step in history.steps]
 
 
+@SLOW
 @pytest.mark.parametrize(
     "options",
     [
@@ -132,6 +133,7 @@ def test_a_run_is_that_with_calls_after_sampling(calls, options):
     assert module.reward_set.starts_early
 
 
+@SLOW
 def test_a_killed_run_resumes_to_the_same_weights(tmp_path):
     def saving():
         return [ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")]
@@ -178,6 +180,7 @@ class Rescaled(GRPOLightningModule):
         return rollout
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("kind", "is_of_use"),
     [

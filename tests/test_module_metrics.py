@@ -94,7 +94,7 @@ def has_an_e(prompts, completions):
     return [float(len(prompt) > 9) * text.count("e") for prompt, text in zip(prompts, completions, strict=True)]
 
 
-@few(2)
+@few(2, slow=True)
 @pytest.mark.parametrize(
     "options", [{}, {"num_iterations": 2}, {"updates_per_rollout": 2}, {"updates_per_rollout": 2, "num_iterations": 2}]
 )

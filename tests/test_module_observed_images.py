@@ -51,6 +51,7 @@ def module_of(vlm: Any, environment: Any = None, *, loader: Any = None, **option
     return GRPOLightningModule(**(settings | options))
 
 
+@SLOW
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
 def test_two_steps_of_training(family):
     """Old and reference log-probs are the policy's own before the first update, and images are trained on."""

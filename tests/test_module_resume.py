@@ -123,6 +123,7 @@ def test_a_killed_run_resumes_exactly(unbroken, tmp_path, micro_step, hook):
         assert history.steps[-1][name] == want_steps[-1][name]
 
 
+@SLOW
 def test_selected_tokens_of_a_resumed_run(tmp_path):
     """Random ones, with the dropout of an adapter: killed inside a cycle, between two updates."""
 
@@ -139,6 +140,7 @@ def test_selected_tokens_of_a_resumed_run(tmp_path):
     assert are_equal(weights_of(train(tmp_path, module=clip_cov(), resume=True, max_epochs=1)), want)
 
 
+@SLOW
 @pytest.mark.parametrize("micro_steps", [(5, 12, 22), (EPOCH + 1, EPOCH + 6)], ids=["", "after an epoch's end"])
 def test_killed_again_and_again(unbroken, tmp_path, micro_steps):
     for micro_step in micro_steps:
@@ -147,6 +149,7 @@ def test_killed_again_and_again(unbroken, tmp_path, micro_steps):
     assert are_equal(weights_of(train(tmp_path, resume=True)), unbroken[0])
 
 
+@SLOW
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("options", [{"save_on_train_epoch_end": True}, {"save_last": True}])
 def test_killed_after_a_checkpoint_of_the_epochs_end(unbroken, tmp_path, options):
@@ -194,7 +197,7 @@ class SaveAt(L.Callback):
             assert self.path.exists()
 
 
-@few(2)
+@few(2, slow=True)
 @pytest.mark.parametrize(
     ("micro_step", "hook", "steps"),
     [
@@ -214,6 +217,7 @@ def test_a_save_inside_a_step_holds_its_beginning_and_resumes_exactly(unbroken, 
     assert are_equal(weights_of(train(tmp_path, resume=True)), unbroken[0])
 
 
+@SLOW
 def test_a_save_where_a_step_is_one_micro_batch(tmp_path):
     want = weights_of(train(tmp_path / "unbroken", accumulate_grad_batches=1))
     saving = SaveAt(tmp_path / "step=2.ckpt", 3, "on_after_backward")
@@ -234,6 +238,7 @@ class Clipping(GRPOLightningModule):
         """Nothing."""
 
 
+@SLOW
 def test_a_save_while_the_weights_change_waits_for_the_end_of_the_step(unbroken, tmp_path):
     path = tmp_path / "step=2.ckpt"
 
@@ -248,6 +253,7 @@ def test_a_save_while_the_weights_change_waits_for_the_end_of_the_step(unbroken,
     assert are_equal(weights_of(train(tmp_path, resume=True)), unbroken[0])
 
 
+@SLOW
 def test_an_early_stop_waits_for_the_end_of_the_step(unbroken, tmp_path):
     class StopAt(SaveAt):
         def save(self, trainer, *args) -> None:
@@ -278,6 +284,7 @@ def test_interrupted_while_the_weights_change_a_checkpoint_is_refused_to_resume_
         train(tmp_path, resume=True)
 
 
+@SLOW
 def test_interrupted_before_that_the_run_resumes_where_the_step_began(unbroken, tmp_path):
     module = two_updates()
     with pytest.raises(KilledError):
@@ -307,6 +314,7 @@ def test_a_checkpoint_taken_after_validation_inside_a_step_resumes_exactly(tmp_p
         assert are_equal(run(folder, resume=True), want), micro_step
 
 
+@SLOW
 def test_the_best_checkpoint_holds_the_step_that_was_validated(tmp_path):
     """Validation after every third micro-step: every other time inside an accumulation window of two."""
     seen = {}
@@ -330,6 +338,7 @@ def test_the_best_checkpoint_holds_the_step_that_was_validated(tmp_path):
         assert are_equal(weights, seen[checkpoint["global_step"]]), name
 
 
+@SLOW
 @pytest.mark.parametrize("micro_step", [CYCLE + 1, CYCLE + 4])
 def test_epochs_cut_short_resume_exactly(tmp_path, micro_step):
     limits = {"limit_train_batches": CYCLE, "max_epochs": 3}
@@ -346,6 +355,7 @@ def test_a_finished_run_goes_on_with_more_epochs(tmp_path):
     assert are_equal(weights_of(train(tmp_path, resume=True, module=two_updates(**options))), want)
 
 
+@SLOW
 def test_asking_for_the_number_of_steps_does_not_lose_the_place_in_the_data(tmp_path):
     """Lightning sets the loader up to answer, before the checkpoint's position is known."""
 
@@ -462,6 +472,7 @@ def test_a_run_that_was_complete_says_so(tmp_path, caplog, limit):
         assert len(re.findall(said, caplog.text)) == 1
 
 
+@SLOW
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 def test_resuming_around_a_model_that_was_trained_since(tmp_path, beta):
     """As a notebook does: the model in memory is no longer the reference that the run began with."""
@@ -484,6 +495,7 @@ def test_other_data_are_refused(killed_mid_cycle):
         train(killed_mid_cycle, resume=True, prompts=PROMPTS[:4])
 
 
+@SLOW
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_another_number_of_micro_batches_continues_the_pending_cycle(unbroken, tmp_path, accumulate):
@@ -525,6 +537,7 @@ def test_other_numbers_of_optimizer_steps_are_refused_inside_a_cycle(killed_mid_
         train(killed_mid_cycle, resume=True, module=two_updates(updates_per_rollout=4, num_iterations=1))
 
 
+@SLOW
 def test_another_number_of_optimizer_steps_begins_with_the_next_cycle(tmp_path):
     """In the middle of an epoch: four steps, then two per cycle."""
     with pytest.raises(KilledError):
@@ -596,6 +609,7 @@ def test_a_schedule_of_torch_goes_on_where_it_was(tmp_path):
     assert (lr, decay) == (1e-3 / 8, 0.5)
 
 
+@SLOW
 def test_a_new_run_starts_from_the_weights_of_a_run_that_broke_off(tmp_path):
     with pytest.raises(KilledError):
         train(tmp_path / "other", module=(broken := two_updates(module_class=Breaking)))
@@ -605,6 +619,7 @@ def test_a_new_run_starts_from_the_weights_of_a_run_that_broke_off(tmp_path):
     fit(module, max_steps=4, accumulate_grad_batches=2)
 
 
+@SLOW
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
 def test_a_checkpoint_saved_after_the_weights_were_averaged_is_said(tmp_path, caplog):
     """It is right to use, and not to resume from: Lightning has put the average in the place of the weights."""

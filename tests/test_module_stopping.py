@@ -190,7 +190,7 @@ def combinations():
                 yield pytest.param(stopping, saving, limit, marks=marks, id=f"{stopping}, {saving}, {limit}")
 
 
-@few(7)
+@few(7, slow=True)
 @pytest.mark.parametrize(("stopping", "saving", "limit"), combinations())
 def test_resumed_it_ends_like_the_unbroken_run(unbroken, tmp_path, stopping, saving, limit):
     whole = {"max_epochs": EPOCHS} if limit == "max_epochs" else {"max_epochs": -1, "max_steps": STEPS}
@@ -207,7 +207,7 @@ def test_resumed_it_ends_like_the_unbroken_run(unbroken, tmp_path, stopping, sav
     assert are_equal(weights_of(module), want_weights)
 
 
-@few(1)
+@few(1, slow=True)
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 @pytest.mark.filterwarnings("ignore:The number of training batches")
 def test_the_default_checkpoint_of_a_run_of_max_steps_loses_no_prompt(tmp_path, steps):

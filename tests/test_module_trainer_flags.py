@@ -15,7 +15,7 @@ from grpo_lightning.data.source import PromptSource
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.schedules import Cosine, Linear
-from tests.marks import few
+from tests.marks import SLOW, few
 from tests.module_runs import PROMPTS, History, are_equal, fit, make_module, make_source, make_trainer, weights_of
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -50,7 +50,7 @@ def test_fast_dev_run_is_one_whole_cycle():
     assert "val/reward" in trainer.callback_metrics
 
 
-@few(2)
+@few(2, slow=True)
 @pytest.mark.parametrize(
     ("limit", "message", "rollouts"),
     [
@@ -203,6 +203,7 @@ def logged(folder):
     return [{n: float(v) for n, v in zip(names, line.split(","), strict=True) if v} for line in lines[1:]]
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("flags", "steps"), [({"max_epochs": 2}, 16), ({"max_epochs": 2, "limit_train_batches": 0.4}, 8)]
 )

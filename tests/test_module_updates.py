@@ -7,7 +7,7 @@ import torch
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
-from tests.marks import few
+from tests.marks import SLOW, few
 from tests.module_runs import PROMPTS, SMALL, History, fit, make_module, weights_of
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -51,6 +51,7 @@ def drawn(rollouts=2, **options):
     return ids
 
 
+@SLOW
 def test_every_rollout_draws_anew_and_the_seed_says_what():
     first, second = drawn()
     assert first != second
@@ -58,6 +59,7 @@ def test_every_rollout_draws_anew_and_the_seed_says_what():
     assert drawn(seed=1) != [first, second]
 
 
+@SLOW
 def test_the_seed_is_seed_everythings_by_default(monkeypatch):
     assert drawn(seed=None) == drawn(seed=0)
     monkeypatch.setenv("PL_GLOBAL_SEED", "3")

@@ -7,7 +7,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.marks import only
+from tests.marks import SLOW, only
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
@@ -109,6 +109,7 @@ def test_there_are_notebooks():
     assert [path.stem for path in NOTEBOOKS] == sorted(SHORTENED)
 
 
+@SLOW
 @pytest.mark.parametrize("path", only(["quickstart"], NOTEBOOKS))
 def test_runs_from_a_fresh_kernel(path, tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_LIGHTNING_CACHE", str(tmp_path / "cache"))

@@ -114,7 +114,7 @@ def test_what_is_logged_stays(own, tmp_path):
         assert {"policy/kl", "policy/entropy", "policy/ratio"} <= first.keys()
 
 
-@few(2)
+@few(2, slow=True)
 @pytest.mark.parametrize("own", OWN)
 def test_a_killed_run_resumes_to_the_same_weights(own, tmp_path):
     class Stop(L.Callback):

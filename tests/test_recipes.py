@@ -26,7 +26,7 @@ from grpo_lightning.data.reasoning_gym import entries, row
 from grpo_lightning.demo.reasoning_gym import TASKS
 from grpo_lightning.training.strategies import GRPODeepSpeedStrategy
 from tests import tiny_vlms
-from tests.marks import few, only
+from tests.marks import SLOW, few, only
 from tests.pages import read, tables
 from tests.ports import free_port
 from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
@@ -273,7 +273,7 @@ def test_recipe_runs_two_steps(recipe, tiny, tmp_path):
     assert engine.get("class_path", "").endswith("VLLMEngine") == (recipe in [*VLLM, *SERVED] or "vllm" in recipe.stem)
 
 
-@few(1)
+@few(1, slow=True)
 @pytest.mark.parametrize("recipe", SERVED, ids=lambda path: path.stem)
 def test_the_server_in_a_header_serves_the_recipe(recipe):
     """The policy, the backend of the weights, log-probs after the temperature, and room for the longest completion."""
@@ -387,6 +387,7 @@ def test_every_strategy_has_a_fragment():
     assert [path.stem for path in STRATEGIES] == sorted(PER_WEIGHT)
 
 
+@SLOW
 def test_ddp_runs_on_one_process(tiny, tmp_path):
     flag, *others = flags(RECIPES / "quickstart.yaml")
     others = [other for other in others if other not in ONE_PROCESS]
@@ -407,6 +408,7 @@ def number(pattern: str, text: str) -> float:
     return float(found[1])
 
 
+@SLOW
 @pytest.mark.parametrize(
     "recipes",
     [

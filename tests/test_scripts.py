@@ -18,7 +18,7 @@ from grpo_lightning.cli.main import parse
 from grpo_lightning.cli.plan.batches import translate
 from grpo_lightning.cli.plan.command import parse_script
 from tests import tiny_vlms
-from tests.marks import few
+from tests.marks import SLOW, few
 from tests.pages import TableRow, read, tables
 from tests.test_recipes import ONE_PROCESS, RECIPES, finish_wandb, logged_steps
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -299,6 +299,7 @@ def test_every_flag_of_a_script_has_a_row(script):
         row_of(script, flag)
 
 
+@SLOW
 @each_script
 def test_the_recipe_has_what_the_page_makes_of_the_flags(script):
     settings = parse(["--config", str(RECIPES / script.recipe), *script.recipe_flags])
@@ -329,7 +330,7 @@ def test_the_rewards_are_those_of_reward_funcs(script):
     assert all(f"`{theirs}` is `{ours}`" in stated for theirs, ours in REWARDS.items())
 
 
-@few(2)
+@few(2, slow=True)
 @each_script
 def test_the_batches_are_those_of_the_script(script):
     settings = parse(["--config", str(RECIPES / script.recipe), *script.recipe_flags])
@@ -427,6 +428,7 @@ def runs(script: Script, folder: Path) -> None:
 FAST = ("4-swift-transformers", "7-trl-gsm8k")
 
 
+@SLOW
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in SCRIPTS])
 def test_a_script_trains_two_steps_on_the_columns_of_its_data(folder, name):
     runs(SCRIPTS[name], folder)

@@ -104,6 +104,7 @@ def parser_keys() -> Iterator[str]:
             yield re.sub(r"^data\.(val|test)_datasets\.", "data.datasets.", each)
 
 
+@SLOW
 def test_every_key_of_the_parser_has_an_entry():
     documented = {without_class(entry.key) for entry in entries()}
     expected = set(parser_keys()) - {"trainer", "data", "model"}
@@ -168,6 +169,7 @@ def recipes() -> list[dict]:
     return found
 
 
+@SLOW
 @pytest.mark.parametrize("number", [0, 1, *(pytest.param(number, marks=SLOW) for number in range(2, 7))])
 def test_examples_parse(folder, number):
     """Each of the recipes; the later ones have further classes of the same keys, such as other schedules."""
@@ -322,6 +324,7 @@ def test_a_broken_page_fails(tmp_path, text, nav):
         small_site(tmp_path, text, **({} if nav is None else {"nav": nav}))
 
 
+@SLOW
 def test_search_works_from_the_disk(tmp_path):
     """Without a network, and although browsers start no workers there."""
     (tmp_path / "docs" / "deep").mkdir(parents=True)
@@ -415,6 +418,7 @@ def test_the_example_of_the_quickstart_is_true():
     assert f"`{prompt}=` | `<answer>" in read("get_started.md")
 
 
+@SLOW
 def test_the_first_run_works_as_described(folder, monkeypatch, capsys):
     """The files of the page, and its commands up to the report, with a tiny model."""
     text = read("get_started.md")

@@ -35,7 +35,7 @@ from grpo_lightning.callbacks.watchdog import StallInterrupt
 from grpo_lightning.core.status_line import StatusLine
 from grpo_lightning.core.types import Prompt
 from tests.arguments.registry import case, case_of_each
-from tests.marks import few
+from tests.marks import SLOW, few
 from tests.module_runs import fit, make_module, make_source, make_trainer
 
 
@@ -52,7 +52,7 @@ def summary(folder: Path) -> dict[str, Any]:
     return found
 
 
-@few(2)
+@few(2, slow=True)
 @case_of_each([BeforeAfter, CompletionLog, LearningCurves, RunRecord, RunReport], "dirpath")
 def test_dirpath(owner, tmp_path):
     folders = [tmp_path / name for name in ("one", "two")]
@@ -62,6 +62,7 @@ def test_dirpath(owner, tmp_path):
     assert names[0] == names[1] != []
 
 
+@SLOW
 @case(Watchdog, "stall_seconds", "grace_seconds", "dirpath")
 def test_the_watchdog(tmp_path, monkeypatch):
     """How long it waits for progress and for the main thread, and where the checkpoint of a stalled run is."""
@@ -99,6 +100,7 @@ def checkpoints(callback: Any) -> dict[str, bool]:
     return {path.stem: "optimizer_states" in torch.load(path, weights_only=True) for path in folder.glob("*.ckpt")}
 
 
+@SLOW
 @case(NewestCheckpoints, "save_steps", "save_total_limit", "save_only_model", "dirpath")
 def test_newest_checkpoints(tmp_path):
     def folder(name: str) -> str:
@@ -122,6 +124,7 @@ def test_dirpath_of_predictions(tmp_path):
         assert len((tmp_path / name / "predictions.jsonl").read_text().splitlines()) == 8
 
 
+@SLOW
 @case(BeforeAfter, "metric", "num_samples")
 def test_before_after(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
@@ -136,6 +139,7 @@ def test_before_after(tmp_path, capsys, monkeypatch):
     assert shown == {("reward", 1): 2, ("length", 1): 2, ("reward", 3): 6}
 
 
+@SLOW
 @case(CompletionLog, "every_n_rollouts")
 def test_every_n_rollouts(tmp_path):
     for every, rollouts in ((1, [0, 1, 2]), (2, [0, 2])):
@@ -144,6 +148,7 @@ def test_every_n_rollouts(tmp_path):
         assert sorted({line["rollout"] for line in lines}) == rollouts
 
 
+@SLOW
 @case(CompletionLog, "token_logprobs")
 def test_token_logprobs(tmp_path):
     for is_on in (False, True):
@@ -225,6 +230,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **settings: Any) -> t
     return steps, list(curves.panels()), means[0]
 
 
+@SLOW
 @case(LearningCurves, "metrics", "smoothing", "every_n_steps")
 def test_curves(tmp_path, monkeypatch):
     found = functools.partial(drawn, monkeypatch, tmp_path)
@@ -237,6 +243,7 @@ def test_curves(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------------------------- the bar
 
 
+@SLOW
 @case(ProgressBar, "refresh_rate")
 def test_refresh_rate(monkeypatch):
     for rate, times in ((1, 4), (2, 2)):
@@ -259,6 +266,7 @@ def test_leave(capsys, monkeypatch):
         assert ("\x1b[2K" in after) != leave  # erases the line
 
 
+@SLOW
 @case(ExportPolicy, "folder", "every_n_steps")
 def test_what_is_exported(tmp_path):
     found = []

@@ -29,6 +29,7 @@ from tests.arguments.registry import case
 from tests.conversation_runs import HERE, sample
 from tests.environments.games import ByPromptLength, Counted, Faulty, broken, double
 from tests.environments.test_adapters import Wordle, but_wait, recheck
+from tests.marks import SLOW
 from tests.module_runs import fit, make_module
 from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
 
@@ -74,6 +75,7 @@ def trained(**options: Any) -> GRPOLightningModule:
     return module
 
 
+@SLOW
 @case(ConversationSettings, "turn_credit", "turn_discount")
 def test_credit_of_turns():
     def credits(**changed: float) -> torch.Tensor:

@@ -15,6 +15,7 @@ from grpo_lightning.rewards import Scores
 from grpo_lightning.training.evaluation import Evaluation, Validation, means
 from tests.arguments.registry import case, case_of_each
 from tests.grounding_runs import Answers, box_prompt, grounding_module
+from tests.marks import SLOW
 from tests.module_runs import make_trainer
 
 
@@ -78,6 +79,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, callback: DrawBoxes, tmp_path: Any) -
     return found
 
 
+@SLOW
 @case(DrawBoxes, "num_images", "greedy", "answer_column", "coordinates", "gold_coordinates", "dirpath")
 def test_what_is_drawn(tmp_path, monkeypatch):
     def panels(**settings: Any) -> list[Any]:

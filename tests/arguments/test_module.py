@@ -21,6 +21,7 @@ from grpo_lightning.training import actor
 from grpo_lightning.training.evaluation import Validation
 from tests.arguments.registry import case
 from tests.background_engine import BackgroundEngine
+from tests.marks import SLOW
 from tests.module_runs import (
     PROMPTS,
     SMALL,
@@ -64,6 +65,7 @@ def digits(completions):
     return [float(sum(c.isdigit() for c in text)) for text in completions]
 
 
+@SLOW
 @case(GRPOLightningModule, "policy", "tokenizer", "engine", "seed", "num_generations", "sampling")
 def test_what_is_drawn():
     module, _ = trained()
@@ -87,6 +89,7 @@ def test_what_is_drawn():
     assert max(len(ids) for group in drawn(short) for ids in group) == 2
 
 
+@SLOW
 @case(GRPOLightningModule, "rewards", "reward_weights", "objective")
 def test_what_is_trained_towards():
     _, plain = trained()
@@ -102,6 +105,7 @@ def test_what_is_trained_towards():
     assert "policy/kl" in trained(objective=Objective(beta=0.1))[1].keys() - plain.keys()
 
 
+@SLOW
 @case(GRPOLightningModule, "optimizer", "scheduler")
 def test_how_far_a_step_goes():
     def optimizer(parameters, lr):
@@ -120,6 +124,7 @@ def test_how_far_a_step_goes():
     assert 0 < warmed < 0.6 * far
 
 
+@SLOW
 @case(GRPOLightningModule, "num_iterations", "updates_per_rollout")
 def test_how_often_a_rollout_is_used():
     def shape(**settings: Any) -> tuple[int, list[int]]:
@@ -199,6 +204,7 @@ def test_validation():
         assert {name for name in numbers if "@" in name and name.count("/") == 1} == names
 
 
+@SLOW
 @case(Validation, "num_generations", "success", "success_value", "pass_at", "confidence")
 def test_what_counts_as_solved():
     plain = validated()
@@ -235,6 +241,7 @@ def reference_after(steps: int, sync: SyncReference | None) -> list[Any]:
     return [weight.detach().clone() for weight in module.reference.parameters()]
 
 
+@SLOW
 @case(GRPOLightningModule, "sync_reference")
 def test_whether_the_reference_follows():
     start = reference_after(1, None)[0]
@@ -242,6 +249,7 @@ def test_whether_the_reference_follows():
     assert not torch.equal(reference_after(2, SyncReference(every_n_steps=2))[0], start)
 
 
+@SLOW
 @case(SyncReference, "every_n_steps", "mixup_alpha")
 def test_how_the_reference_follows():
     start = reference_after(1, None)[0]
@@ -280,6 +288,7 @@ def test_whether_further_prompts_are_drawn():
     assert drawn_further(DynamicSampling()) == (0, 0), "the second reward differs in every group"
 
 
+@SLOW
 @case(DynamicSampling, "max_resample_times", "reward")
 def test_which_prompts_give_way_and_how_often():
     assert drawn_further(DynamicSampling()) == (0, 0)
@@ -295,6 +304,7 @@ def test_ranks_per_group_divides_the_ranks():
     fit(make_module(ranks_per_group=1), max_steps=1, max_epochs=-1)
 
 
+@SLOW
 @case(GRPOLightningModule, "offload")
 def test_what_waits_elsewhere(monkeypatch):
     monkeypatch.setattr(actor, "reference_offloaded", lambda *models: contextlib.nullcontext(names.append("r")))

@@ -16,6 +16,7 @@ from grpo_lightning.demo import reasoning_gym as demo
 from grpo_lightning.demo.reasoning_gym import GymRecipe, ReasoningGymQuickstart, build_model, build_tokenizer
 from grpo_lightning.rewards import ReasoningGym
 from tests.arguments.registry import case
+from tests.marks import SLOW
 
 TINY: dict[str, Any] = {"num_warm_up": 30, "num_train": 6, "num_heldout": 2, "batch_size": 4}
 TINY |= {"target_loss": 100.0, "num_decay_steps": 2, "num_hasty_steps": 2}  # learned after one step
@@ -77,6 +78,7 @@ def test_questions_of_the_quickstart(tmp_path):
         assert GymRecipe(**TINY, seed=1).train != GymRecipe(**TINY).train
 
 
+@SLOW
 @case(
     *(GymRecipe, "batch_size", "target_loss", "max_worked_steps", "num_decay_steps"),
     *("num_hasty_steps", "hasty_share", "learning_rate"),

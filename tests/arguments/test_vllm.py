@@ -178,6 +178,7 @@ def test_max_retries():
             engine.backend.servers[0].leave()
 
 
+@SLOW
 @case(VLLMEngine, "reconnect_timeout")
 def test_reconnect_timeout():
     policy, port = tiny_model(**SMALL), free_port()
@@ -194,6 +195,7 @@ def test_reconnect_timeout():
             server.restart()
 
 
+@SLOW
 @case(VLLMEngine, "timeout")
 def test_timeout():
     policy, port = tiny_model(**SMALL), free_port()

@@ -24,7 +24,7 @@ from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Prompt
 from tests.environments.games import Counted
 from tests.grounding_runs import Answers, box_prompt, grounding_module
-from tests.marks import few
+from tests.marks import SLOW, few
 from tests.module_runs import SMALL, ScriptedEngine, fit, make_module
 from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
 
@@ -158,6 +158,7 @@ def test_every_so_many_rollouts(tmp_path):
         CompletionLog(every_n_rollouts=0)
 
 
+@SLOW
 def test_a_new_run_replaces_and_a_resumed_one_appends(tmp_path):
     def train(max_steps, ckpt_path=None):
         saving = ModelCheckpoint(tmp_path, filename="last", enable_version_counter=False)
@@ -188,6 +189,7 @@ def test_steps_are_those_of_the_metrics(tmp_path, accumulate, cycle):
     assert {step: sum(values) / len(values) for step, values in rewards.items()} == pytest.approx(logged)
 
 
+@SLOW
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
     """What was written after the checkpoint is drawn again: the file is that of a run that was never killed."""
 
@@ -274,6 +276,7 @@ def train(loggers, *images, **options):
     return [json.loads(line) for line in log.path.read_text().splitlines()]
 
 
+@SLOW
 def test_weights_and_biases_has_the_tables(tmp_path, monkeypatch, caplog):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
@@ -502,6 +505,7 @@ def test_tokens_have_the_log_probs_before_and_after_the_updates(tmp_path, settin
     assert sum(changes) > 0, "the update raises what has a positive advantage"
 
 
+@SLOW
 def test_recording_tokens_changes_nothing_else(tmp_path):
     weights = []
     for is_on in (True, False):
@@ -514,6 +518,7 @@ def test_recording_tokens_changes_nothing_else(tmp_path):
     assert sorted({record["rollout"] for record in lines_of(tmp_path / "True" / "tokens.jsonl")}) == [0, 1, 2]
 
 
+@SLOW
 def test_tokens_of_a_resumed_run(tmp_path):
     """The rollout inside which the run resumes has no tokens, because its lines were written by the killed run."""
 

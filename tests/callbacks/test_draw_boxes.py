@@ -17,6 +17,7 @@ from grpo_lightning.callbacks.draw_boxes import Answer, Panel, caption, draw_gri
 from grpo_lightning.core.images import ImageRef
 from grpo_lightning.data.source import PromptSource
 from tests.grounding_runs import Answers, box_prompt, grounding_module, text_prompt
+from tests.marks import SLOW
 from tests.module_runs import make_source, make_trainer
 from tests.tiny_vlms import picture
 
@@ -62,6 +63,7 @@ def train(callback, tmp_path, *, engine=None, prompts=PROMPTS, steps=2, callback
     return trainer
 
 
+@SLOW
 def test_before_at_validations_and_after(tmp_path, drawn, capsys):
     train(DrawBoxes(), tmp_path, engine=Learning("[0, 0, 20, 40]", "-"))
     assert list(drawn) == ["before", "step-1", "step-2", "after"]
@@ -96,6 +98,7 @@ def test_nothing_to_draw(tmp_path, drawn, caplog, capsys):
     assert "Boxes:" not in capsys.readouterr().out
 
 
+@SLOW
 def test_sampled_answers(tmp_path, drawn):
     train(DrawBoxes(greedy=False), tmp_path, steps=1)
     assert drawn["after"][0][1].endswith("of 3 sampled answers")
@@ -123,6 +126,7 @@ def test_a_plain_loader_of_rows(tmp_path, drawn):
     assert [panel.title for panel in drawn["validate"][0][0]] == ["thing 0", "thing 1"]
 
 
+@SLOW
 def test_a_resumed_run_shows_the_answers_before_the_first_part(tmp_path, drawn):
     saves = ModelCheckpoint(dirpath=tmp_path, filename="one", save_top_k=-1, every_n_train_steps=1)
     train(DrawBoxes(), tmp_path, steps=1, callbacks=[saves], enable_checkpointing=True)
@@ -135,6 +139,7 @@ def test_a_resumed_run_shows_the_answers_before_the_first_part(tmp_path, drawn):
     assert (panels[0].earlier, panels[0].answer) == (Answer((0, 0, 20, 40), 0.5), Answer((0, 0, 40, 40), 1.0))
 
 
+@SLOW
 def test_only_pictures_of_the_same_prompts_show_the_answers_before_training(tmp_path, drawn):
     """As many test prompts as validation prompts: one has another image, one is the same, one has another box."""
     callback = DrawBoxes()
@@ -171,6 +176,7 @@ def test_tensorboard_has_the_pictures(tmp_path):
         assert np.array_equal(np.asarray(logged), np.asarray(picture.convert("RGB")))
 
 
+@SLOW
 def test_weights_and_biases_has_the_pictures(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")

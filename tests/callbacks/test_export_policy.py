@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_lightning.callbacks import ExportPolicy
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
+from tests.marks import SLOW
 from tests.module_runs import SMALL, fit, make_module
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -75,6 +76,7 @@ def test_every_few_optimizer_steps(tmp_path):
     assert torch.equal(logits(last), logits(module.policy))
 
 
+@SLOW
 def test_a_resumed_run_writes_no_step_again(tmp_path):
     fit(make_module(), max_steps=2, accumulate_grad_batches=2).save_checkpoint(tmp_path / "a.ckpt")
     export = ExportPolicy(every_n_steps=2)

@@ -16,7 +16,7 @@ from grpo_lightning.callbacks import LearningCurves
 from grpo_lightning.callbacks.learning_curves import centred_mean, heading, held_out
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.objective import Objective
-from tests.marks import few
+from tests.marks import SLOW, few
 from tests.module_runs import PROMPTS, History, fit, make_module, make_source, make_trainer, vowel_share
 
 ORANGE = np.array(to_rgb("tab:orange"))
@@ -39,6 +39,7 @@ def colours(panel):
     return len(np.unique((255 * panel).astype(np.uint8).copy().view(np.uint32)))
 
 
+@SLOW
 def test_points_are_the_steps_and_the_picture_shows_them(tmp_path, capsys):
     names = ["reward/mean", "rollout/length", "never/logged", "reward/mean"]
     curves, history = LearningCurves(names, dirpath=str(tmp_path / "new")), History()
@@ -75,6 +76,7 @@ def num_vowels(completions):
     return [float(sum(c in "aeiou" for c in text)) for text in completions]
 
 
+@SLOW
 def test_panels_are_chosen_by_what_the_run_has(tmp_path):
     module = make_module(rewards=[num_vowels, vowel_share], objective=Objective(beta=0.1))
     curves = LearningCurves(dirpath=str(tmp_path))
@@ -96,6 +98,7 @@ def test_panels_are_chosen_by_what_the_run_has(tmp_path):
     assert orange == [True, True, True, True, False, False]
 
 
+@SLOW
 def test_a_lone_reward_has_no_second_panel(tmp_path):
     curves = LearningCurves(dirpath=str(tmp_path))
     fit(make_module(rewards=[num_vowels]), max_steps=2, callbacks=[curves])
@@ -134,6 +137,7 @@ class Stop(L.Callback):
             raise self.error
 
 
+@SLOW
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory")])
 def test_an_interrupted_run_has_its_curves(tmp_path, error):
     stop = Stop(tmp_path / "curves.png", 3, error)
@@ -143,6 +147,7 @@ def test_an_interrupted_run_has_its_curves(tmp_path, error):
     assert [file.name for file in tmp_path.iterdir()] == ["curves.png"]
 
 
+@SLOW
 def test_a_running_job_can_be_looked_at(tmp_path):
     stop = Stop(tmp_path / "curves.png", -1, None)
     curves = LearningCurves(["reward/mean"], every_n_steps=2, dirpath=str(tmp_path))
@@ -162,6 +167,7 @@ def test_nothing_logged_nothing_drawn(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@SLOW
 def test_a_resumed_run_draws_the_whole_curve(tmp_path):
     def train(max_steps, ckpt_path=None):
         curves = LearningCurves(["reward/mean"], dirpath=str(tmp_path))

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from grpo_lightning.callbacks import NewestCheckpoints
 from grpo_lightning.training.checkpoint_files import RankFiles
-from tests.marks import few
+from tests.marks import SLOW, few
 from tests.module_runs import PROMPTS, are_equal, fit, make_module, make_source, make_trainer, weights_of
 
 
@@ -34,6 +34,7 @@ def run(folder: Path, max_steps: int, save_steps: int = 1, **options) -> None:
     fit(make_module(), max_steps=max_steps, callbacks=[Beside(folder), saving], enable_checkpointing=True, **options)
 
 
+@SLOW
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_newest_are_kept_with_what_lies_beside_them(tmp_path, accumulate):
     run(tmp_path, 5, accumulate_grad_batches=accumulate)
@@ -46,6 +47,7 @@ def test_the_last_step_is_saved(tmp_path):
     assert kept(tmp_path) == {"step=4.ckpt": 4, "step=5.ckpt": 5}
 
 
+@SLOW
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_a_resumed_run_also_keeps_the_checkpoint_it_started_from(tmp_path):
     run(tmp_path, 3)
@@ -53,6 +55,7 @@ def test_a_resumed_run_also_keeps_the_checkpoint_it_started_from(tmp_path):
     assert kept(tmp_path) == {"step=3.ckpt": 3, "step=6.ckpt": 6, "step=7.ckpt": 7}
 
 
+@SLOW
 def test_a_checkpoint_at_the_end_of_an_epoch_does_not_wait_for_validation(tmp_path):
     module, saving = make_module(), NewestCheckpoints(2, dirpath=str(tmp_path))
     trainer = make_trainer(max_epochs=2, val_check_interval=3, callbacks=[saving], enable_checkpointing=True)
@@ -66,6 +69,7 @@ def test_a_number_below_one_is_refused(name):
         NewestCheckpoints(**{name: 0})
 
 
+@SLOW
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_a_second_run_with_the_same_callback_starts_anew(tmp_path):
     saving = NewestCheckpoints(save_steps=1, save_total_limit=2, dirpath=str(tmp_path))
@@ -109,7 +113,7 @@ class Stop(L.Callback):
         trainer.should_stop = trainer.global_step == self.step
 
 
-@few(1)
+@few(1, slow=True)
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 @pytest.mark.parametrize(

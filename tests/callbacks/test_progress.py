@@ -13,6 +13,7 @@ from grpo_lightning.callbacks.progress import Part, State, clock, laid_out, rate
 from grpo_lightning.core.status_line import StatusLine
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.objective import Objective
+from tests.marks import SLOW
 from tests.module_runs import PROMPTS, fit, make_module, make_source, make_trainer
 
 
@@ -110,6 +111,7 @@ def steps_shown(shown, **options):
     return list(dict.fromkeys(steps))
 
 
+@SLOW
 def test_the_line_counts_the_optimizer_steps_of_the_run(shown):
     """Over epochs (of two steps) and micro-batches: the ETA is that of the run."""
     assert steps_shown(shown, max_steps=3, max_epochs=-1) == ["0/3", "1/3", "2/3", "3/3"]
@@ -257,6 +259,7 @@ def terminal(monkeypatch, is_terminal):
     monkeypatch.setenv("COLUMNS", "80")
 
 
+@SLOW
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_a_file_gets_few_lines_whole_ones(monkeypatch, capsys, is_terminal):
     terminal(monkeypatch, is_terminal)

@@ -13,6 +13,7 @@ from grpo_lightning.callbacks import run_summary as summaries
 from grpo_lightning.callbacks.run_summary import places
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.training.signals import GracefulStop
+from tests.marks import SLOW
 from tests.module_runs import PROMPTS, fit, make_module, make_source, make_trainer
 
 
@@ -44,6 +45,7 @@ def summary(output):
     return rows
 
 
+@SLOW
 def test_steps_rewards_tokens_and_time(capsys):
     rollouts = Rollouts()
     fit(make_module(length=5), batch_size=4, max_steps=20, max_epochs=-1, callbacks=[RunSummary(), rollouts])

@@ -47,6 +47,7 @@ def run(folder, *callbacks, engine=None, max_steps=4, **options):
     return module
 
 
+@SLOW
 @pytest.mark.parametrize("hang", [wait_for_ever, lambda: time.sleep(60)])
 def test_a_rollout_that_hangs_ends_with_a_checkpoint_from_which_the_run_goes_on(tmp_path, caplog, capfd, hang):
     before = signal.getsignal(signal.SIGUSR2)
@@ -90,6 +91,7 @@ def test_a_rollout_that_no_signal_interrupts_ends_with_a_status_and_the_stacks(t
     assert "the main thread does not react" in ended.stderr
 
 
+@SLOW
 def test_progress_and_other_phases_keep_the_run_alive(monkeypatch):
     callback, ended = Watchdog(0.5), []
     monkeypatch.setattr(callback, "end", lambda *_: ended.append(callback.phase))

@@ -12,6 +12,7 @@ from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.cli.export import run
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
+from tests.marks import SLOW
 from tests.module_runs import SMALL, fit, make_module
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -74,6 +75,7 @@ def test_the_lines_printed_load_an_adapter(checkpoint, tmp_path, capsys):
         assert torch.equal(names["model"](ids).logits, module.policy.eval()(ids).logits)
 
 
+@SLOW
 @pytest.mark.parametrize("flags", [[], ["--adapter"]])
 def test_a_quantised_run_is_told_which_base_it_gets(checkpoint, tmp_path, capsys, flags):
     policy = PolicyLoader(str(checkpoint[1].parent / "policy"), lora=LoRA(rank=2))

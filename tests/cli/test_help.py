@@ -19,6 +19,7 @@ from grpo_lightning.rewards import Reward
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.schedules import Schedule
 from tests.doc_keys import class_named
+from tests.marks import SLOW
 from tests.pages import read, tables
 
 RECIPE = "{model: {policy: p, rewards: [grpo_lightning.rewards.ExactMatch]}, data: {datasets: x}}"
@@ -197,6 +198,7 @@ def test_the_settings_of_ones_own_module_are_listed():
 # ----------------------------------------------------------------------------------------------------- below one key
 
 
+@SLOW
 @pytest.mark.parametrize("flags", [["--help-all", "model.policy"], ["--help-all=model.policy"]])
 def test_the_settings_below_a_key(keys, flags):
     text = printed("fit", *flags)

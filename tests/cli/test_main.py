@@ -28,7 +28,7 @@ from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.schedules import Cosine
 from grpo_lightning.training.checkpoint_files import mark_complete
-from tests.marks import few
+from tests.marks import SLOW, few
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -153,6 +153,7 @@ def test_rewards_by_class_path_with_settings_and_by_import_path(recipe, tmp_path
     assert all(line["rewards"]["vowels"] == sum(c in "aeiou" for c in line["completion"]) for line in lines)
 
 
+@SLOW
 def test_optimizer_and_scheduler_by_class_path(recipe):
     settings = {
         "optimizer": {"class_path": "grpo_lightning.optimizers.AdamW", "init_args": {"lr": 0.01, "weight_decay": 0.1}},
@@ -167,6 +168,7 @@ def test_optimizer_and_scheduler_by_class_path(recipe):
     assert schedule.last_epoch == 2
 
 
+@SLOW
 def test_stock_optimizer_and_scheduler(recipe):
     settings = {
         "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}},
@@ -177,6 +179,7 @@ def test_stock_optimizer_and_scheduler(recipe):
     assert cli.model.lr_schedulers().get_last_lr() == [0.125]
 
 
+@SLOW
 def test_nested_settings_two_files_flags_and_a_module_of_ones_own(recipe, tmp_path):
     class Mine(GRPOLightningModule):
         """Drives the same recipes."""
@@ -210,18 +213,21 @@ def test_validate_on_a_base_model(recipe, capsys):
     assert [cell.strip() for cell in length] == [f"{metrics[f'val/{kind}length']:#.4g}" for kind in ("", "greedy/")]
 
 
+@SLOW
 @pytest.mark.parametrize("command", ["validate", "test"])
 def test_a_quiet_evaluation_prints_no_table(recipe, capsys, command):
     main([command, "--config", recipe(), "--trainer.logger=false", "--verbose=false"])
     assert "│" not in capsys.readouterr().out
 
 
+@SLOW
 def test_test_logs_what_validate_does_under_its_own_name(recipe):
     cli = main(["test", "--config", recipe()])
     assert {"test/reward", "test/greedy/exact_match"} <= cli.trainer.callback_metrics.keys()
     assert not [name for name in cli.trainer.callback_metrics if name.startswith("val/")]
 
 
+@SLOW
 def test_predict_writes_completions(recipe):
     cli = main(["predict", "--config", recipe()])
     assert not [callback for callback in cli.trainer.callbacks if isinstance(callback, CompletionLog)]
@@ -308,6 +314,7 @@ def test_own_commands_are_handed_their_arguments(monkeypatch):
 OWN_LINES = r"(INFO|WARNING): |step \d+/\d+, |Finished at step |  [\w ]{13}|$"
 
 
+@SLOW
 def test_a_run_prints_no_line_of_other_packages_and_no_escapes_into_a_file(recipe):
     """In a fresh interpreter, without `-W ignore`; stdout and stderr are pipes, which are no terminals."""
     program = "from grpo_lightning.cli import entry_point; entry_point()"
@@ -343,6 +350,7 @@ def test_parse_instantiates_nothing_and_instantiate_makes_parts(recipe, monkeypa
     assert data.batch_size == 4
 
 
+@SLOW
 def test_settings_are_described(recipe, capsys):
     with pytest.raises(SystemExit):
         main(["fit", "--model.objective.help"])
@@ -355,6 +363,7 @@ def test_settings_are_described(recipe, capsys):
     assert "Stop after this many epochs. Defaults to 1 if max_steps and max_time are not set" in said
 
 
+@SLOW
 def test_a_shipped_recipe_is_found_by_name_from_anywhere(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     for name in ("quickstart", "recipes/quickstart.yaml"):
@@ -383,6 +392,7 @@ def files(folder):
     return {path.name for path in Path(folder).iterdir()}
 
 
+@SLOW
 def test_a_run_has_one_folder_and_the_next_run_another(recipe):
     curves = {"class_path": "grpo_lightning.callbacks.LearningCurves", "init_args": {"metrics": ["reward/mean"]}}
     name = recipe(trainer={"enable_checkpointing": True, "callbacks": [curves], "max_steps": 1})
@@ -401,6 +411,7 @@ def test_a_run_has_one_folder_and_the_next_run_another(recipe):
     assert Path("runs/recipe/version_0/metrics.csv").read_bytes() == before
 
 
+@SLOW
 def test_without_loggers_and_elsewhere_the_folder_is_the_same(recipe):
     flags = ["--trainer.logger=false", "--trainer.default_root_dir=there", "--trainer.enable_checkpointing=true"]
     main(["fit", "--config", recipe(), "--trainer.max_steps=1", *flags])
@@ -419,6 +430,7 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_folder(recipe, capsys)
     assert not Path("runs/recipe").exists()
 
 
+@SLOW
 def test_checkpoints_are_written_by_epoch_and_by_time_unless_the_recipe_says_when(recipe, monkeypatch):
     monkeypatch.setattr("grpo_lightning.cli.runs.CHECKPOINT_INTERVAL", timedelta(seconds=0))
     name = recipe(trainer={"enable_checkpointing": True, "max_steps": 3})
@@ -430,6 +442,7 @@ def test_checkpoints_are_written_by_epoch_and_by_time_unless_the_recipe_says_whe
     assert len(cli.trainer.checkpoint_callbacks) == 1
 
 
+@SLOW
 def test_fast_dev_run_leaves_nothing(recipe):
     main(["fit", "--config", recipe(), "--trainer.fast_dev_run=true"])
     assert not Path("runs").exists()
@@ -462,6 +475,7 @@ def test_auto_begins_goes_on_and_skips_what_is_half_written(recipe, caplog):
     assert yaml.safe_load((folder / "config.yaml").read_text())["trainer"]["max_steps"] == 3
 
 
+@SLOW
 def test_flags_beat_the_checkpoint_and_differences_are_said(recipe, caplog):
     main(["fit", "--config", recipe(trainer={"enable_checkpointing": True}), "--trainer.max_steps=1"])
     (path,) = Path("runs/recipe/version_0/checkpoints").glob("*.ckpt")
@@ -486,6 +500,7 @@ def test_flags_beat_the_checkpoint_and_differences_are_said(recipe, caplog):
     assert not [message for message in caplog.messages if message.startswith("Settings that differ")]
 
 
+@SLOW
 def test_validate_takes_the_newest_checkpoint_or_refuses(recipe, capsys):
     name = recipe(trainer={"enable_checkpointing": True})
     assert "no complete checkpoint in runs/recipe" in failure(capsys, "validate", "--config", name, "--ckpt_path=auto")
@@ -504,7 +519,7 @@ ELSEWHERE = {
 }
 
 
-@few(1)
+@few(1, slow=True)
 @pytest.mark.parametrize("place", ELSEWHERE)
 def test_auto_finds_checkpoints_where_the_recipe_puts_them(recipe, caplog, place):
     name = recipe(trainer={"enable_checkpointing": True, "enable_progress_bar": False, **ELSEWHERE[place]})
@@ -516,6 +531,7 @@ def test_auto_finds_checkpoints_where_the_recipe_puts_them(recipe, caplog, place
     assert cli.model.run.rollout_index == cli.trainer.global_step == 2
 
 
+@SLOW
 def test_the_folder_of_a_run_stands_for_its_newest_checkpoint(recipe, capsys):
     name = recipe(trainer={"enable_checkpointing": True, "enable_progress_bar": False})
     main(["fit", "--config", name, "--trainer.max_steps=1"])
@@ -647,12 +663,14 @@ def test_a_missing_column_is_said_before_the_weights_load(recipe, capsys, tmp_pa
     assert "not/there" not in said
 
 
+@SLOW
 def test_the_progress_bar_can_be_switched_off(recipe):
     cli = main(["fit", "--config", recipe(), "--trainer.max_steps=1", "--trainer.enable_progress_bar=false"])
     assert ProgressBar not in {type(callback) for callback in cli.trainer.callbacks}
     assert CompletionLog in {type(callback) for callback in cli.trainer.callbacks}
 
 
+@SLOW
 @pytest.mark.parametrize("kind", [RichProgressBar, ProgressBar])
 def test_a_recipe_has_its_own_progress_bar(recipe, kind):
     callbacks = [{"class_path": f"{kind.__module__}.{kind.__name__}", "init_args": {"refresh_rate": 5}}]
@@ -662,6 +680,7 @@ def test_a_recipe_has_its_own_progress_bar(recipe, kind):
     assert bar.refresh_rate == 5
 
 
+@SLOW
 def test_a_recipe_has_its_own_completion_log(recipe):
     callbacks = [{"class_path": "grpo_lightning.callbacks.CompletionLog", "init_args": {"every_n_rollouts": 2}}]
     cli = main(["fit", "--config", recipe(trainer={"callbacks": callbacks}), "--trainer.max_steps=1"])
@@ -669,6 +688,7 @@ def test_a_recipe_has_its_own_completion_log(recipe):
     assert log.every_n_rollouts == 2
 
 
+@SLOW
 def test_a_checkpoint_of_the_command_line_loads_with_rewards_given_anew(recipe):
     policy = {"class_path": "grpo_lightning.PolicyLoader", "init_args": {"name": "policy", "chunk_size": 2}}
     flags = ["--trainer.max_steps=1", "--model.objective.beta=0.5", "--model.validation.num_generations=3"]
@@ -717,6 +737,7 @@ def vowels(completions, answer):
     return [float(len(text)) for text in completions]
 
 
+@SLOW
 def test_settings_below_a_policy_given_by_name_and_of_the_engine(recipe):
     flags = ["--model.policy.chunk_size=8", "--model.engine.max_rows=4", "--trainer.max_steps=1"]
     cli = main(["fit", "--config", recipe(), *flags])

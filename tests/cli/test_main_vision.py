@@ -9,6 +9,7 @@ import yaml
 
 from grpo_lightning.cli import main
 from tests import tiny_vlms
+from tests.marks import SLOW
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,7 @@ def recipe(tmp_path, monkeypatch, policy):
     return write
 
 
+@SLOW
 def test_predict_writes_completions(recipe, tmp_path):
     main(["predict", "--config", recipe()])
     records = [json.loads(line) for line in Path("runs/recipe/version_0/predictions.jsonl").read_text().splitlines()]

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from grpo_lightning.cli import instantiate, parse, runs
 from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.cli.runs import MetricsLogger
-from tests.marks import few
+from tests.marks import SLOW, few
 
 WEIGHTED = "grpo_lightning.rewards.WeightedReward"
 FIRST = [
@@ -77,6 +77,7 @@ def test_callbacks_take_no_settings_of_what_stood_in_their_place():
         assert (callback.init_args.save_top_k, callback.init_args.monitor) == (1, None)
 
 
+@SLOW
 def test_a_list_deep_inside_an_object_is_replaced():
     trees = [
         [{"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 5}}],
@@ -246,6 +247,7 @@ def test_an_engine_by_its_name(args):
     assert parsed(*args).model.engine.init_args.max_rows == 4
 
 
+@SLOW
 def test_settings_of_a_schedule_need_one_and_say_so():
     config = parsed("--model.scheduler=Cosine", "--model.scheduler.warmup_ratio=0.1")
     assert config.model.scheduler.init_args.warmup_ratio == 0.1
@@ -359,6 +361,7 @@ def test_what_is_wrong_in_the_file_of_a_flag_is_named_with_the_file():
         parsed("--model", "m.yaml")
 
 
+@SLOW
 def test_a_file_that_is_a_value_is_no_settings():
     Path("mix.yaml").write_text("datasets: [{json_path: x.jsonl}]\n")
     assert parsed("--data.datasets", "mix.yaml").data.datasets == "mix.yaml"

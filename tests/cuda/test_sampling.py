@@ -99,6 +99,7 @@ def cost_per_step(monkeypatch, way="shared", dtype=torch.float32, **settings):
     return {name: (more[name] - fewer[name]) / 32 for name in more}
 
 
+@SLOW
 @pytest.mark.parametrize("way", ["shared", "repeated"])
 @pytest.mark.parametrize(
     "settings",
@@ -130,6 +131,7 @@ def test_in_16_bits_no_phase_takes_the_math_kernel(autocast):
         assert gpu.launches["_scaled_dot_product_efficient_attention"] == 3 * LAYERS * 2  # prompt and own tokens
 
 
+@SLOW
 def test_what_a_decoding_step_waits_for_and_launches(monkeypatch):
     """The model launches at most what it does with its own attention and cache, and the operations of the merge."""
     cost = cost_per_step(monkeypatch, dtype=torch.bfloat16)
@@ -147,6 +149,7 @@ def test_what_a_decoding_step_waits_for_and_launches(monkeypatch):
     assert cost["loop"] <= LOOP_LAUNCHES
 
 
+@SLOW
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=SLOW)])
 def test_prompts_that_join(dtype):
     """The completions of the CPU; the host waits for the device at looks and when prompts join."""

@@ -109,6 +109,7 @@ def trained(accelerator, *, accumulate=1, precision="32-true", lora=None, **sett
     return on_cpu(weights_of(module))
 
 
+@SLOW
 @pytest.mark.parametrize("run", only({"reference"}, ["plain", "reference", "many updates"]))
 def test_a_run_ends_with_the_weights_of_the_cpu(run):
     want = trained("cpu", **RUNS[run])
@@ -132,6 +133,7 @@ def test_a_run_in_16_bits_takes_no_math_kernel(run):
 WAIT = "torch.cuda.synchronize: training/metrics.py wait_for"
 
 
+@SLOW
 def test_what_a_run_on_a_gpu_does_on_top():
     """Its clocks wait for the device, offloaded states are pinned, and attention is not cuDNN's."""
     usual = torch.backends.cuda.cudnn_sdp_enabled()

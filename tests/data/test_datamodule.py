@@ -417,6 +417,7 @@ def test_a_run_on_a_stream_goes_on_where_it_was_killed(rows, tmp_path, num_itera
         assert run(tmp_path / "all" / f"step={killed}.ckpt") == whole[killed:]
 
 
+@SLOW
 @pytest.mark.parametrize("is_own_source", [False, True])
 def test_a_run_that_overfits_batches_goes_on_where_it_was_killed(rows, tmp_path, is_own_source):
     """Shuffling stops when training starts, after a resumed loader was told its place."""

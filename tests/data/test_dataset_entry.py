@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_lightning.data.dataset_entry import DatasetEntry, Location, parse_location, parse_strategy, select
+from tests.marks import SLOW
 
 
 @pytest.mark.parametrize(
@@ -271,6 +272,7 @@ def test_percent_is_the_ceiling(count: int, percent: Fraction):
     assert strategy.num_rows(count) == -((-percent * count) // 100)
 
 
+@SLOW
 def test_random_is_the_same_in_every_process():
     program = (
         "from grpo_lightning.data.dataset_entry import select; print(select(1000, 'random:5', seed=0, name='gsm8k'))"

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.marks import few
+from tests.marks import SLOW, few
 
 pytest.importorskip("reasoning_gym")
 
@@ -109,7 +109,7 @@ def check_task(name: str, size: int) -> None:
             assert score(verifier(name, "{}"), answer, read) == score(first, answer, item), answer
 
 
-@few(2)
+@few(2, slow=True)
 @pytest.mark.parametrize("name", [*ODD, "list_functions", "pool_matrix"])  # the last two use the global random state
 def test_an_item_is_made_alike_and_means_the_same_after_a_file(name: str):
     check_task(name, 2)
@@ -122,6 +122,7 @@ def test_an_item_of_any_task_is_made_alike_and_means_the_same_after_a_file(name:
     check_task(name, 8)
 
 
+@SLOW
 def test_the_verifiers_that_execute_answers_are_known(monkeypatch: pytest.MonkeyPatch):
     """Watches `eval` while all verifiers are given an answer that nothing else would hand to it."""
     executing, evaluate = set(), builtins.eval

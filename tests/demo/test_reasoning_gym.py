@@ -23,6 +23,7 @@ from grpo_lightning.demo.reasoning_gym import (
     steps,
     worked_completion,
 )
+from tests.marks import SLOW
 
 pytest.importorskip("reasoning_gym")
 
@@ -31,6 +32,7 @@ SIZES = {"num_warm_up": 30, "num_train": 6, "num_heldout": 2, "batch_size": 4}
 TINY = GymRecipe(**SIZES, target_loss=100.0, num_decay_steps=1, num_hasty_steps=2)
 
 
+@SLOW
 def test_no_held_out_question_is_in_another_set():
     recipe = GymRecipe()
     for task in TASKS:

@@ -16,6 +16,8 @@ from tests.distributed.harness import environment, run_ranks
 from tests.marks import SLOW
 from tests.ports import free_port
 
+pytestmark = SLOW
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -43,7 +45,6 @@ def final_weights(run: Path) -> dict[str, torch.Tensor]:
     return torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
 
 
-@SLOW
 def test_a_run_has_one_folder_and_one_file_of_settings(folder, ends):
     assert [end["whole"] for end in ends] == [None, None]
     assert [path.name for path in (folder / "runs" / "whole").iterdir()] == ["version_0"]

@@ -31,6 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@SLOW
 @pytest.mark.parametrize("strategy", only(["ddp"], ["ddp", "zero3", "fsdp2"]))
 def test_two_ranks_train_on_what_one_device_does(folder: Path, strategy: str):
     run_ranks("tests.distributed.dynamic", strategy, folder)
@@ -64,6 +65,7 @@ def test_two_ranks_train_on_what_one_device_does(folder: Path, strategy: str):
         assert early["shared"][1:] == (0, 0), "no rank has a complete group while it samples"
 
 
+@SLOW
 def test_no_good_group_gives_way(folder: Path):
     for case, (groups, _) in torch.load(folder / "one-0.pt").items():
         first = dynamic.prompts_of(case)[:4]

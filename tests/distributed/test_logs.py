@@ -9,6 +9,8 @@ import pytest
 from tests.distributed.harness import run_ranks
 from tests.marks import SLOW
 
+pytestmark = SLOW
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -36,7 +38,6 @@ def is_own(name: str) -> bool:
     return name.startswith("time/") or name in measured
 
 
-@SLOW
 def test_every_rank_has_the_same_metrics_in_the_same_order(found):
     one, other = found["of2-0"]["train"], found["of2-1"]["train"]
     assert one["names"] == other["names"]

@@ -172,6 +172,7 @@ def test_two_ranks_with_a_vllm_each_train_as_one_device(results, strategy, name,
     compare(results("one", name, 1), results(strategy, name, world_size))
 
 
+@SLOW
 @TWO
 @pytest.mark.parametrize("name", only(["tensor-parallel, a rank without prompts"], TOGETHER))
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -219,6 +220,7 @@ def test_a_missing_group_of_layers_is_found_with_two_ranks(results, strategy, na
         assert "The trainer sent no value for model.layers.0." in error
 
 
+@SLOW
 @TWO
 @pytest.mark.parametrize("name", ["failing"])
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -11,6 +11,7 @@ from grpo_lightning.core.types import Prompt
 from grpo_lightning.environments import Environment, EnvironmentRunner, Step, ToolObject, Tools
 from grpo_lightning.rewards import RewardWorkers
 from tests.environments.games import Counted, Draws, Ends, Faulty, Locked, later, slow_tool
+from tests.marks import SLOW
 
 LIMITS = RewardWorkers(num_workers=2, timeout_seconds=1.0, step_timeout_seconds=20.0)
 
@@ -60,6 +61,7 @@ def test_megabytes_do_not_leave_the_worker():
     assert result.value.observation == "x" * 1000
 
 
+@SLOW
 def test_a_tool_that_hangs_is_told_to_the_policy():
     (result,) = play(Tools([slow_tool]), "[slow_tool(number=1)]")
     assert result.failure == ""
@@ -75,6 +77,7 @@ class Waiting(Environment):
         return Step("late")
 
 
+@SLOW
 def test_async_environments_run_at_the_same_time_within_the_limit():
     runner = EnvironmentRunner(Waiting(), LIMITS, 1000)
     state = runner.reset([Prompt("p")], [0])[0].state
@@ -110,6 +113,7 @@ def test_reset_that_fails_says_what_it_needs():
     assert "needs the data column 'size'; the row has prompt, colour" in result.problem
 
 
+@SLOW
 def test_the_calls_of_a_round_have_one_deadline():
     limits = RewardWorkers(num_workers=1, timeout_seconds=1.0, step_timeout_seconds=1.5)
     runner = EnvironmentRunner(Faulty("hang"), limits, 1000)

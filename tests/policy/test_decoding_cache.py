@@ -27,6 +27,7 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout import local_engine
 from grpo_lightning.rollout.local_engine import LocalEngine
 from tests.families import families
+from tests.marks import SLOW
 from tests.tiny_models import FAMILIES, tiny_model, tiny_tokenizer
 
 SHARING = {"qwen2", "qwen3", "llama", "gpt2", "qwen3_moe", "mixtral"}
@@ -72,6 +73,7 @@ def test_which_families_keep_a_prompt_once():
     assert unshared_reason(tiny_model("gemma3")) == "the cache layer DynamicSlidingWindowLayer is not of full attention"
 
 
+@SLOW
 def test_weights_of_64_bits():
     model = tiny_model("qwen2", dtype=torch.float64)
     once, repeated = sampled(model, "shared"), sampled(model, "repeated")
@@ -125,6 +127,7 @@ def test_a_forward_that_fails_leaves_the_attention_as_it_was(cache):
     assert current.get(None) is None
 
 
+@SLOW
 @pytest.mark.parametrize("stop_strings", [[], ["w7", "w9"]])
 def test_a_host_that_looks_seldom_gets_the_same_completions(monkeypatch, stop_strings):
     """What is sampled after an end is dropped, and rows that have ended stay until a quarter of them has."""
@@ -188,6 +191,7 @@ def test_a_device_without_the_kernel_multiplies_matrices(monkeypatch, caplog):
     assert "without a fused attention kernel (torch.bfloat16, head size 12): cutlassF" in caplog.text
 
 
+@SLOW
 @settings(max_examples=25, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),

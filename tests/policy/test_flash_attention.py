@@ -12,6 +12,7 @@ from grpo_lightning.policy.probe import choose_path, probe_batch
 from grpo_lightning.rollout.local_engine import LocalEngine
 from tests import tiny_vlms
 from tests.families import families
+from tests.marks import SLOW
 from tests.module_runs import SMALL, History, are_equal, fit, make_module, weights_of
 from tests.policy.flash_stand_in import Kernels, install
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -67,6 +68,7 @@ def test_images_are_scored_as_with_sdpa(kernels, family):
     assert kernels.calls["ragged"]
 
 
+@SLOW
 @pytest.mark.parametrize("family", families(FAMILIES))
 def test_what_is_sampled_has_the_log_probs_of_the_scorer(kernels, family):
     model = tiny_model(family)

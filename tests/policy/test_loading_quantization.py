@@ -84,7 +84,7 @@ def saved(folder, family):
 
 
 # It asks torch for a cast that rounds, and says so at every call.
-@few(1)
+@few(1, slow=True)
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt")
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # without and with biases
 @pytest.mark.parametrize(("kind", "layer", "width"), [("4bit", "Linear4bit", 0.5), ("8bit", "Linear8bitLt", 1)])

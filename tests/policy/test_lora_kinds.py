@@ -128,6 +128,7 @@ def test_small_updates_of_copies_in_a_16_bit_base_add_up(kind):
     assert not any("original_module" in name or "base_layer" in name for name in moved)
 
 
+@SLOW
 @pytest.mark.parametrize("kind", only(["all"], KINDS))
 @pytest.mark.parametrize("start", only(["trained"], ["new", "trained"]))
 def test_the_reference_is_what_the_run_began_with(kind, start, tmp_path):
@@ -181,6 +182,7 @@ def test_both_scoring_paths_give_the_same_gradients(kind):
     assert all(weight.requires_grad == (name in want) for name, weight in model.named_parameters())
 
 
+@SLOW
 @pytest.mark.parametrize("head_dtype", only(["float32"], ["auto", "float32"]))
 def test_a_saved_adapter_keeps_its_float32_copies(head_dtype, tmp_path):
     """On a 16-bit base, small updates of the copies are lost neither by loading them nor in the reference."""

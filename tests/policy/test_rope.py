@@ -17,6 +17,7 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.training.evaluation import Validation
 from grpo_lightning.training.micro_batches import plan_micro_batches
+from tests.marks import SLOW
 from tests.module_runs import History, fit, make_module, make_source, make_trainer
 from tests.tiny_models import BASE, PAD, tiny_model, tiny_tokenizer
 
@@ -119,6 +120,7 @@ def test_every_row_gets_what_a_batch_with_the_longest_row_gives(kind, longest):
     assert (other.logits[0] - want).abs().max() > 0.01
 
 
+@SLOW
 def test_the_reference_has_the_same_frequencies_and_a_second_run_sets_its_own():
     model, ids, seen = build("phi3"), torch.tensor(prompts_of((9,))), []
     for prompt, length in (("a" * 30, 42), ("a" * 10, 22)):

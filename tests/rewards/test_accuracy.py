@@ -14,6 +14,7 @@ from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.rewards import Accuracy, RewardSet, RewardWorkers, WeightedReward
 from grpo_lightning.rewards import accuracy as module
 from grpo_lightning.rewards.accuracy import UndecidedError, compare, names_several, nesting, parse_short, prepare
+from tests.marks import SLOW
 
 pytest.importorskip("math_verify")
 
@@ -296,6 +297,7 @@ def test_any_thread_gives_the_same():
     assert found == {name: [1, 0] for name in [*"0123", "main"]}
 
 
+@SLOW
 def test_what_takes_too_long_is_not_scorable(caplog: pytest.LogCaptureFixture):
     reward = Accuracy(timeout_seconds=2)
     completions = ["<answer>$9^{9^{9^{9}}}$</answer>", "<answer>3</answer>", "<answer>2</answer>"]
@@ -385,6 +387,7 @@ def test_it_decides():
     assert decide("1/2", 'quotes " and\nnew\u2028lines, \ud83d') is False
 
 
+@SLOW
 def test_it_goes_on_after_the_time_is_up():
     begun = time.monotonic()
     for _ in range(2):
@@ -394,6 +397,7 @@ def test_it_goes_on_after_the_time_is_up():
     assert time.monotonic() - begun < 30
 
 
+@SLOW
 def test_in_a_worker_only_the_comparison_is_ended(caplog: pytest.LogCaptureFixture):
     """The reward's own worker goes on: one bad answer does not cost its group the values."""
     answers = [f"<answer>{text}</answer>" for text in ("$9^{9^{9^{9}}}$", "3", "2")]
@@ -414,6 +418,7 @@ def test_a_process_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPat
     module._pool.cache_clear()
 
 
+@SLOW
 def test_a_fork_gets_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch):
     mine = module.start_comparing()
     assert module.start_comparing() is mine

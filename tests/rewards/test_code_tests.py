@@ -16,7 +16,7 @@ from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.rewards import CodeTests, RewardSet, RewardWorkers
 from grpo_lightning.rewards.code_tests import fenced_blocks, python_program
 from grpo_lightning.rewards.sandbox.client import Limits, Sandbox
-from tests.marks import NEEDS_LANDLOCK
+from tests.marks import NEEDS_LANDLOCK, SLOW
 
 pytestmark = NEEDS_LANDLOCK
 
@@ -81,6 +81,7 @@ SUBTRACT = "def add(a, b):\n    return a - b\n"
 STDIN = {"inputs": ["1 2", "3 4", "5 0"], "outputs": ["3", "7", "5"]}
 
 
+@SLOW
 def test_fractions_by_hand():
     programs = [
         "print(sum(map(int, input().split())))",
@@ -236,6 +237,7 @@ def test_reasons_are_one_short_printable_line():
         assert len(extras["code_tests"][1]) < 400
 
 
+@SLOW
 def test_slow_programs_get_an_equal_part_of_the_call():
     start = time.monotonic()
     programs = [f"while True: {n}" for n in range(4)] + ["print(3)"]
@@ -282,6 +284,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@SLOW
 def test_nothing_outlives_a_worker():
     """A worker that is killed at its time limit takes launcher and program with it."""
     before = descendants(os.getpid())

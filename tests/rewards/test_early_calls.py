@@ -180,6 +180,7 @@ def test_sampling_does_not_wait_until_rewards_are_loaded(calls: Calls):
     assert (calls.num_sent, calls.num_early) == (1, 0)
 
 
+@SLOW
 def test_the_limit_of_a_step_begins_after_sampling(tmp_path):
     """It stops early calls too. One worker and calls that never return: each call has its own limit only."""
     limits = RewardWorkers(num_workers=1, timeout_seconds=2.0, step_timeout_seconds=2.0)

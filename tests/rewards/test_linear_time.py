@@ -36,7 +36,7 @@ from grpo_lightning.rewards.accuracy import prepare
 from grpo_lightning.rewards.by_method import similarity
 from grpo_lightning.rewards.code_rows import same_output
 from grpo_lightning.rewards.code_tests import python_program
-from tests.marks import few
+from tests.marks import SLOW, few
 
 MOST = 15.0
 """What 100,000 characters may cost, in units of what 10,000 cost."""
@@ -188,7 +188,7 @@ def ratio(parse: Callable[[str], object], piece: str, beginning: str = "", end: 
     return worst
 
 
-@few(8)
+@few(8, slow=True)
 @pytest.mark.usefixtures("comparison")
 @pytest.mark.parametrize("name", PARSERS)
 def test_a_long_text_costs_linear_time(name: str):
@@ -201,6 +201,7 @@ def test_a_long_text_costs_linear_time(name: str):
     assert max(ratios.values()) <= MOST, ratios
 
 
+@SLOW
 def test_the_measure_sees_a_parser_that_looks_again_and_again():
     def quadratic(text: str) -> object:
         return [position for position in range(len(text)) if text.find("\0", position) >= 0]
@@ -208,6 +209,7 @@ def test_the_measure_sees_a_parser_that_looks_again_and_again():
     assert ratio(quadratic, " ") > MOST
 
 
+@SLOW
 def test_what_is_compared_as_mathematics_is_short(comparison: Comparison):
     for piece, wrap in itertools.product(SHAPES.values(), ["{}", "<answer>{}</answer>", "\\boxed{{{}}}"]):
         completion = wrap.format(piece * (100_000 // len(piece)))

@@ -22,6 +22,7 @@ from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.rewards import ByMethod, LLMJudge, RewardSet, Scores, WeightedReward
 from grpo_lightning.rewards import llm_judge as judge
 from grpo_lightning.rewards.llm_judge import reply_text, score_in
+from tests.marks import SLOW
 
 pytest.importorskip("openai")
 
@@ -394,6 +395,7 @@ def test_scores_warnings_and_metrics_are_those_of_late_queries(endpoint: Endpoin
     assert found[0][1] == {"llm_judge/failed": pytest.approx((5 + 3 * 2) / 20)}
 
 
+@SLOW
 def test_failed_queries_are_not_repeated_and_stop_the_run_only_if_all_of_the_batch_fail(endpoint: Endpoint):
     batch = by_prompt(2, 3)
     rewards = RewardSet([LLMJudge("m", endpoint.url, max_retries=1)])

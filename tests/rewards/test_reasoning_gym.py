@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.marks import few
+from tests.marks import SLOW, few
 
 pytest.importorskip("reasoning_gym")
 
@@ -57,6 +57,7 @@ def test_a_chat_is_read_too_and_partial_credit_counts():
     assert found == [1.0, len(right) / (2 * len(right) + 1)]  # reasoning-gym's own rule for chain_sum
 
 
+@SLOW
 def test_every_row_has_the_verifier_of_its_task_and_settings():
     rows = [columns("spell_backward"), columns("caesar_cipher", config={"max_words": 3}), columns("arc_agi")]
     given = {name: [row[name] for row in rows] for name in ("task", "task_config", "entry")}

@@ -115,6 +115,7 @@ def test_the_run_stops_if_the_policy_says_so(reward, bad, said):
         assert cause is None, "all is said"
 
 
+@SLOW
 def test_all_calls_of_a_step_have_one_limit():
     limits = RewardWorkers(num_workers=2, timeout_seconds=1.0, step_timeout_seconds=2.5)
     begun = time.monotonic()
@@ -123,6 +124,7 @@ def test_all_calls_of_a_step_have_one_limit():
     assert scores.failures["loops/timeout"] == 80
 
 
+@SLOW
 def test_a_call_that_is_stopped_takes_what_it_started_with_it(tmp_path):
     limits = RewardWorkers(num_workers=1, timeout_seconds=3.0)
     batch = groups("hang", path=str(tmp_path / "pid"))
@@ -162,6 +164,7 @@ def test_signals_for_the_run_end_no_worker_and_a_parent_that_is_gone_is_replaced
     assert rewards.score(groups("one", "two")).total.tolist() == [[1, 1]] * 2
 
 
+@SLOW
 def test_a_failure_that_stops_the_run_leaves_nothing_to_wait_for():
     limits = RewardWorkers(num_workers=1, timeout_seconds=3.0, step_timeout_seconds=600)
     rewards = reward_set(misbehaving.loops, on_error="raise", workers=limits)
@@ -245,6 +248,7 @@ def test_calls_go_on_while_the_training_process_does_something_else(tmp_path):
     assert scoring.finish().total.tolist() == [[1, 1]] * 2
 
 
+@SLOW
 def test_workers_load_what_the_rewards_need_and_no_torch_for_those_of_text():
     pytest.importorskip("math_verify")
     rewards = RewardSet([ExactMatch(), Accuracy(), misbehaving.has_torch], workers=LIMITS)

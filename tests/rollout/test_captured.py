@@ -13,7 +13,7 @@ from grpo_lightning.policy import hf, kv_cache, precision
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout import local_engine
 from grpo_lightning.rollout.local_engine import LocalEngine
-from tests.marks import few
+from tests.marks import SLOW, few
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 PROMPTS = [[token] * length for token, length in zip(range(40, 46), [3, 9, 17, 5, 2, 8], strict=True)]
@@ -65,7 +65,7 @@ def sample(model, engine, length=40, **settings):
     return [completion for group in groups for completion in group]
 
 
-@few(2)
+@few(2, slow=True)
 @pytest.mark.parametrize("settings", [{}, {"top_k": 5, "temperature": 0.7}, {"suppress_tokens": list(range(2, 9))}])
 @pytest.mark.parametrize("max_rows", [None, 9])
 def test_completions_equal_those_without_graphs(captures, max_rows, settings):
@@ -81,6 +81,7 @@ def test_completions_equal_those_without_graphs(captures, max_rows, settings):
     assert made.num_replays > 2 * made.num_captures
 
 
+@SLOW
 def test_weights_that_changed_are_used(captures):
     model, engine = policy(), LocalEngine()
     before = sample(model, engine)
@@ -123,7 +124,7 @@ def of_the_first_step(run):
     return result, lambda: (replays.append(1), result.copy_(values if len(replays) > 1 else run()))
 
 
-@few(2)
+@few(2, slow=True)
 @pytest.mark.parametrize(
     ("capture", "reason"),
     [
@@ -163,6 +164,7 @@ def test_nothing_of_a_rollout_is_kept(captures):
     assert not engine.captured.inputs
 
 
+@SLOW
 @pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": True}])
 def test_weights_are_cast_once_per_rollout(monkeypatch, settings):
     """Lightning's autocast casts all weights at every token, to the same values."""

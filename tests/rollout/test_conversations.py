@@ -23,7 +23,7 @@ from grpo_lightning.rollout.groups import GroupSource
 from grpo_lightning.rollout.local_engine import LocalEngine
 from tests.conversation_runs import HERE, PROMPTS, SAMPLING, sample
 from tests.environments.games import ByPromptLength, Counted, Ends, Faulty
-from tests.marks import few
+from tests.marks import SLOW, few
 from tests.module_runs import ScriptedEngine
 from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
 
@@ -48,6 +48,7 @@ class Over(Environment):
         return Step(done=True, reward=1.0)
 
 
+@SLOW
 def test_one_turn_is_a_completion_without_environment(policy):
     alone, played = sample(policy, None), sample(policy, Over())
     for one, other in zip(flat(alone), flat(played), strict=True):

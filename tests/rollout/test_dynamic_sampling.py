@@ -123,6 +123,7 @@ def test_the_rewards_logged_are_those_of_all_prompts_drawn():
     assert metrics["reward/only_open"] == pytest.approx(0.5)
 
 
+@SLOW
 def test_no_prompt_comes_twice_in_an_epoch_and_none_is_left_out():
     asked = []
 
@@ -276,6 +277,7 @@ def test_a_stream_gives_further_prompts_too():
     assert seen.rollouts == [["p5", "p3"]]
 
 
+@SLOW
 def test_validation_comes_at_the_end_of_every_epoch():
     module = make_module(rewards=[only_open], dynamic_sampling=DynamicSampling())
     validated = []

@@ -63,6 +63,7 @@ def model():
 # ----------------------------------------------------------------------------------------------------- same completions
 
 
+@SLOW
 @given(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=9),
     num_generations=st.integers(1, 4),
@@ -171,6 +172,7 @@ def test_random_numbers_do_not_depend_on_when_a_prompt_joins(model):
 # ------------------------------------------------------------------------------------------------------------- the work
 
 
+@SLOW
 def test_rows_join_when_there_is_room_for_a_prompt(model):
     """16 prompts of 2 rows with at most 4 rows: the rows stay open, and fewer steps are needed than in waves."""
     prompts, seeds = prompts_of([5] * 16), list(range(16))
@@ -197,6 +199,7 @@ def filled_steps(lengths, max_rows):
     return steps
 
 
+@SLOW
 def test_memory_is_bounded(monkeypatch, model):
     """However many prompts join, the cache holds `max_rows` rows of the longest completion, and histories are cut."""
     sizes = []

@@ -15,7 +15,7 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards import Format
 from grpo_lightning.training.checks import round_up_limits
 from tests.lightning_rows import Count
-from tests.marks import few
+from tests.marks import SLOW, few
 from tests.module_runs import PROMPTS, fit, make_module, make_source, make_trainer
 
 CYCLE = {"num_iterations": 2, "updates_per_rollout": 2}
@@ -99,7 +99,7 @@ class Epochs(L.Callback):
             self.with_a_last_batch.append(trainer.current_epoch)
 
 
-@few(3)
+@few(3, slow=True)
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (2, 3), (3, 2)])
 @pytest.mark.parametrize("stop", [1, 2, "epoch"])
 def test_a_run_resumed_with_another_batch_uses_the_rest_of_the_epoch(tmp_path, before, after, stop):
@@ -179,6 +179,7 @@ def test_an_interval_without_validation_data_is_said(tmp_path, caplog):
     assert "there is no validation data" in caplog.text, "a loader without one for validation"
 
 
+@SLOW
 @pytest.mark.parametrize("interval", ["00:00:00:00", {"seconds": 0}, timedelta()])
 def test_an_interval_of_time_validates_inside_an_epoch(interval, caplog):
     counting, module = Count(), make_module(length=2)

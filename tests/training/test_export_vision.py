@@ -13,6 +13,7 @@ from grpo_lightning.rewards.boxes.rewards import IoU
 from grpo_lightning.training.export import export
 from tests import tiny_vlms
 from tests.grounding_runs import Answers, box_prompt
+from tests.marks import SLOW
 from tests.module_runs import fit, make_module
 
 PROMPTS = [box_prompt((0, 0, 40, 40), index=n, seed=n) for n in range(2)]
@@ -43,6 +44,7 @@ def loaded(folder):
     return model, AutoProcessor.from_pretrained(folder)
 
 
+@SLOW
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
 def test_model_and_processor_are_the_trained_ones(family, tmp_path):
     module, checkpoint = train(tmp_path, family)
@@ -59,6 +61,7 @@ def test_model_and_processor_are_the_trained_ones(family, tmp_path):
     assert processor.chat_template == own.chat_template
 
 
+@SLOW
 def test_the_processor_has_the_limits_of_the_run(tmp_path):
     """Two image tokens at most in training: an evaluation of the export sees as much."""
     _, checkpoint = train(tmp_path, max_pixels=2 * 28 * 28)
@@ -71,6 +74,7 @@ def test_the_processor_has_the_limits_of_the_run(tmp_path):
     assert other.image_processor.size["longest_edge"] == processor.image_processor.size["longest_edge"] == 2 * 28 * 28
 
 
+@SLOW
 def test_a_frozen_tower_is_the_policys(tmp_path):
     module, checkpoint = train(tmp_path, freeze_vision_modules=True)
     names = torch.load(checkpoint, weights_only=True)["state_dict"]
@@ -82,6 +86,7 @@ def test_a_frozen_tower_is_the_policys(tmp_path):
     assert all(torch.equal(weight, tower[name]) for name, weight in model.model.visual.named_parameters())
 
 
+@SLOW
 def test_adapters_are_merged_or_written_alone(tmp_path, capsys):
     module, checkpoint = train(tmp_path, lora={"rank": 2})
     image = tiny_vlms.picture(7)
@@ -103,6 +108,7 @@ def run_lines(printed):
     return names
 
 
+@SLOW
 def test_the_lines_printed_load_model_and_processor(tmp_path, capsys):
     module, checkpoint = train(tmp_path)
     run_command([str(checkpoint), str(tmp_path / "model")])

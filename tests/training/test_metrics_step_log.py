@@ -46,7 +46,7 @@ def test_a_rollout_is_logged_with_the_first_update_only(tmp_path, accumulate, cy
     assert ["time/old_logprobs" in row for row in rows] == [is_scored_before, False] * 3
 
 
-@few(5)
+@few(5, slow=True)
 @pytest.mark.filterwarnings("ignore:The number of training batches")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("every", [2, 3, 50])

@@ -16,6 +16,7 @@ from grpo_lightning.core.types import Completion, Group, MicroBatch, Prompt
 from grpo_lightning.objective import StepCounts
 from grpo_lightning.training.micro_batches import Cycle, CycleShape, Share, plan_micro_batches
 from grpo_lightning.training.redistribution import redistribute, saved_share
+from tests.marks import SLOW
 from tests.tiny_models import PAD
 
 TENSORS = [field.name for field in fields(MicroBatch) if "Tensor" in str(field.type)]
@@ -74,6 +75,7 @@ def saved(cycle, ranks_per_group, position):
 LAYOUTS = [(w, r) for w in (1, 2, 3, 4) for r in (1, 2, 3, 4) if w % r == 0]
 
 
+@SLOW
 @given(
     st.lists(st.lists(st.integers(1, 6), min_size=4, max_size=4), min_size=1, max_size=6),
     st.sampled_from(LAYOUTS),

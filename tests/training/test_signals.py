@@ -63,6 +63,7 @@ def run(*callbacks, plugin=None, **options):
     return module, trainer
 
 
+@SLOW
 def test_the_checkpoint_is_that_of_a_whole_step_and_the_run_goes_on_from_it(job):
     with pytest.raises(SystemExit):
         run(Signalled())
@@ -257,6 +258,7 @@ def started(*scripts):
     return SimpleNamespace(strategy=SimpleNamespace(launcher=launcher)), list(launcher.procs)
 
 
+@SLOW
 def test_who_ends_in_time_is_waited_for_and_who_does_not_is_ended(caplog):
     trainer, processes = started("import time; time.sleep(0.2)", "import time; time.sleep(600)", "raise SystemExit(2)")
     start = time.monotonic()

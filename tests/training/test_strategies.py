@@ -19,6 +19,7 @@ from grpo_lightning.training.strategies import (
     set_no_leaf_modules,
     sharding_of,
 )
+from tests.marks import SLOW
 from tests.module_runs import PROMPTS, SMALL, are_equal, fit, make_module, make_source, make_trainer, weights_of
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -214,6 +215,7 @@ def test_a_policy_that_was_loaded_before_the_run_is_not_trained_by_a_strategy_th
         module.setup("fit")
 
 
+@SLOW
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize(
     ("strategy", "lora"), [("ddp_fork", None), pytest.param("ddp_notebook", LoRA(rank=2), marks=pytest.mark.slow)]

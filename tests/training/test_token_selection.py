@@ -104,7 +104,7 @@ def test_keys_follow_prompt_and_completion():
     assert not torch.equal(keys, random_keys(whole, seed=4))
 
 
-@few(1)
+@few(1, slow=True)
 @each
 def test_a_run_whatever_the_number_of_micro_batches(name):
     """Two epochs of two updates: tokens are selected anew before each, with the weights that it starts from."""
@@ -124,7 +124,7 @@ def test_a_run_whatever_the_number_of_micro_batches(name):
     assert relative_difference(gradients[4], gradients[1]) < 1e-4
 
 
-@few(1)
+@few(1, slow=True)
 @each
 def test_the_same_run_ends_with_the_same_weights(name):
     def run():

@@ -148,7 +148,7 @@ def test_log_probs_of_the_real_tests_are_those_of_the_policy():
     assert real.largest_gap(policy, PROMPTS[:1], groups, sampling) < 1e-5
 
 
-@few(1)
+@few(1, slow=True)
 @pytest.mark.parametrize("lora", [LoRA(rank=4), LoRA(rank=6, alpha=5, use_rslora=True, target_modules=["q_proj"])])
 def test_adapters_are_sent_alone(connect, monkeypatch, lora):
     """The base is sent once, and again only if it changes; every adapter has a name of its own."""
@@ -184,6 +184,7 @@ def test_an_adapter_that_is_late_or_has_an_old_name_shows_in_the_log_probs(conne
     assert late.logprobs != pytest.approx(scored(policy, PROMPTS[0], late), abs=1e-2)
 
 
+@SLOW
 @pytest.mark.parametrize("level", [pytest.param(1, marks=SLOW), 2])
 def test_vllm_sleeps_with_adapters(fake_vllm, level):  # noqa: F811
     engine = VLLMEngine(sleep_level=level, enable_lora=True)
@@ -239,6 +240,7 @@ def test_a_server_that_takes_no_adapters_is_refused_before_weights_load(monkeypa
             check_run(monkeypatch, served(running, enable_lora=True), **own)
 
 
+@SLOW
 @pytest.mark.parametrize("level", [0, pytest.param(1, marks=SLOW), 2])
 def test_vllm_sleeps_between_rollouts(fake_vllm, level):  # noqa: F811
     """The fake asserts that nothing is loaded or sampled while it sleeps; level 2 fills its weights with NaN."""
@@ -263,6 +265,7 @@ def test_vllm_sleeps_between_rollouts(fake_vllm, level):  # noqa: F811
         ]
 
 
+@SLOW
 @pytest.mark.parametrize("level", [1, 2])
 def test_vllm_sleeps_after_a_conversation_and_not_between_its_turns(fake_vllm, level):  # noqa: F811
     engine, policy = VLLMEngine(sleep_level=level), tiny_model(**SMALL)
@@ -275,6 +278,7 @@ def test_vllm_sleeps_after_a_conversation_and_not_between_its_turns(fake_vllm, l
     assert fake.asleep
 
 
+@SLOW
 def test_weights_that_vllm_has_discarded_are_sent_again(fake_vllm):  # noqa: F811
     """For example if a resumed run computes the image features of its pending cycle before the next update."""
     engine, policy = VLLMEngine(sleep_level=2), tiny_model(**SMALL)
@@ -287,6 +291,7 @@ def test_weights_that_vllm_has_discarded_are_sent_again(fake_vllm):  # noqa: F81
         assert found.logprobs == pytest.approx(scored(policy, PROMPTS[0], found), abs=1e-4)
 
 
+@SLOW
 def test_a_rank_without_prompts_sleeps_too(fake_vllm):  # noqa: F811
     engine, policy = VLLMEngine(sleep_level=1), tiny_model(**SMALL)
     engine.connect(policy, tiny_tokenizer(), Sharding())
@@ -397,6 +402,7 @@ def test_the_probe_finds_log_probs_of_another_distribution(connect, monkeypatch)
         engine.check_logprobs(Scorer("extended"))
 
 
+@SLOW
 def test_a_run_trains(connect):
     """Two optimizer steps: the engine samples from the trained weights, so that its log-probs are the policy's."""
     engine, _ = connect()
@@ -716,6 +722,7 @@ def test_a_server_that_hangs_ends_the_rollout_within_the_timeout():
             engine.generate(PROMPTS[:1], 1, SAMPLING, seeds=[1])
 
 
+@SLOW
 def test_a_server_that_dies_ends_the_rollout_with_an_error():
     policy = tiny_model(**SMALL)
     with serving(policy.config) as running:
@@ -771,6 +778,7 @@ def test_workers_that_do_not_join_are_named(monkeypatch):
             engine.sync_weights(policy)
 
 
+@SLOW
 def test_a_server_that_dies_before_the_first_update_is_named():
     policy = tiny_model(**SMALL)
     with serving(policy.config) as running:

@@ -136,7 +136,7 @@ def test_a_run_trains(fake_vllm, mode):  # noqa: F811
     assert max(history.of("policy/rollout_difference_max")) < EXACT
 
 
-@few(1)
+@few(1, slow=True)
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
 def test_a_conversation_sees_the_images_of_its_observations(connect, family):
     """Greedy conversations are those of the local engine, whose log-probs are those of a plain loop."""

@@ -20,7 +20,7 @@ from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.requests import Request
 from grpo_lightning.rollout.vllm.server import INCOMPLETE, Served, ServerError, UnavailableError
 from grpo_lightning.rollout.vllm.servers import Announcement, Job, Pending
-from tests.marks import few
+from tests.marks import SLOW, few
 from tests.module_runs import SMALL, make_module
 from tests.ports import free_port
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -197,6 +197,7 @@ def test_the_log_says_what_corrects_for_it(caplog):
 # --------------------------------------------------------------------------------------------------- several servers
 
 
+@SLOW
 def test_two_servers_sample_the_completions_of_one(start, undisturbed):
     engine, policy, *servers = start(2)
     assert sampled(engine) == undisturbed
@@ -306,6 +307,7 @@ def test_completions_have_the_number_of_the_update(start, reports_spans):
         engine.sync_weights(policy)
 
 
+@SLOW
 @pytest.mark.parametrize("reports_spans", [True, False])
 def test_completions_from_weights_of_another_client_are_sampled_again(start, reports_spans, undisturbed):
     engine, _, server = start(options={"reports_spans": reports_spans})
@@ -398,6 +400,7 @@ def test_a_refused_request_is_not_repeated(start, monkeypatch, status, text, rem
     assert len(server.bodies) == 1
 
 
+@SLOW
 def test_a_server_that_dies_leaves_its_requests_to_the_others(start, undisturbed):
     engine, policy, first, second = start(2)
     first.before_completion = at(2, first.kill)
@@ -424,6 +427,7 @@ def later(seconds, do):
     thread.start()
 
 
+@SLOW
 @pytest.mark.parametrize("downtime", [0.0, 0.3])
 def test_a_server_that_comes_back_gets_the_weights_and_the_rollout_goes_on(start, undisturbed, downtime):
     engine, _, server = start()
@@ -442,6 +446,7 @@ def test_a_server_that_comes_back_gets_the_weights_and_the_rollout_goes_on(start
     assert server.fake.version == f"grpo-{engine.backend.run}-1-2"
 
 
+@SLOW
 def test_a_server_that_restarts_between_rollouts_gets_the_weights(start, undisturbed):
     """Its weights are those on disk, and no connection breaks."""
     engine, policy, server = start()
@@ -458,6 +463,7 @@ def test_a_server_that_restarts_between_rollouts_gets_the_weights(start, undistu
     assert all(torch.equal(own[name], weight) for name, weight in policy.named_parameters())
 
 
+@SLOW
 def test_without_retries_the_run_waits_for_a_server_that_has_died(start, undisturbed):
     """`max_retries` counts failures of servers that are alive."""
     engine, _, server = start(max_retries=0)
@@ -474,6 +480,7 @@ def test_without_retries_the_run_waits_for_a_server_that_has_died(start, undistu
         sampled(engine)
 
 
+@SLOW
 def test_a_server_that_does_not_come_back_ends_the_rollout(start):
     engine, _, server = start(reconnect_timeout=0.2)
     server.before_completion = at(5, server.kill)
@@ -498,7 +505,7 @@ def test_a_server_that_comes_back_with_another_model_is_refused(start):
         engine.generate(PROMPTS, 4, SAMPLING, SEEDS)
 
 
-@few(2)
+@few(2, slow=True)
 @pytest.mark.parametrize(
     "failures",
     [
@@ -606,6 +613,7 @@ def test_an_adapter_that_was_loaded_without_an_answer_is_loaded_again(adapted):
     assert len(server.fake.adapters) == 1
 
 
+@SLOW
 @pytest.mark.parametrize("downtime", [0.0, 0.3])
 def test_a_server_that_restarts_between_rollouts_gets_base_and_adapter(adapted, downtime):
     """Also if it is still down when the weights are sent, and if there is not a single retry."""
@@ -657,6 +665,7 @@ def test_one_of_two_servers_that_comes_back_gets_base_and_adapter(adapted):
     assert first.bodies
 
 
+@SLOW
 def test_a_server_that_dies_during_a_rollout_with_adapters_gets_all_weights(adapted):
     engine, _, server = adapted()
     expected = sampled(engine)

@@ -15,6 +15,7 @@ from grpo_lightning.cli.plan.batches import BatchPlan
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rollout.local_engine import LocalEngine
 from tests.cli.plan.real_shapes import llama_1b, published
+from tests.marks import SLOW
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 # jsonargparse from 4.49 on has another name for the method that `instantiate` calls; the old one serves all versions.
@@ -84,6 +85,7 @@ def test_a_plan_without_weights(recipe, said, monkeypatch):
     assert not list(Path().rglob("runs*")), "a plan writes nothing"
 
 
+@SLOW
 def test_what_dynamic_sampling_leaves_open_is_not_stated_as_known(recipe, said):
     out = said(recipe(dynamic_sampling={"max_resample_times": 2}))
     assert "10 prompts: up to 5 rollouts = 5 optimizer steps per epoch" in out
@@ -118,6 +120,7 @@ def test_steps_are_those_of_a_real_run(recipe, said):
     assert trained.trainer.global_step == planned == 6
 
 
+@SLOW
 @pytest.mark.filterwarnings("ignore:You requested to overfit")
 @pytest.mark.parametrize(
     ("settings", "steps", "says"),
@@ -138,6 +141,7 @@ def test_debugging_runs_are_as_long_as_planned(recipe, said, settings, steps, sa
     assert main(["fit", *args, "--trainer.enable_checkpointing=false"]).trainer.global_step == steps
 
 
+@SLOW
 def test_a_limit_in_time(recipe, said):
     limit = {"max_time": "00:01:00:00"}
     assert "The length of the run depends on the time limit (max_time " in said(
@@ -147,6 +151,7 @@ def test_a_limit_in_time(recipe, said):
     assert "The run has no end" in said(recipe(trainer={"max_steps": -1, "max_epochs": -1}))
 
 
+@SLOW
 def test_prompts_that_fit_refuses_are_not_planned(recipe, said):
     """256 positions; the longest prompt has 10 tokens."""
     assert "Longest completion: 246" in said(recipe(sampling={"max_completion_length": 246}))
@@ -212,6 +217,7 @@ def policy_of(**settings):
     return {"class_path": "grpo_lightning.PolicyLoader", "init_args": {"name": "./llama", **settings}}
 
 
+@SLOW
 def test_lora_is_planned(recipe, said):
     """Llama-3.2-1B in 16 bits is 2.30 GiB; 11,272,192 weights of adapters 0.04 in float32, their states twice that."""
     llama_1b().save_pretrained("llama")
@@ -229,6 +235,7 @@ def test_lora_is_planned(recipe, said):
     assert re.search(r"weights │ 0\.96 │ 0\.96 │ 0\.96 │ 973,078,528 in 0\.516 bytes, the others in 2", out)
 
 
+@SLOW
 def test_eight_bit_states_are_counted_without_a_gpu(recipe, said):
     llama_1b().save_pretrained("llama")
     for kind in ("AdamW8bit", "PagedAdamW8bit"):
@@ -247,6 +254,7 @@ def test_frozen_layers_are_planned(recipe, said):
     assert "a frozen copy of the trainable parameters" in out
 
 
+@SLOW
 def test_seventy_billion_weights_are_planned_in_seconds(recipe, said, capsys):
     """2 x 8 devices with all states on the CPU: sampling gathers 131 GiB for each token, and the plan says so."""
     published("meta-llama/Llama-3.3-70B-Instruct").save_pretrained("llama")
@@ -330,6 +338,7 @@ def test_nodes_of_equal_size_pass(environment):
 # --------------------------------------------------------------------------------------------------- what is not there
 
 
+@SLOW
 def test_data_and_policy_that_the_run_builds(recipe, said):
     Path("policy").rename("later")
     Path("rows.jsonl").rename("later.jsonl")
@@ -348,6 +357,7 @@ def test_data_and_policy_that_the_run_builds(recipe, said):
     assert "163,904 weights" in out
 
 
+@SLOW
 def test_what_is_missing_without_prepare_is_an_error(recipe, said):
     with pytest.raises(FileNotFoundError, match="not/there/yet"):
         said(recipe(policy="./not/there/yet"))
@@ -430,6 +440,7 @@ def test_wrong_flags_of_plan_itself_are_refused(recipe, said, flags, problem):
         said([*recipe(), *flags])
 
 
+@SLOW
 def test_what_does_not_fit_names_what_would(recipe, said, capsys):
     """An update of 8 x 306 tokens needs activations; with fewer of them and nothing left to save, other levers."""
     args = [*recipe(policy="Qwen/Qwen2.5-1.5B", trainer={"accelerator": "auto"}), "--prompt_tokens=300"]

@@ -11,6 +11,7 @@ import yaml
 from grpo_lightning.cli.plan import command as plan
 from tests import tiny_vlms
 from tests.cli.plan.real_shapes import published
+from tests.marks import SLOW
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.vision_prompts import encoder_of, prompt_of
 
@@ -96,6 +97,7 @@ def test_the_longest_prompt_is_the_one_with_the_largest_image(monkeypatch):
     assert plan.measure_longest(prompts, encoder)[0] < tokens
 
 
+@SLOW
 def test_a_frozen_tower(recipe, said):
     out = said(recipe(freeze_vision_modules=True))
     assert "projector: frozen (policy.freeze_vision_modules)." in out
@@ -103,6 +105,7 @@ def test_a_frozen_tower(recipe, said):
     assert "frozen, because policy.lora trains the language model only" in said(recipe(lora={"rank": 2}))
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("name", "weights", "tower"),
     [
@@ -118,6 +121,7 @@ def test_published_models(recipe, said, name, weights, tower):
     assert "Longest prompt: 600 tokens (set by --prompt_tokens)" in out
 
 
+@SLOW
 def test_prompts_are_assumed_where_they_are_not_built(recipe, said):
     args = recipe(data={"datasets": [{"json_path": "later.jsonl"}], "prepare": "tests.cli.plan.test_vision.nothing"})
     assert "Longest prompt: 512 tokens (assumed, without images, because" in said(args)

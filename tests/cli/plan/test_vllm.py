@@ -218,12 +218,14 @@ def test_vllm_counts_in_the_verdict(recipe, said, capsys):  # noqa: F811
     assert "update: engine.sleep_level: 1" in shown
 
 
+@SLOW
 def test_a_share_that_is_too_small_is_an_error(recipe, said, capsys):  # noqa: F811
     with pytest.raises(SystemExit):
         said([*recipe(engine=engine_of(gpu_memory_utilization=1e-9)), "--device_gib", "8"])
     assert "vLLM does not start: its share is 0.0 GiB" in capsys.readouterr().err
 
 
+@SLOW
 def test_devices_of_servers_change_no_number_of_the_batches(recipe, said):  # noqa: F811
     trainer = {"devices": 7, "strategy": "ddp"}
     alone = said(recipe(trainer=trainer))
@@ -237,6 +239,7 @@ def test_devices_of_servers_change_no_number_of_the_batches(recipe, said):  # no
         assert "Sampling is one rollout ahead of training (model.max_staleness)." in out
 
 
+@SLOW
 def test_a_group_of_ranks_shares_a_vllm(recipe, said):  # noqa: F811
     trainer = {"devices": 4, "strategy": "ddp"}
     out = said(recipe(trainer=trainer, engine=engine_of(tensor_parallel_size=2)))
@@ -244,7 +247,7 @@ def test_a_group_of_ranks_shares_a_vllm(recipe, said):  # noqa: F811
     assert "Each samples the 16 completions of its ranks." in out
 
 
-@few(2)
+@few(2, slow=True)
 @pytest.mark.parametrize(
     ("settings", "model", "message"),
     [

@@ -29,7 +29,6 @@ ANSWER = 918273645
 """The expected answer, which no program computes by accident."""
 
 
-
 def bomb() -> str:
     """A gigabyte in some thousand bytes: a thousand times the same compressed megabyte, compressed again."""
     stream = zlib.compressobj(9, wbits=-15)
