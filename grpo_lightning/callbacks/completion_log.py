@@ -223,9 +223,11 @@ def lines(rollout: Rollout) -> Iterator[dict[str, Any]]:
     assert scores is not None
     assert advantages is not None
     images = [image_records(group) for group in groups for _ in group.completions]
-    completions = zip(records(Evaluation(groups, scores)), advantages.flatten().tolist(), images, strict=True)
-    for row, (record, advantage, own_images) in enumerate(completions):
-        record["columns"] = {name: value for name, value in record["columns"].items() if is_short(value)}
+    prompts = [group.prompt for group in groups for _ in group.completions]
+    completions = zip(records(Evaluation(groups, scores)), advantages.flatten().tolist(), images, prompts, strict=True)
+    for row, (record, advantage, own_images, prompt) in enumerate(completions):
+        others = {name: value for name, value in record["columns"].items() if name != prompt.prompt_column}
+        record["columns"] = {name: value for name, value in others.items() if is_short(value)}
         line = {**record, "advantage": advantage} | ({"images": own_images} if own_images else {})
         taken = {"step", "epoch", "rollout", "rank", *line, *(f"rewards/{name}" for name in scores.by_reward)}
         extras = {column: values[row] for column, values in scores.extras.items()}

@@ -123,7 +123,7 @@ def test_extras_of_rewards_are_columns(tmp_path):
 def test_columns_of_the_row_unless_they_are_long(tmp_path):
     short = {"answer": "7", "solution": "x" * 1000, "tests": list(range(100)), "none": None}
     long = {"essay": "x" * 1001, "cases": ["x" * 500] * 2}
-    prompt = Prompt("p", short | long, index=0)
+    prompt = Prompt("p", {"question": "p"} | short | long, index=0, prompt_column="question")
     lines = fit_and_read(tmp_path, scripted([num_vowels], "a", "bb", "c"), [prompt])
     assert [line["columns"] for line in lines] == [short] * 3
 
