@@ -20,7 +20,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from grpo_lightning.cli import config, config_errors, help, resume, runs
+from grpo_lightning.cli import config, config_errors, help, resume, runs, sources
 from grpo_lightning.cli.errors import ConfigurationError, plain_refusal, rank
 from grpo_lightning.core.messages import quiet_libraries, quiet_loggers, show_messages
 from grpo_lightning.data.datamodule import PromptDataModule
@@ -222,11 +222,11 @@ class GRPOCLI(LightningCLI):
             text = self.subparser.format_help()
             print(help.settings_below(text, key) if key else text)
             raise SystemExit
-        config.check_positions(args)
-        args, notices = config.find_configs(args)
+        sources.check_positions(args)
+        args, notices = sources.find_configs(args)
         subparser = self.subparser
         keys = subparser.keys()
-        given = config.read(args, subparser.settings_flags())  # raises syntax errors with file and line
+        given = sources.read(args, subparser.settings_flags())  # raises syntax errors with file and line
         subparser.expands_policy = expands = config.has_policy_settings(source.tree for source in given)
         args = config.in_flags(args, expands_policy=expands)
         given = [replace(source, tree=config.in_tree(source.tree, expands_policy=expands)) for source in given]
@@ -239,10 +239,10 @@ class GRPOCLI(LightningCLI):
             raise ConfigurationError(config_errors.explain(error.message, keys, given)) from error
         settings = self.config[self.config.subcommand]
         if problem := config_errors.unknown_name(settings.trainer):
-            raise ConfigurationError(config.with_origin(problem, given))
+            raise ConfigurationError(sources.with_origin(problem, given))
         if problem := config.unset_argument(settings):
-            raise ConfigurationError(config.with_origin(problem, given))
-        settings.run_name = runs.run_name(settings.run_name, config.config_files(args))
+            raise ConfigurationError(sources.with_origin(problem, given))
+        settings.run_name = runs.run_name(settings.run_name, sources.config_files(args))
         if self.config.subcommand == "fit" and all(
             settings.trainer.get(name) == unset for name, unset in LIMITS.items()
         ):
@@ -360,7 +360,7 @@ class GRPOCLI(LightningCLI):
             refusal = plain_refusal(error)
             if refusal is None:
                 raise
-            raise ConfigurationError(config.with_origin(str(refusal), self.given)) from error
+            raise ConfigurationError(sources.with_origin(str(refusal), self.given)) from error
 
     def leave_nothing(self) -> None:
         """Remove the run's folder, if this run created the folder and wrote no results."""

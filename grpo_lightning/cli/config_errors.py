@@ -22,13 +22,13 @@ from grpo_lightning.cli.config import (
     CLASS_KEYS,
     NAMED,
     Key,
-    Source,
     arguments,
     members,
     named_classes,
     nested_keys,
     settings_class,
 )
+from grpo_lightning.cli.sources import Source
 
 MAX_LISTED = 60
 

@@ -14,6 +14,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from grpo_lightning.cli import sources
 from grpo_lightning.cli.errors import ConfigurationError, rank, short_errors
 from grpo_lightning.cli.help import ALL, asks_for_short_help, short_help
 
@@ -70,6 +71,7 @@ def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModu
             raise SystemExit
         elif given[0] in TRAINER_COMMANDS:
             if not any(arg.partition("=")[0].endswith((ALL, ".help")) for arg in given):
+                sources.check(given)
                 log_versions()
             from grpo_lightning.cli.app import GRPOCLI
 

@@ -11,8 +11,8 @@ import pytest
 from jsonargparse import ActionConfigFile, ArgumentError
 
 from grpo_lightning.cli.app import Parser
-from grpo_lightning.cli.config import Source, read
 from grpo_lightning.cli.config_errors import explain
+from grpo_lightning.cli.sources import Source, read
 
 
 @dataclass

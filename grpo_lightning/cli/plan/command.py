@@ -13,6 +13,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from grpo_lightning.cli import sources
 from grpo_lightning.cli.help import command_parser
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
         print_translation(script.trainer, *translate(script))
         return
     own, fit_args = parse_own(args)
+    sources.check(["plan", *fit_args])
     from rich.console import Console
 
     from grpo_lightning.cli.main import instantiate, parse

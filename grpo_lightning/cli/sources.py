@@ -1,0 +1,216 @@
+"""Settings as written on the command line and in recipes, by the file or flag they come from.
+
+This module imports neither torch nor Lightning, so that a misspelt recipe or invalid YAML is reported at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_lightning.cli import recipes
+from grpo_lightning.cli.errors import ConfigurationError
+from grpo_lightning.core import unique_keys
+from grpo_lightning.core.messages import similar_file
+
+CONFIG_FLAGS = ("--config", "-c")
+SETTINGS_FILES = (".yaml", ".yml", ".json")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Settings from one file or flag."""
+
+    where: str
+    """Where the settings are given: "in recipe.yaml" or "on the command line"."""
+
+    tree: dict[str, Any]
+    """Nested settings, not validated."""
+
+    is_flag: bool = False
+
+
+def pairs(args: Sequence[str]) -> Iterator[tuple[int, str, str]]:
+    """Iterate over `--flag=value` and `--flag value` as (position, flag, value); the value is "" if missing."""
+    for i, arg in enumerate(args):
+        flag, equals, value = arg.partition("=")
+        if not flag.startswith("-"):
+            continue
+        if not equals and i + 1 < len(args) and not args[i + 1].startswith("--"):
+            value = args[i + 1]
+        yield i, flag, value
+
+
+def find_configs(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Replace names of the package's recipes in the arguments by their paths. Returns: arguments, and notices.
+
+    There is one notice for each replaced name.
+
+    Raises:
+        ConfigurationError: If the value of a `--config` is neither a file nor the name of a recipe.
+    """
+    found, notices = list(args), []
+    for i, flag, value in pairs(args):
+        # The value may also be inline YAML: "{trainer: {max_steps: 1}}".
+        if flag not in CONFIG_FLAGS or Path(value).is_file() or isinstance(load(value, flag), dict):
+            continue
+        if not value:
+            raise ConfigurationError(f"{flag} needs a file or the name of a recipe. {recipes.unknown('')}")
+        path = recipes.find(value)
+        if path is None:
+            hint = similar_file(Path(value), SETTINGS_FILES).strip() or recipes.unknown(value)
+            raise ConfigurationError(f"--config: there is no file {value} in {Path.cwd()}. {hint}")
+        if "=" in args[i]:
+            found[i] = f"{flag}={path}"
+        else:
+            found[i + 1] = str(path)
+        notices.append(f"Recipe {value}: {path} (`grpo-lightning recipes copy {value}` gives you a copy to change).")
+    return found, notices
+
+
+def check_positions(args: Sequence[str]) -> None:
+    """Check that every argument after the command is a flag or its value.
+
+    Raises:
+        ConfigurationError: If an argument is neither a flag nor a value. For a file or recipe, the message shows how to
+            write it.
+    """
+    values = {i + 1 for i, flag, value in pairs(args) if value and "=" not in args[i]}
+    for i, arg in enumerate(args[1:], start=1):
+        if arg.startswith("-") or i in values:
+            continue
+        is_config = Path(arg).suffix in (".yaml", ".yml") or Path(arg).is_file() or recipes.find(arg) is not None
+        hint = f"write --config {arg}" if is_config else "settings are written --key=value"
+        raise ConfigurationError(f"{arg!r} does not belong to a flag: {hint}.")
+
+
+def check(args: Sequence[str]) -> None:
+    """Check what can be checked of a command line without its parser: flags, recipes and the syntax of the files.
+
+    Args:
+        args: Command line, with the command first.
+
+    Raises:
+        ConfigurationError: For the same reasons as in `check_positions`, `find_configs` and `load`.
+    """
+    check_positions(args)
+    found, _ = find_configs(args)
+    for path in config_files(found):
+        load(path.read_text(encoding="utf-8"), str(path), is_strict=True)
+
+
+def config_files(args: Sequence[str]) -> list[Path]:
+    """Files given by `--config`, in order."""
+    return [Path(value) for _, flag, value in pairs(args) if flag in CONFIG_FLAGS and Path(value).is_file()]
+
+
+def read(args: Sequence[str], settings_flags: Collection[str] = ()) -> list[Source]:
+    """Read the settings of every `--config` and flag, in order.
+
+    Args:
+        args: Command line.
+        settings_flags: Flags whose value may be a file of settings.
+
+    Raises:
+        ConfigurationError: If a file is not a YAML mapping, or contains a key twice. For invalid YAML, the message
+            names the line.
+    """
+    sources = []
+    for _, flag, value in pairs(args):
+        if flag in CONFIG_FLAGS:
+            is_file = Path(value).is_file()
+            name = value if is_file else "--config"
+            tree = load(Path(value).read_text(encoding="utf-8") if is_file else value, name, is_strict=True)
+            if tree is None:
+                continue
+            if not isinstance(tree, dict):
+                raise ConfigurationError(
+                    f"{name} must hold settings (key: value), got {type(tree).__name__}: {tree!r}."
+                )
+            sources.append(Source(f"in {name}", tree))
+        elif flag.startswith("--"):
+            is_file = flag in settings_flags and is_settings_file(value)
+            tree = load_settings(value) if is_file else load(value, flag) if value else None
+            tree = nest_value(flag.removeprefix("--").split("."), tree)
+            sources.append(Source(f"in {value}" if is_file else "on the command line", tree, is_flag=not is_file))
+    return sources
+
+
+def nest_value(names: Iterable[str], value: Any) -> Any:
+    """Build nested settings with one value at a dotted key."""
+    for name in reversed(list(names)):
+        value = {name: value}
+    return value
+
+
+def is_settings_file(value: str) -> bool:
+    """True if the value of a flag is the path of an existing YAML or JSON file."""
+    return Path(value).suffix.lower() in SETTINGS_FILES and Path(value).is_file()
+
+
+def load_settings(value: str) -> Any:
+    """Load the value of a flag: if it is a file, the settings in the file; else the value itself as YAML.
+
+    Raises:
+        ConfigurationError: For the same reasons as in `load`.
+    """
+    if is_settings_file(value):
+        return load(Path(value).read_text(encoding="utf-8"), value, is_strict=True)
+    return load(value, "the command line")
+
+
+def load(text: str, name: str, *, is_strict: bool = False) -> Any:
+    """Load YAML. Unless `is_strict`, text that is not valid YAML is returned unchanged.
+
+    Duplicate keys are refused only if the text is meant as settings: with `is_strict`, or if the text begins with a
+    bracket or brace. Other text may be YAML by accident ("Rule: ...").
+
+    Raises:
+        ConfigurationError: If `is_strict` and the text is not valid YAML, or if a key occurs twice. For invalid YAML,
+            the message names file, line and column.
+    """
+    try:
+        is_meant = is_strict or text.lstrip()[:1] in ("{", "[")
+        return unique_keys.load(text, name) if is_meant else yaml.safe_load(text)
+    except unique_keys.DuplicateKeyError as error:
+        raise ConfigurationError(str(error)) from None
+    except yaml.YAMLError as error:
+        if not is_strict:
+            return text
+        mark = getattr(error, "problem_mark", None)
+        where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+        problem = getattr(error, "problem", None) or str(error)
+        snippet = mark.get_snippet(indent=2, max_length=100) if mark and mark.buffer else ""
+        raise ConfigurationError(
+            f"{where} is not valid YAML: {problem}." + (f"\n{snippet}" if snippet else "")
+        ) from None
+
+
+def with_origin(message: str, sources: Iterable[Source]) -> str:
+    """Complete a constructor's error message: prefix the file or flag that gives the setting, and the full key.
+
+    A constructor knows the names of its arguments, but neither the section nor the file in which they are given.
+    """
+    key = re.match(r"[A-Za-z_][\w.]*\w", message)
+    if key is None:
+        return message
+    for source in reversed(list(sources)):
+        for section in ("", "model.", "data."):
+            if holds(source.tree, f"{section}{key[0]}".split(".")):
+                return f"{source.where.removeprefix('in ')}: {section}{message}"
+    return message
+
+
+def holds(tree: Any, keys: Sequence[str]) -> bool:
+    """True if nested settings have a value at a dotted key; `init_args` may be omitted from the key."""
+    if not keys:
+        return True
+    if not isinstance(tree, Mapping):
+        return False
+    below = tree.get(keys[0], tree.get(f"{keys[0]}+"))
+    return (below is not None and holds(below, keys[1:])) or holds(tree.get("init_args"), keys)
