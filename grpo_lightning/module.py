@@ -799,6 +799,12 @@ class GRPOLightningModule(L.LightningModule):
         """Sampling parameters of validation."""
         return self.validation.sampling_settings(self.sampling, is_greedy=False)[1]
 
+    def teardown(self, stage: str) -> None:
+        """Stop the workers that run rewards and environments. They start again when they are needed."""
+        self.reward_set.pool.close()
+        if self.conversations is not None:
+            self.conversations.close()
+
     def configure_model(self) -> None:
         """Load the policy, and connect the engine and the rewards. Idempotent: Lightning calls this hook repeatedly."""
         self.load_policy()

@@ -21,3 +21,9 @@ def capitals(completions: list[Any]) -> list[float]:
     """The share of a chat completion's characters below 'n', whatever a byte decodes to."""
     texts = [completion[0]["content"] for completion in completions]
     return [sum(c < "n" for c in text) / max(1, len(text)) for text in texts]
+
+
+def of_some(reward: Any, completions: list[Any], prompts: list[Any]) -> list[float]:
+    """The reward, of prompts with an even number of characters; the same for all completions of the others."""
+    values = reward(completions=completions)
+    return [value if len(str(p)) % 2 == 0 else 0.5 for p, value in zip(prompts, values, strict=True)]

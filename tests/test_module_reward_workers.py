@@ -6,7 +6,8 @@ import pytest
 
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
-from grpo_lightning.rewards import RewardWorkers, WeightedReward
+from grpo_lightning.rewards import EnvironmentReward, RewardWorkers, WeightedReward
+from tests.environments.games import Counted
 from tests.marks import SLOW
 from tests.module_runs import History, fit, make_module, make_source, make_trainer
 from tests.rewards import misbehaving
@@ -48,6 +49,25 @@ def test_a_run_goes_on_whatever_its_rewards_do():
 def test_a_run_stops_at_the_first_failure_by_default(reward, said):
     with pytest.raises(RuntimeError, match=said):
         run([reward])
+
+
+def test_the_workers_end_with_each_run_and_start_again_for_the_next():
+    """A process that trains many modules would otherwise keep the workers of all of them."""
+    module = make_module(rewards=[misbehaving.process], reward_workers=LIMITS)
+    pids = []
+    for max_steps in (1, 2):
+        fit(module, PROMPTS, max_steps=max_steps, max_epochs=-1)
+        pool = module.reward_set.pool
+        assert pool._process.poll() is not None
+        pids.append(set(module.rollout.scores.extras["pid"]))
+    assert os.getpid() not in pids[0] | pids[1]
+    assert pids[0].isdisjoint(pids[1])
+
+
+def test_the_workers_of_an_environment_end_with_the_run():
+    module = make_module(environment=Counted(), rewards=[EnvironmentReward()], reward_workers=LIMITS)
+    fit(module, PROMPTS, max_steps=1)
+    assert module.conversations.runner.pool._process.poll() is not None
 
 
 def test_a_reward_is_told_how_far_the_run_is():

@@ -93,6 +93,10 @@ class EnvironmentRunner:
         """Start the workers; returns immediately."""
         self.pool.start(num_local_ranks)
 
+    def close(self) -> None:
+        """Stop the workers; the next call starts them again."""
+        self.pool.close()
+
     def reset(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Result]:
         """Begin conversations: one call per prompt. Args: seeds: of the random numbers of each call."""
         columns = [{"prompt": prompt.content, **prompt.columns} for prompt in prompts]

@@ -296,6 +296,7 @@ class WorkerPool:
         """Index in the pool of each reward that runs in workers, by name."""
         self._started_by: int | None = None
         """Id of the process that has started the workers. A process forked from it lacks its threads."""
+        self._num_local_ranks = 1
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         """Numbers of calls, also beyond the end of a supervisor."""
@@ -306,13 +307,14 @@ class WorkerPool:
         """Pickle without the processes."""
         return WorkerPool, (self.rewards, self.limits, self.kind)
 
-    def start(self, num_local_ranks: int = 1) -> None:
+    def start(self, num_local_ranks: int | None = None) -> None:
         """Start loading the rewards that can run in workers; returns immediately.
 
         Args:
-            num_local_ranks: Ranks that share the machine.
+            num_local_ranks: Ranks that share the machine; None: as in the call before, at first 1.
         """
         with self._lock:
+            self._num_local_ranks = num_local_ranks or self._num_local_ranks
             if self._started_by == os.getpid():
                 return
             self._started_by, self._places, self._early = os.getpid(), {}, {}
@@ -329,7 +331,7 @@ class WorkerPool:
                 except Exception as error:  # noqa: BLE001 (an object may raise anything when it is pickled)
                     self._warn(reward.name, f"it {_not_pickled(error)}")
             if sent and self.limits is not None:
-                self._setup = (sent, self.limits, self.limits.number(num_local_ranks))
+                self._setup = (sent, self.limits, self.limits.number(self._num_local_ranks))
                 self._start_supervisor()
 
     def _start_supervisor(self) -> None:
@@ -398,6 +400,11 @@ class WorkerPool:
         """Stop the workers and their calls; the next call starts the workers again."""
         if self._places:
             self._close()
+
+    def close(self) -> None:
+        """Stop the workers, and forget what they have loaded; `start` and `wait` begin anew."""
+        self.stop()
+        self._started_by, self._places, self._early = None, {}, {}
 
     def submit(
         self,

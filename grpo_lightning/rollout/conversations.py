@@ -255,6 +255,10 @@ class Conversations:
         self.tokens = tokens
         self.runner.start(num_local_ranks)
 
+    def close(self) -> None:
+        """Stop the workers; the next conversation starts them again."""
+        self.runner.close()
+
     # ------------------------------------------------------------------------------------------------------- beginning
 
     def begin(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> tuple[list[Prompt], list[Any]]:

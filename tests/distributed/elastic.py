@@ -31,10 +31,10 @@ from grpo_lightning.policy.reference import SyncReference
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.schedules import Cosine
 from tests.distributed import harness, vision
-from tests.distributed.resume import FAMILY, PROMPTS, SEEN, of_some
+from tests.distributed.resume import FAMILY, PROMPTS, SEEN
 from tests.distributed.runs import STRATEGIES
 from tests.distributed.steps import whole_weights
-from tests.light_rewards import capitals, vowel_share
+from tests.light_rewards import capitals, of_some, vowel_share
 
 PROMPTS_PER_ROLLOUT = 4
 STEPS_PER_CYCLE = 4

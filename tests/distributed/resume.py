@@ -40,7 +40,7 @@ from tests.distributed import harness, vision
 from tests.distributed.runs import STRATEGIES
 from tests.distributed.steps import save_policy, whole_weights
 from tests.environments.games import ByPromptLength
-from tests.light_rewards import capitals, vowel_share
+from tests.light_rewards import capitals, of_some, vowel_share
 
 PROMPTS = [f"prompt {'x' * i}{i}" for i in range(7)]
 SEEN = [["words"], [0, "a"], ["b", 1, "and", 2], ["more words"], [3, "c"], ["d", 4], ["last"]]
@@ -138,12 +138,6 @@ def train(
     source = PromptSource(prompts, size, cycle=cycle, takes_more=takes_more, ranks_per_group=ranks_per_group)
     trainer.fit(module, source, ckpt_path=newest(checkpoints))
     return final
-
-
-def of_some(reward: Any, completions: list[Any], prompts: list[Any]) -> list[float]:
-    """The reward, of prompts with an even number of characters; the same for all completions of the others."""
-    values = reward(completions=completions)
-    return [value if len(str(p)) % 2 == 0 else 0.5 for p, value in zip(prompts, values, strict=True)]
 
 
 def ranks_of(strategy: str) -> int:

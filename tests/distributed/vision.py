@@ -17,7 +17,7 @@ from grpo_lightning.core import ranks
 from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.objective import Objective
-from grpo_lightning.rewards import EnvironmentReward
+from grpo_lightning.rewards import EnvironmentReward, RewardWorkers
 from grpo_lightning.rollout.conversations import ConversationSettings
 from grpo_lightning.rollout.local_engine import LocalEngine
 from tests import tiny_vlms
@@ -118,6 +118,8 @@ def run(case: Case, strategy: str, folder: Path) -> dict[str, Any]:
         updates_per_rollout=case.updates,
         environment=Shows(num_turns=2) if case.shows else None,
         conversation=ConversationSettings(max_turn_length=4) if case.shows else None,
+        # Workers that run the environment would import torch, on every rank.
+        reward_workers=RewardWorkers(num_workers=0) if case.shows else None,
     )
     watch = Watch()
     prompts = [with_files(parts, folder, index) for index, parts in enumerate(case.prompts)]
