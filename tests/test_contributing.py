@@ -127,6 +127,7 @@ def start(request, tmp_path, monkeypatch):
         server.http.server_close()
 
 
+@SLOW
 def test_after_every_update_the_log_probs_are_those_of_the_new_policy(start):
     policy = tiny_model(**SMALL)
     engine, server = start(policy)

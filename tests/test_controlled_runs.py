@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import versus_trl
+from tests.marks import SLOW
 
 BENCHMARKS = Path(versus_trl.__file__).parent
 SCRIPT = """
@@ -48,6 +49,7 @@ def run(
     return subprocess.run(command, cwd=folder, env=paths, capture_output=True, text=True, check=False)
 
 
+@SLOW
 def test_every_seed_and_control_runs_in_a_folder_of_its_own(tmp_path: Path):
     outcome = run(tmp_path, "--seeds", "0", "1", "--control-seeds", "1", "--record")
     assert (outcome.returncode, outcome.stderr) == (0, "")
@@ -72,6 +74,7 @@ def test_a_bar_that_does_not_hold_is_an_exit_code(tmp_path: Path):
     assert not (tmp_path / "proofs.json").exists()
 
 
+@SLOW
 def test_several_runs_may_have_to_learn(tmp_path: Path):
     """They take the seeds of `--seeds`, of which a proof has its own ones by default."""
     changed = SCRIPT.replace(", bars)", ', bars, learning=(TRAINED, "a control"), seeds=(0, 1))')
@@ -85,6 +88,7 @@ def test_several_runs_may_have_to_learn(tmp_path: Path):
     assert recorded["versions"]["torch"] == version("torch")  # packages that are not installed are left out
 
 
+@SLOW
 def test_a_run_that_fails_says_why(tmp_path: Path):
     outcome = run(tmp_path, "--seeds", "0", control="broken")
     assert outcome.returncode == 1

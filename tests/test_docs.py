@@ -216,6 +216,7 @@ def test_yaml_examples_are_recipes(folder, page, number):
     assert isinstance(data, PromptDataModule)
 
 
+@SLOW
 @pytest.mark.parametrize("peer", PEERS)
 def test_a_worked_example_is_what_plan_says(folder, capsys, peer):
     """The script's flags, the `plan` command and the recipe agree."""

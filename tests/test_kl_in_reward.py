@@ -75,6 +75,7 @@ def test_completions_that_are_not_trained_on_have_one_too():
     assert all(completion.ref_logprobs is not None for completion in completions)
 
 
+@SLOW
 def test_dynamic_sampling_needs_a_reward_to_look_at():
     options = {"objective": Objective(beta=0.1, kl_in="reward")}
     with pytest.raises(ValueError, match=r"name the reward that must vary in model\.dynamic_sampling\.reward"):

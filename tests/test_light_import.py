@@ -6,6 +6,8 @@ import textwrap
 
 import pytest
 
+from tests.marks import SLOW
+
 OPTIONAL = (
     *("bitsandbytes", "deepspeed", "flash_attn", "matplotlib", "openai", "peft", "pycocotools", "reasoning_gym"),
     *("torchvision", "trl", "vllm", "wandb"),
@@ -30,6 +32,7 @@ def test_the_package_loads_nothing_heavy():
     assert heavy.isdisjoint(loaded.split())
 
 
+@SLOW
 def test_short_commands_load_nothing_heavy():
     loaded = run("""
         import contextlib, io, sys

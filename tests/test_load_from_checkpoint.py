@@ -69,6 +69,7 @@ def test_only_the_rewards_are_given_anew(folder):
     assert (loaded.reward_set.names, loaded.reward_set.weights) == (["letters"], [2.0])
 
 
+@SLOW
 @pytest.mark.parametrize("is_in_memory", [False, True])
 def test_what_must_be_given_anew_is_named(folder, is_in_memory):
     trained(**({} if is_in_memory else {"policy": "policy"}))
@@ -77,12 +78,14 @@ def test_what_must_be_given_anew_is_named(folder, is_in_memory):
         load()
 
 
+@SLOW
 def test_other_wrong_arguments_keep_their_error(folder):
     module = trained(policy="policy")
     with pytest.raises(TypeError, match="cannot be called on an instance"):
         module.load_from_checkpoint("run.ckpt", rewards=[letters])
 
 
+@SLOW
 def test_the_reference_is_the_model_the_run_began_with(folder):
     start = tiny_model("qwen2", **SMALL)
     trained(policy="policy", objective=Objective(beta=0.1))
@@ -90,12 +93,14 @@ def test_the_reference_is_the_model_the_run_began_with(folder):
     assert all(torch.equal(one, other) for one, other in zip(reference.parameters(), start.parameters(), strict=True))
 
 
+@SLOW
 def test_what_is_given_beats_the_checkpoint(folder):
     trained(policy="policy")
     loaded = load(rewards=[vowel_share], num_generations=5, sampling=SamplingParams(max_completion_length=9))
     assert (loaded.num_generations, loaded.sampling.max_completion_length) == (5, 9)
 
 
+@SLOW
 def test_a_policy_in_memory_is_given_anew(folder):
     module = trained()
     assert "policy" not in torch.load("run.ckpt", weights_only=True)["hyper_parameters"]
@@ -103,6 +108,7 @@ def test_a_policy_in_memory_is_given_anew(folder):
     assert are_equal(weights_of(loaded), weights_of(module))
 
 
+@SLOW
 def test_another_policy_is_refused(folder):
     trained()
     other = tiny_model("qwen2", **SMALL | {"num_hidden_layers": 1})
@@ -110,6 +116,7 @@ def test_another_policy_is_refused(folder):
         load(rewards=[vowel_share], policy=other, tokenizer=tiny_tokenizer())
 
 
+@SLOW
 def test_it_evaluates_without_training(folder):
     trained(policy="policy")
     loaded = load(rewards=[vowel_share])

@@ -38,6 +38,7 @@ from grpo_lightning.training.router_loss import RouterLoss
 from grpo_lightning.training.token_selection import select_tokens
 from tests.arguments.registry import CASES
 from tests.doc_keys import SETTINGS, class_named
+from tests.marks import SLOW
 from tests.pages import TableRow, read, tables
 from tests.tiny_models import tiny_tokenizer
 
@@ -121,6 +122,7 @@ def fields_of_trl() -> dict[str, Any]:
     return {field.name: field.default for field in fields}
 
 
+@SLOW
 def test_every_field_of_trls_configurations_has_a_row():
     fields = fields_of_trl()
     assert len(fields) > 190
@@ -528,6 +530,7 @@ EQUIVALENT = {
 }
 
 
+@SLOW
 @pytest.mark.parametrize("case", EQUIVALENT)
 def test_a_loss_is_the_one_of_trl(batch, case):
     flags, settings, factor = EQUIVALENT[case]
@@ -814,6 +817,7 @@ def test_a_reward_gets_what_it_gets_in_trl(start):
     assert ours == seen_in_trl(prompt, "so.</think>")
 
 
+@SLOW
 def test_trls_reward_functions_and_ours_give_the_same():
     trl = pytest.importorskip("trl.rewards")
     pytest.importorskip("math_verify")

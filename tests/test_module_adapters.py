@@ -223,6 +223,7 @@ def test_resuming_around_a_base_that_was_changed_since(folder, kind, factor, tmp
         fit(module(factor), max_steps=2, ckpt_path=str(tmp_path / "a.ckpt"))
 
 
+@SLOW
 def test_adapters_alone_are_given_to_the_optimizer(folder):
     given = []
 
@@ -235,6 +236,7 @@ def test_adapters_alone_are_given_to_the_optimizer(folder):
     assert [weight.shape for weight in given] == [w.shape for w in module.policy.parameters() if w.requires_grad]
 
 
+@SLOW
 def test_the_run_says_what_is_trained(folder, caplog):
     with caplog.at_level(logging.INFO):
         fit(module_of(folder), max_steps=1)

@@ -95,6 +95,7 @@ def test_all_but_the_first_rollout_are_sampled_in_the_background_and_none_after_
     assert engine.calls[-3:] == [(4, True), (8, False), (4, False)]
 
 
+@SLOW
 def test_prompts_that_the_loader_skips_are_not_trained_on_later():
     """`limit_train_batches` ends the epochs early, so that prompts in flight are not used."""
     recorder, _, _ = run(2, batch_size=2, trainer={"limit_train_batches": 2, "max_steps": 8})

@@ -23,7 +23,7 @@ from grpo_lightning.rollout.conversations import ConversationSettings
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.groups import kl_to_reference, mask_truncated
 from tests.environments.games import ByPromptLength, Counted, Faulty, double
-from tests.marks import few
+from tests.marks import SLOW, few
 from tests.module_runs import SMALL, History, are_equal, fit, make_module, make_trainer, vowel_share, weights_of
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -80,6 +80,7 @@ def test_only_the_policys_tokens_are_trained_on(scoring):
         assert torch.allclose(found["grads"][name], parameter.grad, atol=2e-6), name
 
 
+@SLOW
 def test_metrics_of_conversations():
     history = History()
     fit(module_of(), PROMPTS, max_steps=2, shuffle=False, callbacks=[history])
@@ -229,6 +230,7 @@ def test_a_run_resumes_inside_a_cycle_bit_for_bit(tmp_path):
         assert are_equal(weights_of(whole), weights_of(resumed)), step
 
 
+@SLOW
 def test_validation_plays_conversations():
     module = module_of()
     trainer = make_trainer()
@@ -236,6 +238,7 @@ def test_validation_plays_conversations():
     assert numbers["val/environment_reward"] > 0
 
 
+@SLOW
 def test_credit_of_turns_reaches_their_tokens():
     module = module_of(Counted(num_turns=3), {"max_turn_length": 3, "turn_credit": 0.5}, objective=Objective(beta=0.0))
 
@@ -285,6 +288,7 @@ def test_a_reward_that_names_turns_gets_none_without_an_environment():
     assert (module.rollout.scores.by_reward["tool_use"] == 0).all()
 
 
+@SLOW
 def test_rewards_of_the_environment_that_nobody_reads_are_named(caplog):
     fit(module_of(rewards=[lambda completions: [0.0] * len(completions)]), PROMPTS, max_steps=1)
     assert "Environment 'ByPromptLength' gives rewards, but no reward of the run reads them" in caplog.text
@@ -293,6 +297,7 @@ def test_rewards_of_the_environment_that_nobody_reads_are_named(caplog):
     assert "no reward of the run reads them" not in caplog.text
 
 
+@SLOW
 def test_a_module_is_not_loaded_without_its_environment(tmp_path):
     module = module_of()
     trainer = fit(module, PROMPTS, max_steps=1)

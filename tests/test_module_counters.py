@@ -7,7 +7,7 @@ import pytest
 
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
-from tests.marks import few
+from tests.marks import SLOW, few
 from tests.module_runs import SMALL, fit, make_module
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -88,6 +88,7 @@ def test_without_a_reference_there_is_no_pass_for_it():
     assert prompts_embedded(objective=Objective(beta=0.0)).keys() == {("policy", "rollout"), ("policy", "update")}
 
 
+@SLOW
 @pytest.mark.parametrize("num_iterations", [1, 2])
 def test_only_later_updates_need_a_pass_for_old_logprobs(num_iterations):
     counts = prompts_embedded(objective=Objective(beta=0.04), updates_per_rollout=4, num_iterations=num_iterations)

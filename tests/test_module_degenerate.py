@@ -8,7 +8,7 @@ import torch
 
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.objective import Objective
-from tests.marks import few
+from tests.marks import SLOW, few
 from tests.module_runs import History, ScriptedEngine, are_equal, fit, make_module, weights_of
 from tests.tiny_models import EOS, tiny_tokenizer
 
@@ -42,7 +42,7 @@ CASES = {name: {"engine": engine} for name, engine in ENGINES.items()} | {
 }
 
 
-@few(5)
+@few(5, slow=True)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     "objective",
@@ -104,6 +104,7 @@ def test_a_step_that_trains_on_nothing_is_counted_and_said_once(options, reason,
     assert "rollout/empty_updates" in said[0]
 
 
+@SLOW
 def test_a_step_that_trains_on_something_is_not(caplog):
     assert run_said(caplog) == ([0.0, 0.0], [])
     truncated = ScriptedEngine([[A, X], [E, X], [X, X], [A, A]], "length")
@@ -121,6 +122,7 @@ def test_one_of_two_updates_is_empty(caplog):
     assert caplog.text.count("zero reward variance") == 1
 
 
+@SLOW
 def test_the_metrics_say_so():
     history = History()
     fit(make_module(rewards=[no_reward]), max_steps=1, callbacks=[history])

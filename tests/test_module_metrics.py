@@ -178,7 +178,7 @@ def test_the_kl_pulls_the_policy_back_to_the_reference():
     assert second["policy/kl"] < 0.9 * first["policy/kl"]
 
 
-@few(2)
+@few(2, slow=True)
 @pytest.mark.parametrize("accumulate", [2, 4])
 @pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
 def test_means_over_micro_batches_weigh_every_token_alike(accumulate, aggregate):

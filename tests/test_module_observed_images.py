@@ -85,6 +85,7 @@ def test_two_steps_of_training(family):
     assert any(map(any, (batch.images for batch in (first, second))))
 
 
+@SLOW
 def test_loss_and_gradient_are_those_of_a_plain_loop():
     """One step with groups with and without images, in two micro-batches."""
     vlm, found = tiny_vlms.build("qwen2_5_vl"), {}
@@ -164,6 +165,7 @@ def test_a_run_resumes_inside_a_cycle_bit_for_bit(tmp_path, family, loader):
             assert weight.allclose(weights_of(whole)[name], atol=2e-4), name
 
 
+@SLOW
 def test_completions_jsonl_has_a_placeholder(tmp_path):
     module, log = module_of(tiny_vlms.build("internvl"), ShowsFirst()), CompletionLog(dirpath=str(tmp_path))
     fit(module, prompts_of()[1:3], batch_size=2, max_steps=1, shuffle=False, callbacks=[log])

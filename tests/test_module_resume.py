@@ -265,6 +265,7 @@ def test_an_early_stop_waits_for_the_end_of_the_step(unbroken, tmp_path):
     assert are_equal(weights_of(train(tmp_path, resume=True)), unbroken[0])
 
 
+@SLOW
 def test_an_early_stop_waits_for_the_steps_asked_for(tmp_path):
     module = train(tmp_path, Timer({"microseconds": 1}), min_steps=10)
     assert module.trainer.global_step == 10
@@ -275,6 +276,7 @@ class Breaking(Clipping):
         raise KilledError
 
 
+@SLOW
 def test_interrupted_while_the_weights_change_a_checkpoint_is_refused_to_resume_from(tmp_path):
     module = two_updates(module_class=Breaking)
     with pytest.raises(KilledError):
@@ -386,6 +388,7 @@ def test_a_checkpoint_holds_what_is_trained_and_the_pending_rollout(killed_mid_c
     assert checkpoint["grpo"]["rollout_index"] == 1
 
 
+@SLOW
 def test_a_checkpoint_at_a_cycles_end_has_no_rollout(tmp_path):
     train(tmp_path, max_epochs=1)
     checkpoint = torch.load(newest(tmp_path), weights_only=True)
@@ -405,6 +408,7 @@ def test_a_checkpoint_at_a_cycles_end_has_no_rollout(tmp_path):
     }
 
 
+@SLOW
 def test_a_second_fit_does_not_save_the_rollout_that_the_first_left_pending(tmp_path):
     module = two_updates()
     with pytest.raises(KilledError):
@@ -435,6 +439,7 @@ def test_a_lost_rollout_is_explained(killed_mid_cycle):
         train(killed_mid_cycle, resume=True)
 
 
+@SLOW
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_files_of_the_ranks_that_were_not_copied_are_named_when_the_checkpoint_is_loaded(killed_mid_cycle):
     path = newest(killed_mid_cycle)
@@ -462,6 +467,7 @@ def test_a_checkpoint_of_another_policy_is_refused(killed_mid_cycle, layers, mes
         train(killed_mid_cycle, resume=True, module=other)
 
 
+@SLOW
 @pytest.mark.parametrize("limit", [{"max_steps": 2}, {"max_epochs": 1}])
 def test_a_run_that_was_complete_says_so(tmp_path, caplog, limit):
     said = r"The run was already complete at step \d+ .*: nothing was trained"
@@ -560,6 +566,7 @@ def test_another_number_of_optimizer_steps_begins_with_the_next_cycle(tmp_path):
 # ------------------------------------------------------------------------------------- what a resumed run goes on with
 
 
+@SLOW
 def test_a_resumed_checkpoint_is_not_written_again_with_later_weights(tmp_path):
     def run(max_steps, ckpt_path=None):
         saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
@@ -589,11 +596,13 @@ def adamw(lr, weight_decay=0.0):
     return lambda parameters: AdamW(parameters, lr=lr, weight_decay=weight_decay)
 
 
+@SLOW
 def test_settings_of_the_optimizer_beat_those_of_the_checkpoint(tmp_path):
     settings = {"optimizer": adamw(1e-3)}, {"optimizer": adamw(5e-4, weight_decay=0.5)}
     assert resumed_rates(tmp_path, *settings) == (5e-4, 0.5)
 
 
+@SLOW
 def test_settings_of_the_schedule_beat_those_of_the_checkpoint(tmp_path):
     first = {"optimizer": adamw(1e-3), "scheduler": lambda optimizer: Linear(optimizer, warmup_steps=2)}
     then = {"optimizer": adamw(8e-3), "scheduler": lambda optimizer: Linear(optimizer, warmup_steps=4)}
@@ -601,6 +610,7 @@ def test_settings_of_the_schedule_beat_those_of_the_checkpoint(tmp_path):
     assert lr == pytest.approx(8e-3 * 3 / 4)  # after three of four steps of warm-up
 
 
+@SLOW
 def test_a_schedule_of_torch_goes_on_where_it_was(tmp_path):
     halving = {"scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
     lr, decay = resumed_rates(

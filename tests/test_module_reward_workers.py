@@ -51,6 +51,7 @@ def test_a_run_stops_at_the_first_failure_by_default(reward, said):
         run([reward])
 
 
+@SLOW
 def test_the_workers_end_with_each_run_and_start_again_for_the_next():
     """A process that trains many modules would otherwise keep the workers of all of them."""
     module = make_module(rewards=[misbehaving.process], reward_workers=LIMITS)

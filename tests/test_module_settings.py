@@ -126,7 +126,7 @@ def test_transformers_own_checkpointing_is_refused(hook, scoring):
 ROWS = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(6)]
 
 
-@few(1)
+@few(1, slow=True)
 @pytest.mark.parametrize(
     ("data", "options"),
     [

@@ -40,6 +40,7 @@ def two_updates(**options):
     return make_module(num_iterations=2, updates_per_rollout=2, **options)
 
 
+@SLOW
 def test_fast_dev_run_is_one_whole_cycle():
     module = two_updates()
     trainer = make_trainer(fast_dev_run=True, accumulate_grad_batches=2)
@@ -93,6 +94,7 @@ def test_max_epochs_sees_every_prompt_once_per_epoch():
     assert seen.rollouts[0][1] != seen.rollouts[3][1]  # another order
 
 
+@SLOW
 def test_overfit_batches_gives_the_same_prompts_every_epoch():
     seen = Seen()
     with pytest.warns(UserWarning, match="turning off the train dataloader shuffling"):
@@ -101,12 +103,14 @@ def test_overfit_batches_gives_the_same_prompts_every_epoch():
     assert all(indices == seen.rollouts[0][1] for _, indices in seen.rollouts)
 
 
+@SLOW
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_accumulation_leaves_the_number_of_steps_alone(accumulate):
     trainer = fit(two_updates(), max_epochs=1, accumulate_grad_batches=accumulate)
     assert trainer.global_step == 8
 
 
+@SLOW
 def test_a_compiled_module_trains_as_it_does_without_the_compilation(caplog):
     plain, module = make_module(), make_module()
     fit(plain, max_steps=2)
@@ -163,6 +167,7 @@ def test_the_attention_kernel_is_chosen_by_what_the_run_computes_in(monkeypatch,
     assert asked == [("auto", want, "cpu")]
 
 
+@SLOW
 def test_early_stopping_on_the_reward():
     stopping = EarlyStopping(monitor="reward/mean", mode="max", patience=2, check_on_train_epoch_end=True)
     trainer = fit(make_module(rewards=[constant]), max_epochs=10, callbacks=[stopping])
@@ -174,6 +179,7 @@ def constant(completions):
     return [0.5] * len(completions)
 
 
+@SLOW
 def test_early_stopping_after_a_validation_inside_a_window():
     """The step that is running is finished first."""
     module = two_updates(rewards=[constant])
@@ -235,6 +241,7 @@ def test_any_torch_scheduler_is_stepped_per_optimizer_step():
     assert module.lr_schedulers().get_last_lr() == [0.5**4]
 
 
+@SLOW
 def test_validation_during_training():
     module, history = make_module(), History()
     trainer = make_trainer(max_epochs=1, val_check_interval=2, callbacks=[history], num_sanity_val_steps=0)
@@ -248,6 +255,7 @@ def test_validation_during_training():
     assert "val/reward" in history.steps[2]
 
 
+@SLOW
 def test_validate_a_model_that_was_never_trained():
     module, trainer, prompts = make_module(rewards=[checksum]), make_trainer(), [*map(as_prompt, PROMPTS[:5], range(5))]
     source = PromptSource(prompts, 2, shuffle=False)
@@ -270,6 +278,7 @@ def test_validate_takes_a_plain_data_loader():
     assert metrics["val/length"] > 0
 
 
+@SLOW
 def test_validation_draws_nothing_from_training():
     """With and without validation, a run ends with the same weights."""
 
@@ -296,6 +305,7 @@ def test_a_second_run_of_a_trainer_says_nothing_of_the_packages_own_callbacks(ca
     assert not [message for message in caplog.messages if "override" in message]
 
 
+@SLOW
 def test_a_fused_optimizer_is_clipped_in_bf16_mixed():
     """Lightning refuses this, although bf16-mixed scales no loss that the optimizer would have to unscale."""
 

@@ -12,7 +12,7 @@ from tests.module_runs import PROMPTS, SMALL, History, fit, make_module, weights
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
-@few(4)
+@few(4, slow=True)
 @pytest.mark.parametrize(
     ("dtype", "precision"),
     [
@@ -104,6 +104,7 @@ def relative_difference(got, want):
     return float(max((got[name] - want[name]).norm() for name in want) / whole)
 
 
+@SLOW
 def test_autocast_gives_every_weight_its_gradient():
     """Sampling casts weights without gradients; autocast must not hand those to the loss."""
     want = gradients_of_the_first_step(make_module(objective=Objective(beta=0.04), updates_per_rollout=2))
@@ -139,6 +140,7 @@ def test_accumulation_changes_memory_only(aggregate, beta):
         assert norms[accumulate] == pytest.approx(norms[1], rel=1e-5)
 
 
+@SLOW
 @pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
 def test_skipping_what_teaches_nothing_changes_nothing(aggregate, monkeypatch):
     def half_equal(completions):

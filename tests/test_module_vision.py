@@ -131,6 +131,7 @@ def test_every_image_is_read_preprocessed_and_encoded_once(monkeypatch, image_fi
     assert counts.encoded == encoded
 
 
+@SLOW
 @pytest.mark.parametrize(
     "loader",
     [{}, *(pytest.param(loader, marks=SLOW) for loader in ({"freeze_vision_modules": True}, {"lora": {"rank": 2}}))],

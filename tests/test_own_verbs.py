@@ -93,7 +93,7 @@ def settings_for(own):
     return {"updates_per_rollout": 4 if own is OwnPlan else 2}
 
 
-@few(2)
+@few(2, slow=True)
 @pytest.mark.parametrize("own", OWN)
 def test_what_is_logged_stays(own, tmp_path):
     history = History()
@@ -134,7 +134,7 @@ def test_a_killed_run_resumes_to_the_same_weights(own, tmp_path):
     assert are_equal(resumed, unbroken)
 
 
-@few(1)
+@few(1, slow=True)
 @pytest.mark.parametrize("own", [GRPOLightningModule, OwnPlan])
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 def test_ranks_agree_on_the_passes_of_a_rollout_once(own, beta, monkeypatch):
@@ -168,7 +168,7 @@ def test_dynamic_sampling_by_a_reward_needs_its_values():
         fit(module, max_steps=1, max_epochs=-1)
 
 
-@few(2)
+@few(2, slow=True)
 @pytest.mark.parametrize("own", OWN)
 def test_validation_does_not_ask_the_verbs(own):
     metrics = []

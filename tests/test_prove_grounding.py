@@ -16,6 +16,7 @@ from benchmarks import versus_trl
 from grpo_lightning.demo import grounding
 from grpo_lightning.demo.grounding import GroundingModel, GroundingRecipe, GroundingWarmUp
 from grpo_lightning.demo.scenes import SceneTask
+from tests.marks import SLOW
 
 TINY = GroundingRecipe(
     SceneTask(num_cells=4, sides=(1, 2), num_train=8, num_heldout=2),
@@ -88,6 +89,7 @@ def test_the_bars_by_hand(prove: Any, monkeypatch: pytest.MonkeyPatch):
     assert failing == ["after >= 0.05 above the nearest known box"]
 
 
+@SLOW
 def test_the_nearest_known_box_is_none_that_is_held_out(prove: Any):
     """Every held-out box is missed, and the others are close: 0.72 of IoU."""
     assert prove.nearest_known(0) == pytest.approx(0.7209, abs=1e-4)

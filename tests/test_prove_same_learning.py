@@ -16,6 +16,7 @@ from rich.console import Console
 from benchmarks import versus_trl
 from grpo_lightning.demo.arithmetic import DemoModel, DemoRecipe, DemoTask, Quickstart, WarmUp
 from grpo_lightning.functional import losses
+from tests.marks import SLOW
 
 TINY = DemoRecipe(
     DemoTask(num_digits=4, num_warm_up=64, num_train=64, num_heldout=8),
@@ -94,6 +95,7 @@ def test_other_prompts_are_an_error(prove: Any, monkeypatch: pytest.MonkeyPatch)
         prove.run_all([*prove.RUNS], [0, 1], [], 1, Console(quiet=True))
 
 
+@SLOW
 def test_the_outcome_is_recorded_and_evaluated_again(prove: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def stored(name: str) -> Any:
         return json.loads((tmp_path / "new" / name).read_text())

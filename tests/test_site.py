@@ -125,6 +125,7 @@ def test_every_class_that_recipes_name_has_its_settings():
     assert sorted({kind.__name__ for kind in configured(*modules) - documented} - others) == []
 
 
+@SLOW
 def test_no_example_is_left_over():
     known = {entry.key for entry in entries()}
     named = {f"{part}.{name}" for part, names in site_settings.examples().items() for name in names}
@@ -303,6 +304,7 @@ def small_site(folder: Path, text: str, **options) -> None:
     build(load_config(str(ROOT / "mkdocs.yml"), docs_dir=str(folder / "docs"), site_dir=str(folder / "site"), **own))
 
 
+@SLOW
 def test_a_right_page_builds(tmp_path):
     small_site(tmp_path, "# A\n\n[b](#b)\n\n## B\n")
     assert 'id="b"' in (tmp_path / "site" / "index.html").read_text()
@@ -397,6 +399,7 @@ def messages() -> str:
     return "\n".join(found)
 
 
+@SLOW
 def test_messages_in_troubleshooting_are_those_of_the_code():
     quoted = re.findall(r'"([^"\n]+)"', prose(read("troubleshooting.md")).replace("\n", " "))
     assert len(quoted) > 20

@@ -156,6 +156,7 @@ def test_token_logprobs(tmp_path):
         assert (tmp_path / "tokens.jsonl").exists() == is_on
 
 
+@SLOW
 @case(RunReport, "max_completions")
 def test_max_completions(tmp_path):
     """Two rollouts of 8 completions, of which the report has both or the last."""
@@ -255,6 +256,7 @@ def test_refresh_rate(monkeypatch):
         assert sum(shown) == 1 + times  # the start, and each step that is due
 
 
+@SLOW
 @case(ProgressBar, "leave")
 def test_leave(capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)

@@ -23,6 +23,7 @@ from grpo_lightning.demo.grounding import (
 )
 from grpo_lightning.demo.scenes import COLOURS, SceneTask
 from tests.arguments.registry import case
+from tests.marks import SLOW
 
 TASK: dict[str, Any] = {"num_cells": 4, "sides": (1, 2), "num_train": 3, "num_heldout": 2}
 MODEL = {"hidden_size": 16, "num_layers": 1, "num_vision_layers": 1, "num_heads": 1}
@@ -152,6 +153,7 @@ class Taught:
         self.words = words.detach()
 
 
+@SLOW
 @case(
     GroundingWarmUp,
     *("batch_size", "num_tower_images", "num_tower_steps", "num_images", "num_worked_steps", "num_lazy_steps"),
@@ -173,6 +175,7 @@ def test_the_steps_of_a_warm_up(monkeypatch):
     assert Taught(monkeypatch, lazy_share=0.5).steps == [(4, 0), (4, 0), (4, 2), (4, 2)]
 
 
+@SLOW
 @case(
     GroundingWarmUp,
     *("learning_rate", "lazy_learning_rate", "num_ramp_steps", "held_share", "beta2"),
@@ -201,6 +204,7 @@ def test_how_far_a_warm_up_goes(monkeypatch):
     assert not torch.equal(plain, Taught(monkeypatch, **more, beta2=0.5).words)
 
 
+@SLOW
 @case(GroundingRecipe, "task", "model", "warm_up")
 def test_recipe(tmp_path):
     plain = GroundingRecipe(SceneTask(**TASK), GroundingModel(**MODEL), GroundingWarmUp(**WARM_UP))

@@ -89,6 +89,7 @@ def test_credit_of_turns():
     assert not torch.allclose(credits(turn_credit=1.0, turn_discount=0.0), whole)
 
 
+@SLOW
 @case(GRPOLightningModule, "environment", "conversation")
 def test_module():
     limits = ConversationSettings(max_turn_length=5)

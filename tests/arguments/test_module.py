@@ -49,6 +49,7 @@ def drawn(module: GRPOLightningModule) -> list[list[list[int]]]:
     return [[completion.token_ids for completion in group.completions] for group in module.rollout.groups]
 
 
+@SLOW
 @case(GRPOLightningModule, "max_staleness")
 def test_max_staleness():
     engines = [BackgroundEngine(), BackgroundEngine()]
@@ -282,6 +283,7 @@ def drawn_further(settings: DynamicSampling | None) -> tuple[float, float]:
     return step.get("rollout/resample_rounds", -1.0), step.get("rollout/kept_zero_variance_groups", -1.0)
 
 
+@SLOW
 @case(GRPOLightningModule, "dynamic_sampling")
 def test_whether_further_prompts_are_drawn():
     assert drawn_further(None) == (-1, -1)

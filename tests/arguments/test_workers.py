@@ -46,6 +46,7 @@ def test_how_long_calls_may_take():
     assert failed(slow, "timeout", 4, num_workers=1, timeout_seconds=2.5, step_timeout_seconds=60) == 0
 
 
+@SLOW
 @case(RewardWorkers, "memory_gb")
 def test_how_much_memory_calls_may_take():
     assert failed(misbehaving.takes_a_gigabyte, "exception", memory_gb=2.0) == 0
@@ -58,6 +59,7 @@ def test_where_rewards_run():
     assert os.getpid() not in scored(misbehaving.process, workers=RewardWorkers()).extras["pid"]
 
 
+@SLOW
 @case(GRPOLightningModule, "reward_workers")
 def test_where_the_rewards_of_a_run_run():
     def places(workers: RewardWorkers | None) -> set[int]:

@@ -544,6 +544,7 @@ def test_tokens_of_ranks_are_put_in_the_order_of_the_lines():
     assert first_lines(ranks) == {(0, 0): 0, (2, 0): 2, (0, 1): 3}
 
 
+@SLOW
 def test_observations_have_no_log_probs(tmp_path):
     log = CompletionLog(dirpath=str(tmp_path), token_logprobs=True)
     fit(make_module(environment=Counted(), length=40), max_steps=1, callbacks=[log])

@@ -81,6 +81,7 @@ def test_before_at_validations_and_after(tmp_path, drawn, capsys):
     assert f"Boxes: {tmp_path / 'boxes'}" in capsys.readouterr().out
 
 
+@SLOW
 def test_what_is_not_drawn_is_said(tmp_path, drawn, caplog):
     train(DrawBoxes(num_images=2), tmp_path, steps=1)
     assert len(drawn["after"][0][0]) == 2
@@ -104,6 +105,7 @@ def test_sampled_answers(tmp_path, drawn):
     assert drawn["after"][0][1].endswith("of 3 sampled answers")
 
 
+@SLOW
 def test_validate_and_test_draw_without_training(tmp_path, drawn):
     module = grounding_module(Answers("no box", "-"))
     trainer = make_trainer(callbacks=[DrawBoxes(dirpath=str(tmp_path / "here"))])
@@ -166,6 +168,7 @@ def test_a_fast_dev_run_draws_nothing(tmp_path, drawn):
     assert drawn == {}
 
 
+@SLOW
 def test_tensorboard_has_the_pictures(tmp_path):
     logger = TensorBoardLogger(tmp_path, name="log", version=0)
     train(DrawBoxes(num_images=1), tmp_path, steps=1, logger=logger)

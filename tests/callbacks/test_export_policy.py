@@ -33,6 +33,7 @@ def logits(model):
         return model.eval()(IDS).logits
 
 
+@SLOW
 @pytest.mark.parametrize("settings", [{}, {"freeze_layers": 1}, {"dtype": "bfloat16"}])
 def test_the_folder_is_the_trained_policy(base, settings, tmp_path, monkeypatch):
     monkeypatch.setattr(
@@ -50,6 +51,7 @@ def test_the_folder_is_the_trained_policy(base, settings, tmp_path, monkeypatch)
     assert AutoTokenizer.from_pretrained(tmp_path / "policy").pad_token is None
 
 
+@SLOW
 def test_an_adapter_is_written_alone(base, tmp_path):
     module = make_module(policy=PolicyLoader(base, lora=LoRA(rank=2)), lr=1e-2)
     fit(module, max_steps=2, callbacks=[ExportPolicy()], default_root_dir=tmp_path)
@@ -65,6 +67,7 @@ def test_a_policy_in_memory(tmp_path):
     assert torch.equal(logits(loaded), logits(module.policy))
 
 
+@SLOW
 def test_every_few_optimizer_steps(tmp_path):
     module = make_module()
     export = ExportPolicy(every_n_steps=2)

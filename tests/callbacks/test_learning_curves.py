@@ -53,6 +53,7 @@ def test_points_are_the_steps_and_the_picture_shows_them(tmp_path, capsys):
     assert capsys.readouterr().out == f"Curves: {path}\n"
 
 
+@SLOW
 def test_points_are_those_of_the_loggers(tmp_path):
     """Values that a step does not log itself are no points: a rollout's, in later updates; a rewardless rollout's."""
 

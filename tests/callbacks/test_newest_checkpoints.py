@@ -42,6 +42,7 @@ def test_the_newest_are_kept_with_what_lies_beside_them(tmp_path, accumulate):
     assert [path.name for path in tmp_path.glob("*.ranks")] == ["step=4.ckpt.ranks"]
 
 
+@SLOW
 def test_the_last_step_is_saved(tmp_path):
     run(tmp_path, 5, save_steps=2)
     assert kept(tmp_path) == {"step=4.ckpt": 4, "step=5.ckpt": 5}
@@ -87,6 +88,7 @@ def test_a_second_run_with_the_same_callback_starts_anew(tmp_path):
     }  # fmt: skip
 
 
+@SLOW
 def test_a_second_run_with_the_same_callback_has_its_own_folder(tmp_path):
     saving = NewestCheckpoints(save_steps=1, save_total_limit=1)
     for name in ("a", "b"):
@@ -94,6 +96,7 @@ def test_a_second_run_with_the_same_callback_has_its_own_folder(tmp_path):
         assert kept(tmp_path / name / "checkpoints") == {"step=2.ckpt": 2}
 
 
+@SLOW
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_a_run_that_its_own_trainer_continues_keeps_the_newest(tmp_path):
     saving, module = NewestCheckpoints(save_steps=1, save_total_limit=2, dirpath=str(tmp_path)), make_module()

@@ -119,12 +119,14 @@ def test_the_line_counts_the_optimizer_steps_of_the_run(shown):
     assert steps_shown(shown, max_steps=2, max_epochs=-1, accumulate_grad_batches=2) == ["0/2", "1/2", "2/2"]
 
 
+@SLOW
 def test_a_resumed_run_goes_on_at_its_step(shown, tmp_path):
     fit(make_module(length=2), batch_size=4, max_steps=2).save_checkpoint(tmp_path / "last.ckpt")
     resumed = {"max_epochs": -1, "ckpt_path": str(tmp_path / "last.ckpt")}
     assert steps_shown(shown, max_steps=4, **resumed) == ["2/4", "3/4", "4/4"]
 
 
+@SLOW
 def test_a_run_resumed_inside_an_epoch_goes_on_at_its_step(shown, tmp_path):
     fit(make_module(length=2), batch_size=4, max_steps=1).save_checkpoint(tmp_path / "last.ckpt")
     resumed = {"max_epochs": -1, "ckpt_path": str(tmp_path / "last.ckpt")}
@@ -219,6 +221,7 @@ def test_a_rollout_without_a_reward_does_not_show_the_last_one(numbers):
     assert "length" in numbers[2]
 
 
+@SLOW
 def test_each_rollout_is_a_point_of_the_trend():
     bar = ProgressBar()
     module = make_module(length=2, num_iterations=2)

@@ -72,6 +72,7 @@ def test_gradient_accumulation_counts_optimizer_steps(capsys):
     assert "Finished at step 2: 2 steps in" in capsys.readouterr().out
 
 
+@SLOW
 def test_a_resumed_run_counts_its_own_steps(capsys, tmp_path):
     fit(make_module(length=2), batch_size=4, max_steps=2).save_checkpoint(tmp_path / "last.ckpt")
     resumed = {"max_epochs": -1, "ckpt_path": str(tmp_path / "last.ckpt")}

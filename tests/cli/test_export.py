@@ -60,6 +60,7 @@ def test_flags(checkpoint, tmp_path, capsys):
         run([str(path), str(tmp_path)])
 
 
+@SLOW
 def test_the_lines_printed_load_an_adapter(checkpoint, tmp_path, capsys):
     policy = PolicyLoader(str(checkpoint[1].parent / "policy"), lora=LoRA(rank=2))
     module = make_module(policy=policy, lr=1e-2)

@@ -80,6 +80,7 @@ def test_every_help_is_one_screen_with_usage_and_an_example(args, monkeypatch):
     assert re.search(r"^(examples?:|  e\.g\. grpo-lightning)", text, re.MULTILINE)
 
 
+@SLOW
 @pytest.mark.parametrize("args", HELPS, ids=" ".join)
 def test_the_examples_of_the_help_are_command_lines_that_parse(args, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
@@ -136,6 +137,7 @@ def test_the_short_help_shows_each_group_and_its_settings(monkeypatch):
             assert tuple(line.split()[0] for line in below) == group.shown
 
 
+@SLOW
 def test_a_wider_terminal_shows_more_of_the_descriptions(monkeypatch):
     texts = {}
     for width in ("60", "80", "120", "300"):
@@ -209,6 +211,7 @@ def test_the_settings_below_a_key(keys, flags):
     assert not re.search(r"^\S", text, re.MULTILINE), "no headings of other parts"
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("key", "said"),
     [

@@ -137,6 +137,7 @@ def test_a_run_repeats_by_its_seed(recipe, tmp_path):
     assert not torch.equal(weights(2), first)
 
 
+@SLOW
 def test_rewards_by_class_path_with_settings_and_by_import_path(recipe, tmp_path):
     (tmp_path / "my_rewards.py").write_text(OWN_REWARD)
     weighted = {
@@ -200,6 +201,7 @@ def test_nested_settings_two_files_flags_and_a_module_of_ones_own(recipe, tmp_pa
     assert cli.model.objective == Objective(epsilon=0.1, aggregate="sequence", beta=0.0)
 
 
+@SLOW
 def test_validate_on_a_base_model(recipe, capsys):
     cli = main(["validate", "--config", recipe(), "--trainer.logger=false"])
     metrics = cli.trainer.callback_metrics
@@ -235,6 +237,7 @@ def test_predict_writes_completions(recipe):
     assert [json.loads(line)["prompt"] for line in lines] == [f"{i}+1=" for i in range(8)]
 
 
+@SLOW
 def test_print_config_is_a_recipe(recipe, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["fit", "--config", recipe(), "--print_config"])
@@ -546,6 +549,7 @@ def test_the_folder_of_a_run_stands_for_its_newest_checkpoint(recipe, capsys):
     assert f"{path}: it is incomplete" in said
 
 
+@SLOW
 def test_a_deepspeed_folder_of_other_ranks_is_refused_before_the_weights_load(recipe, capsys):
     """The error has the command that merges the states of its ranks."""
     folder = Path("of two.ckpt")
@@ -626,6 +630,7 @@ def test_a_flag_that_is_none_is_named(recipe, capsys, flag, said):
     )
 
 
+@SLOW
 def test_what_a_constructor_refuses_says_where_it_came_from(recipe, capsys):
     said = failure(capsys, "fit", "--config", recipe(sampling={"temperature": -1.0}))
     assert said.startswith("error: recipe.yaml: model.sampling.temperature must be ")
@@ -640,6 +645,7 @@ def test_a_reward_that_is_no_function_is_shown(recipe, capsys):
     assert said == "error: recipe.yaml: model.rewards[0]: constant_rewards.x is 3, not a function.\n"
 
 
+@SLOW
 def test_optimizer_and_scheduler_by_their_names_alone(recipe):
     name = recipe(optimizer={"class_path": "AdamW", "init_args": {"lr": 0.5}}, scheduler="Cosine")
     config = parse(["--config", name])
@@ -656,6 +662,7 @@ def test_a_recipe_that_is_not_there_is_named(recipe, capsys):
     assert "nowhere.yaml" in failure(capsys, "fit", "--config", "nowhere.yaml")
 
 
+@SLOW
 def test_a_missing_column_is_said_before_the_weights_load(recipe, capsys, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "no answer"}\n')
     said = failure(capsys, "fit", "--config", recipe(policy="not/there"))
@@ -718,6 +725,7 @@ def test_adapters_by_a_recipe(recipe):
     assert (written["r"], written["lora_alpha"]) == (2, 4)
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("lora", "said"),
     [
@@ -745,6 +753,7 @@ def test_settings_below_a_policy_given_by_name_and_of_the_engine(recipe):
     assert cli.trainer.global_step == 1
 
 
+@SLOW
 def test_wandb_without_a_login_says_what_to_do(recipe, capsys, monkeypatch, tmp_path, request):
     wandb = pytest.importorskip("wandb")
     wandb.teardown()  # its settings too: an earlier test ran it offline, and the next test wants it offline

@@ -55,7 +55,7 @@ def alone(rewards):
     return [plain(reward) for reward in parse(["--config", "alone.yaml"]).model.rewards]
 
 
-@few(1)
+@few(1, slow=True)
 @pytest.mark.parametrize("form", ["file", "inline", "flag", "flag with a space"])
 def test_a_later_list_replaces_an_earlier_one_of_the_same_length(form):
     write("second", model={"rewards": SECOND})
@@ -93,7 +93,7 @@ def test_a_list_deep_inside_an_object_is_replaced():
     assert (inner.init_args.dirpath, inner.init_args.every_n_train_steps) == ("there", None)
 
 
-@few(2)
+@few(2, slow=True)
 @pytest.mark.parametrize(
     "args",
     [
@@ -310,6 +310,7 @@ def test_a_short_name_in_the_settings_of_one_object(value):
     assert (optimizer.class_path, optimizer.init_args.lr) == ("grpo_lightning.optimizers.AdamW", 0.5)
 
 
+@SLOW
 def test_loggers_in_the_settings_of_the_trainer():
     Path("t.yaml").write_text("logger: true\n")
     assert [logger.class_path for logger in parsed("--trainer", "t.yaml").trainer.logger] == [
@@ -369,6 +370,7 @@ def test_a_file_that_is_a_value_is_no_settings():
     assert parsed("--data.datasets=train.jsonl").data.datasets == "train.jsonl"
 
 
+@SLOW
 @pytest.mark.parametrize("key", ["datasets", "val_datasets", "test_datasets"])
 @pytest.mark.parametrize("form", ["flag", "section", "config"])
 def test_data_files_in_a_list(key, form):
@@ -465,6 +467,7 @@ def test_a_required_argument_without_a_type_must_have_a_value(kind, form):
         parsed(f"--model.rewards={json.dumps([FIRST[1], reward])}")
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("kind", "given", "values"),
     [(Untyped, {"bonus": 3}, {"bonus": 3, "scale": None}), (Nullable, {"bonus": None}, {"bonus": None})],

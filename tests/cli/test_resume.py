@@ -12,6 +12,7 @@ from jsonargparse import Namespace
 from grpo_lightning.cli import resume
 from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.training.checkpoint_files import RankFiles, mark_complete
+from tests.marks import SLOW
 
 HEADER = "# lightning.pytorch==2.6.0\n"
 DEFAULTS = {"model.objective": {"beta": 0.04, "kl": "k3"}}
@@ -190,6 +191,7 @@ TREES = st.dictionaries(
 )
 
 
+@SLOW
 @given(TREES, TREES)
 def test_only_equal_settings_have_no_differences(one, other):
     said = resume.differences({"model": one}, {"model": other}, {})

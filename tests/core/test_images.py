@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from grpo_lightning.core.images import ImageError, ImageRef
+from tests.marks import SLOW
 from tests.tiny_vlms import picture
 
 ORIENTATIONS = range(1, 9)
@@ -188,6 +189,7 @@ def test_a_file_that_is_too_large_is_named(path: Path, monkeypatch: pytest.Monke
         ImageRef(path).read()
 
 
+@SLOW
 @given(st.sampled_from([PNG, JPEG]), st.data())
 @settings(max_examples=200, deadline=None)
 def test_whatever_is_wrong_with_a_file_is_an_image_error(content: bytes, data: st.DataObject):

@@ -14,6 +14,7 @@ from grpo_lightning.data.lengths import LengthLimit
 from grpo_lightning.data.mixture import is_streaming, load_mixture, read_mixture_yaml, stream_mixture
 from grpo_lightning.data.templates import PromptTemplate
 from grpo_lightning.policy.encoder import Encoder
+from tests.marks import SLOW
 from tests.tiny_models import tiny_tokenizer
 
 
@@ -402,6 +403,7 @@ def test_a_stream_reads_entry_after_entry():
     assert streamed(*mixed) == [("a0", 0, "a"), ("a1", 1, "a"), ("b2", 2, "b")]
 
 
+@SLOW
 @given(st.data())
 def test_a_stream_has_the_prompts_of_the_mixture(data: st.DataObject):
     names = ["a", "b"][: data.draw(st.integers(1, 2))]

@@ -11,6 +11,7 @@ from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.lengths import LengthCount, LengthLimit, Measured
 from grpo_lightning.data.orders import LazyPrompts, ListedOrder, PromptStream, shuffle_rows, stream_rows
 from grpo_lightning.policy.encoder import Encoder
+from tests.marks import SLOW
 from tests.tiny_models import tiny_tokenizer
 
 
@@ -42,6 +43,7 @@ def test_shuffling_is_pinned_and_fair():
     assert all(850 < firsts.count(row) < 1150 for row in range(4))  # 1000 each, standard deviation 27
 
 
+@SLOW
 @given(st.integers(1, 30), st.integers(1, 10), st.one_of(st.none(), st.integers(0, 9)), st.data())
 def test_blocks_by_position(count, buffer_size, seed, data):
     whole, end = stream(count, shuffle_buffer=buffer_size).order(seed).take(0, count + 1)

@@ -199,6 +199,7 @@ def test_held_out_questions_are_new_and_those_left_out_are_counted(tmp_path: Pat
     assert f"chain_sum: {counts['left_out']} of 100 held-out questions are dropped" in caplog.text
 
 
+@SLOW
 def test_a_task_with_too_few_questions_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"tasks\.chain_sum: all 20 held-out questions are also trained on"):
         written(tmp_path / "gym", tasks={"chain_sum": SUMS}, size=5000, heldout_size=20)
@@ -263,6 +264,7 @@ def test_wrong_settings_are_refused_by_the_constructor(settings: dict[str, Any],
 # ------------------------------------------------------------------------------------------------------- settings
 
 
+@SLOW
 def test_settings_are_taken_and_those_of_yaml_become_what_they_stand_for():
     dataset = create_task("chain_sum", {"min_terms": 4, "max_terms": 4})
     assert len(re.findall("[0-9]+", make_item(dataset, "chain_sum", 0)["question"])) == 4

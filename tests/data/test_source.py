@@ -17,6 +17,7 @@ from grpo_lightning.data.lengths import Measured
 from grpo_lightning.data.orders import LazyPrompts, PromptStream, known_prompts, source_names, stream_rows
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.data.templates import PromptTemplate
+from tests.marks import SLOW
 
 
 def source_of(count=10, batch_size=3, **options):
@@ -603,6 +604,7 @@ def test_a_stream_has_no_length_and_is_not_read_ahead_of_use():
     assert source.prompts.parts[0].args[0].reads == 3
 
 
+@SLOW
 @given(
     st.integers(1, 12), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.sampled_from([0, 2])
 )

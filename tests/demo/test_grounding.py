@@ -33,6 +33,7 @@ from grpo_lightning.demo.grounding import (
     word_embeddings,
 )
 from grpo_lightning.demo.scenes import COLOURS, SceneTask, Thing, namings
+from tests.marks import SLOW
 
 TINY = GroundingRecipe(
     task=SceneTask(num_cells=4, sides=(1, 2), num_train=3, num_heldout=2),
@@ -158,6 +159,7 @@ def test_words_are_those_that_the_language_model_reads() -> None:
     assert torch.equal(words, model.get_input_embeddings().weight[[one[0] for one in ids]])
 
 
+@SLOW
 def test_the_tower_comes_to_say_what_it_shows() -> None:
     """A token of an image is most like the word for its colour, more often than before."""
     model, processor = built()
@@ -249,6 +251,7 @@ def test_every_setting_is_part_of_the_key() -> None:
         assert any(settings == set(facts[name]) for name in facts)
 
 
+@SLOW
 def test_another_recipe_seed_or_version_gets_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     others = [
         replace(TINY, task=replace(TINY.task, gap=2)),

@@ -42,6 +42,7 @@ def test_no_held_out_question_is_in_another_set():
         assert not set(heldout) & (questions[0] | questions[1])
 
 
+@SLOW
 def test_too_few_questions_are_refused(monkeypatch: pytest.MonkeyPatch):
     digits = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     monkeypatch.setattr(demo, "TASKS", {"chain_sum": digits})

@@ -19,9 +19,7 @@ FAST = [
     "two updates",
     "a rank without prompts",
     "lora",
-    "reward model",
     "shared groups, kl",
-    "conversations in lockstep, kl",
 ]
 """Cases that run in `make test`, under DDP and ZeRO-3."""
 OF_THE_LOSS = [

@@ -149,6 +149,7 @@ def test_an_async_tool_is_awaited_in_a_worker():
         assert isinstance(result.state, bytes) == (limits is LIMITS)
 
 
+@SLOW
 def test_the_end_of_a_conversation():
     for environment, kind, value in [
         (Ends(), "", 10.0),

@@ -18,6 +18,7 @@ from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.training.micro_batches import MicroStep, plan_micro_batches
+from tests.marks import SLOW
 from tests.module_runs import PROMPTS, History, ScriptedEngine, are_equal, fit, make_module, weights_of
 from tests.rollout.test_local import connected, make_prompts
 from tests.tiny_models import PAD, VOCAB, tiny_model
@@ -91,6 +92,7 @@ def test_03_a_micro_batch_with_every_token_masked_adds_nothing():
     check(ours)
 
 
+@SLOW
 def test_03_a_run_of_completions_that_are_all_cut_keeps_its_weights():
     """ms-swift: `overlong_filter` left a rank with nothing, and its loss was nan from then on."""
 
@@ -193,6 +195,7 @@ class RoundedEngine(LocalEngine):
         super().connect(copy.deepcopy(policy).bfloat16(), tokenizer, sharding)
 
 
+@SLOW
 def test_09_what_an_engine_in_16_bits_draws_from_another_distribution_is_seen():
     """Runs collapsed (arXiv:2510.26788) with a ratio of 1 in every log: both of its sides were the trainer's."""
 

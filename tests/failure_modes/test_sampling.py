@@ -21,6 +21,7 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.groups import GroupSource
 from grpo_lightning.rollout.local_engine import LocalEngine
+from tests.marks import SLOW
 from tests.policy.adapters import loader_of
 from tests.rollout.test_dynamic_sampling import OPEN, only_open, run, varied
 from tests.rollout.test_local import connected, cut, generated, greedy, make_prompts, token_ids, two_stops
@@ -55,6 +56,7 @@ def test_08_rollouts_leave_every_bit_of_the_weights_as_it_was():
     check(ours)
 
 
+@SLOW
 def test_13_dynamic_sampling_ends_where_no_prompt_teaches_anything():
     """verl without `max_num_gen_batches`: every prompt is always or never solved, and the rollout is never full."""
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from grpo_lightning.functional.boxes import area, clip, iou
+from tests.marks import SLOW
 
 boxes = st.tuples(*[st.integers(-5, 15) | st.floats(-5, 15)] * 4).map(
     lambda box: torch.tensor(box, dtype=torch.float64)
@@ -75,6 +76,7 @@ def test_a_hundred_thousand_pairs_are_as_in_torchvision():
     assert (found > 0).sum() > 20_000
 
 
+@SLOW
 def test_pairs_are_as_in_pycocotools():
     mask = pytest.importorskip("pycocotools.mask")
     a, b = many(1, 100_000)

@@ -16,6 +16,7 @@ from grpo_lightning.functional import (
     random_covariance_tokens,
     token_covariances,
 )
+from tests.marks import SLOW
 
 quick = settings(deadline=None, max_examples=50, derandomize=True, database=None)
 fractions = st.sampled_from([0.001, 0.1, 0.2, 0.25, 0.5, 0.7, 0.9, 1.0])
@@ -72,6 +73,7 @@ def test_of_no_tokens_none_is_chosen(choose: Any) -> None:
     assert choose(torch.zeros(0), 0.2).tolist() == []
 
 
+@SLOW
 def test_more_elements_than_torchs_quantile_takes() -> None:
     many = torch.arange(2**24 + 1, dtype=torch.float32)
     assert high_entropy_tokens(many, 1e-7).nonzero().flatten().tolist() == [2**24 - 1, 2**24]

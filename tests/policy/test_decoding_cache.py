@@ -81,6 +81,7 @@ def test_weights_of_64_bits():
         torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-6, rtol=0)
 
 
+@SLOW
 def test_the_attention_of_training_is_back_after_sampling():
     model = tiny_model("qwen2")
     usual = text_config(model)._attn_implementation

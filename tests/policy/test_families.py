@@ -28,6 +28,7 @@ from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_targets import expert_tensors, language_layers
 from tests import tiny_models, tiny_vlms
 from tests.families import families
+from tests.marks import SLOW
 from tests.policy.scored import loss_and_gradients, row_weights
 from tests.vision_prompts import SCENARIOS, encoder_of, vision_batch
 
@@ -74,6 +75,7 @@ def test_adapters_get_every_language_layer_and_no_other(family):
     assert sum(isinstance(module, nn.Linear) for module in vision) > 20
 
 
+@SLOW
 def test_adapters_leave_a_frozen_tower_frozen(tmp_path):
     """By copies of its modules and by saved adapters: both are refused before weights are loaded."""
     vlm = tiny_vlms.build("qwen2_5_vl")

@@ -84,6 +84,7 @@ def test_what_is_sampled_has_the_log_probs_of_the_scorer(kernels, family):
     assert kernels.calls["ragged"] > before["ragged"]
 
 
+@SLOW
 def test_a_run_in_bf16_mixed_asks_for_it_and_trains_through_it(kernels, monkeypatch):
     """From the choice to the optimizer step; the stand-in refuses anything of 32 bits."""
     asked = []

@@ -16,7 +16,7 @@ from grpo_lightning.policy.reference import OtherAdapter, make_reference
 from grpo_lightning.policy.saving import whole_weights, write_policy
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.trainable import check_masters
-from tests.marks import only
+from tests.marks import SLOW, only
 from tests.policy.adapters import IDS, loader_of, logits, train
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -42,6 +42,7 @@ def trained(name="default", **settings):
     return model
 
 
+@SLOW
 def test_the_policy_is_the_one_of_policy_lora():
     own, other = loader_of(lora=LoRA(rank=2)).load().model, loader(given()).load().model
     for (name, one), (other_name, weight) in zip(own.named_parameters(), other.named_parameters(), strict=True):
@@ -115,6 +116,7 @@ def test_dora_of_embeddings_starts_at_their_norms():
     assert not adds_nothing(model)
 
 
+@SLOW
 @pytest.mark.parametrize("source", only(["folder"], ["folder", "memory"]))
 def test_a_rebuilt_adapter_is_trained_as_the_one_of_the_run(source, tmp_path):
     """An adapter that was loaded for inference and activated afterwards: its config still says `inference_mode`."""
@@ -136,6 +138,7 @@ def test_a_rebuilt_adapter_is_trained_as_the_one_of_the_run(source, tmp_path):
     assert torch.equal(logits(again), logits(policy))
 
 
+@SLOW
 def test_its_dropout_is_in_the_update_alone(caplog):
     model = trained(lora_dropout=0.5)
     with caplog.at_level(logging.WARNING):

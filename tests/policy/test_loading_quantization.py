@@ -137,6 +137,7 @@ def test_the_fingerprint_of_a_quantised_base_is_of_what_is_not_quantised(tmp_pat
     assert {name for name in first if first[name] != changed[name]} == {"base torch.float32"}
 
 
+@SLOW
 def test_gradients_pass_through_four_bits(tmp_path):
     """They are those of a policy that has the quantised numbers as ordinary weights, also after it has sampled."""
     pytest.importorskip("bitsandbytes")

@@ -17,6 +17,7 @@ from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_targets import targets
 from grpo_lightning.training.actor import seeded_dropout
 from tests.families import families
+from tests.marks import SLOW
 from tests.policy.adapters import IDS, loader_of, logits, saved_adapter, train
 from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights, worst_difference
 from tests.tiny_models import BASE, FAMILIES, tiny_model
@@ -132,6 +133,7 @@ def test_exactly_the_chosen_layers_are_wrapped():
     assert {name.removeprefix("base_model.model.model.") for name in wrapped} == want
 
 
+@SLOW
 def test_adapters_are_float32_and_the_same_every_time():
     torch.manual_seed(1)
     one = loader_of(model=tiny_model("qwen2", dtype=torch.bfloat16)).load().model
@@ -151,6 +153,7 @@ def test_random_numbers_of_the_run_are_not_touched():
     assert torch.equal(torch.rand(1), want)
 
 
+@SLOW
 def test_an_adapter_to_start_from(folder):
     """Its own rank, alpha and weights; the dropout is the run's."""
     model = loader_of(lora=LoRA(adapter=folder, dropout=0.5)).load().model

@@ -14,7 +14,7 @@ from grpo_lightning.policy.reference import make_reference
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.training.export import export
 from tests.exports import difference
-from tests.marks import only
+from tests.marks import SLOW, only
 from tests.module_runs import are_equal, fit, make_module, weights_of
 from tests.policy.adapters import loader_of, logits, train
 from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights, worst_difference
@@ -57,6 +57,7 @@ def test_every_expert_has_its_own_matrices(family):
         torch.testing.assert_close(logits(policy), logits(want), rtol=1e-4, atol=1e-4)
 
 
+@SLOW
 @pytest.mark.parametrize("family", only(["qwen3_moe"], FAMILIES))
 def test_both_scoring_paths_give_the_same_gradients(family):
     model = loader_of(family, lora()).load().model
@@ -69,6 +70,7 @@ def test_both_scoring_paths_give_the_same_gradients(family):
     assert sum("experts" in name for name in want) == 4 * 2 * 2
 
 
+@SLOW
 @pytest.mark.parametrize("start", only(["trained"], ["new", "trained"]))
 def test_the_reference_is_what_the_run_began_with(start, tmp_path):
     settings = loader_of("qwen3_moe", lora())

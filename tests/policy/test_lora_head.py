@@ -111,6 +111,7 @@ def test_recomputed_slices_drop_the_same():
     assert (values[0] - values[1]) / (2 * step) == pytest.approx(gradient.norm().item(), rel=1e-2)
 
 
+@SLOW
 @pytest.mark.parametrize("is_tied", [True, pytest.param(False, marks=SLOW)])
 def test_a_merged_export_has_the_log_probs_of_the_run(is_tied, tmp_path):
     """Merged into the head alone: the embeddings of the export are those of the base."""

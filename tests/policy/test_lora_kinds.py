@@ -63,6 +63,7 @@ def test_dora_by_hand():
         torch.testing.assert_close(layer(x), x @ (magnitude[:, None] * V / V.norm(dim=1, keepdim=True)).T)
 
 
+@SLOW
 @pytest.mark.parametrize("kind", only(["all"], KINDS))
 def test_it_is_the_model_that_peft_makes(kind):
     """Trained alike, too. peft has no adapters in layers that are trained completely."""
@@ -92,6 +93,7 @@ def test_the_first_policy_is_the_base(kind, dtype, family):
     assert make_reference(policy, settings).adapter is None
 
 
+@SLOW
 @pytest.mark.parametrize("is_given", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=SLOW)])
 def test_dora_starts_at_its_reference_after_a_strategy_converts_all_weights(dtype, is_given):
@@ -118,6 +120,7 @@ def test_dora_starts_at_its_reference_after_a_strategy_converts_all_weights(dtyp
         assert not torch.equal(logits(policy), want)
 
 
+@SLOW
 @pytest.mark.parametrize("kind", only(["all"], ["saved", "all"]))
 def test_small_updates_of_copies_in_a_16_bit_base_add_up(kind):
     policy = loader(kind, model=tiny_model("qwen2", dtype=torch.bfloat16)).load().model
@@ -157,6 +160,7 @@ def test_the_reference_is_what_the_run_began_with(kind, start, tmp_path):
     assert {name for name, weight in policy.named_parameters() if weight.requires_grad} == trained
 
 
+@SLOW
 @pytest.mark.parametrize("kind", only(["all"], KINDS))
 def test_in_memory_it_is_a_policy_too(kind):
     model = loader(kind).load().model
@@ -170,6 +174,7 @@ def test_in_memory_it_is_a_policy_too(kind):
         assert torch.equal(logits(model), began)
 
 
+@SLOW
 @pytest.mark.parametrize("kind", only(["all"], KINDS))
 def test_both_scoring_paths_give_the_same_gradients(kind):
     model = loader(kind).load().model
@@ -214,6 +219,7 @@ def test_a_trained_head_runs_in_slices():
     assert policy.scorer.head_chunk_size == 512
 
 
+@SLOW
 @pytest.mark.parametrize("kind", only(["all"], KINDS))
 def test_it_is_saved_as_peft_loads_it(kind, tmp_path):
     policy = loader(kind).load().model
@@ -223,6 +229,7 @@ def test_it_is_saved_as_peft_loads_it(kind, tmp_path):
     assert torch.equal(logits(again), logits(policy))
 
 
+@SLOW
 def test_what_is_trained_completely_has_no_adapter():
     lora = LoRA(rank=2, modules_to_save=["layers.0.mlp", "k_proj"])
     policy = loader_of(lora=lora).load().model
@@ -265,6 +272,7 @@ def test_tied_weights_are_refused(end):
         PolicyLoader(model=given, tokenizer=tiny_tokenizer())
 
 
+@SLOW
 def test_dora_under_zero3_is_refused(tmp_path):
     """Its layers read the weights of others, which ZeRO-3 does not gather for them."""
 

@@ -99,7 +99,7 @@ def test_adapters_need_no_second_model(kind, folder):
     assert added == (0 if kind == "adapter" else own)
 
 
-@few(1)
+@few(1, slow=True)
 @pytest.mark.parametrize("kind", ["whole", "frozen layers", "adapter", "starting adapter"])
 def test_its_fingerprint_tells_it_from_that_of_a_trained_policy(kind, folder):
     def found(lr):
@@ -128,7 +128,7 @@ def scaled(place):
 LAYER, EMBEDDINGS = "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"
 
 
-@few(2)
+@few(2, slow=True)
 @pytest.mark.parametrize("kind", ["adapter", "starting adapter"])
 @pytest.mark.parametrize("place", [LAYER, EMBEDDINGS, "model.layers.1.input_layernorm.weight"])
 def test_the_fingerprint_of_a_reference_beside_an_adapter_has_the_base_in_it(kind, place, folder):
@@ -144,7 +144,7 @@ def test_the_fingerprint_of_a_reference_beside_an_adapter_has_the_base_in_it(kin
     assert found(None, other)["base torch.float32"] == before["base torch.float32"]
 
 
-@few(1)
+@few(1, slow=True)
 @pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal", "gaussian"])
 def test_what_a_decomposition_took_out_of_the_base_is_not_in_its_fingerprint(init, tmp_path):
     """It is computed in loading, and has other last bits on another machine, or with another number of threads."""

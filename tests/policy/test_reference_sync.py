@@ -9,6 +9,7 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.reference import SyncReference
+from tests.marks import SLOW
 from tests.module_runs import SMALL, fit, make_module
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -40,6 +41,7 @@ def copies(model):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+@SLOW
 def test_it_moves_every_n_steps_by_alpha():
     snapshots = Snapshots()
     fit(moving(), max_steps=4, max_epochs=-1, callbacks=[snapshots.callback])
@@ -60,6 +62,7 @@ def test_accumulated_micro_batches_are_one_step():
     assert moved == [False, False, False, True]
 
 
+@SLOW
 def test_a_moved_reference_is_in_the_checkpoint_and_one_that_stands_is_not(tmp_path):
     module = moving()
     trainer = fit(module, max_steps=2, max_epochs=-1)
@@ -78,6 +81,7 @@ def test_a_moved_reference_is_in_the_checkpoint_and_one_that_stands_is_not(tmp_p
     assert torch.load(tmp_path / "still.ckpt", weights_only=True)["grpo"]["reference"] is None
 
 
+@SLOW
 def test_a_moved_reference_needs_a_place(tmp_path):
     fit(moving(), max_steps=2, max_epochs=-1).save_checkpoint(tmp_path / "moved.ckpt")
     with pytest.raises(ValueError, match=r"has a reference that was updated .* this run has no reference"):

@@ -134,6 +134,7 @@ def test_the_reference_has_the_same_frequencies_and_a_second_run_sets_its_own():
     assert (seen[0] - seen[1]).abs().max() > 0.01
 
 
+@SLOW
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_at_learning_rate_0_has_no_rollout_kl(kind):
     """Prompts of a run on both sides of the original length."""

@@ -16,6 +16,7 @@ from grpo_lightning.policy.loading import checkpoint_layers
 from grpo_lightning.policy.probe import check_routers
 from grpo_lightning.policy.routers import Routers, UnsupportedRoutersError, find_routers
 from tests import tiny_vlms
+from tests.marks import SLOW
 from tests.policy.scored import ragged_batch, row_weights, worst_difference
 from tests.tiny_models import tiny_model
 
@@ -37,6 +38,7 @@ def routed(model, batch, scorer):
     return scores.load, loss.item(), gradients
 
 
+@SLOW
 @pytest.mark.parametrize("family", EXPERTS)
 def test_the_extended_path_counts_what_the_dense_path_does(family):
     """A prompt as often as it has completions; recomputed activations once."""

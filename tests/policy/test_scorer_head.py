@@ -52,7 +52,7 @@ def holed(batch):
     return dataclasses.replace(batch, completion_mask=mask)
 
 
-@few(7)
+@few(7, slow=True)
 @pytest.mark.parametrize("path", ["extended", "dense"])
 @pytest.mark.parametrize(
     "kind",

@@ -19,7 +19,7 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.vision import concatenate_images, needs_blank, place, seeing, store_features
 from tests import tiny_vlms
 from tests.families import families
-from tests.marks import few
+from tests.marks import SLOW, few
 from tests.policy.scored import loss_and_gradients, row_weights, whole_difference, worst_difference
 from tests.tiny_vlms import EXTENDED
 from tests.vision_prompts import SCENARIOS, encoder_of, prompt_of, vision_batch
@@ -130,6 +130,7 @@ def counted(model):
     return calls
 
 
+@SLOW
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "glm4v"])
 def test_images_are_encoded_once_per_pass(family):
     vlm = tiny_vlms.build(family)

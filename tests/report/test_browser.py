@@ -88,6 +88,7 @@ def test_the_axis_of_a_curve_has_its_least_and_greatest_value(show, tmp_path, va
     assert page.locator('[data-metric="policy/kl"] .axis').all_text_contents() == [*marks, "0", "1"]
 
 
+@SLOW
 def test_the_tooltip_and_colour_of_a_token(show, tmp_path):
     tokens = [tokens_of(0, 0, "an", "swer"), tokens_of(0, 1, "an", "swer")]
     page = show(read_run(write_run(tmp_path / "r", tokens=tokens)))
@@ -128,6 +129,7 @@ def test_hostile_text_is_shown_as_text(show, tmp_path):
     assert page.locator("img").count() == 0
 
 
+@SLOW
 def test_the_turns_of_a_conversation(show, tmp_path):
     own = [line(0, number, turns=turns()) for number in range(4)]
     tokens = [tokens_of(0, 0, "is it", " 5?", "higher", "7")]
@@ -146,6 +148,7 @@ def test_the_turns_of_a_conversation(show, tmp_path):
     assert page.inner_text("#count") == "4 of 4 completions"
 
 
+@SLOW
 def test_boxes_are_drawn_over_their_image(show, tmp_path):
     Image.new("RGB", (100, 50), "white").save(tmp_path / "a.png")
     view = {"width": 100, "height": 50, "seen_width": 100, "seen_height": 50, "coordinates": "resized"}
@@ -167,6 +170,7 @@ def test_boxes_are_drawn_over_their_image(show, tmp_path):
     assert "missing.png: the image is not in this page" in page.locator(".card figure").first.inner_text()
 
 
+@SLOW
 def test_two_runs_side_by_side(show, tmp_path):
     config = {"trainer": {"max_steps": 5}, "model": {"policy": "p"}}
     one = write_run(

@@ -7,6 +7,7 @@ import yaml
 
 from grpo_lightning.cli.main import parse
 from grpo_lightning.report.settings import dataclass_in, different_settings
+from tests.marks import SLOW
 
 pytestmark = pytest.mark.filterwarnings("ignore:[\\s\\S]*instantiate_classes")  # its name before jsonargparse 4.49
 
@@ -31,6 +32,7 @@ data:
 """
 
 
+@SLOW
 def test_only_what_was_set_is_listed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text(RECIPE)

@@ -221,12 +221,14 @@ WRONG = [
 ]
 
 
+@SLOW
 def test_what_people_and_chat_models_write_is_read():
     rows = [(1.0, *row) for row in RIGHT] + [(0.0, *row) for row in WRONG]
     found = [accuracy(completion, gold) for _, completion, gold in rows]
     assert [row for row, value in zip(rows, found, strict=True) if value != row[0]] == []
 
 
+@SLOW
 def test_a_right_answer_that_the_peers_read_is_read():
     """TRL's reward, and math-verify with its defaults on the bare answer: a row either of them reads is right here."""
     math_verify = pytest.importorskip("math_verify")

@@ -28,6 +28,7 @@ from grpo_lightning.rewards import (
 )
 from grpo_lightning.rewards.accuracy import UndecidedError
 from grpo_lightning.rewards.by_method import Method, similarity
+from tests.marks import SLOW
 
 pytest.importorskip("math_verify")
 
@@ -141,6 +142,7 @@ def test_text_similarity_by_hand():
         assert found == (reward if reward is None else pytest.approx(reward)), (completion, solution)
 
 
+@SLOW
 def test_any_answer_by_hand():
     for completion, solution, reward in [
         ("3", 3, 1),

@@ -206,6 +206,7 @@ def test_bad_settings_are_named(settings, problem):
         CodeTests(**settings)
 
 
+@SLOW
 def test_logs():
     extras: dict[str, list[Any]] = {}
     metrics: dict[str, float] = {}

@@ -66,6 +66,7 @@ def late(request: pytest.FixtureRequest) -> tuple[RewardSet, Scores]:
     return rewards, rewards.score(groups(*PROMPTS))
 
 
+@SLOW
 @given(order=st.permutations(range(len(PROMPTS))), count=st.integers(0, len(PROMPTS)), is_other=st.booleans())
 @settings(max_examples=10)
 def test_scores_are_those_of_calls_after_sampling(

@@ -376,6 +376,7 @@ def test_queries_of_a_group_start_while_others_are_sampled(endpoint: Endpoint, m
     assert len(endpoint.requests) == 12, "each completion is asked for once"
 
 
+@SLOW
 def test_scores_warnings_and_metrics_are_those_of_late_queries(endpoint: Endpoint, caplog: pytest.LogCaptureFixture):
     def reply(question: str) -> Any:
         number, _, g = graded(question).partition("-")

@@ -317,6 +317,7 @@ def test_inner_rewards_say_that_they_stay_in_the_process(folder):
     assert not ByMethod().in_process
 
 
+@SLOW
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_run_is_rewarded_by_it_and_trains_only_the_policy(folder, tmp_path, offload):
     model = RewardModel(folder, offload=offload)

@@ -27,6 +27,7 @@ from grpo_lightning.rewards import (
     WeightedReward,
 )
 from grpo_lightning.rewards.scoring import weighted_total
+from tests.marks import SLOW
 
 NAN = math.nan
 
@@ -142,6 +143,7 @@ def loop_total(values: list[list[list[float | None]]], weights: list[float], n: 
     return total if count else NAN
 
 
+@SLOW
 @given(st.data())
 def test_the_total_equals_a_plain_loop(data: st.DataObject):
     num_rewards, num_groups, size = (data.draw(st.integers(1, 3)) for _ in range(3))

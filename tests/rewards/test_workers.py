@@ -142,6 +142,7 @@ def test_a_pool_goes_on_after_all_of_its_workers_were_lost():
     assert rewards.score(groups(*["fine"] * 5)).total.tolist() == [[1, 1]] * 5
 
 
+@SLOW
 def test_a_worker_whose_memory_is_used_up_is_replaced():
     limits = RewardWorkers(num_workers=1, memory_gb=0.5)
     scores = reward_set(misbehaving.hoards, workers=limits).score(groups(*["p"] * 12))
@@ -417,6 +418,7 @@ def test_no_workers_at_all():
 # ---------------------------------------------------------------------------------------------- math, code, processes
 
 
+@SLOW
 def test_math_verify_keeps_its_own_time(caplog):
     """Its limit is a signal: it raises in threads, and a power too large does not look at it."""
     pytest.importorskip("math_verify")

@@ -105,7 +105,7 @@ def ways() -> list[Any]:
     ]
 
 
-@few(2)
+@few(2, slow=True)
 @pytest.mark.parametrize("make", ways())
 def test_every_way_of_the_engine_plays_the_same(policy, make):
     limits = {"max_turn_length": 5}
@@ -160,6 +160,7 @@ def test_the_cache_lives_on_between_turns(policy):
     assert kept < again / 3, (kept, again)
 
 
+@SLOW
 def test_a_part_of_a_group_is_the_same_as_in_the_whole(policy):
     whole = sample(policy, ByPromptLength(), num_generations=4, max_turn_length=5)
     part = sample(policy, ByPromptLength(), num_generations=4, max_turn_length=5, part=range(1, 4, 2))

@@ -168,6 +168,7 @@ def test_any_data_are_gone_through_as_the_rule_says(is_open, batch_size, rounds)
     assert seen.rollouts == want
 
 
+@SLOW
 def test_a_reward_by_name_decides():
     def accuracy(prompts):
         return varied(prompts, OPEN.__contains__)
@@ -260,6 +261,7 @@ def test_extras_and_rewards_of_what_is_trained_on_stay_together():
     assert advantages[:, 1].tolist() == pytest.approx([0.866, 0.866], abs=1e-3)
 
 
+@SLOW
 def test_what_is_drawn_for_a_prompt_depends_on_its_number_alone():
     """A prompt drawn in a later round has completions of its own, not those of the place it is put in."""
     module, _ = run(prompts=["p0", "p1", "p3", "p0"], batch_size=1, reward=only_open)
@@ -314,6 +316,7 @@ def test_that_is_refused_of_a_data_module_too(tmp_path):
         )
 
 
+@SLOW
 def test_a_schedule_needs_max_steps():
     options = {"scheduler": Linear}
     with pytest.raises(ValueError, match=r"set trainer\.max_steps"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_lightning.objective import Objective
-from tests.marks import few
+from tests.marks import SLOW, few
 from tests.module_runs import ScriptedEngine, are_equal, fit, make_module, weights_of
 from tests.tiny_models import EOS
 
@@ -60,6 +60,7 @@ def test_by_hand(overlong_filter: str, rewards: tuple[float, ...], num_tokens: i
     assert tokens == 2 * (3 + 2)
 
 
+@SLOW
 def test_what_is_masked_is_not_computed():
     """With a KL all trained completions are, and only these."""
     rows = {name: trained(name, beta=0.04).run.cycle.micro_batches for name in EVERY}
@@ -78,7 +79,7 @@ def test_nothing_is_cut(overlong_filter: str):
     assert are_equal(plain, filtered)
 
 
-@few(1)
+@few(1, slow=True)
 @pytest.mark.parametrize("overlong_filter", ["loss", "group"])
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 def test_everything_is_cut(overlong_filter: str, beta: float):
@@ -89,6 +90,7 @@ def test_everything_is_cut(overlong_filter: str, beta: float):
     assert module.run.cycle.counts == [(0, 0)]
 
 
+@SLOW
 def test_a_filter_changes_what_is_learned():
     plain, loss, group = (weights_of(trained(name, lr=1e-2, beta=0.04)) for name in EVERY)
     assert not are_equal(plain, loss)

@@ -168,6 +168,7 @@ def test_completions_without_images_stay_on_the_extended_path(monkeypatch):
     assert alone.scorer is scorer
 
 
+@SLOW
 @pytest.mark.parametrize("path", ["extended", "dense"])
 def test_dummy_passes_change_nothing(path):
     """Other ranks may need more passes of each kind: gradients and log-probs stay the same."""

@@ -141,6 +141,7 @@ def test_other_families(family):
     assert_same(connected(model, max_rows=5).generate(prompts, 3, sampling, list(range(5))), want)
 
 
+@SLOW
 @pytest.mark.parametrize("autocast", [True, False])
 def test_in_16_bits(autocast):
     """Greedy, so that rounding changes few tokens: the log-probs are those of the unlimited rollout."""

@@ -14,6 +14,7 @@ from grpo_lightning.policy.reference import FrozenCopy, frozen_copy
 from grpo_lightning.policy.trainable import freeze_first_layers
 from grpo_lightning.training import actor
 from grpo_lightning.training.micro_batches import CycleShape
+from tests.marks import SLOW
 from tests.module_runs import SMALL, are_equal, fit, make_module, weights_of
 from tests.tiny_models import tiny_model
 
@@ -73,6 +74,7 @@ def test_the_optimizers_states_are_away_inside_and_back(places):
     assert all(torch.equal(state[name], value) for name, value in before.items())
 
 
+@SLOW
 def test_a_run_samples_with_room_and_trains_the_same(places):
     seen = []
 

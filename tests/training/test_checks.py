@@ -38,6 +38,7 @@ def test_max_steps(caplog, asked, steps):
     assert run(caplog, max_steps=asked, max_epochs=9) == (steps, 2 * steps, steps // 4, said)
 
 
+@SLOW
 @pytest.mark.parametrize(("asked", "batches"), [(1, 8), (8, 8), (9, 16)])
 def test_limit_train_batches_as_a_number(caplog, asked, batches):
     said = []
@@ -46,6 +47,7 @@ def test_limit_train_batches_as_a_number(caplog, asked, batches):
     assert run(caplog, limit_train_batches=asked, max_epochs=1) == (batches // 2, batches, batches // 8, said)
 
 
+@SLOW
 @pytest.mark.parametrize(("asked", "batches"), [(0.1, 8), (0.5, 8), (0.75, 16), (1.0, 16)])
 def test_limit_train_batches_as_a_share(caplog, asked, batches):
     """Of 16 batches."""
@@ -76,6 +78,7 @@ def test_fast_dev_run_is_one_cycle(caplog):
     ]
 
 
+@SLOW
 def test_two_epochs_of_a_limited_length(caplog):
     steps, batches, rollouts, said = run(caplog, limit_train_batches=3, max_epochs=2)
     assert (steps, batches, rollouts) == (8, 16, 2)

@@ -15,7 +15,7 @@ from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.training.export import export, policy_loader
 from tests.exports import difference, logprobs, save_policy
-from tests.marks import few, only
+from tests.marks import SLOW, few, only
 from tests.module_runs import fit, make_module
 
 
@@ -122,6 +122,7 @@ def test_a_policy_given_by_hand_is_merged_in_the_runs_dtype(adapted, adapter, tm
     assert export(checkpoint, tmp_path / "model", policy=str(moved)).dtype == getattr(torch, module.loader.dtype)
 
 
+@SLOW
 def test_what_quantised_layers_add_is_not_in_checkpoints(adapter, tmp_path):
     """bitsandbytes writes scales and codes beside a weight: the base's, which export takes from the policy."""
     module = make_module(policy=PolicyLoader(str(adapter / "policy"), lora=LoRA(rank=2)), lr=1e-2)

@@ -122,6 +122,7 @@ def test_the_lines_printed_load_model_and_processor(tmp_path, capsys):
     )
 
 
+@SLOW
 def test_the_callback_writes_the_processor(tmp_path):
     module, _ = train(tmp_path, callbacks=[ExportPolicy()])
     model, processor = loaded(tmp_path / "policy")

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import CSVLogger
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.training.metrics import logged_this_step
-from tests.marks import few
+from tests.marks import SLOW, few
 from tests.module_runs import fit, make_module
 
 ROLLOUT = ("policy/entropy", "reward/mean", "reward/place", "rollout/length", "rollout/length_max", "time/rollout")
@@ -77,6 +77,7 @@ def test_an_interval_of_0_logs_nothing(tmp_path):
         rows_of(tmp_path, make_module(length=2, num_iterations=2), max_steps=2, log_every_n_steps=0)
 
 
+@SLOW
 def test_every_logger_gets_a_rollout_that_is_scored_in_the_middle_of_a_resumed_run(tmp_path):
     def module():
         return make_module(length=2, rewards=[place], num_iterations=2)
@@ -152,6 +153,7 @@ def test_what_the_first_micro_batch_logs_is_logged_at_the_end_of_the_step(tmp_pa
     assert [row["my/first"] for row in rows] == [0.0, 2.0]
 
 
+@SLOW
 def test_sources_are_told_apart_where_there_are_several(tmp_path):
     def is_maths(completions, prompts):
         return [float(prompt.startswith("m")) for prompt in prompts]

@@ -25,7 +25,7 @@ from grpo_lightning.training.micro_batches import (
     split_update,
     split_updates,
 )
-from tests.marks import few
+from tests.marks import SLOW, few
 from tests.step_counts import step_counts
 from tests.tiny_models import PAD, VOCAB, tiny_model
 
@@ -340,6 +340,7 @@ def rollouts(draw):
     return groups, torch.tensor(advantages)
 
 
+@SLOW
 @given(rollouts(), st.integers(1, 3), st.integers(1, 4), st.booleans())
 @settings(max_examples=60)
 def test_every_completion_lands_once_and_the_counts_are_right(rollout, updates, accumulate, skip):

@@ -97,6 +97,7 @@ def test_every_update_counts_with_its_own_weights():
     assert all("time/routing" in step for step in steps[1].steps)
 
 
+@SLOW
 def test_the_logged_loss_is_that_of_transformers_on_all_rows():
     """Of all completions, whatever their advantage."""
     module = make_experts(lr=0.0)
@@ -141,6 +142,7 @@ def test_coefficient_0_changes_nothing(monkeypatch):
     assert are_equal(*runs)
 
 
+@SLOW
 def test_null_is_the_coefficient_of_the_config(caplog):
     with caplog.at_level(logging.INFO, "grpo_lightning"):
         history = logged(make_experts(None), max_steps=1)
@@ -227,6 +229,7 @@ def test_a_pass_that_selects_tokens_counts_their_routing_too():
     assert history.of(LOSS) == pytest.approx(logged(make_experts(objective=objective), max_steps=1).of(LOSS), rel=1e-5)
 
 
+@SLOW
 def test_an_own_update_that_leaves_the_loss_out_is_refused():
     module = make_experts(0.5, module_class=OwnUpdate)
     with pytest.raises(ValueError, match=r"has the weight 0\.5, but your `update` leaves it out"):

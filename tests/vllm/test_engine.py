@@ -79,7 +79,7 @@ def step(policy, seed):
                 weight.add_(0.05 * torch.randn(weight.shape, generator=generator))
 
 
-@few(1)
+@few(1, slow=True)
 @pytest.mark.parametrize("has_lora", [False, True])
 def test_after_every_update_the_log_probs_are_those_of_the_new_policy(connect, has_lora):
     policy = tiny_model(**SMALL)
@@ -94,6 +94,7 @@ def test_after_every_update_the_log_probs_are_those_of_the_new_policy(connect, h
         assert [c.logprobs for group in groups for c in group] != old
 
 
+@SLOW
 def test_completions_are_those_of_their_own_seeds(connect):
     engine, policy = connect()
     engine.sync_weights(policy)
@@ -120,6 +121,7 @@ def test_the_completions_equal_those_of_the_local_engine_with_the_same_logits(co
         assert ours[0].logprobs == pytest.approx(theirs[0].logprobs, abs=1e-5)
 
 
+@SLOW
 def test_starting_and_sampling_leave_the_global_random_states_alone(connect):
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     engine, policy = connect()
@@ -331,6 +333,7 @@ def test_weights_that_have_not_changed_are_not_sent_again(connect, monkeypatch):
     assert len(sent) == 2
 
 
+@SLOW
 def test_a_missing_group_of_layers_is_found(connect, monkeypatch):
     groups = weights.weight_groups
     monkeypatch.setattr(weights, "weight_groups", lambda *args: list(groups(*args))[1:])
@@ -387,6 +390,7 @@ def test_stop_strings_need_a_tokenizer_that_vllm_reads_alike(connect, monkeypatc
         engine.generate(PROMPTS, 1, SamplingParams(max_completion_length=4, stop_strings=["x"]), seeds=[1, 2, 3])
 
 
+@SLOW
 def test_the_probe_finds_log_probs_of_another_distribution(connect, monkeypatch):
     """A server without --logprobs-mode processed_logprobs reports log-probs before the temperature."""
     engine, _ = connect()
@@ -825,6 +829,7 @@ def test_an_interrupted_rollout_does_not_wait_for_the_server(monkeypatch):
         assert time.monotonic() - started < 8
 
 
+@SLOW
 def test_a_server_that_refuses_the_weights_is_named(monkeypatch):
     policy = tiny_model(**SMALL)
     with serving(tiny_model(**SMALL | {"num_hidden_layers": 1}).config) as running:  # another model of the same name

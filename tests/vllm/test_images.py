@@ -17,7 +17,7 @@ from grpo_lightning.rollout.vllm import images
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from tests import tiny_vlms
 from tests.light_rewards import capitals
-from tests.marks import few
+from tests.marks import SLOW, few
 from tests.module_runs import History, fit, make_module
 from tests.observed_images import Shows, source_of
 from tests.ports import free_port
@@ -57,6 +57,7 @@ def connect(request, fake_vllm):  # noqa: F811
         each.__exit__(None, None, None)
 
 
+@SLOW
 def test_log_probs_are_the_policys_before_and_after_an_update(connect):
     """Prompts without, with one and with several images; the vision tower is trained too."""
     vlm = tiny_vlms.build("qwen2_5_vl")
@@ -112,6 +113,7 @@ def test_vllm_normalises_no_pixels_and_reserves_no_memory_for_videos(fake_vllm):
     assert options["limit_mm_per_prompt"] == {"video": 0}
 
 
+@SLOW
 def test_the_probe_compares_a_prompt_with_an_image(connect, monkeypatch):
     vlm = tiny_vlms.build("qwen2_5_vl")
     engine, scorer = connect(vlm), Scorer("extended", never=encoder_of(vlm).never_sampled)

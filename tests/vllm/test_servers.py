@@ -87,6 +87,7 @@ def at(count, do):
 # --------------------------------------------------------------------------------------------- groups as they finish
 
 
+@SLOW
 def test_a_group_is_reported_while_other_prompts_are_sampled(start, undisturbed):
     """The last completion of the first prompt waits until the groups of the other prompts have been reported."""
     engine, _, server = start()
@@ -295,6 +296,7 @@ def test_each_server_is_checked_before_weights_load(start):
 # ---------------------------------------------------------------------------------------------------------- versions
 
 
+@SLOW
 @pytest.mark.parametrize("reports_spans", [True, False])
 def test_completions_have_the_number_of_the_update(start, reports_spans):
     engine, policy, server = start(options={"reports_spans": reports_spans})
@@ -344,7 +346,7 @@ def test_an_update_that_is_not_finished_has_a_version_of_its_own(start, monkeypa
 # ---------------------------------------------------------------------------------------------------------- failures
 
 
-@few(2)
+@few(2, slow=True)
 @pytest.mark.parametrize("reports_spans", [True, False])
 @pytest.mark.parametrize("failure", [500, 503, "break"])
 def test_a_failed_request_is_repeated(start, failure, reports_spans, undisturbed):
@@ -365,6 +367,7 @@ def test_a_request_is_given_up_after_max_retries(start):
     assert len(server.failures[TOKENS]) == 97
 
 
+@SLOW
 def test_a_timeout_is_repeated_on_another_server(start, undisturbed):
     engine, _, slow, other = start(2, timeout=0.5)
     slow.delay = 1.0
@@ -372,6 +375,7 @@ def test_a_timeout_is_repeated_on_another_server(start, undisturbed):
     assert (len(slow.bodies), len(other.bodies)) == (2, 2)
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("status", "text", "remedy"),
     [
@@ -491,6 +495,7 @@ def test_a_server_that_does_not_come_back_ends_the_rollout(start):
         engine.generate(PROMPTS, 4, SAMPLING, SEEDS)
 
 
+@SLOW
 def test_a_server_that_comes_back_with_another_model_is_refused(start):
     engine, _, server = start()
     engine.backend.servers[0].policy = "policy"
@@ -532,6 +537,7 @@ def test_an_update_is_given_up_after_max_retries(start):
     assert len(server.failures["/pause"]) == 8
 
 
+@SLOW
 def test_a_server_that_dies_during_an_update_gets_all_weights(start, undisturbed):
     engine, policy, server = start(synced=False)
     load = server.receive
@@ -546,6 +552,7 @@ def test_a_server_that_dies_during_an_update_gets_all_weights(start, undisturbed
     assert sampled(engine) == undisturbed
 
 
+@SLOW
 def test_a_new_run_repairs_a_server_whose_update_did_not_finish(start, undisturbed):
     """As after kill -9 of the trainer."""
     engine, policy, server = start()
@@ -632,6 +639,7 @@ def test_an_adapter_that_another_client_has_unloaded_is_sent_again(adapted):
     update(engine, policy)
 
 
+@SLOW
 def test_a_server_that_dies_while_an_adapter_is_loaded_gets_all_weights(adapted):
     engine, policy, server = adapted()
     load = server.load_adapter
@@ -653,6 +661,7 @@ def test_a_server_that_does_not_come_back_ends_the_update_of_adapters(adapted):
         engine.sync_weights(policy)
 
 
+@SLOW
 def test_one_of_two_servers_that_comes_back_gets_base_and_adapter(adapted):
     engine, policy, first, second = adapted(2)
     first.kill()
@@ -679,6 +688,7 @@ def test_a_server_that_dies_during_a_rollout_with_adapters_gets_all_weights(adap
     assert sampled(engine) == expected
 
 
+@SLOW
 def test_a_server_that_dies_in_the_background_gets_all_weights_with_the_next_adapter(adapted):
     engine, policy, server = adapted()
 
@@ -813,6 +823,7 @@ def test_weights_do_not_change_between_the_turns_of_a_conversation(start):
     assert server.fake.events.count("start") == 2
 
 
+@SLOW
 def test_a_rollout_in_another_thread_neither_sends_weights_nor_speaks_to_other_ranks(start, monkeypatch, undisturbed):
     """Training may be changing the weights meanwhile, and uses the process group."""
     engine, _, server = start()

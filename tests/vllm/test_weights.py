@@ -12,6 +12,7 @@ from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.vllm import weights
 from grpo_lightning.rollout.vllm.weights import check_policy, gathered_groups, state_of, weight_groups
+from tests.marks import SLOW
 from tests.tiny_models import tiny_model
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
@@ -154,6 +155,7 @@ def test_merged_embeddings_equal_those_of_peft():
     assert not torch.equal(sent(policy)["model.embed_tokens.weight"], policy.get_input_embeddings().weight)
 
 
+@SLOW
 def test_the_state_changes_with_every_weight():
     policy = moved(add_adapters(tiny_model("qwen2", **SMALL), LoRA(rank=4)))
     first = state_of(policy, Sharding())

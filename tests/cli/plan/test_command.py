@@ -65,6 +65,7 @@ def said(capsys):
 # ----------------------------------------------------------------------------------------------------------- the plan
 
 
+@SLOW
 def test_a_plan_without_weights(recipe, said, monkeypatch):
     """The policy's folder has none, and nothing asks for them."""
     import transformers
@@ -172,6 +173,7 @@ class OwnModule(GRPOLightningModule):
         assert own_setting == 3
 
 
+@SLOW
 def test_a_module_of_ones_own_is_planned(recipe, capsys):
     from grpo_lightning.cli import main
 
@@ -181,6 +183,7 @@ def test_a_module_of_ones_own_is_planned(recipe, capsys):
         main(["plan", *recipe(), "--model.own_setting=3"])
 
 
+@SLOW
 def test_memory_in_gib_for_a_published_model(recipe, said):
     """Llama-3.2-1B in float32: 1,235,814,400 x 4 bytes are 4.60 GiB; AdamW's states twice that. No tokenizer there."""
     llama_1b().save_pretrained("llama")
@@ -366,6 +369,7 @@ def test_what_is_missing_without_prepare_is_an_error(recipe, said):
         said(recipe())
 
 
+@SLOW
 def test_bad_settings_are_errors(recipe, said):
     with pytest.raises(ValueError, match=r"model\.num_generations must be at least 2, got 1"):
         said(recipe(num_generations=1))

@@ -67,6 +67,7 @@ def said(capsys):
     return run
 
 
+@SLOW
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
 def test_a_family_is_planned(recipe, said, family):
     out = said(recipe(family))
@@ -132,6 +133,7 @@ def nothing() -> None:
     """Builds no data."""
 
 
+@SLOW
 def test_an_image_that_does_not_fit_is_refused(recipe, said):
     """1,024 positions; an image of 12 tokens, and the text."""
     with pytest.raises(ValueError, match=r"has \d+ tokens.* exceeds the policy's 1024 positions"):
