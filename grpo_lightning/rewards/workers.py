@@ -279,8 +279,9 @@ class SentCall(NamedTuple):
 class WorkerPool:
     """Pool of worker processes that run rewards, under one supervisor process.
 
-    The supervisor starts on first use, and again if it was killed. The supervisor and the workers end when this object
-    is deleted or this process ends. The pool is picklable; an unpickled copy starts its own supervisor.
+    The supervisor starts on first use, and again if it was killed or `close` has stopped it. The supervisor and the
+    workers end with `close`, or when this object is deleted or this process ends. The pool is picklable; an unpickled
+    copy starts its own supervisor.
 
     Args:
         rewards: All rewards of the run. Rewards that cannot run in workers run in the training process.
@@ -403,8 +404,9 @@ class WorkerPool:
 
     def close(self) -> None:
         """Stop the workers, and forget what they have loaded; `start` and `wait` begin anew."""
-        self.stop()
-        self._started_by, self._places, self._early = None, {}, {}
+        with self._lock:
+            self.stop()
+            self._started_by, self._places, self._early = None, {}, {}
 
     def submit(
         self,
