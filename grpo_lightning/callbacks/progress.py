@@ -76,6 +76,9 @@ class ProgressBar(LightningProgressBar):
         self.marks: deque[tuple[int, float]] = deque(maxlen=RATE_STEPS + 1)
         self.started: float | None = None
         self.total: int | None = None
+        self.evaluation = ""
+        """Name of the running evaluation; "" outside of evaluations, also while other callbacks sample after one."""
+
         self.batches = (0, 0.0)
         """Batches of the running evaluation: done, and all."""
 
@@ -148,6 +151,7 @@ class ProgressBar(LightningProgressBar):
 
     def on_exception(self, *_: Any) -> None:
         """Keep the last state of the line, so that the error message starts on a new line."""
+        self.evaluation = ""
         self.line.close(is_kept=True)
 
     def on_phase(self, trainer: L.Trainer, phase: str) -> None:
@@ -157,8 +161,8 @@ class ProgressBar(LightningProgressBar):
 
     def on_decode(self, trainer: L.Trainer, done: int, total: int) -> None:
         """Show decoding progress: tokens sampled per completion, of at most `total`."""
-        is_ours = self.phase == "rollout" or bool(evaluation_of(trainer))
-        if is_ours and (done % 8 == 0 or done == total):  # callbacks may sample too, outside of a training step
+        is_ours = self.phase == "rollout" or self.evaluation  # callbacks may sample too, outside of both
+        if is_ours and (done % 8 == 0 or done == total):
             self.tokens = f"{done}/{total}"
             self.show(trainer)
 
@@ -166,20 +170,22 @@ class ProgressBar(LightningProgressBar):
 
     def on_validation_start(self, trainer: L.Trainer, *_: Any) -> None:
         """Begin a validation, or the sanity check before training."""
-        batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-        self.start_evaluation(trainer, batches)
+        if trainer.sanity_checking:
+            self.start_evaluation(trainer, "sanity check", trainer.num_sanity_val_batches)
+        else:
+            self.start_evaluation(trainer, "validation", trainer.num_val_batches)
 
     def on_test_start(self, trainer: L.Trainer, *_: Any) -> None:
         """Begin a test."""
-        self.start_evaluation(trainer, trainer.num_test_batches)
+        self.start_evaluation(trainer, "test", trainer.num_test_batches)
 
     def on_predict_start(self, trainer: L.Trainer, *_: Any) -> None:
         """Begin a prediction."""
-        self.start_evaluation(trainer, trainer.num_predict_batches)
+        self.start_evaluation(trainer, "predict", trainer.num_predict_batches)
 
-    def start_evaluation(self, trainer: L.Trainer, batches: Sequence[float]) -> None:
+    def start_evaluation(self, trainer: L.Trainer, name: str, batches: Sequence[float]) -> None:
         """Begin with the first of all batches."""
-        self.batches, self.tokens = (0, sum(batches)), ""
+        self.evaluation, self.batches, self.tokens = name, (0, sum(batches)), ""
         self.show(trainer, is_due=True)
 
     def on_validation_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
@@ -203,26 +209,30 @@ class ProgressBar(LightningProgressBar):
 
     def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
         """Keep the last state of the line; in a training run, the line of training takes its place."""
-        self.line.close(is_kept=self.leave and trainer.state.fn == TrainerFn.VALIDATING)
+        self.end_evaluation(is_kept=self.leave and trainer.state.fn == TrainerFn.VALIDATING)
 
     def on_test_end(self, *_: Any) -> None:
         """Keep the last state of the line."""
-        self.line.close(is_kept=self.leave)
+        self.end_evaluation(is_kept=self.leave)
 
     def on_predict_end(self, *_: Any) -> None:
         """Keep the last state of the line."""
-        self.line.close(is_kept=self.leave)
+        self.end_evaluation(is_kept=self.leave)
+
+    def end_evaluation(self, *, is_kept: bool) -> None:
+        """End the line of an evaluation."""
+        self.line.close(is_kept=is_kept)
+        self.evaluation = ""
 
     # -------------------------------------------------------------------------------------------------------- the line
 
     def show(self, trainer: L.Trainer, *, is_due: bool = False) -> None:
         """Show the line, if it is on and something runs that it is about."""
-        kind = evaluation_of(trainer)
-        if self.is_disabled or not (kind or (self.started is not None and trainer.training)):
+        if self.is_disabled:
             return
-        if kind:
-            self.line.show(lambda width: self.evaluation_text(kind, width), is_due=is_due)
-        else:
+        if self.evaluation:
+            self.line.show(self.evaluation_text, is_due=is_due)
+        elif self.started is not None and trainer.training:
             self.line.show(lambda width: training_text(self.state(trainer), width), is_due=is_due)
 
     def state(self, trainer: L.Trainer) -> State:
@@ -241,10 +251,11 @@ class ProgressBar(LightningProgressBar):
             rewards=self.rewards,
         )
 
-    def evaluation_text(self, kind: str, width: int | None) -> Text:
+    def evaluation_text(self, width: int | None) -> Text:
         """The line of an evaluation."""
         done, total = self.batches
-        parts = [Part(kind, 0, "cyan"), Part(f"{done}/{total:g} batches" if total < math.inf else f"{done} batches", 0)]
+        parts = [Part(self.evaluation, 0, "cyan")]
+        parts.append(Part(f"{done}/{total:g} batches" if total < math.inf else f"{done} batches", 0))
         if self.tokens:
             parts.append(Part(f"{self.tokens} tokens", 1))
         return laid_out(parts, width, None if width is None or total == math.inf else done / max(total, 1))
@@ -259,17 +270,6 @@ class ProgressBar(LightningProgressBar):
         if "reward" in shown:
             shown["reward"] = f"{float(self.values[REWARD]):#.3g}"  # 1.00: the line keeps its width
         return shown | trainer.progress_bar_metrics
-
-
-def evaluation_of(trainer: L.Trainer) -> str:
-    """Name of the running evaluation; "" in training."""
-    kinds = {
-        "sanity check": trainer.sanity_checking,
-        "validation": trainer.validating,
-        "test": trainer.testing,
-        "predict": trainer.predicting,
-    }
-    return next((kind for kind, is_running in kinds.items() if is_running), "")
 
 
 # -------------------------------------------------------------------------------------------------------------- layout

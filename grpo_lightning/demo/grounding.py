@@ -290,16 +290,16 @@ class _Corpus:
         self.model = model
         tokenizer = processor.tokenizer
         subjects = [(thing, naming) for scene in scenes for thing in scene for naming in namings(thing)]
-        prompts = [prompt_ids(task.question(*about), tokenizer, task) for about in subjects]
+        questions = [task.question(*about) for about in subjects]
+        ids_of = {question: prompt_ids(question, tokenizer, task) for question in dict.fromkeys(questions)}
+        prompts = [ids_of[question] for question in questions]
         self.prompt_length = len(prompts[0])
         self.questions_each = len(subjects) // len(scenes)
         lazy = tokenizer.encode(task.lazy_completion() + EOS)
-        self.worked = torch.tensor(
-            [
-                ids + tokenizer.encode(task.worked_completion(*about) + EOS)
-                for ids, about in zip(prompts, subjects, strict=True)
-            ]
-        )  # [rows, L + T]; lazy completions have another T
+        completions = [task.worked_completion(*about) + EOS for about in subjects]
+        worked = tokenizer(completions)["input_ids"]
+        # [rows, L + T]; lazy completions have another T
+        self.worked = torch.tensor([ids + answer for ids, answer in zip(prompts, worked, strict=True)])
         self.lazy = torch.tensor([ids + lazy for ids in prompts])
         self.features = torch.cat(list(features_in_parts(model, processor, task, scenes, show=show_progress)))
         self.grids = torch.tensor([patch_grid(task)])
@@ -320,8 +320,11 @@ class _Corpus:
         """Completion logits. Args: ids: [B, L + T]. features: [B, tokens, width]. Returns: [B, T, V]."""
         are_images = ids == self.model.config.image_token_id
         embedded = self.model.get_input_embeddings()(ids).masked_scatter(are_images[..., None], features)
-        grids = self.grids.expand(len(ids), 3)
-        positions, _ = self.model.model.get_rope_index(ids, mm_token_type_ids=are_images.int(), image_grid_thw=grids)
+        # All rows have the image at the same place, hence the same positions: [3, 1, L + T].
+        positions, _ = self.model.model.get_rope_index(
+            ids[:1], mm_token_type_ids=are_images[:1].int(), image_grid_thw=self.grids
+        )
+        positions = positions.expand(-1, len(ids), -1)
         hidden = self.model.model.language_model(inputs_embeds=embedded, position_ids=positions, use_cache=False)[0]
         return self.model.lm_head(hidden[:, self.prompt_length - 1 : -1])  # type: ignore[no-any-return]
 

@@ -91,6 +91,21 @@ def test_what_others_draw_is_no_rollout(shown):
     assert phases(shown) == ["rollout", "rollout 3/3", "reward", "update"]
 
 
+def test_what_others_sample_after_an_evaluation_is_no_part_of_it(shown):
+    class After(L.Callback):
+        def on_validation_end(self, trainer, pl_module):
+            shown.clear()
+            pl_module.evaluate(source.prompts[:2], is_greedy=True)
+
+        on_test_end = on_predict_end = on_validation_end
+
+    module, source = make_module(length=3), PromptSource(PROMPTS, 8)
+    trainer = make_trainer(enable_progress_bar=True, callbacks=[ProgressBar(), After()])
+    for run in (trainer.validate, trainer.test, trainer.predict):
+        run(module, source)
+        assert not shown
+
+
 @pytest.mark.parametrize("bar", [ProgressBar(refresh_rate=0), ProgressBar()])
 def test_a_line_that_is_off_shows_nothing(shown, bar):
     if bar.refresh_rate:
