@@ -14,6 +14,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Images of containers set it; the hundreds of processes that the tests start would each compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart quickstart-grounding quickstart-game quickstart-tools quickstart-reasoning-gym test test-slow test-nightly test-all test-vllm lint format docs bench bench-cuda bench-curves cuda prove-dapo prove-learning prove-same-learning prove-grounding prove-reasoning-gym prove-game prove-tools prove-resume prove-ranks prove-unchanged prove-vllm prove-wheel clean
@@ -53,10 +55,10 @@ test: $(READY) ## What protects users, in minutes, on a CPU
 test-slow: $(READY) ## The full matrices: every strategy, family, recipe and way of saving
 	$(PYTEST) -m "slow and not nightly" $(PYTEST_ARGS)
 
-test-nightly: $(READY) ## Further combinations of what the matrices have
+test-nightly: $(READY) ## Further combinations of what the matrices of test-slow have
 	$(PYTEST) -m nightly $(PYTEST_ARGS)
 
-test-all: test test-slow test-nightly ## All tests
+test-all: test test-slow ## The tests of continuous integration, real vLLM apart
 
 test-vllm: ## Test VLLMEngine against the real vLLM on a CPU, in an environment of its own and at most 10 minutes
 	$(PYTHON) tests/vllm/run.py $(PYTEST_ARGS)

@@ -23,7 +23,7 @@ from workload import EOS, Workload, build_policy, forward_flops, make_prompts, s
 
 from benchmarks.memory import mib, peak_bytes
 from grpo_lightning.cli import parse
-from tests.marks import SLOW
+from tests.marks import NIGHTLY, SLOW
 
 MINUTE = {
     "model": {"layers": 2, "width": 32, "heads": 2, "key_value_heads": 1, "feed_forward": 32, "vocabulary": 96},
@@ -180,7 +180,7 @@ def test_operations_of_a_forward_pass_are_those_that_are_counted():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "accumulation", "beta"), [("w1", 1, 0.0), ("w3", 2, 0.04)])
+@pytest.mark.parametrize(("name", "accumulation", "beta"), [pytest.param("w1", 1, 0.0, marks=NIGHTLY), ("w3", 2, 0.04)])
 @pytest.mark.parametrize("side", versus_trl.SIDES)
 def test_a_child_measures_one_run(build: Any, name: str, side: str, accumulation: int, beta: float):
     if side == "trl":

@@ -87,7 +87,9 @@ def test_only_what_is_trained_moves_and_the_reference_stays(folder, kind):
 
 
 @few(1, slow=True)
-@pytest.mark.parametrize("kind", only([*KINDS, "dropout"], [*KINDS, "dropout", *GIVEN, *MORE, "dora, dropout"]))
+@pytest.mark.parametrize(
+    "kind", only([*KINDS, "dropout"], [*KINDS, "dropout", *GIVEN, *MORE, "dora, dropout"], nightly=["given", "dora"])
+)
 def test_a_killed_run_resumes_bit_by_bit(folder, kind, tmp_path):
     """Inside a cycle of two updates, run through twice."""
 

@@ -38,6 +38,41 @@ OF_THE_LOSS = [
 turns under the two strategies that shard the weights."""
 OF_A_FORWARD_PASS = ["chunks", "layers", "dense", "sliced head", "float32 head, kl", "reward model"]
 """Cases that say nothing of how gradients are divided, all that tells ZeRO-1 from ZeRO-2: they run under the latter."""
+OF_GRADIENTS = [
+    "plain",
+    "kl",
+    "accumulate 4, kl",
+    "clipped",
+    "two updates",
+    "a rank of blanks",
+    "a rank without prompts",
+    "lora, kl, accumulate 4, clipped",
+    "experts, a rank without prompts",
+    "shared groups, lora, equal and truncated ones",
+]
+"""Cases of all that ZeRO-2 does otherwise than DDP, which is to divide gradients: the others are nightly under it."""
+BY_TURNS = [
+    "accumulate 2",
+    "a rank of equals",
+    "a rank of truncated, much longer ones",
+    "fewer prompts",
+    "chunks",
+    "layers",
+    "dense",
+    "float32 head, kl",
+    "lora, kl, two updates",
+    "lora, kl, accumulate 4, clipped",
+    "copies, kl",
+    "lora of the head",
+    "lora, fewer prompts",
+    "reference follows",
+    "reward model, a rank without prompts",
+    "a shared group, two updates",
+    "shared groups, reward model",
+    "experts, a rank without prompts",
+]
+"""Cases whose parts run under both strategies that shard the weights. They run under one of them by turns, every third
+under ZeRO-3, which takes three times as long, and are nightly under the other."""
 
 
 def is_run(strategy: str, case: str) -> bool:
@@ -52,14 +87,21 @@ def is_fast(strategy: str, case: str) -> bool:
     return (strategy in ("ddp", "zero3") and case in FAST) or (strategy, case) == ("ddp", "clip-cov")
 
 
+def is_nightly(strategy: str, case: str) -> bool:
+    """Whether the parts of a case run under a strategy in other cases."""
+    if case in BY_TURNS and strategy in ("zero3", "fsdp2"):
+        return strategy != ("zero3", "fsdp2", "fsdp2")[BY_TURNS.index(case) % 3]
+    return strategy == "zero1" or (strategy == "zero2" and case not in OF_GRADIENTS)
+
+
 def matrix(cases: Iterable[str]) -> list[Any]:
     """Parameters for all strategies and cases that run under them."""
     pairs = [(strategy, case) for strategy in STRATEGIES for case in cases if is_run(strategy, case)]
-    marks = {pair: () if is_fast(*pair) else NIGHTLY if pair[0] == "zero1" else SLOW for pair in pairs}
+    marks = {pair: () if is_fast(*pair) else NIGHTLY if is_nightly(*pair) else SLOW for pair in pairs}
     return [pytest.param(*pair, id="-".join(pair), marks=marks[pair]) for pair in pairs]
 
 
-assert {*FAST, *OF_THE_LOSS, *OF_A_FORWARD_PASS} <= steps.CASES.keys()
+assert {*FAST, *OF_THE_LOSS, *OF_A_FORWARD_PASS, *OF_GRADIENTS, *BY_TURNS} <= steps.CASES.keys()
 TOLERANCE = 1e-6
 
 

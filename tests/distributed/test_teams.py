@@ -51,6 +51,12 @@ CASES = {
 FURTHER = {Layout("ddp", 4, 2), Layout("ddp", 4, 4), Layout("fsdp2", 4, 2)}
 """Layouts of which the others have the strategies and the sizes of teams."""
 
+
+def is_nightly(layout: Layout, case: str) -> bool:
+    """Whether the parts of a case run in a layout in other cases, or in other layouts."""
+    return layout in FURTHER or (layout == Layout("zero3", 4, 2) and case in UNEQUAL[2:])
+
+
 pytestmark = SLOW
 
 
@@ -101,7 +107,7 @@ def compare_tokens(ones: list[dict[str, Any]], tokens: list[dict[str, Any]]) -> 
 @pytest.mark.parametrize(
     ("layout", "case"),
     [
-        pytest.param(layout, case, id=f"{layout}-{case}", marks=NIGHTLY if layout in FURTHER else ())
+        pytest.param(layout, case, id=f"{layout}-{case}", marks=NIGHTLY if is_nightly(layout, case) else ())
         for layout, cases in CASES.items()
         for case in cases
     ],

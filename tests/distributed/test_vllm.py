@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,22 @@ def results(tmp_path_factory, request):
     return result
 
 
-STRATEGIES = only(["zero3"], ["ddp", "zero2", "zero3", "fsdp2"], nightly=["ddp", "zero2"])
+STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2")
+
+
+def by_turns(names: Iterable[str], first: int = 0) -> pytest.MarkDecorator:
+    """All strategies and cases: a case runs under ZeRO-3 or FSDP2, by turns, and is nightly under the others.
+
+    Args:
+        names: Names of the cases.
+        first: Of the two strategies, the place of that under which the first case runs.
+    """
+    cases = [
+        pytest.param(strategy, name, marks=() if strategy == ("zero3", "fsdp2")[(first + i) % 2] else NIGHTLY)
+        for strategy in STRATEGIES
+        for i, name in enumerate(names)
+    ]
+    return pytest.mark.parametrize(("strategy", "name"), cases)
 
 
 TWO = pytest.mark.parametrize("world_size", [2])
@@ -165,8 +181,7 @@ TWO = pytest.mark.parametrize("world_size", [2])
 
 @SLOW
 @TWO
-@pytest.mark.parametrize("name", only(["lora"], EXACT))
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@by_turns(EXACT)
 def test_two_ranks_with_a_vllm_each_train_as_one_device(results, strategy, name, world_size):
     """Also the completions are those of one device: they follow from the seeds of the prompts."""
     compare(results("one", name, 1), results(strategy, name, world_size))
@@ -174,8 +189,7 @@ def test_two_ranks_with_a_vllm_each_train_as_one_device(results, strategy, name,
 
 @SLOW
 @TWO
-@pytest.mark.parametrize("name", only(["tensor-parallel, a rank without prompts"], TOGETHER))
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@by_turns(TOGETHER, first=1)
 def test_tensor_parallel_groups_train_as_one_device(results, strategy, name, world_size):
     """The fake asserts that the ranks of a group sample the same requests."""
     compare(results("one", TOGETHER[name], 1), results(strategy, name, world_size))
@@ -203,8 +217,7 @@ def compare(of_one: Any, of_several: Any) -> None:
 
 @SLOW
 @TWO
-@pytest.mark.parametrize("name", ["late"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@by_turns(["late"])
 def test_weights_that_come_late_are_found_with_two_ranks(results, strategy, name, world_size):
     first, *later = (step["policy/rollout_difference_max"] for step in results(strategy, name, world_size)[0]["steps"])
     assert first < 1e-4
@@ -213,8 +226,7 @@ def test_weights_that_come_late_are_found_with_two_ranks(results, strategy, name
 
 @SLOW
 @TWO
-@pytest.mark.parametrize("name", ["dropped"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@by_turns(["dropped"], first=1)
 def test_a_missing_group_of_layers_is_found_with_two_ranks(results, strategy, name, world_size):
     for error in results(strategy, name, world_size)[0]["errors"]:
         assert "The trainer sent no value for model.layers.0." in error
@@ -222,8 +234,7 @@ def test_a_missing_group_of_layers_is_found_with_two_ranks(results, strategy, na
 
 @SLOW
 @TWO
-@pytest.mark.parametrize("name", ["failing"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@by_turns(["failing"])
 def test_an_error_of_one_rank_raises_on_all_ranks(results, strategy, name, world_size):
     """The other ranks would otherwise wait in the collective of the next layer."""
     first, last = results(strategy, name, world_size)[0]["errors"]

@@ -16,7 +16,7 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.rewards import WeightedReward
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.schedules import Linear
-from tests.marks import SLOW, few
+from tests.marks import NIGHTLY, SLOW, few
 from tests.module_runs import ScriptedEngine, are_equal, fit, make_module, make_source, make_trainer, weights_of
 
 PROMPTS = [f"p{number}" for number in range(12)]
@@ -351,7 +351,7 @@ class StopAt(L.Callback):
 
 
 @SLOW
-@pytest.mark.parametrize("micro_step", [5, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 2, 6, 7, 12))])
+@pytest.mark.parametrize("micro_step", [1, 5, 6, *(pytest.param(step, marks=NIGHTLY) for step in (2, 7, 12))])
 def test_a_run_that_was_stopped_ends_with_the_same_weights(tmp_path, micro_step):
     """Also inside a cycle, and after cycles that have used prompts of several rounds."""
 

@@ -13,6 +13,7 @@ from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.rollout import fused
 from grpo_lightning.rollout.fused import FusedSampler, next_token
 from grpo_lightning.rollout.token_sampler import NextToken, TokenSettings
+from tests.marks import few, only
 
 CPU = torch.device("cpu")
 NEEDS_COMPILER = pytest.mark.skipif(
@@ -30,6 +31,8 @@ SAMPLINGS = {
     "penalty": {"repetition_penalty": 1.3},
     "all": {"repetition_penalty": 1.2, "suppress_tokens": [7], "temperature": 0.8, "top_k": 50, "top_p": 0.95},
 }
+IN_ALL = ["temperature", "suppressed", "top-k", "top-p", "penalty"]
+"""Settings that "all" has too: alone, they are nightly."""
 
 
 def next_token_of(vocabulary=300, **sampling):
@@ -53,9 +56,8 @@ def assert_equal_draws(drawn, expected):
 # ------------------------------------------------------------------------------------------------------- compilations
 
 
-@pytest.mark.slow
 @NEEDS_COMPILER
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("name", only([], SAMPLINGS, nightly=IN_ALL))
 def test_compiled_draws_equal_those_of_the_operations(name, caplog):
     """Over numbers of rows and of seen tokens; these need one compilation, and one more for a single row."""
     draw = next_token_of(**SAMPLINGS[name])
@@ -74,7 +76,7 @@ def test_compiled_draws_equal_those_of_the_operations(name, caplog):
     assert graphs["unique_graphs"] - before <= 3
 
 
-@pytest.mark.slow
+@few(3, slow=True)
 @NEEDS_COMPILER
 @pytest.mark.parametrize("vocabulary", [1, 120, 128, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
