@@ -26,10 +26,10 @@ from grpo_lightning.rewards.base import prompt_text
 from grpo_lightning.training.evaluation import Evaluation, evaluation_tables
 
 WIDE = 100
-"""Columns of a terminal in which a cell of the table holds a value and its interval on one line."""
+"""Minimum width of a terminal, in columns, for which a table cell shows a value and its interval on one line."""
 
 Numbers = dict[str, dict[str, float]]
-"""Metrics by kind of completions ("sampled", "greedy") and name."""
+"""Metrics by kind of completion ("sampled", "greedy") and name."""
 
 
 class BeforeAfter(L.Callback):
@@ -212,7 +212,7 @@ class Progress:
 
 
 def validation_loader(trainer: L.Trainer) -> Any:
-    """The loader of the validation prompts: the data module's, to which `limit_val_batches` does not apply.
+    """The loader of the validation prompts: that of the data module, to which `limit_val_batches` does not apply.
 
     Without a data module, it is the trainer's loader.
     """
@@ -233,7 +233,7 @@ def cell(numbers: dict[str, float], name: str, between: str = " ") -> str:
     Args:
         numbers: Values by name.
         name: Name of the metric.
-        between: Put between value and interval.
+        between: Text between the value and the interval.
     """
     if name not in numbers:
         return "-"

@@ -84,7 +84,7 @@ def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> Any:
 
 
 class Lines:
-    """File-like object for tqdm that prints each refresh of a bar as a separate line.
+    """File-like object that tqdm writes to. It prints each refresh of a bar as a separate line.
 
     Args:
         stream: "stdout" or "stderr".
@@ -165,8 +165,8 @@ def show_messages() -> None:
         # All ranks log the same messages: only rank 0 shows them, and the other ranks show only errors.
         rank = next((os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ), "0")
         logger.setLevel(logging.INFO if rank == "0" else logging.ERROR)
-    # Lightning's warning does not apply: the policy is loaded and sampled from in eval mode, and set to train mode for
-    # the update.
+    # Lightning's warning does not apply: the policy is in eval mode while it is loaded and sampled from, and it is set
+    # to train mode for the update.
     warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
 
 

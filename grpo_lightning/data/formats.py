@@ -125,8 +125,8 @@ def log_prompt_columns(prompts: Iterable[Prompt], logged: set[str]) -> None:
 def describe_prompts(prompts: Iterable[Prompt], known: set[str] | None = None) -> Iterator[str]:
     """Describe the prompts of each dataset: their column, whether they are chats, and what reward functions get.
 
-    Rows of a dataset may differ: then it has several lines. Prompts that were not read from rows have none. A further
-    line names columns that could also be the prompt.
+    If the rows of a dataset differ, the dataset gets several lines. Prompts that were not read from rows get no line. A
+    further line names columns that could also be the prompt.
 
     Args:
         prompts: Prompts of any number of datasets.

@@ -218,8 +218,8 @@ class StreamOrder:
             if prompt is None and limit.overlong_prompts == "error":
                 limit.check([measured], of="the stream")
             self.lengths = self.lengths.with_one(measured.num_tokens, limit.max_prompt_length)
-            # A run with max_steps may never reach the end of the data, where the number of prompts that are too long is
-            # logged. Therefore it is also logged at the first such prompt, and whenever it has doubled.
+            # The number of prompts that are too long is logged at the end of the data, which a run with max_steps may
+            # never reach. Therefore this number is also logged at the first such prompt, and whenever it has doubled.
             if self.lengths.num_too_long >= max(1, 2 * self.logged_lengths.num_too_long):
                 self._log_lengths("the stream so far")
         if prompt is not None:

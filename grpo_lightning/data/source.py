@@ -105,7 +105,7 @@ class PromptSource:
         self.settled: list[list[int]] = []  # see `settle`; empty if each rank trains on the prompts that it got first
         self.resume_from: dict[str, Any] | None = None
         self.epochs_ahead = 0  # this source's epoch minus the caller's, after a resume
-        self.resumed_cycle: int | None = None  # `cycle` of the run that wrote the loaded state, if that run had others
+        self.resumed_cycle: int | None = None  # `cycle` of the run that wrote the loaded state, if its `_sizes` differ
         self._order: tuple[tuple[int, bool], ListedOrder | StreamOrder] | None = None
 
     @property
@@ -155,7 +155,7 @@ class PromptSource:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass: `epoch`, or counted from the checkpoint's epoch after a resume.
+        """Set the epoch of the next pass to `epoch`; after a resume, count from the checkpoint's epoch instead.
 
         For example, after a resume in epoch 3, calls with `epoch` = 0, 1, 2 set the epochs 3, 4, 5.
         """
@@ -334,9 +334,9 @@ class PromptSource:
 
         - between two epochs: all settings, and the data;
         - between two cycles of an epoch: the number of ranks, `ranks_per_group` and the batch size, because the
-          position counts the prompts of all ranks. If the number of ranks changes the prompts per rollout, a warning
-          names the settings that keep it;
-        - inside a cycle: the same settings, if a rollout still has as many prompts.
+          position counts the prompts of all ranks. If a different number of ranks changes the number of prompts per
+          rollout, a warning names the settings that keep the old number of prompts;
+        - inside a cycle: the same settings as between two cycles, if a rollout still has as many prompts.
 
         `begin` compares `shuffle` with the checkpoint when the epoch begins; the other settings are compared here.
 

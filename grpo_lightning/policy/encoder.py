@@ -75,7 +75,8 @@ class Encoder:
     def never_sampled(self) -> tuple[int, ...]:
         """Ids that are never sampled: `media_token_ids`, and ids beyond the tokenizer's last token.
 
-        Many embeddings have extra rows, up to a round number of rows. The ids of these rows cannot be decoded to text.
+        Many embeddings have extra rows, which fill them up to a round number of rows. The ids of the extra rows cannot
+        be decoded to text.
         """
         size = 0 if self.config is None else vocabulary_size(self.config)
         first = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
@@ -411,7 +412,8 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = ""
                 return_dict=False,
                 **settings,
             )
-        # Templates raise these for unknown roles and contents, and transformers for a prefill that the template drops.
+        # Templates raise these errors for unknown roles and contents. transformers raises them for a prefill that the
+        # template drops.
         except (TemplateError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{where or prompt.label}: the tokenizer's chat template cannot render the messages: {error}. "

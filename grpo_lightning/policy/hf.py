@@ -161,7 +161,7 @@ def is_copied(module: nn.Module) -> bool:
 
 
 def running_module(module: Any) -> Any:
-    """The layer that runs when `module` is called: of a copied layer, the original or the copy; else the module."""
+    """The layer that runs when `module` is called: for a copied layer, the original or the copy; else `module`."""
     if not is_copied(module):
         return module
     active = module.active_adapters[:1]

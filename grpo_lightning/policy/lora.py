@@ -20,7 +20,7 @@ OF_ADAPTERS = (
     *("rank", "alpha", "target_modules", "target_parameters"),
     *("use_rslora", "use_dora", "modules_to_save"),
 )
-"""Settings of `LoRA` that a saved adapter has itself."""
+"""Settings of `LoRA` that cannot be set together with `adapter`, because a saved adapter has its own."""
 
 
 @dataclass
@@ -46,8 +46,8 @@ class LoRA:
         use_dora: Also train the magnitude of each row of W + s B A, with s = alpha / rank (DoRA, arXiv:2402.09353,
             equation 5). The row is scaled to a trained norm, which starts at the norm of the same row of W.
         modules_to_save: Suffixes of names of modules that are trained completely, as float32 copies next to the frozen
-            originals, for example `embed_tokens` and `lm_head`. The reference uses the originals. Refused for weights
-            that are tied to others.
+            originals, for example `embed_tokens` and `lm_head`. The reference uses the originals. Modules whose weights
+            are tied to others are refused.
         adapter: Folder or hub name of a peft adapter to start from (the initial adapter), with its own rank, alpha and
             layers. The reference is then the base with the initial adapter.
     """
@@ -138,11 +138,13 @@ def adapter_config(adapter: str) -> Any:
 
 
 def check_config(config: Any, subject: str) -> None:
-    """Check that an adapter can be trained, with a reference that runs without it or with its first weights.
+    """Check that an adapter can be trained, and that the reference can be computed from the same base model.
+
+    The reference runs either with the adapter disabled or with the adapter's initial weights.
 
     Args:
         config: peft's config of the adapter.
-        subject: The adapter in the error message.
+        subject: How error messages name the adapter.
 
     Raises:
         ValueError: See `adapter_config`.

@@ -1,4 +1,4 @@
-"""LoRA injection: put float32 adapters into a model, new ones or saved ones, the same on every rank."""
+"""LoRA injection: add new or saved float32 adapters to a model, the same on every rank."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def add_adapters(model: Any, lora: LoRA, dtype: torch.dtype | None = None) -> An
     from transformers.pytorch_utils import Conv1D
 
     check_names(model, lora)
-    # Seeded, because a resumed run must make the same A again, and because every rank must make the same A, also if the
-    # strategy then shards it and keeps only one shard per rank.
+    # Seeded, because a resumed run must make the same A again, and because every rank must make the same A, even if the
+    # strategy then shards A and keeps only one shard per rank.
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft reads it
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)  # peft sets it by layer
@@ -107,7 +107,7 @@ def select(model: Any, lora: LoRA) -> Selection:
         lora: Settings of new adapters, without `adapter`.
 
     Raises:
-        ValueError: If a name matches nothing, or a layer that cannot be trained, or nothing is left for an adapter.
+        ValueError: If a name matches nothing or a layer that cannot be trained, or if no layer is left for an adapter.
     """
     saved = saved_modules(model, lora.modules_to_save)
     layers = targets(model, lora.target_modules, saved)
@@ -126,7 +126,8 @@ def check_names(model: Any, lora: LoRA, *, freezes_vision: bool = False) -> None
     Args:
         model: The base model; its weights are not read, so that it may be on the meta device.
         lora: Settings of the adapters.
-        freezes_vision: `policy.freeze_vision_modules`: nothing of the vision tower and its projector may be trained.
+        freezes_vision: True if nothing of the vision tower and its projector may be trained
+            (`policy.freeze_vision_modules`).
 
     Raises:
         ValueError: If a name matches nothing, or a layer that cannot be trained; or if a part of the vision tower would

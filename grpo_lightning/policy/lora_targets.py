@@ -143,8 +143,8 @@ def saved_modules(
         setting: Name of the setting in error messages.
 
     Raises:
-        ValueError: If a suffix matches no module, or a module whose weights are tied to others or quantised; or if
-            peft would select other modules too, because it also matches a suffix inside a part of a name.
+        ValueError: If a suffix matches no module, or a module whose weights are tied to others or quantised; or if peft
+            would also select other modules, because it accepts a suffix that begins in the middle of a part of a name.
     """
     found: dict[str, nn.Module] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -166,7 +166,7 @@ def saved_modules(
 
 
 def check_saved(model: nn.Module, name: str, module: nn.Module, setting: str) -> None:
-    """Raise ValueError if a module cannot be trained as a copy: its weights are tied to others, or quantised.
+    """Raise ValueError if a module cannot be trained as a copy, because its weights are tied to others or quantised.
 
     Args:
         model: The policy.

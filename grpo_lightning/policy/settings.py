@@ -37,8 +37,8 @@ class PolicySettings:
         dtype: Dtype of the weights; adapters are always float32. Without adapters, keep float32 unless the strategy
             keeps float32 master weights: at GRPO's learning rates, updates of bfloat16 weights are lost to rounding.
         head_dtype: "float32" computes the logits in float32, from float32 weights and hidden states, whatever the
-            precision of the run: in sampling, for log-probs and in the reference. "auto" computes them in the run's
-            precision.
+            precision of the run. This applies to sampling, to log-probs and to the reference. "auto" computes the
+            logits in the run's precision.
         attention: Attention kernel. "auto" uses the model's default (mostly sdpa), or flash_attention_2 if three
             conditions hold: it is installed, it supports the model, and the run computes in 16 bits on CUDA
             (`trainer.precision` bf16-mixed, DeepSpeed's bf16, or 16-bit weights).

@@ -299,7 +299,7 @@ _REFUSED = re.compile(
     re.IGNORECASE,
 )
 _REFUSED_CHARACTERS = 80
-"""How far before a letter `_REFUSED` is searched."""
+"""Number of characters before a letter in which `_REFUSED` is searched."""
 
 _WRONG = re.compile(
     r"[)\]*_\"'.]{0,4}\s{1,8}(?:is|would\s{1,8}be|must\s{1,8}be|seems)\s{1,8}"

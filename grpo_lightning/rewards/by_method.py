@@ -65,7 +65,7 @@ class Method(AnswerReward):
 
     @abstractmethod
     def score(self, given: str, right: str) -> float | None:
-        """Score an answer in [0, 1]; None if the ground truth is not of this kind."""
+        """Score an answer in [0, 1]; None if the ground truth is not of the kind that this method scores."""
 
 
 class MultipleChoice(Method):

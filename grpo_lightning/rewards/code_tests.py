@@ -88,8 +88,8 @@ class CodeTests(Reward):
             (LiveCodeBench), `[test_list]` (MBPP), `[test]` (HumanEval). A column without a value is skipped; a row
             without a value in any of them is not scorable.
         setup_column: The data column with code to run before the test code: `test_setup_code` or `test_imports` (MBPP).
-        entry_point_column: The data column with the function to pass to `check`: `entry_point` (HumanEval); or to
-            call: `metadata` (LiveCodeBench).
+        entry_point_column: The data column with the name of the function: `entry_point` (HumanEval), which is passed to
+            `check`, or `metadata` (LiveCodeBench), which is called.
         score: "fraction" of the tests that pass, or "all": 1 if all tests pass, else 0.
         max_tests: Run only this many tests of a row, from the first; null runs all.
         timeout_seconds: Time limit of a test, in wall time and (up to one second more) in CPU time. After the first
@@ -99,7 +99,7 @@ class CodeTests(Reward):
             `call_seconds` below `model.reward_workers.timeout_seconds`.
         memory_mb: Address space in MB that a program may reserve.
         tolerance: Decimal numbers are equal if they differ by at most this, absolutely or relative to the expected
-            number. Printed integers must be equal as text. With 0, printed decimal numbers must be, too.
+            number. Printed integers must be equal as text. With 0, printed decimal numbers must be equal as text, too.
         preamble: Code that every program starts with. The default imports the type names that LeetCode solutions use
             without importing them.
         allow_file_reads: Also run where the kernel has no Landlock. Programs can then read every file of this user:
@@ -215,7 +215,7 @@ class CodeTests(Reward):
         return tests[: self.max_tests]
 
     def _run_all(self, programs: Sequence[str | None], rows: Sequence[Mapping[str, Any]]) -> list[Result | None]:
-        """Run programs one by one, equal programs of a row once. Returns: [B], None where a row has no tests."""
+        """Run programs one by one; equal programs of a row run once. Returns: [B], None where a row has no tests."""
         stop = time.monotonic() + self.call_seconds
         results: list[Result | None] = []
         known: dict[str | None, Result | None] = {}

@@ -205,7 +205,7 @@ class LLMJudge(AnswerReward):
 
     @contextlib.asynccontextmanager
     async def _client(self) -> AsyncIterator[AsyncOpenAI]:
-        """A client, which calls that run at the same time share; the last of them closes it."""
+        """A client that concurrent calls share; the last call that ends closes it."""
         from openai import AsyncOpenAI
 
         shared = self._of_loop()
@@ -229,7 +229,7 @@ class LLMJudge(AnswerReward):
         return self._queries
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle and copy without what belongs to an event loop of this process."""
+        """Pickle and copy without the queries, which belong to an event loop of this process."""
         return vars(self) | {"_queries": None}
 
     async def _query(self, client: AsyncOpenAI, question: str) -> str | Exception:

@@ -49,7 +49,7 @@ START_SECONDS = 120.0
 """Time limit for importing the rewards, and for warming them up in a worker."""
 
 ENDING_SECONDS = 0.2
-"""How long a worker that has closed its connection may take to exit, so that its own exit status is reported."""
+"""Time that a worker gets to exit after it has closed its connection, so that its exit status is reported."""
 
 LONGEST_WAIT = 3600.0
 """Maximum duration of one wait, in seconds. A time limit may be longer than the system can wait for at once."""
@@ -89,7 +89,7 @@ REMEDIES = {
         "it here and silence this warning, set in_process = True on its class."
     ),
 }
-"""Advice for what does not run in a worker."""
+"""Advice about an object that does not run in a worker, by the kind of object."""
 
 
 @dataclass
@@ -300,7 +300,7 @@ class WorkerPool:
         self._num_local_ranks = 1
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        """Numbers of calls, also beyond the end of a supervisor."""
+        """Numbers of calls; a new supervisor does not start again at 0."""
         self._early: dict[bytes, list[SentCall]] = {}
         """Calls of `submit_early` that `submit` has not taken over, by the digest of the call."""
 
@@ -312,7 +312,8 @@ class WorkerPool:
         """Start loading the rewards that can run in workers; returns immediately.
 
         Args:
-            num_local_ranks: Ranks that share the machine; None: as in the call before, at first 1.
+            num_local_ranks: Ranks that share the machine. None keeps the number of the previous call, which is 1 at
+                first.
         """
         with self._lock:
             self._num_local_ranks = num_local_ranks or self._num_local_ranks
@@ -403,7 +404,7 @@ class WorkerPool:
             self._close()
 
     def close(self) -> None:
-        """Stop the workers, and forget what they have loaded; `start` and `wait` begin anew."""
+        """Stop the workers, and forget which rewards they have loaded; `start` and `wait` start new workers."""
         with self._lock:
             self.stop()
             self._started_by, self._places, self._early = None, {}, {}
@@ -454,7 +455,7 @@ class WorkerPool:
         self._early = {}
         self._set_deadline(calls, -math.inf)
         for call in calls:
-            # The worker that found it has called the reward, and would not check it again.
+            # The worker that detected this has called the reward, and would not check the reward again.
             if call.answer.done() and (answer := call.answer.result()).failure == "stays":
                 self.keep(call.reward, answer.problem)
         return len(calls)
@@ -656,7 +657,7 @@ class Supervisor:
         for worker in self.workers:
             if worker.call is not None and worker.call.number in new.numbers:
                 worker.call = worker.call._replace(deadline=new.deadline)
-                if worker.is_ready:  # otherwise the limit is that of its start
+                if worker.is_ready:  # otherwise `limit` is the deadline of its start
                     worker.limit = min(worker.limit, new.deadline)
 
     def _dispatch(self) -> bool:

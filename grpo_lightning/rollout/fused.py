@@ -1,7 +1,8 @@
 """Kernel fusion of token sampling on CUDA: `torch.compile` makes a few kernels of the forty operations of `NextToken`.
 
 Sampling a token is a sequence of small operations on the logits, which a GPU finishes faster than the host can launch
-them. On other devices, and wherever the compilation fails or gives other numbers, the operations run one by one.
+them. On other devices, and if the compilation fails or the compiled kernels compute different numbers, the operations
+run one by one.
 """
 
 from __future__ import annotations
@@ -21,22 +22,27 @@ from grpo_lightning.rollout.token_sampler import NextToken, SampledTokens, Sampl
 log = logging.getLogger(__name__)
 
 LEAST_LENGTH = 32
-"""`max_completion_length` from which sampling is compiled, which takes up to a minute for each set of settings."""
+"""Smallest `max_completion_length` for which sampling is compiled. A compilation takes up to a minute for each set of
+settings."""
 
 OTHER_TOKENS = 0.01
-"""Largest share of rows whose token may differ from that of the operations one by one, if it is more than one row: a
-cumulative probability that is rounded otherwise samples another token if the uniform number lies in between."""
+"""Largest accepted share of rows whose token differs from the token that the operations sample one by one; a single row
+may always differ. Kernels may round a cumulative probability differently, and if the uniform number lies between the
+two rounded values, another token is sampled."""
 
 OTHER_NATS = 1e-3
-"""Largest difference of the log-prob of the same token, and of the entropy."""
+"""Largest accepted difference between fused and separate operations, of the log-prob of the same token and of the
+entropy."""
 
 OPTIONS: dict[str, Any] = {
-    # No benchmarks of kernel configurations, which would choose the order of sums: a seed must mean the same tokens.
+    # No benchmarks of kernel configurations. Their results would determine the order of sums, but the same seed must
+    # always give the same tokens.
     "deterministic": True,
-    # One of these passes rewrites the softmax of logits divided by a temperature, which takes four more kernels.
+    # One of these passes rewrites the softmax of logits that are divided by a temperature, and the result needs four
+    # more kernels.
     "use_joint_graph_passes": False,
 }
-"""Options of inductor, of which older releases of torch lack some."""
+"""Options of inductor. Older releases of torch lack some of them."""
 
 
 def next_token(settings: TokenSettings, vocabulary: int, device: torch.device, longest: int) -> SampleToken:
@@ -101,10 +107,11 @@ class FusedSampler:
 
 
 def compile_sampler(sampler: NextToken) -> SampleToken:
-    """Compile `NextToken`, to be run with any number of rows.
+    """Compile `NextToken` for any number of rows.
 
-    `torch.compile` limits the compilations of a code object, and makes numbers that differ between two of them
-    dynamic. Other settings are other code to it, because each has its own copy.
+    `torch.compile` limits the number of compilations per code object, and makes numbers dynamic that differ between two
+    compilations of it. So each call compiles a separate copy of the code, and different settings count as different
+    code objects.
     """
     code = NextToken.__call__.__code__.replace(co_name=f"sample_token_{next(numbers)}")
     function = types.FunctionType(code, NextToken.__call__.__globals__)
@@ -139,5 +146,5 @@ def difference(new_tokens: SampledTokens, expected: SampledTokens) -> str:
 
 
 def nats(one: Tensor, other: Tensor) -> Tensor:
-    """|difference|, infinite where only one is NaN, 0 where both are."""
+    """|difference|: infinite where only one of the two is NaN, 0 where both are NaN."""
     return (one - other).abs().nan_to_num(nan=torch.inf).masked_fill(one.isnan() & other.isnan(), 0)

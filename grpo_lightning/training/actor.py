@@ -111,7 +111,7 @@ class Actor:
         return total
 
     def token_logprobs(self, batch: MicroBatch, *, trains_entropy: bool = False) -> TokenScores:
-        """[B, T] log-probs and entropies of a micro-batch under the policy, with their gradients; and the routing."""
+        """[B, T] log-probs and entropies of a micro-batch under the policy, with gradients; and the tokens' routing."""
         return self.scorer(
             self.policy, batch, temperature=self.temperature, trains_entropy=trains_entropy, routers=self.routers
         )
@@ -119,8 +119,8 @@ class Actor:
     def add_old_logprobs(self, micro_batches: Sequence[MicroBatch], shape: CycleShape) -> None:
         """Add old-policy log-probs to a rollout's micro-batches, except those of the first update.
 
-        The first update needs no stored log-probs: its own forward passes still use the weights that sampled the
-        rollout.
+        The first update needs no stored log-probs: the forward passes of the update still use the weights that sampled
+        the rollout.
         """
         if later := micro_batches[shape.accumulate_grad_batches :]:
             with torch.no_grad(), self.phase("old_logprobs"):

@@ -40,7 +40,7 @@ UNKNOWN_COMPLETIONS = (
 
 @dataclass
 class SavedRow(CompletionRow):
-    """A completion of a saved micro-batch; `group` and `number` count from 0 over all ranks."""
+    """A completion of a saved micro-batch; `group` and `number` are indices over all ranks, starting at 0."""
 
     prompt_key: int | str = ""
     """`Prompt.key` of its prompt; empty for a text-only policy."""
@@ -56,10 +56,10 @@ class SavedRow(CompletionRow):
 
 
 def saved_share(rank: int, world_size: int, ranks_per_group: int) -> dict[str, int]:
-    """Return the entries of a rank's saved cycle that state which groups and completions of the rollout the rank has.
+    """Return the entries of a rank's saved cycle that state which part of the rollout the rank has.
 
-    The i-th group of the rank is group `first_group + i * group_step` of all ranks. Within a group, the i-th completion
-    of the rank is completion `first_completion + i * completion_step` of the group.
+    The i-th group of the rank has index `first_group + i * group_step` among the groups of all ranks. Within a group,
+    the i-th completion of the rank has index `first_completion + i * completion_step`.
     """
     return {
         "first_group": rank // ranks_per_group,
@@ -70,7 +70,7 @@ def saved_share(rank: int, world_size: int, ranks_per_group: int) -> dict[str, i
 
 
 def redistribute(saved: Sequence[Mapping[str, Any]], shape: CycleShape, *, teams: Teams, pad_id: int) -> Cycle:
-    """Cut a pending cycle again, for this run's number of ranks and micro-batches.
+    """Divide a pending cycle again, for this run's number of ranks and micro-batches.
 
     Args:
         saved: The saved cycle of every rank of the checkpoint: `Cycle.state_dict`, with `saved_share`.
@@ -183,7 +183,7 @@ def collate_saved(rows: Sequence[SavedRow], pad_id: int) -> MicroBatch:
 
 
 def pad_rows(rows: Sequence[Tensor | None], width: int) -> Tensor | None:
-    """Stack rows [T] of different lengths, filled up with 0 (False): [B, `width`]; None if the rows are None."""
+    """Stack rows [T] of different lengths, padded with 0 (False), into [B, `width`]; None if the rows are None."""
     known = [row for row in rows if row is not None]
     if not known:
         return None

@@ -151,7 +151,7 @@ class BoxReward(Reward):
         """Parse the ground truth of a row; None if it has none. Raises: ValueError if it cannot be parsed."""
 
     def boxes_of(self, right: Any) -> Sequence[Box]:
-        """The boxes of a parsed ground truth, for `check_row`; by default none, so that only calls check the boxes."""
+        """The boxes of a parsed ground truth, for `check_row`; by default none, so that only calls check boxes."""
         return ()
 
     def given_boxes(self, given: Any) -> Sequence[Box]:

@@ -30,7 +30,7 @@ START_SECONDS = 30.0
 """Time limit for the start of a launcher, which takes 0.03 s on an idle machine."""
 
 GRACE_SECONDS = 5.0
-"""A launcher that has not answered this long after the time limit of a job is killed."""
+"""A launcher is killed if it has not answered this many seconds after the time limit of a job."""
 
 # Empty modules replace the parent packages, which would import torch.
 START_LAUNCHER = """
@@ -100,7 +100,7 @@ class Sandbox:
         program: Python code, untrusted.
         limits: Limits of each run.
         tests: The test code for `judge`: one dictionary per test, with the fields of `code_rows.Code`. The process that
-            runs the program never holds it.
+            runs the program never holds the test code.
 
     Raises:
         SandboxError: If the launcher does not start, or the kernel lacks what the sandbox needs.

@@ -172,7 +172,7 @@ class Isolation:
             os._exit(1)
 
     def _drop_privileges(self) -> None:
-        """Drop all capabilities. With Landlock, root keeps the one to read files, which Landlock restricts."""
+        """Drop all capabilities. With Landlock, root keeps the capability to read files: Landlock restricts reading."""
         self._check(self._libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         kept = 1 << _CAP_DAC_READ_SEARCH if self.ruleset is not None and os.geteuid() == 0 else 0
         header = struct.pack("Ii", 0x20080522, 0)
@@ -250,8 +250,8 @@ Instruction = tuple[int, int, int, int]
 def seccomp_filter(arch: str, pid: int, *, has_landlock: bool) -> bytes:
     """Assemble the seccomp filter: a list of allowed system calls, some for certain arguments only.
 
-    All other system calls fail with EPERM, except `clone3`: a filter cannot see its arguments, so it fails with ENOSYS,
-    after which libc uses `clone`.
+    All other system calls fail with EPERM, except `clone3`. A filter cannot see the arguments of `clone3`, so this call
+    fails with ENOSYS, and libc then uses `clone`.
 
     Args:
         arch: "x86_64" or "aarch64".
