@@ -26,7 +26,7 @@ SHOWN = 20
 
 
 def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
-    """Return why a checkpoint cannot be loaded, or with `to_train`, cannot be resumed from; None if usable.
+    """Return why a checkpoint cannot be loaded or, with `to_train`, resumed from; None if it is usable.
 
     Only DeepSpeed itself can read a DeepSpeed checkpoint, so only the checkpoint's completeness mark is checked.
     """

@@ -226,12 +226,12 @@ class Teams:
         return received[0]  # type: ignore[no-any-return]
 
     def check(self, problem: str | None) -> None:
-        """Raise the same error on every member of the team. Collective in a team.
+        """Raise an error on every member of the team if the first member has found a problem. Collective in a team.
 
         If only one member raised, the others would wait for it in their next collective.
 
         Args:
-            problem: The problem that the first member has found; None if there is none. Ignored on the other members.
+            problem: The problem that the team's first member has found, or None. The other members' values are ignored.
 
         Raises:
             ValueError: If the first member has found a problem.

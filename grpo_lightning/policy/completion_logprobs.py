@@ -450,7 +450,9 @@ def prompt_weights(batch: MicroBatch) -> Tensor:
 
 
 def completion_weights(batch: MicroBatch, rows: Tensor | None, mask: Tensor) -> Tensor:
-    """[rows, T] 1 where a token's routing counts: in trained completions, but not at the last token (no prediction).
+    """Return weights [rows, T]: 1 where a token's routing counts, 0 elsewhere.
+
+    The tokens of trained completions count, except the last of each, from which nothing is predicted.
 
     Args:
         batch: The micro-batch.
@@ -801,8 +803,8 @@ def head_replaced(model: nn.Module, forward: Callable[[Logits, Tensor], Tensor],
 def logit_scale(model: nn.Module) -> float | None:
     """Measure the factor by which the model multiplies its head's output; None if the model does more than scale it.
 
-    Soft-capping that the config declares (`final_logit_softcapping`) does not affect the result: `head_replaced`
-    switches it off and applies it itself.
+    Soft-capping that the config declares (`final_logit_softcapping`) does not affect the result, because
+    `head_replaced` disables it in the model and applies it afterwards.
     """
     device = next(model.parameters()).device
     points = torch.tensor([1.0, -1.0, 0.0, 0.25, 3000.0], dtype=torch.float32, device=device)

@@ -504,7 +504,7 @@ class CallContext:
 def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallContext) -> dict[str, Any]:
     """Build the keyword arguments of a reward call, except the logging functions.
 
-    The lists are copies, so a reward may modify them.
+    Arguments that are lists are copies, so a reward may modify them.
 
     Args:
         reward: The reward. It gets lists with one element per completion, or per group if it is `per_group`.

@@ -65,9 +65,10 @@ def cached_sampler(settings: TokenSettings, vocabulary: int, device: torch.devic
 
 
 class FusedSampler:
-    """`NextToken` compiled by `torch.compile`; its first call is compared with the operations one by one.
+    """`NextToken` compiled by `torch.compile`; the results of its first call are compared with the uncompiled ones.
 
-    The number of rows and of seen ids may change without another compilation, except for a single row.
+    The numbers of rows and of seen ids may change without another compilation; a batch of one row is compiled
+    separately.
 
     Args:
         sampler: The operations.

@@ -8,14 +8,14 @@ the system's shared libraries. The kernel refuses everything else:
 | start a process or program, or leave its process group | seccomp allows `clone` for threads only, and no `execve` |
 | open a socket | seccomp allows `socketpair`, which connects a process with itself, and no `socket` |
 | write, create, delete or rename a file | Landlock, seccomp, and RLIMIT_FSIZE 0 |
-| read files outside the standard library, other processes' memory, environments or `/proc` | Landlock |
+| read `/proc`, the memory or environment of other processes, or files other than those libraries | Landlock |
 | signal or trace another process, or change its limits | seccomp |
 | gain privileges | no_new_privs, and all capabilities are dropped |
 
-Landlock and seccomp work without privileges and in containers. Landlock needs Linux 5.13. Without Landlock (only with
-`allow_file_reads`) a program can read every file that its user can read, `/proc` included; the other rows of the table
-still hold. In every case a program sees the names, sizes and dates of files (`stat`), the time, and the load of the
-machine.
+Landlock and seccomp work without privileges and in containers. Landlock needs Linux 5.13. Without Landlock, which is
+accepted only with `allow_file_reads`, a program can read every file that its user can read, `/proc` included; the other
+rows of the table still hold. In every case a program sees the names, sizes and dates of files (`stat`), the time, and
+the load of the machine.
 
 This module imports only the standard library, because it runs in the launcher (`sandbox/launcher.py`).
 """

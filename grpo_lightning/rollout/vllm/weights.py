@@ -73,8 +73,9 @@ def weight_groups(policy: nn.Module, gathered: Iterable[Gathered] | None = None)
     """Iterate over the policy's full weights as vLLM loads them, group by group.
 
     Args:
-        policy: The policy; a model with adapters yields W + s B A for each adapted layer, or W for the kind "base".
-        gathered: Result of `gathered_groups`; None: merged weights of a policy that is not sharded.
+        policy: The policy. The weight of an adapted layer is W + s B A, or W if the weights were gathered for the kind
+            "base".
+        gathered: Result of `gathered_groups`. If it is None, the policy must not be sharded, and adapters are merged.
 
     Yields:
         The (name, weight) pairs of one group. Tied weights appear once.
