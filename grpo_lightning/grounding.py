@@ -198,5 +198,5 @@ class RECAccuracy(BoxMetric):
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Log a warning once, although every validation has new metric objects, one per loader and kind of completion."""
+    """Log a warning once, although every validation creates a new metric for each loader and kind of completion."""
     log.warning("%s", message)

@@ -163,8 +163,8 @@ class GRPOLightningModule(L.LightningModule):
         max_staleness: S, maximum number of rollouts by which sampling is ahead of training. 0 samples each rollout from
             the current weights. 1 samples the next rollout in the background while the policy trains on the current
             one. When the policy then trains on the next rollout, its weights are one rollout newer than the weights
-            that sampled it. A value above 0 needs an engine that has a copy of the weights: `VLLMEngine` in mode
-            "server".
+            that sampled this rollout. A value above 0 needs an engine that has a copy of the weights: `VLLMEngine` in
+            mode "server".
         old_logprobs: Source of the old log-probs: "recompute" computes them with the policy's weights at the start of
             training on the rollout; "rollout" uses the engine's log-probs.
         dynamic_sampling: Settings for replacing the prompts of groups without a gradient (zero reward variance, or all
@@ -181,7 +181,7 @@ class GRPOLightningModule(L.LightningModule):
     encoder: Encoder
     scorer: Scorer
     sharding: Sharding
-    # Set by `configure_optimizers` and at the start of a validation
+    # The first is set by `configure_optimizers`, the second at the start of a validation
     optimizer_settings: list[dict[str, Any]]
     tables: list[dict[str, EvaluationTable]]
 
@@ -227,7 +227,7 @@ class GRPOLightningModule(L.LightningModule):
             longest = limits.max_observation_length * CHARACTERS_PER_TOKEN
             runner = EnvironmentRunner(as_environment(environment), workers, longest)
             self.conversations = Conversations(runner, limits)
-            arguments["conversation"] = limits  # also in checkpoints, so that a module loaded without it is refused
+            arguments["conversation"] = limits  # in checkpoints, too: loading without the environment is then refused
         self.sampling = settings_of(SamplingParams, sampling, "model.sampling")
         settings = settings_of(Objective, objective, "model.objective")
         self.objective = settings.resolve(is_off_policy=max_staleness > 0 and old_logprobs == "recompute")
@@ -356,9 +356,9 @@ class GRPOLightningModule(L.LightningModule):
     def split_rollout(self, rollout: Rollout) -> Cycle:
         """Cut the rollout into the micro-batches of its optimizer steps."""
         # With a reference, completions of advantage 0 are kept, because `policy/kl` is measured on all completions. If
-        # the KL is in the rewards, this costs next to nothing, because hardly any advantage is 0. They are also kept if
-        # the objective selects tokens, because the selection compares the tokens of all completions; and with a
-        # load-balancing loss, because all completions contribute to it.
+        # the KL is in the rewards, keeping them costs little, because hardly any advantage is 0. They are also kept if
+        # the objective selects tokens, because the selection compares the tokens of all completions. With a
+        # load-balancing loss they are kept, too, because all completions contribute to this loss.
         objective = self.objective
         is_on_all = objective.trains_on_zero_advantages or self.router_loss is not None
         skips = not (is_on_all or objective.needs_reference or objective.selection)
@@ -447,7 +447,7 @@ class GRPOLightningModule(L.LightningModule):
         """Take the groups of N prompts that were sampled in the background, and request those of the next cycles.
 
         Prompts that are not in flight are sampled now. There are such prompts at the start of a run (also of a resumed
-        run), if dynamic sampling has already used prompts of this cycle, and if sampling in the background has failed.
+        run), if dynamic sampling has already used prompts of this cycle, or if sampling in the background has failed.
         Collective.
 
         Raises:
@@ -734,7 +734,7 @@ class GRPOLightningModule(L.LightningModule):
     # ---------------------------------------------------------------------------------------------------- Lightning
 
     def setup(self, stage: str) -> None:
-        """Check, before weights are loaded, that engine and data fit cycle length, rewards, tokenizer and model."""
+        """Before loading weights, check the engine and the data against cycle length, rewards, tokenizer and model."""
         if not self.is_connected:
             sampling = [self.sampling, self.validation_sampling]
             sharding, world_size = sharding_of(self.trainer.strategy), self.trainer.world_size
@@ -917,11 +917,12 @@ class GRPOLightningModule(L.LightningModule):
 
     def on_train_start(self) -> None:
         """Set the schedule's length and a resumed run's data position, now that the length of an epoch is known."""
-        checks.check_loader_teams(self.trainer.train_dataloader, self.ranks_per_group)  # of a user's data module, too
+        checks.check_loader_teams(self.trainer.train_dataloader, self.ranks_per_group)  # also for a user's data module
         checkpoints.restore_data_position(self.run, self.trainer)
         if self.run.cycle is not None:
             self.run.cycle.to(self.device)  # a checkpoint is loaded before the module moves to its device
-            # The cycle may have been cut again for other ranks, and this run may have another `policy.chunk_size`.
+            # The cycle may have been split again for a different number of ranks, and this run may have a different
+            # `policy.chunk_size`.
             agree_on_chunks(self.run.cycle.micro_batches, self.scorer)
         self.run.record(self.trainer)
         self.in_flight = InFlight() if self.max_staleness else None

@@ -323,7 +323,7 @@ class Objective:
 
     @property
     def high(self) -> float:
-        """`epsilon_high`, or `epsilon` if it is null."""
+        """`epsilon_high`; if that is null, `epsilon`."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
@@ -392,6 +392,21 @@ class Objective:
         others = "all others" if self.pass_k is None else f"{self.pass_k - 1} others"
         return f"no completion whose reward is above those of {others} (objective.baseline pass_at_k)"
 
+    def _check_batch(self, batch: MicroBatch) -> None:
+        """Check that a micro-batch has all that the loss needs. Raises: ValueError if it lacks a part."""
+        if batch.old_logprobs is None:
+            raise ValueError("The micro-batch has no old_logprobs; set them before computing the objective.")
+        if self.selection is not None and batch.selected is None:
+            raise ValueError(
+                f"The micro-batch has no selected tokens, which the objective needs ({self.selection}); set `selected` "
+                "of all micro-batches of the optimizer step (training.token_selection.select_tokens)."
+            )
+        if self.has_kl_loss and batch.ref_logprobs is None:
+            raise ValueError(
+                f"The loss has a KL (objective.beta {self.beta:g}), but the micro-batch has no ref_logprobs; set them "
+                "before computing the objective, or set beta to 0."
+            )
+
     def __call__(
         self,
         logprobs: Tensor,
@@ -406,7 +421,8 @@ class Objective:
 
         Args:
             logprobs: [B, T] nats, of the current policy, with gradients.
-            batch: Must have `old_logprobs`, with beta > 0 also `ref_logprobs`, and with a `selection` also `selected`.
+            batch: The micro-batch. It must have `old_logprobs`, `ref_logprobs` if the loss has a KL, and `selected` if
+                the objective has a `selection`.
             counts: Numbers of trained tokens and completions in the entire optimizer step over all ranks, used as
                 divisors.
             max_completion_length: Tokens; the divisor of the "constant" aggregation.
@@ -415,16 +431,11 @@ class Objective:
                 if there is no load-balancing loss.
 
         Raises:
-            ValueError: If the batch lacks old log-probs or the selected tokens, or if `trains_entropy` is True and no
-                entropy is given.
+            ValueError: If the batch lacks old log-probs, the selected tokens, or the reference's log-probs for a KL in
+                the loss; or if `trains_entropy` is True and no entropy is given.
         """
-        if batch.old_logprobs is None:
-            raise ValueError("The micro-batch has no old_logprobs; set them before computing the objective.")
-        if self.selection is not None and batch.selected is None:
-            raise ValueError(
-                f"The micro-batch has no selected tokens, which the objective needs ({self.selection}); set `selected` "
-                "of all micro-batches of the optimizer step (training.token_selection.select_tokens)."
-            )
+        self._check_batch(batch)
+        assert batch.old_logprobs is not None
         mask = batch.completion_mask
         tokens = self._tokens(logprobs, batch)
         ratio = tokens.ratio
@@ -541,7 +552,7 @@ class Tokens(NamedTuple):
     """[B, T] bool, True where a token is trained on."""
 
     advantages: Tensor
-    """[B, 1], or [B, T] with the credit of turns, which only surrogates of `TAKES_TURN_CREDIT` take."""
+    """[B, 1]; or [B, T] if the credit of turns is included, which only the surrogates in `TAKES_TURN_CREDIT` accept."""
 
     ratio: Tensor
     """[B, T], or [B, 1] for sequences, with gradients."""
@@ -829,7 +840,7 @@ def _check_correction(objective: Objective) -> None:
 
 
 def correction_levels(objective: Objective) -> tuple[list[str], str]:
-    """Levels of off-policy weights that the loss can use, the default first; and the reason, if not all can be used."""
+    """Levels of off-policy weights that the loss can use, default first; and why it cannot use the other levels."""
     own = SURROGATES[objective.surrogate]
     surrogate = f"objective.surrogate {objective.surrogate!r}"
     if own.folds_rollout_weights:

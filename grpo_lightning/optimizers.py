@@ -97,7 +97,10 @@ class PagedAdamW8bit(Optimizer):
 
 
 def bitsandbytes_optimizer(name: str) -> Any:
-    """Import the bitsandbytes optimizer of this name. Not at the top: recipes are also read without bitsandbytes."""
+    """Import the bitsandbytes optimizer of this name.
+
+    The import is not at the top of the file, because recipes are also read without bitsandbytes.
+    """
     try:
         import bitsandbytes
     except ImportError as error:

@@ -236,7 +236,7 @@ def lines(rollout: Rollout) -> Iterator[dict[str, Any]]:
 
 
 def is_short(value: Any) -> bool:
-    """True if a column's value is short enough for a line: a text itself, any other value as JSON."""
+    """True if a column's value is short enough for a line. A value that is not text is measured as JSON."""
     text = value if isinstance(value, str) else json_line({"": value})
     return len(text) <= MAX_COLUMN_LENGTH
 
@@ -264,8 +264,8 @@ def token_records(
 
     Returns:
         For each completion, a tuple (first rank of the team that sampled it, index of its group on that rank, its index
-        in the group) and its record. If a subclass's `split_rollout` returns micro-batches that do not state their
-        completions, these have no records.
+        in the group) and its record. Micro-batches of a subclass's `split_rollout` that do not state their completions
+        yield no records.
     """
     actor, teams = module.actor, module.teams
     texts: dict[int, str] = {}

@@ -110,7 +110,7 @@ class LearningCurves(StepMetrics):
             points.append((step, value))
 
     def panels(self) -> dict[str, str]:
-        """Panel titles by metric. Metrics with equal points, such as the total and the only reward, share a panel."""
+        """Panel titles by metric. Metrics with equal points (e.g. the total and a single reward) share a panel."""
         titles: dict[str, str] = {}
         for name in self.names:
             if points := self.history[name]:

@@ -70,7 +70,7 @@ class ProgressBar(LightningProgressBar):
         self.reset()
 
     def reset(self) -> None:
-        """Forget the run before."""
+        """Forget the previous run."""
         self.phase = self.tokens = ""
         self.values: dict[str, float] = {}
         self.rewards: list[float] = []
@@ -78,7 +78,7 @@ class ProgressBar(LightningProgressBar):
         self.started: float | None = None
         self.total: int | None = None
         self.evaluation = ""
-        """Name of the running evaluation; "" if none is running, even if other callbacks sample after an evaluation."""
+        """Name of the running evaluation; "" if none is running. Sampling by other callbacks is not an evaluation."""
 
         self.batches = (0, 0.0)
         """Batches of the running evaluation: (number of finished batches, number of all batches)."""
@@ -162,7 +162,7 @@ class ProgressBar(LightningProgressBar):
 
     def on_decode(self, trainer: L.Trainer, done: int, total: int) -> None:
         """Show decoding progress: the number of tokens sampled per completion, out of at most `total`."""
-        is_ours = self.phase == "rollout" or self.evaluation  # callbacks may sample too, outside of both
+        is_ours = self.phase == "rollout" or self.evaluation  # callbacks may also sample at other times
         if is_ours and (done % 8 == 0 or done == total):
             self.tokens = f"{done}/{total}"
             self.show(trainer)
@@ -269,7 +269,7 @@ class ProgressBar(LightningProgressBar):
             label: text_of(float(self.values[name])) for label, name in SHOWN.items() if name in self.values
         }
         if "reward" in shown:
-            shown["reward"] = f"{float(self.values[REWARD]):#.3g}"  # 1.00: the line keeps its width
+            shown["reward"] = f"{float(self.values[REWARD]):#.3g}"  # 1.00, not 1: the line keeps its width
         return shown | trainer.progress_bar_metrics
 
 

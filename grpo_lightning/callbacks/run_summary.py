@@ -55,7 +55,7 @@ class RunSummary(StepMetrics):
         self.reset()
 
     def reset(self) -> None:
-        """Forget the run before."""
+        """Forget the previous run."""
         self.folder: Path | None = None
         self.started = time.monotonic()
         self.first_step = 0
@@ -186,5 +186,5 @@ def last_checkpoint(callback: L.Callback) -> Path | None:
 
 
 def relative_path(path: Path) -> Path:
-    """The path relative to the current folder, if it is below it."""
+    """The path relative to the current folder if it lies inside that folder; otherwise the path unchanged."""
     return path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path

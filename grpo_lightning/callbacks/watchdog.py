@@ -55,8 +55,8 @@ class Watchdog(L.Callback):
     Args:
         stall_seconds: Seconds without progress; null turns the watchdog off.
         grace_seconds: Seconds that the main thread has to end the run, including the time to save the checkpoint.
-        dirpath: Folder of the checkpoint; null is the folder of the run's other checkpoints. If the run saves no other
-            checkpoints, none is saved.
+        dirpath: Folder of the checkpoint; null is the folder of the run's other checkpoints. With null, a run that
+            saves no other checkpoints does not save this one either.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Watchdog(L.Callback):
     # ------------------------------------------------------------------------------------------------------ the clock
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start to watch. If no signal is free, or in another thread, the main thread cannot be interrupted."""
+        """Start to watch. The main thread can be interrupted only if it calls this hook and a signal is free."""
         self.phase, self.message = "", None
         if self.stall_seconds is None:
             return

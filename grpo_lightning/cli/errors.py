@@ -117,7 +117,10 @@ def is_inside_a_loop(tb: TracebackType | None) -> bool:
 
 
 def plain_refusal(raised: BaseException) -> BaseException | None:
-    """Return the error if it is this package's refusal of a setting: it has no cause, and no loop raised it."""
+    """Return the error if this package refuses a setting with it, else None.
+
+    Such an error has no cause, and is not raised inside Lightning's loops.
+    """
     error = fixable_error(raised)
     if not isinstance(error, ValueError | TypeError | OSError) or innermost_module(error) != "grpo_lightning":
         return None

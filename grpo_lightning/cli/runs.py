@@ -189,7 +189,8 @@ def place_logger(logger: Namespace, folder: Path) -> None:
     """Make a logger write into the run's folder, unless the recipe sets a folder.
 
     If the recipe sets no name, a W&B logger gets the run's name, and any other logger gets the run's name and version.
-    If the recipe sets only the `save_dir` of a logger other than W&B, it writes to `<save_dir>/<name>/<version>`.
+    If the recipe sets only the `save_dir` of a logger other than W&B, the logger writes to
+    `<save_dir>/<name>/<version>`.
     """
     settings = logger.init_args
     if kind(logger) == "WandbLogger":

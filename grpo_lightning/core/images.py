@@ -213,7 +213,7 @@ def _upright_size(image: Image) -> tuple[int, int]:
 def _upright(image: Image) -> Image:
     """Apply the EXIF orientation.
 
-    Pillow's own `exif_transpose` rewrites all tags, and fails if a tag has the wrong type.
+    Pillow's `exif_transpose` is not used, because it rewrites all tags, and fails if a tag has the wrong type.
     """
     from PIL.Image import Transpose
 

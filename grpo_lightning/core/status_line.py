@@ -55,7 +55,7 @@ class StatusLine:
         self.next_time = time.monotonic() + (REDRAW_SECONDS if can_redraw else LINE_SECONDS)
 
     def close(self, *, is_kept: bool) -> None:
-        """Remove the line from the terminal, or keep it there in its last state. A file gets the last state.
+        """Remove the line from the terminal, or keep it there in its last state. A file gets a line that is kept.
 
         Args:
             is_kept: True keeps the line.
@@ -112,8 +112,8 @@ class InWidth:
 def live_display() -> Live:
     """Make a display on stdout that is updated on request, without a thread that updates it."""
     stream: Any = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
-    # In a notebook, rich would need ipywidgets. Treated as a terminal, the output is updated by returning to the start
-    # of the line, as other progress bars do.
+    # In a notebook, rich would need ipywidgets. So a notebook is treated as a terminal: the line is updated by
+    # returning to its start, as other progress bars do.
     console = Console(file=stream, force_terminal=True, force_jupyter=False, highlight=False)
-    # If only stdout is a terminal, messages on stderr go where stderr goes.
+    # If stderr is not a terminal, what is printed on stderr is not redirected to this display.
     return Live(console=console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())

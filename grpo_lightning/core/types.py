@@ -23,7 +23,7 @@ Message = Mapping[str, Any]
 
 
 def change_texts(message: Message, change: Callable[[str], str]) -> Message:
-    """Apply a function to the text of a message, or to each of its parts that is text."""
+    """Apply a function to the text of a message, or to each text part if the content is a list of parts."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": change(content)}
@@ -73,7 +73,7 @@ class Prompt:
     """[L] tokens of a truncated prompt. None for other prompts, which are tokenized just before sampling."""
 
     images: Sequence[ImageRef] = ()
-    """References to the images, in the order of the message parts `{"type": "image"}`; read lazily."""
+    """References to the images, in the order of the message parts `{"type": "image"}`. Images are read lazily."""
 
     observation: Any = field(default=None, compare=False)
     """The environment's first observation, with which `content` ends; None if there is none."""
@@ -317,7 +317,7 @@ class MicroBatch:
         return MicroBatch(**(vars(self) | {name: value.to(device) for name, value in tensors.items()}))
 
     def select(self, rows: Sequence[int]) -> MicroBatch:
-        """Select completions by row, with their prompts. The numbers of chunks of the result are not set."""
+        """Select completions by row, with their prompts. `num_chunks` and `num_image_chunks` of the result are None."""
         from torch import Tensor
 
         index = self.prompt_index[list(rows)].tolist()

@@ -85,7 +85,7 @@ def to_prompt(
             columns["solution"] = answer
     else:
         content = column.read(row[found[0]], f"{where}: column {found[0]!r}")
-        # Text that the policy continues cannot hold an image: in a row with images, text is a question.
+        # Text that the policy continues cannot hold an image. In a row with images, text therefore is a question.
         content = template.render(content, is_question=column.is_question or bool(images), where=where)
     if not images:
         _check_no_image_is_lost(row, found, where)

@@ -109,7 +109,7 @@ class PromptStream:
         self.sources = tuple(sources)
         self.images = ImageCounts()
         self.logged_lines: set[str] = set()
-        """Sources whose prompt column has been logged."""
+        """Log lines about the prompt columns of sources; each is logged once."""
 
         self._heads: dict[int, list[Prompt]] = {}
 
@@ -211,7 +211,7 @@ class StreamOrder:
             self._log_lengths("the stream")
             return False
         except BaseException:
-            self.reading = None  # a generator that has raised is exhausted: that is not the end of the data
+            self.reading = None  # a generator is exhausted once it has raised, but the data has not ended
             raise
         limit, prompt = self.stream.limit, measured.prompt
         if limit is not None:

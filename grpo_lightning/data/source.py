@@ -120,7 +120,7 @@ class PromptSource:
 
     @property
     def rank(self) -> int:
-        """Index of this rank's team; of the rank itself, if `ranks_per_group` is 1.
+        """Index of this rank's team. If `ranks_per_group` is 1, this is the index of the rank itself.
 
         Computed at every use, because a source may be created before the process group.
         """
@@ -129,7 +129,7 @@ class PromptSource:
 
     @property
     def world_size(self) -> int:
-        """Number of teams, which get different prompts; the number of ranks, if `ranks_per_group` is 1."""
+        """Number of teams, which get different prompts. If `ranks_per_group` is 1, this is the number of ranks."""
         ranks = group_size() if self.given_world_size is None else self.given_world_size
         return max(1, ranks // self.ranks_per_group)
 
@@ -244,8 +244,8 @@ class PromptSource:
     def next_cycles(self, count: int, *, epochs_left: int | None = None) -> list[list[Prompt]]:
         """Peek at this rank's prompts in each of the next cycles, also those of the next epochs.
 
-        The cycles of a stream are known for this epoch only. Dynamic sampling may use other prompts: it takes further
-        prompts from the same order.
+        The cycles of a stream are known for this epoch only. With dynamic sampling, a cycle may get other prompts than
+        returned here, because earlier cycles may take further prompts from the same order.
 
         Args:
             count: Maximum number of cycles.
@@ -343,7 +343,8 @@ class PromptSource:
         Raises:
             ValueError: If the checkpoint was saved inside an epoch, and the number of prompts (for a stream:
                 `shuffle_buffer`) or the seed differs; or if it was saved inside a cycle, and the number of prompts per
-                rollout differs, or `cycle` differs by more than the micro-batches per optimizer step.
+                rollout differs, or the finished part of the cycle is no whole number of micro-batches of the new
+                `cycle`.
         """
         self._check_state(state)
         sizes, was = self._sizes(), self._sizes_of(state)

@@ -43,7 +43,7 @@ class ToolTask:
 
     num_terms: int = 3
     least: int = 40
-    """The minimum number; the sums have three digits."""
+    """The smallest number that occurs in a sum. The sums then have three digits."""
 
     num_train: int = 4096
     num_heldout: int = 200

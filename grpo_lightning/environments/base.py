@@ -21,7 +21,7 @@ each turn of the policy. If the environment does not end the conversation, but a
 
 The environment must keep all of its state in this object. By default, its methods run in worker processes with the
 limits of `model.reward_workers` (`environments/runner.py`), and the object is pickled between two calls. An environment
-that cannot be pickled, has `in_process = True` or an async method runs in the training process.
+runs in the training process if it cannot be pickled, has `in_process = True`, or has an async method.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _as_metrics(metrics: Any) -> dict[str, float]:
 
 
 def _is_finite(value: Any) -> bool:
-    """True for a finite number, also one of numpy."""
+    """True for a finite number, including numbers of numpy."""
     try:
         return isinstance(value, numbers.Real) and math.isfinite(value)
     except OverflowError:  # an integer beyond the range of floats
@@ -231,7 +231,7 @@ def messages_of(observation: Any, role: str) -> list[Message]:
 
 
 def _content(content: Any) -> str | list[Mapping[str, Any]]:
-    """Check the content of a message: text, or a list of parts. Text alone becomes one text."""
+    """Check the content of a message: text, or a list of parts. Parts without an image are joined to one text."""
     if isinstance(content, str):
         return content
     parts = list(content) if isinstance(content, list | tuple) else [content]
@@ -306,7 +306,7 @@ def load_observation(text: str) -> Any:
 
 
 def kept_observation(observation: Any) -> list[Message]:
-    """Messages with copies of their images. Raises: InvalidStepError."""
+    """Convert an observation to messages, with copies of its images. Raises: InvalidStepError."""
     return [with_kept_images(message) for message in messages_of(observation, "user")]
 
 

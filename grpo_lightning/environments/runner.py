@@ -170,7 +170,7 @@ class EnvironmentRunner:
             return future
         future = Future()
         try:
-            # In a thread other than training's, restoring the generators would make training repeat random numbers.
+            # Restoring the generators in any other thread would make training repeat random numbers.
             is_alone = threading.current_thread() is threading.main_thread()
             with seeded_random(seed) if is_alone else contextlib.nullcontext():
                 outcome = self.calls.call(method, state, arguments)

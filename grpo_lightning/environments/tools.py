@@ -165,7 +165,8 @@ def read_calls(text: str, names: Mapping[str, Any], style: ToolFormat = "auto") 
     Calls are inside `<tool_call>...</tool_call>` or a fence of `tool_code`, or after the marker of a model. Many
     tokenizers remove these markers from the text. Without markers, a call in JSON may have text around it, and a list
     of calls in Python may have text after it. If there is such text, a call counts only if it names a known tool. If
-    the turn has no other text, a call of an unknown tool counts too; with the style "auto", only if it has arguments.
+    the turn has no other text, a call of an unknown tool counts too. With the style "auto", such a call counts only if
+    it has arguments.
 
     Args:
         text: The turn.
@@ -191,7 +192,7 @@ _EXPECTED: Mapping[ToolFormat, str] = {
 
 
 def _calls_in(text: str, style: ToolFormat) -> Iterator[tuple[ToolCall, bool]]:
-    """The calls in a text, and for each whether the text has nothing else."""
+    """Yield each call in a text, and whether the text has nothing but calls."""
     text = text.strip()
     if style in ("auto", "python"):  # Python first: its arguments may be texts that have JSON
         whole = list(_python_calls(text))
@@ -292,7 +293,7 @@ def argument_problem(function: Callable[..., Any], arguments: Mapping[str, Any])
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value from JSON has the type of a hint; True for hints of other kinds."""
+    """Whether a value from JSON has the type of a hint; True for hints that this function does not know."""
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, option) for option in typing.get_args(hint))
@@ -339,7 +340,7 @@ class Search:
         score(q, d) = sum over words w of q: idf(w) * f(w, d) * (k + 1) / (f(w, d) + k * (1 - b + b * |d| / mean |d|))
         idf(w) = log(1 + (number of texts - n(w) + 0.5) / (n(w) + 0.5)),  k = 1.5,  b = 0.75
 
-    f(w, d) is the number of times that the text d has the word w, and n(w) the number of texts that have it.
+    f(w, d) is the number of times that the text d has the word w. n(w) is the number of texts that have w.
 
     Args:
         path: A file with one text per line (`.txt`), or JSON rows with a column `text` (`.jsonl`).

@@ -43,7 +43,7 @@ def group_relative_advantages(
     set to exactly 0: a rounding error divided by another rounding error would be noise.
 
     Args:
-        rewards: [N, G] one reward per completion, row n is prompt n's group; nan is not scorable.
+        rewards: [N, G] one reward per completion. Row n is the group of prompt n. A nan means not scorable.
         baseline: The value that a reward is compared with.
 
             - "group_mean" is GRPO (arXiv:2402.03300, sec. 4.1.2).
@@ -73,8 +73,8 @@ def group_relative_advantages(
         eps: Added to the std, in units of reward.
         lengths: [N, G] number of trained tokens of each completion, for "length_weighted". If a group has no trained
             tokens, its completions count equally.
-        k: For "pass_at_k", from 2 to G; groups with fewer than k scorable rewards get advantage 0. None is the number
-            of scorable rewards of each group.
+        k: k of the baseline "pass_at_k", from 2 to G. Groups with fewer than k scorable rewards get advantage 0. With
+            None, k is each group's number of scorable rewards.
 
     Returns:
         [N, G] float32, or float64 if the rewards are float64. With the baselines "group_mean" and "leave_one_out", each

@@ -414,7 +414,7 @@ def vespo_surrogate(
 
 
 def _check_columns(**tensors: Tensor) -> None:
-    """Refuse [B] tensors, which broadcast along T where B equals T. Raises: ValueError naming tensor and shape."""
+    """Refuse [B] tensors: they would broadcast along T if B equals T. Raises: ValueError naming tensor and shape."""
     for name, tensor in tensors.items():
         if tensor.dim() != 2:
             raise ValueError(

@@ -72,7 +72,7 @@ def load_balancing_loss(routed: Tensor, probs: Tensor, num_tokens: Tensor) -> Te
 
 
 def max_expert_load(routed: Tensor) -> Tensor:
-    """Largest load of an expert of a router, relative to a uniform load: E * max over m, e of routed[m, e] / sum.
+    """Largest load of any expert in any router, relative to a uniform load: E * max over m, e of routed[m, e] / sum.
 
     Args:
         routed: [M, E] numbers of tokens.

@@ -1,7 +1,8 @@
 """peft's adapters in a model: find their layers and weights, switch adapters, and compare the policy with its base.
 
-peft names adapters: the trained adapter has the name it was given or loaded with. A second adapter, `STARTING`, is the
-frozen copy of the initial adapter that the reference runs with. peft itself is not imported here.
+In peft, every adapter has a name. The trained adapter has the name that it was given or loaded with. A second adapter,
+`STARTING`, is a frozen copy of the initial adapter; the reference runs with this copy. Only
+functions that need peft import it.
 """
 
 from __future__ import annotations
@@ -85,7 +86,10 @@ def set_dropout(policy: Any, rate: float, adapter: str | None = None) -> None:
 
 
 def narrow_copies(adapted: Any, adapter: str | None = None) -> list[tuple[nn.Module, nn.Module]]:
-    """(copy, original) of each of an adapter's copies of 16-bit layers (`modules_to_save`). None: the trained one."""
+    """Pairs (copy, original) of the 16-bit layers that an adapter trains as copies (`modules_to_save`).
+
+    If `adapter` is None, the adapter is the trained one.
+    """
     name = adapter or trained_adapter(adapted)
     return [
         (module.modules_to_save[name], module.original_module)
@@ -207,7 +211,7 @@ def add_starting_adapter(policy: Any) -> None:
     config.init_lora_weights, config.inference_mode = False, True
     with torch.random.fork_rng():
         policy.add_adapter(STARTING, config)
-    widen_copies(policy, STARTING)  # before the trained copies, which are float32, are copied
+    widen_copies(policy, STARTING)  # first, because the trained copies, copied below, are float32
     with torch.no_grad():
         for module in switched_modules(policy):
             for new, given in zip(layer_weights(module, STARTING), layer_weights(module, name), strict=True):
@@ -247,5 +251,5 @@ def untie(policy: Any) -> None:
         return
     head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     base.config.tie_word_embeddings = base.config.get_text_config(decoder=True).tie_word_embeddings = False
-    if hasattr(base, "all_tied_weights_keys"):  # of each tied pair here, transformers 5 saves one
+    if hasattr(base, "all_tied_weights_keys"):  # transformers 5 saves one of each pair here
         base.all_tied_weights_keys = base.get_expanded_tied_weights_keys(all_submodels=True)

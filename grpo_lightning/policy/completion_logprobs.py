@@ -2,7 +2,7 @@
 
 extended: The prompt pass runs each prompt once, and keeps its KV cache in the autograd graph. The completion pass runs
 the completions with this cache. With full attention, prompts of different lengths are padded at the end in the prompt
-pass, which then needs no mask, and at the front in the cache.
+pass, so that this pass needs no mask. In the cache, they are padded at the front.
 
 dense: Every row is [prompt | completion]. This path is for models that do not support the extended path, for
 verifying the extended path in tests, and for completions that contain images (observations of an environment): the
@@ -138,7 +138,7 @@ class Scorer:
         )
 
     def parts(self, batch: MicroBatch) -> list[Part]:
-        """Split a micro-batch into completions without images, and completions with images, for the dense path.
+        """Split a micro-batch into completions without and with images; those with images run on the dense path.
 
         All ranks run the same parts (`agree_on_chunks`), so that they gather sharded weights equally often. A rank
         without completions of a part runs a dummy completion.
@@ -228,7 +228,7 @@ class Scorer:
         return computed - real - prompts, computed
 
     def cost(self, prompt_lengths: Sequence[int], completion_lengths: Sequence[int]) -> float:
-        """Cost of a micro-batch in tokens: those of its forward passes, with padding, plus the cost of each pass.
+        """Cost of a micro-batch in tokens: the tokens of its forward passes, with padding, plus the cost of each pass.
 
         Args:
             prompt_lengths: [N] tokens of each prompt.
@@ -256,7 +256,7 @@ class Part(NamedTuple):
     scorer: Scorer
     batch: MicroBatch
     rows: Sequence[int]
-    """Their rows in the micro-batch; empty for a dummy completion."""
+    """Rows of these completions in the micro-batch; empty for a dummy completion."""
 
 
 def has_images(batch: MicroBatch) -> bool:
@@ -306,8 +306,8 @@ models of 0.4 to 26 million weights, on one core."""
 
 GATHER_TOKENS = 4_000
 """Tokens that a GPU computes in the time that it takes to gather the sharded weights for a forward and backward pass.
-The estimate compares gathering each weight in 16 bits over 50 GB/s, twice, with 6 operations per weight and token at
-`GPU_OPERATIONS`."""
+The estimate assumes that each weight is gathered in 16 bits over 50 GB/s, twice, and that a token takes 6 operations
+per weight, at `GPU_OPERATIONS`."""
 
 LAYER_SECONDS = 0.75e-3
 """Time to launch the operations of a decoder layer, forward and backward: about 150 operations of 5 microseconds
@@ -342,8 +342,8 @@ class AutoChunks:
         Args:
             lengths: [B] tokens of each completion, longest first.
         """
-        # On the CPU, even if Lightning makes a GPU the default device, because the result of each cut is read
-        # immediately.
+        # These tensors are on the CPU, even if Lightning makes a GPU the default device, because the result of each cut
+        # is read immediately.
         tokens = torch.tensor(lengths, dtype=torch.float64, device="cpu")
         least = torch.zeros(len(tokens) + 1, dtype=torch.float64, device="cpu")  # [j]: cost of the first j completions
         last = [0] * (len(tokens) + 1)  # [j]: where their last chunk starts
@@ -531,7 +531,7 @@ def extended_chunks(
 def columns_of_prompts(
     model: nn.Module, prefix: PrefixCache, batch: MicroBatch, placed: PlacedPrompts, head: Head
 ) -> Tensor | None:
-    """[N, L] order of the columns that puts each prompt's padding behind it, for the prompt pass; None: as they are.
+    """[N, L] order of columns, with each prompt's padding behind the prompt, for the prompt pass; None: no reordering.
 
     For example, the order is 2, 3, 0, 1 for a prompt of two tokens in four columns. Padding behind the prompts needs no
     mask, because no token attends to later ones. Attention is then computed by causal kernels, which skip half of the
@@ -650,7 +650,7 @@ class Head(Protocol):
 
 
 def at_columns(outputs: Tensor, columns: Tensor | None) -> Tensor:
-    """[N, 1, ...] of outputs [N, L, ...]: one column per row; the last one if `columns` is None."""
+    """Pick one column per row of outputs [N, L, ...], or the last column if `columns` is None: [N, 1, ...]."""
     if columns is None:
         return outputs[:, -1:]
     return outputs[torch.arange(len(outputs), device=outputs.device), columns][:, None]
@@ -704,8 +704,8 @@ class SlicedHead:
 
         def pass_hidden(_: Logits, hidden: Tensor) -> Tensor:
             dtypes.append(hidden.dtype)
-            # In float32, the model's scaling of 16-bit states can be undone exactly. Copied, because sharded models
-            # warn about views.
+            # In float32, the model's scaling of 16-bit states can be undone exactly. The states are copied,
+            # because sharded models warn about views.
             return at_columns(hidden, last).to(torch.float32, copy=True)
 
         with head_replaced(model, pass_hidden, self.scale):
@@ -726,7 +726,7 @@ class SlicedHead:
             is_recomputed = len(places) > self.chunk_size and torch.is_grad_enabled()
             score = self.score_slice
             if is_recomputed:
-                drops = any(isinstance(part, nn.Dropout) and part.p for part in model.modules())  # also of its head
+                drops = any(isinstance(part, nn.Dropout) and part.p for part in model.modules())  # head included
                 score = functools.partial(checkpoint, score, use_reentrant=False, preserve_rng_state=drops)
             scores = torch.cat([score(logits, *part) for part in slices])
             scattered = scores.new_zeros(mask.numel(), 2).index_copy(0, places, scores)

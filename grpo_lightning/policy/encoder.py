@@ -27,8 +27,8 @@ WORD_JOINER = "\u2060"
 """Invisible character, inserted into texts that spell an image placeholder, so that they are tokenized as text."""
 
 BLANK_SIDE = 56
-"""Side in pixels of the blank image, small enough for a few tokens. A vision tower that must run although its prompts
-have no images runs on the blank image."""
+"""Side in pixels of the blank image, so small that the image has only a few tokens. If a vision tower must run although
+its prompts have no images, it runs on the blank image."""
 
 
 class Encoder:
@@ -75,7 +75,7 @@ class Encoder:
     def never_sampled(self) -> tuple[int, ...]:
         """Ids that are never sampled: `media_token_ids`, and ids beyond the tokenizer's last token.
 
-        Many embeddings have extra rows, which fill them up to a round number of rows. The ids of the extra rows cannot
+        Many embedding matrices have extra rows, which make their number of rows round. The ids of the extra rows cannot
         be decoded to text.
         """
         size = 0 if self.config is None else vocabulary_size(self.config)

@@ -296,8 +296,8 @@ KEY_MULTIPLE = {"cuda": 8}
 of prompts is a multiple of this number."""
 
 WINDOWS = (64, 128, 256, 512)
-"""Numbers of own tokens that a step with fixed shapes attends to, filled or not. Above the last number, its multiples
-are used."""
+"""Numbers of columns of own tokens that a step with fixed shapes attends to, whether they are filled or not. Above the
+last number, multiples of the last number are used."""
 
 ATTENTION = "grpo_lightning_shared_prompts"
 """The name of `SharedPrompts.attend` among transformers' attention functions. It has no mask function there, so
@@ -314,7 +314,7 @@ class DecodingCache(Protocol):
         """Context in which the model's forward reads this cache."""
 
     def select(self, rows: list[int]) -> None:
-        """Keep these of the present rows, in this order."""
+        """Keep only the given rows, in the given order."""
 
 
 class SamplingCache(DynamicCache):
@@ -380,7 +380,7 @@ numbers = itertools.count()
 
 
 class SharedPrompts(Cache):
-    """Prompts' states, stored once, and the completions' own states, written in place.
+    """Cache that stores the prompts' states once, and writes the completions' own states in place.
 
     Attention over [prompt | own tokens] is computed in two parts, which are then merged (Juravsky et al. 2024,
     "Hydragen", equations 4 and 5):
@@ -434,7 +434,7 @@ class SharedPrompts(Cache):
         self.own_bias: Tensor | None = None
         """[rows, 1, 1, length] added to the own tokens' scores: -inf in unfilled columns; None if all are filled."""
         self.stored: tuple[int, Tensor, Tensor] | None = None
-        """The layer that stored a token last, with the token's keys and values."""
+        """The layer that was the last to store a token, with the token's keys and values."""
         self.own = [States(*(x.new_empty(len(prompt_of), x.shape[1], 0, x.shape[3]) for x in pair)) for pair in states]
         """Per layer, [rows, key heads, capacity, head size]."""
         self.prompt_length = mask.shape[1]
@@ -467,7 +467,7 @@ class SharedPrompts(Cache):
 
     @property
     def layout(self) -> tuple[int, int, int]:
-        """Changes when a step uses other tensors or shapes than the step before. No two caches have the same value."""
+        """Changes when a step uses different tensors or shapes from the step before; differs between any two caches."""
         return self.number, self.changes, self.window
 
     def fill_in_place(self) -> None:
@@ -798,8 +798,8 @@ def move_rows(states: Tensor, moves: Moves, count: int, length: int) -> Tensor:
 
     Args:
         states: Changed in place.
-        moves: A row may move only to a place whose row is not needed any more.
-        count: Rows that are left.
+        moves: The moves. A row may move only to a place whose row is not needed any more.
+        count: Number of rows that remain.
         length: Tokens to copy.
 
     Returns:

@@ -157,7 +157,7 @@ class PolicyLoader(PolicySettings):
         return scorer
 
     def choose_chunks(self, config: PretrainedConfig, device_type: str, *, is_sharded: bool) -> int | AutoChunks | None:
-        """The scorer's `chunk_size`: the setting; for "auto", chosen by the cost of a forward pass of this model."""
+        """The scorer's `chunk_size`: the setting; if it is "auto", chosen by the cost of this model's forward pass."""
         if self.chunk_size != "auto":
             return self.chunk_size
         is_checkpointed = self.activation_checkpointing == "chunks"
@@ -197,7 +197,7 @@ class PolicyLoader(PolicySettings):
             sharding: How the weights will be sharded over the ranks; None: unsharded.
             attention: Kernel to request from transformers; None uses `self.attention`, or the model's default for
                 "auto".
-            device_type: Device type that stores quantised weights; None: CUDA if available.
+            device_type: Device type that quantised weights are stored on; None: CUDA if available.
         """
         from transformers import PreTrainedModel
 

@@ -47,7 +47,7 @@ class LoRA:
             equation 5). The row is scaled to a trained norm, which starts at the norm of the same row of W.
         modules_to_save: Suffixes of names of modules that are trained completely, as float32 copies next to the frozen
             originals, for example `embed_tokens` and `lm_head`. The reference uses the originals. Modules whose weights
-            are tied to others are refused.
+            are tied to those of other modules are refused.
         adapter: Folder or hub name of a peft adapter to start from (the initial adapter), with its own rank, alpha and
             layers. The reference is then the base with the initial adapter.
     """
@@ -121,7 +121,7 @@ def adapter_config(adapter: str) -> Any:
     Raises:
         FileNotFoundError: If the adapter cannot be found.
         ValueError: If the adapter is not LoRA; if it trains biases or single embeddings, which cannot be switched off
-            for the reference; or if its initialisation changed the base's weights and they cannot be recomputed.
+            for the reference; or if its initialisation changed the base's weights in a way that cannot be repeated.
     """
     from peft import PeftConfig
 

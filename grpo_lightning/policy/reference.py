@@ -34,7 +34,9 @@ PART = 2**24
 
 
 class FrozenCopy(nn.Module):
-    """A second model as the reference; a submodule of the Lightning module, which moves it to the policy's device.
+    """A second model as the reference.
+
+    It is a submodule of the Lightning module, so that it moves to the policy's device together with the policy.
 
     Args:
         model: Model with frozen weights.

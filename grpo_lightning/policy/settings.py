@@ -195,7 +195,7 @@ def model_or_config(given: Any) -> Any:
     """
     from transformers import PretrainedConfig, PreTrainedModel
 
-    # Read from its modules, because a PeftModel also has the attributes of its base.
+    # `_orig_mod` is read from the modules, because a PeftModel also has the attributes of its base.
     model = vars(given).get("_modules", {}).get("_orig_mod", given) if isinstance(given, nn.Module) else given
     if model is not given:
         log.warning(

@@ -1,6 +1,6 @@
 """Trainable parameters: all weights, all but the first layers, or adapters.
 
-Also keeps frozen weights out of checkpoints, and refuses dtypes in which updates are lost to rounding.
+This file also keeps frozen weights out of checkpoints, and refuses dtypes in which updates are lost to rounding.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def check_masters(settings: PolicySettings, precision: str | int | None, *, has_
 
 
 def trained_dtypes(settings: PolicySettings) -> dict[str, torch.dtype]:
-    """Dtypes, by weight name, of the weights of a model in memory that a run trains.
+    """Dtypes, by name, of the weights that a run trains, for a model in memory.
 
     Copies of layers that the run converts to float32 (`widen_copies`) are left out.
     """

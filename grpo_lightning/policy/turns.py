@@ -1,8 +1,8 @@
 """The tokens between two turns of the policy, as the chat template writes them for messages of an environment.
 
 A conversation is one growing sequence of tokens. The policy's own text is never tokenized again, because it could then
-get different tokens. Only the messages that follow it are rendered, behind a placeholder turn of one word (`MARK`).
-The text that the template writes behind this word is tokenized and appended.
+get different tokens. Only the messages that follow the policy's turn are rendered, behind a placeholder turn of one
+word (`MARK`). The text that the template writes behind this word is tokenized and appended.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class TurnTokens:
     def num_repeated(self, ids: Sequence[int], last_id: int | None) -> int:
         """Number of tokens at the beginning that repeat the stop token with which the policy's turn has ended.
 
-        Only the same token that the policy wrote counts as repeated: a different stop token can open the next message,
+        Only the stop token that the policy wrote counts as repeated: a different stop token can open the next message,
         as `<|user|>` does in GLM's templates. Some templates write a space in front of the repeated token.
         """
         if last_id not in self.stop_ids or last_id not in ids:
@@ -194,7 +194,7 @@ class TurnTokens:
         """The part that the template removes from earlier turns of the policy: "reasoning", or "" for nothing.
 
         Templates of reasoning models remove `<think>...</think>` from all turns but the last. A server that renders the
-        conversation anew then shows the model a text that differs from the one that it was trained on.
+        conversation anew then shows the model a text that differs from the text that the model was trained on.
         """
         turn = {"role": "assistant", "content": f"<think>\n{REASONING}\n</think>\n\n{MARK}"}
         user = {"role": "user", "content": "question"}

@@ -59,7 +59,7 @@ def seeing(model: nn.Module, vision: VisionInputs | None, *, keeps: bool = False
         return make_outputs(features)
 
     is_known = bool(with_images) and all(prompt.features is not None for prompt in with_images)
-    if is_known:  # empty tensors suffice to make the forward call get_image_features
+    if is_known:  # with empty tensors, the forward still calls get_image_features
         images = {name: tensor[:0] for name, tensor in images.items()}
     inner.get_image_features = return_known if is_known else encode_images
     try:

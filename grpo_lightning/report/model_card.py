@@ -68,7 +68,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def of_policy(policy: str) -> str:
-    """The policy before training, as text; of a local folder, only its name, as the path means nothing to others."""
+    """The policy before training, in Markdown: a link to the hub, or the name of a local folder without its path."""
     return f"[{policy}](https://huggingface.co/{policy})" if is_hub_name(policy) else f"`{Path(policy).name}`"
 
 

@@ -75,8 +75,8 @@ def read_run(folder: Path, *, max_completions: int = 20_000) -> dict[str, Any]:
 
     Args:
         folder: Folder of the run.
-        max_completions: Maximum number of completions with their texts. A longer run is thinned out to rollouts at
-            equal distances; the histograms count all completions.
+        max_completions: Maximum number of completions with their texts. If the run has more completions, the report
+            shows only rollouts at equal distances. The histograms count all completions.
     """
     record = read_json(folder / "run.json")
     metrics = read_metrics(folder / "metrics.csv")
@@ -142,7 +142,7 @@ def read_lines(path: Path, end: int) -> Iterator[Line]:
     """Yield the lines in the first `end` bytes of `completions.jsonl`, except an incomplete last line.
 
     Raises:
-        ValueError: If a complete line is not of a completion log; the message names file and line.
+        ValueError: If a complete line does not belong to a completion log; the message names file and line.
     """
 
     def is_valid(line: Line) -> bool:

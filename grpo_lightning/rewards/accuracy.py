@@ -219,8 +219,8 @@ def _pool(process_id: int) -> WorkerPool:
     Without this limit, `9^{9^9}` could exhaust the memory of the machine before the timeout.
 
     Args:
-        process_id: Id of this process, as the cache key: a forked process lacks its parent's threads, so it needs a
-            separate pool.
+        process_id: Id of this process, which is the cache key. A forked process needs a separate pool, because it lacks
+            its parent's threads.
     """
     return WorkerPool(
         [COMPARISON], RewardWorkers(num_workers=1, timeout_seconds=math.inf, step_timeout_seconds=math.inf, memory_gb=4)
@@ -277,7 +277,7 @@ def parse_short(text: str) -> list[Any]:
 
 
 def prepare(text: str) -> str:
-    r"""Convert a text to LaTeX for `math_verify`: no currency, bold or spaces in numbers; `2*sqrt(3)` as LaTeX."""
+    r"""Convert a text to LaTeX for `math_verify`; remove units, currency, bold marks and spaces in numbers."""
     text = _UNIT.sub("", _CURRENCY.sub("", _MINUS.sub("-", text.strip().translate(_SYMBOLS))))
     if text.count("$") == 1:  # a currency symbol: delimiters come in pairs
         text = text.replace("$", "")

@@ -61,7 +61,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from grpo_lightning.core.types import Message
 
-if TYPE_CHECKING:  # worker processes must not import torch for this
+if TYPE_CHECKING:  # worker processes must not import torch, which only type hints need here
     import torch
 
 logger = logging.getLogger(__name__)
@@ -464,7 +464,7 @@ def _first_argument(reward: RewardLike) -> str | None:
 
 
 def _belongs_here(reward: RewardLike) -> bool:
-    """True if a reward sets `in_process`, or overrides `connect` without setting it."""
+    """True if a reward has `in_process = True`, or overrides `connect` and does not set `in_process`."""
     inner = innermost(reward)
     homes = [inner, *type(inner).__mro__]
     if any("in_process" in getattr(home, "__dict__", {}) for home in homes if home is not Reward):

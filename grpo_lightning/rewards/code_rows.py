@@ -88,8 +88,8 @@ def read_tests(value: Any, column: str, setup: str = "", entry_point: str | None
         value: The value of a column, in one of the formats that this module's docstring lists.
         column: The column's name, for errors.
         setup: Code to run before test code.
-        entry_point: The argument of the test code's `check`, as Python code; or the function that all cases without a
-            function's name call.
+        entry_point: For test code, the argument of its `check`, as Python code. For cases, the function to call if the
+            case names no function.
 
     Raises:
         ValueError: If `value` has another format.
@@ -157,7 +157,7 @@ def _read(value: Any, setup: str, entry_point: str | None) -> Iterator[Test]:
 
 
 def _from_text(text: str) -> Any:
-    """Decompress a compressed text; then parse it if it starts like JSON ("{" or "["), otherwise it is test code."""
+    """Decompress a text if it is compressed; parse JSON (it starts with "{" or "["), and return test code unchanged."""
     if text.startswith(_COMPRESSED):
         text = _decompress(text)
     if not text.lstrip().startswith(("{", "[")):

@@ -329,7 +329,8 @@ class RewardModel(Reward):
         """Score sequences in batches."""
         if not sequences:
             return {}
-        # Longest first, so that out-of-memory errors occur at once; ties by tokens, so that chunks are deterministic.
+        # Longest first, so that out-of-memory errors occur at once. Sequences of equal length are sorted by their
+        # tokens, so that chunks are deterministic.
         ordered = sorted(sequences, key=lambda tokens: (-len(tokens), tokens))
         chunks = [ordered[start : start + self.batch_size] for start in range(0, len(ordered), self.batch_size)]
         with self._ready() as model:

@@ -69,7 +69,7 @@ class RewardSet:
         self.early: EarlyCalls | None = None
         """Starts calls on single groups of a batch that is still being sampled; None outside of `early_calls`."""
         self.starts_early = True
-        """False if no early call of an earlier batch was of use."""
+        """False once a batch has used none of its early calls."""
 
     @property
     def names(self) -> list[str]:
@@ -179,7 +179,7 @@ class RewardSet:
     def early_calls(
         self, prompts: Sequence[Prompt], max_completion_length: int | None = None, trainer_state: Any = None
     ) -> Iterator[None]:
-        """Open a context to sample and score a batch in; `early.start` then starts calls on each sampled group.
+        """Open a context in which a batch is sampled and scored; in it, `early.start` starts calls on a sampled group.
 
         `begin` uses the answers of these early calls if it is called with the same groups and arguments. Early calls
         whose answers are not used are cancelled at the end of the context. If no answer is used (for example because a

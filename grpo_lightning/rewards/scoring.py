@@ -155,7 +155,7 @@ class EarlyCalls:
                 self._prefetches.append((reward, future))
 
     def cancel(self) -> bool:
-        """Cancel the calls that no `Scoring` has taken over. Returns: False if no call that was started is of use."""
+        """Cancel the calls that no `Scoring` has taken over. Returns: False if there were calls, but none is of use."""
         num_unused = self.pool.cancel_early()
         for reward, future in self._prefetches:
             if not future.cancel() and (error := future.exception()) is not None:
@@ -209,7 +209,7 @@ class Scoring:
         """Wait for all rewards; if the failure of one stops the run, cancel the others.
 
         Raises:
-            RuntimeError: If a call raised an error, timed out or its worker crashed, and the reward's `on_error` is
+            RuntimeError: If a call raised an error or timed out, or its worker crashed, and the reward's `on_error` is
                 "raise"; the cause is chained.
             ValueError: If a reward returned an invalid value or the wrong number of values and its `on_error` is
                 "raise", or if a reward logs a metric under a reserved name.
@@ -346,7 +346,7 @@ class RewardCall:
         """Wait for the reward. Returns: [N, G] float32, NaN for None.
 
         Raises:
-            RuntimeError: If a call raised an error, timed out or its worker crashed, and `on_error` is "raise".
+            RuntimeError: If a call raised an error or timed out, or its worker crashed, and `on_error` is "raise".
             ValueError: If the reward returned an invalid value or the wrong number of values, and `on_error` is
                 "raise".
         """

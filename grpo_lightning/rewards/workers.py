@@ -7,9 +7,9 @@ the workers, sends calls to the workers, and kills workers whose calls time out:
     training process  -- calls -->  supervisor  -- one call at a time -->  workers
                       <- answers -              <------- answer ---------
 
-A forked worker is ready in a millisecond and shares the modules that the supervisor has loaded. It runs the code as of
-the start of the run, even if the source files have changed since. It calls rewards in its main thread, where signals
-work.
+A forked worker is ready in a millisecond and shares the modules that the supervisor has loaded. It runs the code as it
+was at the start of the run, even if the source files have changed since then. It calls rewards in its main thread,
+where signals work.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ENDING_SECONDS = 0.2
 """Time that a worker gets to exit after it has closed its connection, so that its exit status is reported."""
 
 LONGEST_WAIT = 3600.0
-"""Maximum duration of one wait, in seconds. A time limit may be longer than the system can wait for at once."""
+"""Maximum duration of one wait, in seconds. A time limit may exceed the longest wait that the system supports."""
 
 MOST_RECORDS = 10_000
 """Maximum number of log records per call."""
@@ -104,7 +104,7 @@ class RewardWorkers:
     """Time limit of one call: one reward on the completions of one prompt."""
 
     step_timeout_seconds: float = 600.0
-    """Time limit of all calls for a rollout together, including async rewards, from the end of sampling on."""
+    """Time limit of all calls for a rollout together, including async rewards. It starts when sampling ends."""
 
     memory_gb: float = 4.0
     """Address space in GB that a worker may reserve in addition to the memory that it shares with the supervisor. Each
@@ -312,8 +312,8 @@ class WorkerPool:
         """Start loading the rewards that can run in workers; returns immediately.
 
         Args:
-            num_local_ranks: Ranks that share the machine. None keeps the number of the previous call, which is 1 at
-                first.
+            num_local_ranks: Ranks that share the machine. None keeps the number of the previous call; in the first
+                call, None means 1.
         """
         with self._lock:
             self._num_local_ranks = num_local_ranks or self._num_local_ranks
@@ -418,7 +418,7 @@ class WorkerPool:
         seconds: float = math.inf,
         deadline: float = math.inf,
     ) -> Future[Answer]:
-        """Submit a call to the workers, or take over the same call (reward, arguments, seed) of `submit_early`.
+        """Submit a call, or take over the call of `submit_early` with the same reward, arguments and seed.
 
         Args:
             reward: A reward that runs in workers.
@@ -455,7 +455,8 @@ class WorkerPool:
         self._early = {}
         self._set_deadline(calls, -math.inf)
         for call in calls:
-            # The worker that detected this has called the reward, and would not check the reward again.
+            # A worker checks only in its first call of a reward whether the call changes the reward's state. Later
+            # calls in this worker would not report it again.
             if call.answer.done() and (answer := call.answer.result()).failure == "stays":
                 self.keep(call.reward, answer.problem)
         return len(calls)
@@ -561,7 +562,7 @@ def supervise(descriptor: int) -> None:
         descriptor: File descriptor of the connection to the training process.
     """
     for name in IGNORED_SIGNALS:
-        # A handler instead of SIG_IGN: subprocesses of rewards do not inherit it.
+        # A handler instead of SIG_IGN, because subprocesses of rewards inherit SIG_IGN, but no handlers.
         signal.signal(getattr(signal, name), lambda *_: None)
     sys.modules["__main__"] = types.ModuleType("__main__")  # rewards of the training script cannot be loaded here
     logging.getLogger("grpo_lightning").setLevel(logging.INFO)
@@ -661,7 +662,7 @@ class Supervisor:
                     worker.limit = min(worker.limit, new.deadline)
 
     def _dispatch(self) -> bool:
-        """Send the next call to a worker, or answer that it failed. Returns: False if all workers are busy."""
+        """Send the next call to a worker, or answer that the call failed. Returns: False if all workers are busy."""
         worker = next((worker for worker in self.workers if worker.call is None), None)
         if worker is None and len(self.workers) == self.num_workers:
             return False

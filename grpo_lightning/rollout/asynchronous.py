@@ -55,7 +55,7 @@ class InFlight:
         self.seconds = 0.0
         """Seconds that it took to sample the groups that the last call of `take` returned."""
         self.failure: Exception | None = None
-        """Error of this rank that lost groups in the last `take`."""
+        """Error on this rank because of which groups were lost in the last call of `take`."""
         self.running: list[Future[Sampled]] = []
         """The rollouts that are being sampled in the background, including those whose requests were forgotten."""
         self.latest: tuple[int, int] | None = None
@@ -160,7 +160,7 @@ class InFlight:
 
     @contextlib.contextmanager
     def second_attempt(self) -> Iterator[None]:
-        """Context in which lost groups are sampled again; an error in it is shown after that of the first attempt."""
+        """Context in which lost groups are sampled again; its error is shown after the error of the first attempt."""
         failure, self.failure = self.failure, None
         try:
             yield

@@ -78,7 +78,8 @@ class CapturedSteps:
             self.inputs = [ids.clone(), position.clone()]
             try:
                 self.logits, self.replay = self.capture(lambda: forward(*self.inputs))
-            except RuntimeError as error:  # a model that waits for the device; or out of memory, which a step may have
+            except RuntimeError as error:
+                # The model waits for the device, or memory is too small for a capture; it may suffice without a graph.
                 return self.without(str(error).strip().partition("\n")[0], forward, ids, position)
             self.logits.fill_(torch.nan)  # a graph that computes nothing must not go unnoticed
         for own, given in zip(self.inputs, (ids, position), strict=True):
@@ -133,8 +134,8 @@ class CudaCapture:
         """`record`, in a pool that the empty graph `anchor` keeps alive."""
         if self.anchor is None:
             self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-            # Torch keeps this random state for all later graphs. It must also be usable in training, so it is created
-            # outside of inference mode.
+            # Torch keeps the random state of the first graph for all later graphs. The state must also be usable in
+            # training, so it is created outside of inference mode.
             with torch.inference_mode(mode=False):
                 _, self.anchor = self.record(lambda: torch.zeros(1, device=self.device))
         return self.record(run)
@@ -153,7 +154,7 @@ class CudaCapture:
                 try:
                     result = run()
                 except BaseException:
-                    with contextlib.suppress(RuntimeError):  # that the capture is invalid
+                    with contextlib.suppress(RuntimeError):  # the error that the capture is invalid
                         graph.capture_end()
                         has_ended = True
                     raise
@@ -177,5 +178,5 @@ def give_up(device: int, pool: Any) -> None:
     for alternatives in names:  # the second was the name until torch 2.7
         call = next((getattr(torch._C, name) for name in alternatives if hasattr(torch._C, name)), None)
         if call is not None:
-            with contextlib.suppress(RuntimeError):  # that the capture had not begun to use the pool
+            with contextlib.suppress(RuntimeError):  # the error that the capture had not begun to use the pool
                 call(device, pool)

@@ -232,8 +232,8 @@ class Conversations:
             is_chat: Whether the prompts are chats.
 
         Raises:
-            ValueError: If the template cannot render observations, or does not describe tools; or if prompts are plain
-                text, which cannot describe tools.
+            ValueError: If the template cannot render observations. With tools, also if the template does not describe
+                them, or if the prompts are plain text, in which tools cannot be described.
         """
         if not is_chat:
             if self.schemas:
@@ -275,7 +275,7 @@ class Conversations:
             The prompts with the environments' first observations, and the environments, [N] each.
 
         Raises:
-            RuntimeError: If a call fails, whatever `on_error` is, because all conversations of the prompt would be
+            RuntimeError: If a call fails. `on_error` does not apply, because all conversations of the prompt would be
                 lost.
         """
         prompts = [self.describe_tools(prompt) for prompt in prompts]
@@ -407,8 +407,8 @@ class Conversations:
 
         Args:
             groups: N groups.
-            excluded: [N, G] bool, True for conversations that are excluded from the group, as they are when advantages
-                are computed. Their credit is 0.
+            excluded: [N, G] bool, True for conversations that are excluded from the group when advantages are computed.
+                Their credit is 0.
         """
         if self.settings.turn_credit == 0:
             return
@@ -674,7 +674,7 @@ class Game:
         each.drop_behind(count, str(decode(ids[:count], skip_special_tokens=True)))
 
     def _fail(self, each: Conversation, result: Result) -> None:
-        """End a conversation whose environment failed, as `on_error` sets."""
+        """End a conversation whose environment failed, or raise an error if `on_error` is "raise"."""
         label = self.prompts[each.prompt].label
         message = f"Environment {self.runner.name!r} {result.problem} ({label}, turn {each.num_turns})."
         if self.settings.on_error == "raise":

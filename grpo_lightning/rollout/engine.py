@@ -107,7 +107,7 @@ class RolloutEngine(Protocol):
 
     @property
     def max_sequence_length(self) -> int | None:
-        """Maximum tokens of a prompt and its completion, known after `check_run`; None: the policy's positions."""
+        """Maximum tokens of a prompt and its completion, known after `check_run`; None for the policy's positions."""
         return None
 
     def hold_weights(self) -> contextlib.AbstractContextManager[None]:

@@ -26,17 +26,17 @@ LEAST_LENGTH = 32
 settings."""
 
 OTHER_TOKENS = 0.01
-"""Largest accepted share of rows whose token differs from the token that the operations sample one by one; a single row
-may always differ. Kernels may round a cumulative probability differently, and if the uniform number lies between the
-two rounded values, another token is sampled."""
+"""Largest accepted share of rows for which the fused and the separate operations sample different tokens. One row may
+differ even if its share is larger. Kernels may round a cumulative probability differently, and if the uniform number
+lies between the two rounded values, another token is sampled."""
 
 OTHER_NATS = 1e-3
-"""Largest accepted difference between fused and separate operations, of the log-prob of the same token and of the
-entropy."""
+"""Largest accepted difference between the results of fused and separate operations, in nats. Entropies are compared in
+all rows, and log-probs in the rows with the same token."""
 
 OPTIONS: dict[str, Any] = {
-    # No benchmarks of kernel configurations. Their results would determine the order of sums, but the same seed must
-    # always give the same tokens.
+    # Benchmarks of kernel configurations are off. Their results would determine the order of sums, but the same seed
+    # must always give the same tokens.
     "deterministic": True,
     # One of these passes rewrites the softmax of logits that are divided by a temperature, and the result needs four
     # more kernels.
@@ -92,7 +92,7 @@ class FusedSampler:
             new_tokens = compiled(history, logits, uniforms)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 - no compiler, no Triton for this GPU, a limit: of many types
+        except Exception as error:  # noqa: BLE001 - of many types: no compiler, no Triton for this GPU, a limit
             return self.sample_unfused(str(error).strip().partition("\n")[0], history, logits, uniforms)
         if reason := difference(new_tokens, self.operations(history, logits, uniforms)):
             return self.sample_unfused(reason, history, logits, uniforms)
@@ -110,9 +110,9 @@ class FusedSampler:
 def compile_sampler(sampler: NextToken) -> SampleToken:
     """Compile `NextToken` for any number of rows.
 
-    `torch.compile` limits the number of compilations per code object, and makes numbers dynamic that differ between two
-    compilations of it. So each call compiles a separate copy of the code, and different settings count as different
-    code objects.
+    `torch.compile` limits the number of compilations per code object. Numbers that differ between two compilations of
+    the same code object become dynamic. So each call compiles a separate copy of the code, and different settings count
+    as different code objects.
     """
     code = NextToken.__call__.__code__.replace(co_name=f"sample_token_{next(numbers)}")
     function = types.FunctionType(code, NextToken.__call__.__globals__)

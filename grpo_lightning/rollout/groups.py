@@ -170,7 +170,8 @@ def mask_truncated(groups: Sequence[Group], overlong_filter: OverlongFilter) -> 
 def are_excluded(groups: Sequence[Group], overlong_filter: OverlongFilter) -> Tensor:
     """Whether a completion is excluded from mean and std of its group: [N, G] bool.
 
-    That is, if it is truncated and the filter is "group", or if its environment failed and `on_error` is "none".
+    A completion is excluded if it is truncated and the filter is "group", or if its environment failed and `on_error`
+    is "none".
     """
     excluded = [
         [

@@ -246,7 +246,8 @@ class LocalEngine(RolloutEngine):
         if not self.sharding.is_sharded:
             yield Lockstep(is_needed=False)
             return
-        # This is decided anew for every rollout, because free memory changes when the optimizer allocates its states.
+        # Whether to gather is decided anew for every rollout, because free memory changes when the optimizer allocates
+        # its states.
         gathers, reason = is_gathered(self.policy, self.gather_for_generation, self.sharding.gathered_dtype)
         if gathers != self.logged_gathering:
             log_gathering(gathers, reason)
@@ -338,7 +339,7 @@ class LocalEngine(RolloutEngine):
     def open(
         self, wave: Wave, step: int, longest: int, kept_states: KeptStates | None = None
     ) -> tuple[OpenRows, PlacedPrompts]:
-        """Prefill prompts and open their rows, for completions of at most `longest` tokens from a decoding step on."""
+        """Prefill prompts and open their rows: completions of at most `longest` tokens that begin at step `step`."""
         prompt_ids, prompt_mask, fan = self.prepare(wave)
         placed = place(self.policy, prompt_ids, prompt_mask, wave.vision)
         begun = None
@@ -573,13 +574,13 @@ class LocalEngine(RolloutEngine):
 
 
 class Wave(NamedTuple):
-    """Prompts prefilled together; without prompts on a rank that only takes part in the collectives."""
+    """Prompts that are prefilled together. The wave is empty on a rank that only takes part in the collectives."""
 
     prompts: list[list[int]]
     seeds: list[int]
     num_generations: int
     part: range
-    """Indices of the completions of each prompt to sample, among its G."""
+    """Indices, among the G completions of each prompt, of those to sample."""
 
     vision: VisionInputs | None = None
 
@@ -660,14 +661,14 @@ class OpenRows:
     """[rows] bool: rows that have ended since the open rows were last chosen."""
 
     num_ended: int = 0
-    """Number of these rows when the host last looked."""
+    """Number of rows that had ended, or reached their maximum length, when the host last looked."""
 
     def before(self, step: int) -> Tensor:
         """Ids before the token of a decoding step, [rows, tokens]; a view."""
         return self.history[:, : self.origin + step]
 
     def completions(self, step: int) -> Tensor:
-        """Completion ids up to the token of a decoding step, [rows, tokens]; those of a later row begin at `late`."""
+        """Completion ids up to the token of a decoding step, [rows, tokens]. A row's own ids begin at column `late`."""
         return self.history[:, self.origin + self.oldest : self.origin + step + 1]
 
     @functools.cached_property
@@ -817,7 +818,7 @@ class SampledGroups:
         """By the index of the prompt."""
 
     def report_ended(self, rows: list[SampledRow]) -> None:
-        """Build and report groups all of whose rows have ended, unless already reported. Args: rows: [N * size]."""
+        """Build and report groups whose rows have all ended, except those reported before. Args: rows: [N * size]."""
         for number, own in enumerate(self._by_prompt(rows)):
             if number not in self.completions and all(row.has_ended for row in own):
                 self._report(number, own)

@@ -136,7 +136,7 @@ def log_distribution(processors: list[Processor], history: Tensor, logits: Tenso
 
 
 def row_products(one: Tensor, other: Tensor) -> Tensor:
-    """Dot product of each row, [rows]; both are [rows, V].
+    """Dot product of each row of `one` and the same row of `other`: [rows], from two tensors [rows, V].
 
     `vecdot` does not allocate a tensor [rows, V] of products. But it calls a BLAS function, which `torch.compile` does
     not fuse with the operations that compute its inputs, and which autocast would run in 16 bits.
@@ -207,7 +207,8 @@ class Suppression:
     """
 
     def __init__(self, never: tuple[int, ...], vocabulary: int, device: torch.device) -> None:
-        # On a GPU, `pick` needs no padded copy if the last block is full. On a CPU, a slice costs less than a mask.
+        # On a GPU, slicing leaves full blocks if possible, because `pick` then needs no padded copy. On a CPU, all
+        # suppressed ids at the end are sliced off, because a slice costs less than a mask.
         self.size, among = sampled_ids(never, vocabulary, BLOCK_TOKENS if device.type == "cuda" else 1)
         self.bias: Tensor | None = None
         """[size], 0 or -inf. Adding this bias takes one operation, which can be fused with the next operation; filling
@@ -364,7 +365,7 @@ class TokenSampler:
 
         Args:
             completion_ids: [rows, tokens].
-            late: [rows] tokens before each row's completion, which are ignored; None for 0.
+            late: [rows] number of tokens before each row's completion, which are ignored; None if there are none.
         """
         if self.stop_strings is None:
             return None
@@ -372,5 +373,4 @@ class TokenSampler:
             is_early = torch.arange(completion_ids.shape[1], device=late.device) < late[:, None]
             completion_ids = completion_ids.masked_fill(is_early, NO_TOKEN)
         ends: Tensor = self.stop_strings(completion_ids, None)
-        return ends
         return ends

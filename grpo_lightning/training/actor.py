@@ -227,7 +227,7 @@ def offloaded_tensors(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the CPU. The copy from a GPU is in pinned memory, several times as fast, and does not wait."""
+    """Copy a tensor to the CPU. From a GPU, copy to pinned memory without waiting, which is several times as fast."""
     if tensor.device.type != "cuda":
         return tensor.to(CPU)
     return torch.empty_like(tensor, device=CPU, pin_memory=True).copy_(tensor, non_blocking=True)

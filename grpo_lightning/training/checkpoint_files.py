@@ -146,7 +146,7 @@ def policy_weights(content: Mapping[str, Any], checkpoint: str | Path) -> dict[s
 
 
 def run_config(checkpoint: Path) -> dict[str, Any]:
-    """The `model` settings in the `config.yaml` of a checkpoint's run; empty if there is none."""
+    """The `model` settings in the `config.yaml` of a checkpoint's run; empty if there is no such file."""
     folder = run_of(checkpoint)
     if folder is None:
         return {}
@@ -155,7 +155,7 @@ def run_config(checkpoint: Path) -> dict[str, Any]:
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """Folder of a checkpoint's run, which has its `config.yaml`; None if there is none."""
+    """Folder of a checkpoint's run: the nearest parent folder with a `config.yaml`. None if there is no such folder."""
     parents = list(checkpoint.resolve().parents)[:CONFIG_PARENTS]
     return next((parent for parent in parents if (parent / "config.yaml").is_file()), None)
 
@@ -305,7 +305,7 @@ class RankFiles:
         )
 
     def of_moment(self, moment: str | None) -> list[Path]:
-        """The files whose names begin with `moment`; none if it is None."""
+        """The files whose names begin with `moment`; no files if `moment` is None."""
         return [] if moment is None else sorted(self.folder.glob(f"{moment}-*.pt"))
 
     def tidy(self, moment: str | None) -> None:

@@ -104,7 +104,7 @@ def prompt_sources(loops: Sequence[Any]) -> list[PromptSource]:
 
 
 def check_evaluated_once(trainer: L.Trainer) -> None:
-    """Check that ranks evaluate different prompts. Raises: ValueError if a source gives several ranks the same ones."""
+    """Check that ranks evaluate different prompts. Raises: ValueError if a source gives a prompt to several ranks."""
     for source in prompt_sources(reading_loops(trainer)[1:]):
         if source.ranks_per_group > 1:
             raise ValueError(

@@ -205,7 +205,7 @@ def load_policy(loader: PolicyLoader, dtype: torch.dtype, adapter: Mapping[str, 
     Args:
         loader: The loader of the policy.
         dtype: Dtype of the weights.
-        adapter: The checkpoint's description of the adapter, for a loader without settings of adapters.
+        adapter: The checkpoint's description of the adapter, needed only if the loader has no adapter settings.
     """
     if loader.lora is None and adapter is None:
         base = load_base(loader, dtype)

@@ -203,9 +203,9 @@ def add_conversations(metrics: StepMetrics, groups: Sequence[Group]) -> None:
     """Add turns, observations and what the environments reported, as means over conversations.
 
     `rollout/turns` is the number of turns of the policy, `rollout/observation_tokens` the number of tokens of
-    observations, and `rollout/sampled_fraction` the fraction of all tokens that the policy sampled: only these are
-    trained on. `environment/reward` is the sum of an environment's rewards. `environment/failures/<kind>` is the number
-    of conversations in which a call failed.
+    observations, and `rollout/sampled_fraction` the fraction of all tokens that the policy sampled. Only sampled tokens
+    are trained on. `environment/reward` is the sum of an environment's rewards. `environment/failures/<kind>` is the
+    number of conversations in which a call failed.
     """
     completions = [completion for group in groups for completion in group.completions]
     for completion in completions:

@@ -325,7 +325,7 @@ def plan_micro_batches(
         advantages: [N, G] advantages of the completions.
         updates: Number of optimizer steps that the rollout is split into.
         accumulate: Micro-batches per update.
-        pad_id: Token id that fills up sequences; any id, because padding is masked.
+        pad_id: Token id that fills up sequences. Any id works, because padding is masked.
         skip_zero_advantages: If true, completions with advantage 0 are left out of the micro-batches. The counts still
             include these completions.
         share: States which part of the rollout of all ranks `groups` is; None if `groups` is the complete rollout.
@@ -410,7 +410,7 @@ def give_images(
     Args:
         micro_batches: Micro-batches of one rollout.
         vision: Vision inputs of all groups of the rollout, in order; None for a text-only policy.
-        blank: The encoder's blank image, if a completion of any rank contains images.
+        blank: The encoder's blank image if a completion of any rank contains images; otherwise None.
     """
     for batch in micro_batches if vision else ():
         assert vision is not None
@@ -421,7 +421,7 @@ def give_images(
 
 
 def blank_of(micro_batches: Sequence[MicroBatch], encoder: Encoder) -> Mapping[str, Tensor] | None:
-    """The blank image, if a completion of any rank contains images. Collective: call it on every rank."""
+    """The blank image if a completion of any rank contains images, else None. Collective: call it on every rank."""
     if not encoder.is_multimodal or encoder.family is None:
         return None
     return encoder.blank if ranks.is_any(any(any(batch.images) for batch in micro_batches)) else None
@@ -437,7 +437,7 @@ def conversations_of(batch: MicroBatch, prompts: Sequence[PromptVision]) -> Iter
 
 
 def saved_images(images: Sequence[Sequence[ObservedImages]]) -> list[list[dict[str, Any]]]:
-    """The images in completions in the form that checkpoints contain: image files, because nothing else stores them."""
+    """Convert the images in completions to image files for a checkpoint, because nothing else stores these images."""
     return [
         [
             {
@@ -453,7 +453,7 @@ def saved_images(images: Sequence[Sequence[ObservedImages]]) -> list[list[dict[s
 
 
 def loaded_batch(fields: Mapping[str, Any]) -> MicroBatch:
-    """A micro-batch of a checkpoint, without vision inputs. It has only files and text of images in completions."""
+    """Restore a checkpoint's micro-batch, without vision inputs; images in completions have only files and text."""
     finder = ImageFinder("the checkpoint")
     images = [
         [
@@ -516,8 +516,8 @@ def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share)
     """Split this rank's groups among the updates, in order.
 
     If all ranks together have fewer groups than updates, single completions are divided among the updates instead. The
-    update of a group or completion is determined by its index among those of all ranks, and does not depend on the
-    number of ranks.
+    index of a group or completion in the rollout of all ranks determines to which update it belongs. So the number of
+    ranks makes no difference.
     """
     units, num_units = [(share.index(i), group) for i, group in enumerate(groups)], share.num_groups
     if share.num_groups < updates:
@@ -536,7 +536,7 @@ def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share)
 
 
 RowsCost = Callable[[list[CompletionRow]], float]
-"""Cost of a micro-batch of these completions, in tokens; 0 without completions."""
+"""Computes the cost, in tokens, of a micro-batch of the given completions; 0 if there are no completions."""
 
 
 def split_update(rows: list[CompletionRow], parts: int, cost: RowsCost | None = None) -> list[list[CompletionRow]]:
@@ -595,7 +595,7 @@ def join_units(units: list[list[CompletionRow]]) -> list[CompletionRow]:
 
 
 def prompt_lengths(rows: Sequence[CompletionRow]) -> list[int]:
-    """Tokens of each prompt of the completions. A prompt counts once for all its completions."""
+    """Number of tokens of each prompt. A prompt that several of the completions share occurs once."""
     return list({row.group: len(row.prompt_ids) for row in rows}.values())
 
 
@@ -605,7 +605,7 @@ def num_tokens(rows: list[CompletionRow]) -> int:
 
 
 def padded_cost(rows: list[CompletionRow]) -> int:
-    """Number of tokens of a micro-batch with prompts and completions padded to the longest of each."""
+    """Number of tokens of a micro-batch, with prompts padded to the longest prompt, and completions likewise."""
     if not rows:
         return 0
     prompts = prompt_lengths(rows)
@@ -674,7 +674,7 @@ def idle_micro_batch(groups: list[list[CompletionRow]], pad_id: int) -> MicroBat
     Args:
         groups: Groups of this rank. The masked token is the first token of the first group's first completion, or
             `pad_id` if this rank has no groups.
-        pad_id: Token id that fills up sequences; any id, because padding is masked.
+        pad_id: Token id that fills up sequences. Any id works, because padding is masked.
     """
     row = groups[0][0] if groups else CompletionRow(-1, [pad_id], Completion([pad_id], [0.0], "length"), 0.0)
     token = Completion([*row.completion.token_ids[:1]] or [pad_id], [0.0], "length", mask=[False])

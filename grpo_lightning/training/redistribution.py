@@ -1,10 +1,10 @@
-"""Redistribute a pending cycle over another number of ranks, after a checkpoint was saved inside the cycle.
+"""Redistribute a pending cycle over a different number of ranks, after a checkpoint was saved inside the cycle.
 
 The completions of the rollout are assigned to ranks as in a run that began with this number of ranks, see `Teams`:
 
     group g belongs to team g mod (W / R);   completion c of the group belongs to member c mod R
 
-W is the number of ranks, and R = `ranks_per_group`. A completion stays in its optimizer step, and keeps its advantage
+W is this number of ranks, and R = `ranks_per_group`. A completion stays in its optimizer step, and keeps its advantage
 and its old and reference log-probs. The loss of a step is divided by the number of tokens or completions of all ranks,
 so loss and gradient of every step are unchanged, apart from the order in which floats are summed.
 """
@@ -76,7 +76,7 @@ def redistribute(saved: Sequence[Mapping[str, Any]], shape: CycleShape, *, teams
         saved: The saved cycle of every rank of the checkpoint: `Cycle.state_dict`, with `saved_share`.
         shape: Number of updates and micro-batches of a cycle in this run.
         teams: This run's ranks.
-        pad_id: Token id that fills up sequences; any id, because padding is masked.
+        pad_id: Token id that fills up sequences. Any id works, because padding is masked.
 
     Returns:
         This rank's part of the cycle. `MicroBatch.num_chunks`, on which ranks have to agree, is not set.

@@ -55,7 +55,11 @@ class RouterLoss:
         """The latest micro-batch's share of the loss, before the loss is multiplied by its weight. None after `pop`."""
 
     def begin(self, others: Sequence[RouterLoad]) -> None:
-        """Begin an optimizer step. Args: others: loads of all this rank's micro-batches of the step but the first."""
+        """Begin an optimizer step.
+
+        Args:
+            others: Loads of this rank's micro-batches of the step, without the first micro-batch.
+        """
         self.others, self.step = list(others), None
 
     def share(self, load: RouterLoad | None) -> Tensor:

@@ -1,7 +1,7 @@
-"""State of a run that checkpoints contain besides weights and optimizer.
+"""The part of a run's state that checkpoints contain in addition to weights and optimizer.
 
-The state is the number of rollouts, the pending cycle (a rollout that is only partly trained on) and, if it was
-updated, the reference.
+This part consists of the number of rollouts, the pending cycle (a rollout that is only partly trained on), and the
+reference if the reference was updated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Layout(NamedTuple):
-    """Assigns the groups of a rollout to ranks (`Teams`)."""
+    """The two numbers that determine how the groups of a rollout are assigned to ranks (`Teams`)."""
 
     world_size: int
     ranks_per_group: int
@@ -116,7 +116,7 @@ class RunState:
     def last_step_end(self, trainer: L.Trainer) -> StepEnd:
         """Return the state at the end of the latest optimizer step, and record it if that step has just ended.
 
-        Before recording, updates the reference if an update is due. Collective: all ranks call it.
+        Before recording, update the reference if an update is due. Collective: all ranks call it.
         """
         known, batches = self.step_end, trainer.fit_loop.epoch_loop.batch_progress
         if known is None:

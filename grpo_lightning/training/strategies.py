@@ -163,7 +163,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         self.model, _ = self._engine_on_cpu(model, config=config, model_parameters=[])
 
     def setup(self, trainer: L.Trainer) -> None:
-        """As in Lightning, but evaluate without inference mode, because training cannot use its tensors."""
+        """As in Lightning, but evaluate without inference mode, because training cannot use tensors made in it."""
         leave_inference_mode(trainer)
         super().setup(trainer)
 
@@ -347,7 +347,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         super().setup_environment()
 
     def setup(self, trainer: L.Trainer) -> None:
-        """As in Lightning, but evaluate without inference mode, because training cannot use its tensors."""
+        """As in Lightning, but evaluate without inference mode, because training cannot use tensors made in it."""
         leave_inference_mode(trainer)
         super().setup(trainer)
 

@@ -45,8 +45,8 @@ def select_tokens(
         actor: Computes log-probs and entropies with the current weights.
         objective: An objective whose `selection` is not None.
         micro_batches: All micro-batches of this rank in the step.
-        seed: Seed of the random choices: Clip-Cov's, and KL-Cov's among tokens of equal covariance. The same on all
-            ranks.
+        seed: Seed of the random choices that Clip-Cov makes, and that KL-Cov makes among tokens of equal covariance.
+            All ranks must use the same seed.
 
     Returns:
         Log-probs, entropies and routing of each micro-batch.

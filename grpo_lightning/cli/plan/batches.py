@@ -54,7 +54,7 @@ class BatchPlan:
 
     @property
     def completions_per_rank(self) -> int:
-        """Completions that a rank samples and trains on per rollout; the largest number, if they differ by rank."""
+        """Completions that a rank samples and trains on per rollout; the largest number, if ranks differ."""
         return self.batch_size * -(-self.num_generations // self.ranks_per_group)
 
     @property

@@ -288,7 +288,7 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(trainer: Namespace, devices: int | None, nodes: int | None, *, has_server: bool = False) -> Ranks:
-    """Count the ranks from `devices` per node and `nodes`; for None, the trainer's config is used.
+    """Count the ranks from `devices` per node and `nodes`; a value of None is taken from the trainer's config.
 
     Devices of vLLM servers are not counted. `has_server` is true if a vLLM server is on this machine.
 
@@ -438,7 +438,7 @@ def largest_images(prompts: list[Prompt]) -> list[Prompt]:
 
 
 def positions(loader: PolicyLoader) -> int | None:
-    """Number of positions of the policy; None if it has no limit, or if it cannot be found (reported later)."""
+    """Number of positions of the policy; None if they are unlimited, or if no policy is found (reported later)."""
     from grpo_lightning.policy.hf import num_positions
 
     try:
@@ -501,9 +501,9 @@ def run_length(trainer: Namespace, batches: BatchPlan, num_prompts: int | None) 
 def sampling_size(engine: Any, batches: BatchPlan, *, shares_prompts: bool) -> SamplingSize:
     """The largest numbers of completions and prompts during sampling; 0 for an external engine.
 
-    A row is one completion that is being decoded. With `max_rows`, and completions that share the keys and values of
-    their prompt, the newest prompt has G open rows, and each other open prompt has at least one. So at most 1 +
-    max_rows - G prompts are open.
+    A row is one completion that is being decoded. If `max_rows` is set and completions share the keys and values of
+    their prompt, the newest prompt has G open rows, and every other open prompt has at least one open row. So at most
+    1 + max_rows - G prompts are open.
     """
     from grpo_lightning.cli.plan.memory import SamplingSize
     from grpo_lightning.rollout.local_engine import LocalEngine

@@ -145,7 +145,7 @@ class Division:
 
 
 def division_of(strategy: Any, world_size: int) -> Division:
-    """Over how many ranks `trainer.strategy` shards weights, gradients and optimizer states, in a run of W ranks.
+    """Return over how many of W ranks `trainer.strategy` shards weights, gradients and optimizer states.
 
     | strategy            | weights | gradients | optimizer |
     |---------------------|---------|-----------|-----------|
@@ -226,7 +226,8 @@ def optimizer_bytes(
     """Measure the optimizer state per trained weight by a step on a small tensor. Returns: (bytes, remarks).
 
     AdamW keeps two numbers of the weight's width: 8 bytes for a 32-bit weight. For optimizers that factorize matrices,
-    the result is too high: per weight, they need fewer bytes for the matrices of a model, which are larger.
+    the result is too high: they need fewer bytes per weight for larger matrices, and a model's matrices are larger than
+    the small tensor.
 
     Args:
         factory: Function that makes the optimizer.
@@ -287,7 +288,10 @@ class ScoredBatch:
 
     @property
     def passes(self) -> list[Pass]:
-        """The forward passes: the prompts, then one per chunk. On the dense path each row includes its prompt."""
+        """The forward passes: one for all prompts, then one per chunk.
+
+        On the dense path, there is no pass for the prompts: each row of a chunk includes its prompt.
+        """
         total = self.prompt_length + self.completion_length
         if self.path == "dense":
             return [Pass(rows, total, total) for rows in self.chunk_rows]
@@ -638,15 +642,16 @@ def activation_bytes(
 ) -> int:
     """Bytes kept for the backward pass of a micro-batch, without the logits.
 
-    A chunk is the completions of one forward pass (`policy.chunk_size`). By `policy.activation_checkpointing`:
+    A chunk is the completions of one forward pass (`policy.chunk_size`). The kept tensors depend on
+    `policy.activation_checkpointing`:
 
         none      all layers of all forward passes
         layers    the input of each layer; in addition one layer at a time is recomputed
         chunks    all layers of the prompts' forward pass and of the largest chunk, which is recomputed
 
-    plus the prompts' keys and values, the input and output of the last norm, and the head's input. Images count as
-    tokens of the decoder. The activations of a trained vision tower and of adapters are not counted, except DoRA's
-    (`adapter_parts`). 32-bit adapters in a 16-bit model can add up to half of the counted bytes.
+    In each case, the prompts' keys and values, the input and output of the last norm, and the head's input are kept
+    too. Images count as tokens of the decoder. The activations of a trained vision tower and of adapters are not
+    counted, except DoRA's (`adapter_parts`). 32-bit adapters in a 16-bit model can add up to half of the counted bytes.
     """
     passes = batch.passes
     if mode == "chunks":

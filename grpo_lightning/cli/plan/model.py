@@ -229,7 +229,7 @@ class AdapterSizes(NamedTuple):
 
 
 def adapter_sizes(model: Any, lora: LoRA | None) -> AdapterSizes:
-    """Compute the sizes of LoRA adapters. An initial adapter defines its own layers and ranks; it is inserted."""
+    """Compute the sizes of LoRA adapters. An initial adapter (with its own layers and ranks) is inserted in `model`."""
     if lora is None:
         return AdapterSizes()
     if lora.adapter is None:

@@ -60,7 +60,7 @@ class VLLMSize:
     """Maximum tokens of a prompt and its completion."""
 
     rollout: int
-    """KV cache of all completions that one vLLM decodes at the same time, each prompt once."""
+    """KV cache of all completions that one vLLM decodes at once; with prefix caching, each prompt counts once."""
 
     num_completions: int
     """Number of completions that `rollout` counts."""
@@ -138,7 +138,7 @@ def size_of(
 
 
 def with_vllm(parts: list[Part], model: ModelSizes, settings: MemorySettings, size: VLLMSize | None) -> list[Part]:
-    """Add vLLM to the parts of a device. During sampling, leave out what only a policy that samples needs.
+    """Add vLLM to the parts of a device, and leave out the parts in `OF_THE_POLICY` during sampling.
 
     | engine.sleep_level | while sampling | while training | on the CPU, while training |
     |---|---|---|---|

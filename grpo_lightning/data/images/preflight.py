@@ -235,8 +235,8 @@ class ImageCounts:
         Args:
             source: The entry's name.
             image_root: The entry's own `image_root`.
-            run_root: `image_root` of the data module. It replaces a missing `image_root` only for entries with image
-                paths in a column that is not read as images, because other entries may be meant to be text-only.
+            run_root: `image_root` of the data module. It replaces a missing `image_root` only if the entry has image
+                paths in a column that is not read as images. Other entries may be meant to be text-only.
 
         Raises:
             ValueError: If the entry has an `image_root` (its own or `run_root`), but no row with an image column or

@@ -53,7 +53,7 @@ class Limits:
     """Limits and settings of a sandbox."""
 
     memory_bytes: int = 2**29
-    """Address space of a program beyond the interpreter's."""
+    """Address space that a program may reserve in addition to that of the interpreter."""
 
     preamble: str = ""
     """Python code that every program starts with."""
@@ -64,7 +64,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended: one run of the program, or of test code."""
+    """How a job (one run of the program, or of test code) ended."""
 
     how: str
     """"exit", "timeout", "output" (too long), "threads" (too many) or "lost" (its launcher was killed)."""
@@ -182,7 +182,7 @@ class Sandbox:
             max_output: Limit for the encoded value, in bytes.
 
         Returns:
-            (how the job ended, the returned value, ""); without a value (how the job ended, None, the reason).
+            (how the job ended, the returned value, ""). If there is no value: (how the job ended, None, the reason).
 
         Raises:
             SandboxError: If the sandbox failed.

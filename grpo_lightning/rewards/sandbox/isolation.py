@@ -30,13 +30,13 @@ import struct
 import sys
 
 MAX_THREADS = 64
-"""Threads of a program; the launcher stops a program that starts more."""
+"""Maximum number of threads of a program. The launcher stops a program that starts more."""
 
 STACK_BYTES = 64 * 2**20
 """Stack of the main thread, large because contest programs recurse deeply."""
 
 MAX_FILES = 64
-"""Open file descriptors."""
+"""Maximum number of open file descriptors."""
 
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same numbers on all architectures
@@ -98,7 +98,8 @@ _OPEN, _OPENAT, _PRLIMIT, _KILL, _TGKILL = (2, None), (257, 56), (302, 261), (62
 _SOCKETPAIR, _SENDTO = (53, 199), (44, 206)
 
 _CLONE_THREAD = 0x10000
-# Duplicate a descriptor, get and set flags; but not F_SETOWN and F_SETSIG, with which a process can signal others.
+# Commands that duplicate a descriptor, or get or set its flags. F_SETOWN and F_SETSIG are not among them, because a
+# process can use them to signal other processes.
 _FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)
 _IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # isatty, window size, FIONREAD, FIONBIO, FIOCLEX
 _ACCESS_MODE, _O_CREAT, _O_TRUNC = 0o3, 0o100, 0o1000
@@ -309,7 +310,7 @@ def _no_pointer(number: int) -> list[Instruction]:
 
 
 def _read_only(number: int, *, has_landlock: bool) -> list[Instruction]:
-    """Allow opening files for reading only. With Landlock, leave writing to Landlock, which restricts it by path.
+    """Allow opening files for reading. With Landlock, also allow opening for writing, which Landlock restricts by path.
 
     Even with Landlock, opening for reading with O_TRUNC is refused: it truncates the file, and Landlock before Linux
     6.2 does not check truncation.

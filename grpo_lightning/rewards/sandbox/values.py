@@ -58,7 +58,8 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
 
     Args:
         value: Any object.
-        keep: Called with every part of `value` that is of no type in the table; returns its encoding, or raises.
+        keep: Function that is called with every part of `value` whose type is not in the table. It returns the encoding
+            of this part, or raises an error.
 
     Raises:
         RecursionError: If `value` is nested too deeply, or contains itself.
@@ -95,7 +96,8 @@ def decode(data: Any, find: Callable[[Any, str], Any]) -> Any:
 
     Args:
         data: The result of `encode` in another process, which is not trusted.
-        find: Called with place and type of every `["o", place, type]`; returns the object, or raises.
+        find: Function that is called with the place and the type of every `["o", place, type]`. It returns the object,
+            or raises an error.
 
     Raises:
         MALFORMED: If `data` is not an encoding of a value.
@@ -310,7 +312,7 @@ def _receive(data: Any, call_program: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def _update(argument: Any, new: Any) -> None:
-    """Repeat a call's change of an argument in the tests: replace the items of the argument. Raises: ProgramError."""
+    """Replace the items of an argument in the tests by those after the program's call. Raises: ProgramError."""
     if type(argument) is not type(new) or not isinstance(argument, list | dict | set):
         raise ProgramError("the program's answer is malformed")
     argument.clear()

@@ -68,7 +68,7 @@ class AdapterFolders:
         return folder
 
     def remove(self) -> None:
-        """Remove the newest version, which vLLM has loaded."""
+        """Remove the folder of the newest version, which vLLM has already loaded."""
         if self.newest is not None:
             shutil.rmtree(self.newest, ignore_errors=True)
 

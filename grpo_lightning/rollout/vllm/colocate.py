@@ -291,7 +291,7 @@ def answer_of(output: Any) -> Answer:
 
 @contextlib.contextmanager
 def explained(options: dict[str, Any]) -> Iterator[None]:
-    """Context that explains vLLM's error about too little memory for its KV cache with this engine's settings."""
+    """Context in which vLLM's error about too little memory for its KV cache names this engine's settings."""
     try:
         yield
     except ValueError as error:
@@ -351,9 +351,9 @@ def launched() -> Iterator[None]:
 def untouched_state() -> Iterator[None]:
     """Context without autocast and with torch's original default device; restores the process's state at the end.
 
-    When Lightning connects engines, torch's default device is the training device. vLLM would create tensors on it that
-    it needs on the CPU. The context restores the random states of torch, numpy and Python, torch's default dtype, grad
-    mode, number of threads, and the current CUDA device.
+    When Lightning connects engines, torch's default device is the training device. vLLM would create tensors on that
+    device which it needs on the CPU. The context restores the random states of torch, numpy and Python, torch's default
+    dtype, grad mode, number of threads, and the current CUDA device.
     """
     dtype, threads, own_random = torch.get_default_dtype(), torch.get_num_threads(), random.getstate()
     numpy = sys.modules.get("numpy")  # which this package does not import itself

@@ -199,8 +199,9 @@ class VLLMEngine(RolloutEngine):
         max_model_len: Maximum tokens of a prompt and its completion; null uses the policy's number of positions. A
             smaller number lets vLLM start with less memory.
         max_num_seqs: Maximum completions decoded at the same time.
-        enable_prefix_caching: Compute a prompt once for all its completions, and common beginnings of prompts once.
-        enforce_eager: Do not capture CUDA graphs: starts faster, needs less memory, and decodes more slowly.
+        enable_prefix_caching: True computes a prompt once for all its completions, and the common beginning of several
+            prompts once.
+        enforce_eager: True captures no CUDA graphs: vLLM starts faster, needs less memory, and decodes more slowly.
         dtype: Dtype of vLLM's copy of the weights; "auto" is the dtype of the policy's weights.
         limit_mm_per_prompt: Maximum number of images in a prompt, for example {image: 2}; null uses vLLM's own limit. A
             lower limit lets vLLM start with less memory.
@@ -211,8 +212,8 @@ class VLLMEngine(RolloutEngine):
         quantization: Quantisation of vLLM's copy of the weights, by vLLM's name, for example "fp8"; null for none. The
             quantised weights are computed again at every update. Completions then come from a different distribution
             than the policy's: set `objective.rollout_correction`.
-        enable_lora: Send only A and B of the policy's adapter before each rollout; vLLM does not merge them, and the
-            base weights are sent once. False sends merged weights.
+        enable_lora: True sends the base weights once, and before each rollout only A and B of the policy's adapter,
+            which vLLM does not merge. False sends merged weights.
         base_url: Address of the server, instead of `host` and `port`; or a list of several servers.
         host: Name or address of the server's machine; or a list of several.
         port: Port of the server; or a list of several.
@@ -359,7 +360,7 @@ class VLLMEngine(RolloutEngine):
 
     @property
     def max_sequence_length(self) -> int | None:
-        """The `max_model_len` of vLLM; None if it is not known yet, or the policy's number of positions."""
+        """The `max_model_len` of vLLM; None for the policy's number of positions, or if it is not known yet."""
         return self.max_model_len if self.backend is None else self.backend.max_model_len
 
     @property
@@ -509,7 +510,7 @@ class VLLMEngine(RolloutEngine):
         self.sent, self.is_discarded = None, False
 
     def connect_servers(self, policy: str | None) -> Servers:
-        """The servers, after checks; `policy` is the policy's name, None if it is in memory. Raises: `Served.check`."""
+        """Make and check the servers. `policy`: the policy's name, None if in memory. Raises: as `Served.check`."""
         found = Servers(
             self.urls,
             self.timeout,
@@ -563,7 +564,7 @@ class VLLMEngine(RolloutEngine):
         with self.lock:
             self.syncing_thread = threading.get_ident()
             self.is_discarded = False
-            sent, self.sent = self.sent or {}, None  # an update that fails leaves some of the weights behind
+            sent, self.sent = self.sent or {}, None  # a failed update may have replaced only some weights
             changed: list[weights.Kind] = []
             for kind in self.kinds:
                 state = weights.state_of(policy, self.sharding, kind)
@@ -763,7 +764,7 @@ class VLLMEngine(RolloutEngine):
             raise own
 
     def requests(self, batch: Batch, seeds: list[int]) -> dict[int, Request]:
-        """The requests of a batch's completions, by their indices, after checks. Raises: as `generate`."""
+        """Check a batch, and make the requests of its completions, by their indices. Raises: as `generate`."""
         prompts, sampling = batch.prompts, batch.sampling
         if len(seeds) != len(prompts):
             raise ValueError(f"seeds must hold one seed per prompt: {len(prompts)} prompts, {len(seeds)} seeds.")
@@ -791,7 +792,7 @@ class VLLMEngine(RolloutEngine):
 
         Args:
             requests: This rank's requests.
-            error: The problem with this rank's requests; the group then samples nothing.
+            error: The problem with this rank's requests, or None. If any rank has a problem, the group samples nothing.
 
         Raises:
             Exception: The error of this rank.

@@ -99,12 +99,12 @@ def check_counts(vision: VisionInputs, limit: int | None) -> None:
 
 
 def check_prompt_ids(images: PromptImages, prompt_ids: Sequence[int], got: Sequence[int] | None, remedy: str) -> None:
-    """Check that vLLM computed the prompt whose completions are scored.
+    """Check that vLLM has computed the same token ids for a prompt with images as the policy's processor.
 
     Args:
         images: The images of the prompt.
         prompt_ids: [L] tokens of the prompt, as the policy's processor encodes it.
-        got: Tokens of the prompt that vLLM computed.
+        got: Tokens that vLLM has computed for the prompt; None if vLLM did not report them.
         remedy: Advice about different image sizes, for the error message.
 
     Raises:

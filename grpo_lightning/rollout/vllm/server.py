@@ -136,7 +136,7 @@ class Client:
 
 
 def remedy(status: int, text: str) -> str:
-    """The advice about a request that vLLM refuses; empty if there is only vLLM's own message."""
+    """Advice about a request that vLLM refuses; empty if there is nothing to add to vLLM's own message."""
     if status == 404 and "does not exist" in text:
         return "The server was started with another model: start it with the policy."
     if "maximum context length" in text or "maximum model length" in text:
@@ -169,8 +169,8 @@ class Served:
         self.adapter: str | None = None
         """Name of this run's newest adapter on the server; None without adapters."""
         self.loaded: set[str] = set()
-        """Names of adapters that the server may have. It is unknown whether an adapter was loaded if the answer got
-        lost."""
+        """Names of adapters that the server may have. If the answer to a request to load an adapter got lost, it is
+        unknown whether the adapter was loaded."""
         self.route = COMPLETIONS
         self.has_images = False
         """True if prompts may have images (`check_images`)."""

@@ -334,7 +334,7 @@ class Servers:
         if not isinstance(error, UnavailableError):
             raise error
         job.failed_on = server
-        if server.version is None:  # known from another request
+        if server.version is None:  # found after another request
             return
         if isinstance(error, LostWeightsError) or not server.has_weights():
             log.warning("The server at %s is not used any more until it has the weights again: %s", server.url, error)
@@ -352,7 +352,7 @@ class Servers:
         job.due = time.monotonic() + seconds
 
     def decode(self, token_ids: list[int]) -> str:
-        """Decode tokens as the servers do when they look for stop strings; empty if they differ."""
+        """Decode tokens as the servers do when they look for stop strings; empty if their texts differ."""
         texts = {server.decode(token_ids) for server in self.able or self.servers}
         return texts.pop() if len(texts) == 1 else ""
 

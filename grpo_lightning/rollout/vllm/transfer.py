@@ -45,7 +45,7 @@ def call_within(seconds: float, what: str, call: Callable[[], T]) -> T:
 
 
 class GlooGroup:
-    """A group over TCP, next to the global process groups of torch and vLLM.
+    """A group over TCP, separate from the global process groups of torch and vLLM.
 
     Args:
         host: Address of rank 0.
@@ -214,7 +214,7 @@ class Reload:
         self.loaded |= set(map(plain, self.model.load_weights(self.receive(update_info)) or ()))
 
     def finish_weight_update(self) -> None:
-        """Put the collected weights into place. Raises: RuntimeError if a weight is missing, the first time only.
+        """Put the collected weights into place. Raises: RuntimeError if a weight is missing, in the first call only.
 
         vLLM considers an update active until this method succeeds. The second call ends an update that has failed, so
         that the trainer can start a new one (`Served.end_update`).
