@@ -1,8 +1,8 @@
 """Cost per trained token against completions per prompt, prompt length, completion length and model size.
 
 A curve changes one setting of a workload (`workloads/curves.yaml`). At every value, TRL has the fastest of its batch
-shapes and grpo_lightning its defaults. Each curve becomes a picture; `curves.json` has the numbers and is written after
-every point.
+shapes and grpo_lightning its defaults. Each curve becomes a picture, `cost_<setting>.png`; `curves.json` has the
+numbers and is written after every point.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 from workload import Workload
 
-OUTPUT = Path(__file__).parent / "results" / "curves"
+RESULT = Path(__file__).parent / "results" / "curves.json"
+PICTURES = Path(__file__).parents[1] / "docs" / "images"
 NAMES = {"trl": "TRL, fastest batch shape", "ours": "grpo-lightning, defaults"}
 COLORS = {"trl": "tab:orange", "ours": "tab:blue"}
 
@@ -73,37 +74,40 @@ def draw_all(
     curves: Curves,
     bench_of: Callable[[Workload, Path, int], Any],
     provenance: Callable[[Workload, int], dict[str, Any]],
-    output: Path,
     threads: int,
     console: Any,
+    *,
+    result: Path,
+    pictures: Path,
 ) -> None:
-    """Measure every point, and write `curves.json` and a picture per curve.
+    """Measure every point, and write the numbers and a picture per curve.
 
     Args:
         curves: What to measure.
         bench_of: Makes a `Bench` of a workload, a folder and a number of threads.
         provenance: Date, versions and settings of a result.
-        output: Folder of the pictures; other curves in it are kept.
         threads: Number of threads of each process.
         console: Where progress is printed.
+        result: File of the numbers; other curves in it are kept.
+        pictures: Folder of the pictures.
     """
-    output.mkdir(parents=True, exist_ok=True)
-    path = output / "curves.json"
-    results = json.loads(path.read_text()) if path.exists() else {}
+    for folder in (result.parent, pictures):
+        folder.mkdir(parents=True, exist_ok=True)
+    results = json.loads(result.read_text()) if result.exists() else {}
     for name, values in curves.axes.items():
         label, change = AXES[name]
         points: dict[int, dict[str, Any]] = {}
         for value in values:
-            with tempfile.TemporaryDirectory() as folder:
-                point = measure_point(bench_of(change(curves.base, value), Path(folder), threads))
+            with tempfile.TemporaryDirectory() as scratch:
+                point = measure_point(bench_of(change(curves.base, value), Path(scratch), threads))
             points[value] = point
             console.print(
                 f"{label} {value}: {point['trl']:.3f} / {point['ours']:.3f} ms per token = {point['ratio']:.2f}"
             )
             results[name] = provenance(curves.base, threads) | {"label": label, "points": points}
-            path.write_text(json.dumps(results, indent=2) + "\n")
-        draw(label, points, output / f"{name}.png")
-    console.print(f"Curves: {output}")
+            result.write_text(json.dumps(results, indent=2) + "\n")
+        draw(label, points, pictures / f"cost_{name}.png")
+    console.print(f"Curves: {result}, {pictures}")
 
 
 def draw(label: str, points: Mapping[int, Mapping[str, Any]], path: Path) -> None:

@@ -322,7 +322,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="measured steps per process, instead of the workload's")
     parser.add_argument("--repeats", type=int, help="pairs of processes, instead of the workload's")
     parser.add_argument("--record", action="store_true", help=f"write benchmarks/results/{RESULT.name}")
-    parser.add_argument("--output", type=Path, default=cost_curves.OUTPUT, help="folder of the curves")
+    parser.add_argument("--output", type=Path, help="folder of curves.json and pictures, instead of the recorded ones")
     for name in ("--accumulation", "--seed"):
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--child", choices=["build", "losses", *SIDES], help=argparse.SUPPRESS)
@@ -336,7 +336,9 @@ def main() -> int:
     console = Console()
     if options.curves:
         curves = cost_curves.Curves.load(workload_file("curves"), changes, options.axes)
-        cost_curves.draw_all(curves, Bench, provenance, options.output, options.threads, console)
+        result = options.output / "curves.json" if options.output else cost_curves.RESULT
+        pictures = options.output or cost_curves.PICTURES
+        cost_curves.draw_all(curves, Bench, provenance, options.threads, console, result=result, pictures=pictures)
         return 0
     workloads = {name: Workload.load(workload_file(name)).changed(changes) for name in options.workloads}
     outcomes = [compare(name, workload, options, console) for name, workload in workloads.items()]  # all of them run

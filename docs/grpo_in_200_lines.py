@@ -7,7 +7,7 @@ trains a tiny, untrained Qwen2 to sort letters, on a CPU, in about a minute and 
 1. samples G completions for each of N prompts,
 2. scores each completion with a reward function,
 3. compares each reward with the other rewards of its group: the advantage,
-4. makes tokens of completions with a positive advantage more likely, and those with a negative advantage less likely.
+4. makes the tokens of a completion more likely if its advantage is positive, and less likely if it is negative.
 
 Names and defaults are those of the package grpo_lightning, which computes the same loss. The package also runs each
 prompt once per group instead of once per completion, bounds the exponents of the ratio and of the KL, and does
@@ -70,7 +70,7 @@ def sample(
         **prompt,
         do_sample=True,
         temperature=settings.temperature,
-        top_k=0,  # transformers' default would sample from another distribution than the one that is trained
+        top_k=0,  # transformers' default would sample from a different distribution than the one that is trained
         top_p=1.0,
         num_return_sequences=settings.num_generations,
         max_new_tokens=settings.max_completion_length,
@@ -108,12 +108,12 @@ def token_logprobs(model: PreTrainedModel, rollout: Rollout, temperature: float)
 def grpo_loss(logprobs: Tensor, rollout: Rollout, settings: Settings) -> Tensor:
     """The loss of one optimizer step: the clipped surrogate of PPO plus beta times the KL, averaged over all tokens."""
     mask = rollout.completion_mask
-    # In the first update on a rollout the ratio is 1. It leaves 1 as the policy moves away from the one that sampled.
+    # In the first update on a rollout the ratio is 1. It leaves 1 as the policy moves away from its state at sampling.
     ratio = torch.where(mask, logprobs - rollout.old_logprobs, 0.0).exp()
     clipped = ratio.clamp(1 - settings.epsilon, 1 + settings.epsilon)
     # With the minimum, a token loses its gradient once its ratio has left the range in the direction of its advantage.
     loss = -torch.minimum(ratio * rollout.advantages, clipped * rollout.advantages)
-    # k3, an estimate of KL(policy || reference) from the sampled token, which is never negative.
+    # k3 estimates KL(policy || reference) from the sampled token; this estimate is never negative.
     difference = torch.where(mask, rollout.ref_logprobs - logprobs, 0.0)
     loss = loss + settings.beta * (difference.exp() - difference - 1)
     # The mean over tokens gives all tokens the same weight. The paper averages over each completion first.
@@ -129,7 +129,7 @@ def train(
     num_rollouts: int,
 ) -> list[float]:
     """Train the policy in place. Returns the mean reward of each rollout."""
-    policy.eval()  # no dropout: the ratio would then differ from 1 even if the policy has not moved
+    policy.eval()  # no dropout: with it, the ratio would differ from 1 even if the policy has not moved
     reference = copy.deepcopy(policy).requires_grad_(False)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.lr, weight_decay=0.0)
     history = []
@@ -161,7 +161,7 @@ def sorting_prompt(letters: str = "abcd", length: int = 4) -> str:
 
 
 def sorting_reward(prompt: str, completion: str) -> float:
-    """The fraction of letters that are at their place; a completion of another length than the answer's gets less."""
+    """The fraction of letters in the right place; a completion that is shorter or longer than the answer gets less."""
     answer = sorted(prompt.removesuffix("="))
     right = sum(given == wanted for given, wanted in zip(completion, answer, strict=False))
     return right / max(len(completion), len(answer))
@@ -175,7 +175,7 @@ def build_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()  # no spaces between tokens
     layers = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    # Larger initial weights than Qwen2's default (0.02), with which a model this narrow hardly learns.
+    # The initial weights are larger than Qwen2's default (0.02): with the default, a model this narrow hardly learns.
     others = {"num_key_value_heads": 4, "initializer_range": 0.12, "vocab_size": len(vocabulary)}
     policy = Qwen2ForCausalLM(Qwen2Config(**layers, **others, bos_token_id=None, pad_token_id=0, eos_token_id=1))
     return policy, PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token=eos)

@@ -77,7 +77,7 @@ def prompt_box(prompt: Prompt, answer_column: str) -> Box | None:
 
 
 class BoxMetric(Metric, ABC):
-    """Base class of metrics that average a score over the completions of all ranks whose prompt has a ground-truth box.
+    """Base class of metrics that average a score, on all ranks, over completions whose prompt has a ground-truth box.
 
     A prompt counts only if it has exactly one image and one box in `answer_column`. Other prompts are skipped with a
     warning. A completion without a box is not skipped: it counts as wrong.
@@ -198,5 +198,5 @@ class RECAccuracy(BoxMetric):
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Log a warning once, although every validation has new metric objects, one per loader and kind of completion."""
+    """Log a warning once, although every validation creates a new metric for each loader and kind of completion."""
     log.warning("%s", message)

@@ -7,9 +7,9 @@ learning-rate schedules, `max_steps` and callbacks work as usual.
 
 The defaults depart from the paper (arXiv:2402.03300) in two ways: the loss is a mean over all tokens of the optimizer
 step instead of a mean of per-completion means (`Objective.aggregate`), and the log-ratio and the KL estimator k3 are
-bounded (`functional.losses`). Two things save time without a change of the loss or its gradient. First, the model runs
-on a prompt once for its whole group, not once per completion. Second, it does not run on completions of advantage 0,
-unless the objective has a KL or entropy term, selects tokens, or has a load-balancing loss.
+bounded (`functional.losses`). Two optimizations save time without changing the loss or its gradient. First, the model
+runs on each prompt once for the whole group, not once per completion. Second, the model does not run on completions of
+advantage 0, unless the objective has a KL or entropy term, selects tokens, or has a load-balancing loss.
 """
 
 from __future__ import annotations
@@ -136,16 +136,16 @@ class GRPOLightningModule(L.LightningModule):
 
     Args:
         policy: The model to train: a hub name, a folder, a `PolicyLoader`, or a transformers model or config in memory.
-            A `PeftModel` in memory trains its LoRA adapter.
+            The LoRA adapter of a `PeftModel` in memory is trained.
         rewards: Reward functions, `Reward`s or `WeightedReward`s.
         reward_weights: One weight per reward; null uses each reward's own weight (1 by default).
         reward_workers: Number and limits of the worker processes that run the rewards.
-        tokenizer: Tokenizer, or processor of a multimodal policy. Required if the policy is a model or config in
-            memory; otherwise it replaces the policy's own.
+        tokenizer: The tokenizer, or the processor of a multimodal policy. Required if the policy is a model or config
+            in memory; otherwise this argument replaces the tokenizer or processor of the policy.
         engine: Samples the completions; null uses `LocalEngine`, which samples with the policy itself.
         environment: Answers the policy over several turns: an `Environment`; functions that the policy can call
-            (tools); a multi-turn function of ms-swift; or a class whose methods are tools, as TRL's environments. null
-            samples completions of one turn.
+            (tools); a multi-turn function of ms-swift; or a class whose methods are tools, like TRL's environments.
+            null samples completions of one turn.
         conversation: Limits of turns and observations, and what happens if the environment fails.
         sampling: Sampling distribution and maximum completion length.
         objective: Settings of the loss.
@@ -161,9 +161,10 @@ class GRPOLightningModule(L.LightningModule):
         num_iterations: Epochs over each rollout (mu in the GRPO paper).
         updates_per_rollout: Optimizer steps per epoch over a rollout.
         max_staleness: S, maximum number of rollouts by which sampling is ahead of training. 0 samples each rollout from
-            the current weights. 1 samples the next rollout in the background while the policy trains on this one, so
-            that it is trained on with weights one rollout newer. It needs an engine that has a copy of the weights:
-            `VLLMEngine` in mode "server".
+            the current weights. 1 samples the next rollout in the background while the policy trains on the current
+            one. When the policy then trains on the next rollout, its weights are one rollout newer than the weights
+            that sampled this rollout. A value above 0 needs an engine that has a copy of the weights: `VLLMEngine` in
+            mode "server".
         old_logprobs: Source of the old log-probs: "recompute" computes them with the policy's weights at the start of
             training on the rollout; "rollout" uses the engine's log-probs.
         dynamic_sampling: Settings for replacing the prompts of groups without a gradient (zero reward variance, or all
@@ -180,7 +181,7 @@ class GRPOLightningModule(L.LightningModule):
     encoder: Encoder
     scorer: Scorer
     sharding: Sharding
-    # Set by `configure_optimizers` and at the start of a validation
+    # The first is set by `configure_optimizers`, the second at the start of a validation
     optimizer_settings: list[dict[str, Any]]
     tables: list[dict[str, EvaluationTable]]
 
@@ -226,7 +227,7 @@ class GRPOLightningModule(L.LightningModule):
             longest = limits.max_observation_length * CHARACTERS_PER_TOKEN
             runner = EnvironmentRunner(as_environment(environment), workers, longest)
             self.conversations = Conversations(runner, limits)
-            arguments["conversation"] = limits  # also in checkpoints, so that a module loaded without it is refused
+            arguments["conversation"] = limits  # in checkpoints, too: loading without the environment is then refused
         self.sampling = settings_of(SamplingParams, sampling, "model.sampling")
         settings = settings_of(Objective, objective, "model.objective")
         self.objective = settings.resolve(is_off_policy=max_staleness > 0 and old_logprobs == "recompute")
@@ -260,12 +261,12 @@ class GRPOLightningModule(L.LightningModule):
         self.warn_once = WarnOnce()
         self.metrics = StepMetrics()
         self.sources: list[str] = []
-        # Not strict: checkpoints do not contain frozen weights and the reference, which are loaded or built again.
-        # `on_load_checkpoint` checks that all trained weights are there.
+        # Not strict, because checkpoints contain neither the frozen weights nor the reference: both are loaded or built
+        # again. `on_load_checkpoint` checks that all trained weights are there.
         self.strict_loading = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Have each overridden step of the algorithm check the type of what it returns (`checks.STEPS`)."""
+        """Make each overridden step of the algorithm check the type of its return value (`checks.STEPS`)."""
         super().__init_subclass__(**kwargs)
         for name in checks.STEPS.keys() & vars(cls).keys():
             setattr(cls, name, checks.checked_step(name, vars(cls)[name]))
@@ -275,7 +276,7 @@ class GRPOLightningModule(L.LightningModule):
         """Load a module from a checkpoint, as Lightning does. Functions and models in memory have to be passed again.
 
         Raises:
-            TypeError: If such an argument is missing; the message names it.
+            TypeError: If an argument that has to be passed again is missing; the message names the argument.
         """
         try:
             return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
@@ -324,7 +325,8 @@ class GRPOLightningModule(L.LightningModule):
         """Run the rewards and fill in the rollout's `scores` and its `rewards` [N, G]."""
         with self.phase("reward"):
             scoring = self.begin_rewards(rollout.groups, self.num_generations)
-        # Dynamic sampling may still replace some groups: the reference then scores the final groups (`start_cycle`).
+        # Dynamic sampling may still replace some groups. The reference therefore scores only the final groups, in
+        # `start_cycle`, unless the KL is part of the rewards.
         if self.dynamic_sampling is None or self.objective.kl_in == "reward":
             self.add_ref_logprobs(rollout)  # overlaps with the reward workers
         with self.phase("reward"):
@@ -354,9 +356,9 @@ class GRPOLightningModule(L.LightningModule):
     def split_rollout(self, rollout: Rollout) -> Cycle:
         """Cut the rollout into the micro-batches of its optimizer steps."""
         # With a reference, completions of advantage 0 are kept, because `policy/kl` is measured on all completions. If
-        # the KL is in the rewards, this costs next to nothing, because hardly any advantage is 0. They are kept too
-        # with a selection of tokens, which compares the tokens of all completions, and with a load-balancing loss, to
-        # which all completions contribute.
+        # the KL is in the rewards, keeping them costs little, because hardly any advantage is 0. They are also kept if
+        # the objective selects tokens, because the selection compares the tokens of all completions. With a
+        # load-balancing loss they are kept, too, because all completions contribute to this loss.
         objective = self.objective
         is_on_all = objective.trains_on_zero_advantages or self.router_loss is not None
         skips = not (is_on_all or objective.needs_reference or objective.selection)
@@ -438,17 +440,19 @@ class GRPOLightningModule(L.LightningModule):
         return Rollout(groups, scores, rewards.masked_fill(excluded, torch.nan))
 
     def rollout_seeds(self, rollout_index: int, indices: Sequence[int]) -> list[int]:
-        """One seed per prompt of a rollout, by the prompts' positions among all prompts of the rollout."""
+        """Derive one seed per prompt of a rollout, from the prompt's position among all prompts of the rollout."""
         return [derived_seed(run_seed(self.seed), "rollout", rollout_index, index) for index in indices]
 
     def take_in_flight(self, prompts: Sequence[Prompt], seeds: list[int], in_flight: InFlight) -> Rollout:
         """Take the groups of N prompts that were sampled in the background, and request those of the next cycles.
 
-        Prompts that are not in flight are sampled now: at the start of a run, also of a resumed one, if dynamic
-        sampling has used prompts of this cycle before, and if sampling in the background has failed. Collective.
+        Prompts that are not in flight are sampled now. There are such prompts at the start of a run (also of a resumed
+        run), if dynamic sampling has already used prompts of this cycle, or if sampling in the background has failed.
+        Collective.
 
         Raises:
-            Exception: If sampling fails now, on every rank. The error shows that of the background, too.
+            Exception: If sampling fails now; raised on every rank. The error also shows the error of sampling in the
+                background.
         """
         in_flight.forget(self.run.rollout_index - self.max_staleness)
         groups = in_flight.take(prompts, functools.partial(self.notify, "on_decode"))
@@ -527,7 +531,7 @@ class GRPOLightningModule(L.LightningModule):
         return loss
 
     def prepare_update(self, micro_step: MicroStep) -> None:
-        """Run the micro-batches of the step once more, for the parts of its loss that depend on all its tokens."""
+        """Run the micro-batches of the step once more, if parts of its loss depend on all tokens of the step."""
         if self.objective.selection is not None:
             scores = self.select_tokens(micro_step)[1:]
         elif self.router_loss is not None and micro_step.update[1:]:
@@ -544,7 +548,7 @@ class GRPOLightningModule(L.LightningModule):
             return select_tokens(self.actor, self.objective, micro_step.update, seed=derived_seed(*step, "selection"))
 
     def score_others(self, micro_step: MicroStep) -> list[TokenScores]:
-        """Run all micro-batches of the step but the first once more, for the routing of their tokens."""
+        """Run all micro-batches of the step except the first once more, to record the routing of their tokens."""
         actor = self.actor
         with torch.no_grad(), self.phase("routing"):
             return [actor.token_logprobs(batch) for batch in micro_step.update[1:]]
@@ -626,11 +630,11 @@ class GRPOLightningModule(L.LightningModule):
     def notify(self, hook: Literal["on_phase", "on_decode", "on_rollout"], *arguments: Any) -> None:
         """Call a GRPO-specific hook on every callback that defines it.
 
-        `on_phase(trainer, name)`: the phase "rollout", "reward", "old_logprobs", "ref_logprobs", "token_selection",
-        "routing" or "update" starts.
+        `on_phase(trainer, name)`: a phase starts. Its name is "rollout", "reward", "old_logprobs", "ref_logprobs",
+        "token_selection", "routing" or "update".
         `on_rollout(trainer, module, rollout)`: a cycle starts with this `Rollout`, which has scores and advantages.
         `on_decode(trainer, done, total)`: `done` of at most `total` decoding steps are done. A step samples a token of
-        each open completion; `total` is the maximum completion length, unless prompts wait (`max_rows`).
+        each open completion; `total` is the maximum completion length, unless some prompts have to wait (`max_rows`).
         """
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, hook):
@@ -645,7 +649,9 @@ class GRPOLightningModule(L.LightningModule):
         *,
         shared: bool = True,
     ) -> list[Group]:
-        """Encode N prompts and sample G completions for each. In `early_rewards`, rewards start on each complete group.
+        """Encode N prompts and sample G completions for each.
+
+        Inside the context `early_rewards`, the rewards of a group start as soon as the group is complete.
 
         Args:
             prompts: N prompts of this rank.
@@ -678,7 +684,7 @@ class GRPOLightningModule(L.LightningModule):
     def early_rewards(self, prompts: Sequence[Prompt]) -> contextlib.AbstractContextManager[None]:
         """Start reward calls on each group of a batch as soon as `generate` has sampled it (`RewardSet.early_calls`).
 
-        The context samples and scores the batch. Calls that `begin_rewards` does not take over are cancelled.
+        The batch is sampled and scored inside the context. Calls that `begin_rewards` does not take over are cancelled.
         """
         limit, state = self.sampling.max_completion_length, TrainerState.of(self.trainer)
         return self.reward_set.early_calls(prompts, limit, state)
@@ -728,7 +734,7 @@ class GRPOLightningModule(L.LightningModule):
     # ---------------------------------------------------------------------------------------------------- Lightning
 
     def setup(self, stage: str) -> None:
-        """Check engine and data against cycle length, rewards, tokenizer and model before any weights are loaded."""
+        """Before loading weights, check the engine and the data against cycle length, rewards, tokenizer and model."""
         if not self.is_connected:
             sampling = [self.sampling, self.validation_sampling]
             sharding, world_size = sharding_of(self.trainer.strategy), self.trainer.world_size
@@ -871,7 +877,7 @@ class GRPOLightningModule(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip gradients by the trainer's settings, also of fused optimizers with bf16-mixed."""
+        """Clip gradients by the trainer's settings, also for fused optimizers in a run with bf16-mixed."""
         with clipping_unscaled(self.trainer):
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
@@ -896,7 +902,7 @@ class GRPOLightningModule(L.LightningModule):
         return own
 
     def on_fit_start(self) -> None:
-        """Choose the scorer if the weights are sharded, and find routers: sharded weights cannot run earlier."""
+        """Choose the scorer if the weights are sharded (such a model cannot run earlier), and find the routers."""
         if self.scorer is None:
             device_type = self.trainer.strategy.root_device.type
             scorer = self.loader.choose_scorer(self.policy, self.encoder, device_type, is_sharded=True)
@@ -905,17 +911,18 @@ class GRPOLightningModule(L.LightningModule):
         self.router_loss = make_router_loss(self.policy, self.scorer, self.objective.router_aux_loss_coef)
 
     def check_engine(self, check: Literal["check_run", "check_logprobs"], *arguments: Any) -> None:
-        """Run a check of the engine, if it has this check: an engine may lack it."""
+        """Run a check of the engine, if the engine has a method of this name."""
         if hasattr(self.engine, check):
             getattr(self.engine, check)(*arguments)
 
     def on_train_start(self) -> None:
         """Set the schedule's length and a resumed run's data position, now that the length of an epoch is known."""
-        checks.check_loader_teams(self.trainer.train_dataloader, self.ranks_per_group)  # of an own data module, too
+        checks.check_loader_teams(self.trainer.train_dataloader, self.ranks_per_group)  # also for a user's data module
         checkpoints.restore_data_position(self.run, self.trainer)
         if self.run.cycle is not None:
             self.run.cycle.to(self.device)  # a checkpoint is loaded before the module moves to its device
-            # The cycle may have been cut again for other ranks, and this run may have another `policy.chunk_size`.
+            # The cycle may have been split again for a different number of ranks, and this run may have a different
+            # `policy.chunk_size`.
             agree_on_chunks(self.run.cycle.micro_batches, self.scorer)
         self.run.record(self.trainer)
         self.in_flight = InFlight() if self.max_staleness else None

@@ -1,4 +1,4 @@
-"""The training objective: each row below is the choice of settings for one method, computed by `functional/`.
+"""The training objective, computed by `functional/`. Each row of the table gives the settings of one method.
 
 | row         | ratio    | surrogate           | aggregate | scale               | beta |
 |-------------|----------|---------------------|-----------|---------------------|------|
@@ -133,21 +133,22 @@ class Objective:
     """The policy loss of a token. `clip` is minus the clipped ratio times the advantage (PPO). `cispo` is minus the
     capped, detached ratio times advantage times log-prob (CISPO). `sapo` is minus a sigmoid of the ratio (a soft gate)
     times the advantage (SAPO). `gmpo` is minus the geometric mean of the completion's clipped ratios times the
-    advantage (GMPO). `vespo` is minus a detached function of the product of the completion's ratios, which fades out
-    products far from 1, times advantage times log-prob (VESPO). `dppo_tv` and `dppo_kl` are minus the detached ratio
-    times advantage times log-prob, and 0 for tokens that have moved too far in the direction of their advantage, by
-    total variation or KL (DPPO). `reinforce` is minus the advantage times log-prob (GPG). `clip_cov` is `clip` without
-    some of the tokens that lower the entropy most. `kl_cov` is minus the unclipped ratio times the advantage, plus a
-    penalty for changing the log-prob of the tokens that lower the entropy most (`covariance_fraction`)."""
+    advantage (GMPO). `vespo` is minus a detached weight times advantage times log-prob; the weight is a function of the
+    product of the completion's ratios, and fades out products far from 1 (VESPO). `dppo_tv` and `dppo_kl` are minus the
+    detached ratio times advantage times log-prob, but 0 for tokens that have moved too far in the direction of their
+    advantage, measured by total variation or KL (DPPO). `reinforce` is minus the advantage times log-prob (GPG).
+    `clip_cov` is `clip` without some of the tokens that lower the entropy most. `kl_cov` is minus the unclipped ratio
+    times the advantage, plus a penalty for changing the log-prob of the tokens that lower the entropy most
+    (`covariance_fraction`)."""
 
     epsilon: float = 0.2
-    """Lower clip limit: the ratio is clipped from below at 1 - epsilon (1 is no limit), or at exp(-epsilon) by GMPO.
-    CISPO has a lower limit only with `cispo_lower_bound`. For DPPO, the maximum divergence of tokens that become less
-    likely."""
+    """Lower clip limit: the ratio is clipped from below at 1 - epsilon (an epsilon of 1 means no limit), or, with GMPO,
+    at exp(-epsilon). CISPO has a lower limit only with `cispo_lower_bound`. For DPPO, epsilon is the maximum divergence
+    of tokens that become less likely."""
 
     epsilon_high: float | None = None
-    """Upper clip limit: the ratio is clipped from above at 1 + epsilon_high, or at exp(epsilon_high) by GMPO. For DPPO,
-    the maximum divergence of tokens that become more likely. Null uses epsilon."""
+    """Upper clip limit: the ratio is clipped from above at 1 + epsilon_high, or, with GMPO, at exp(epsilon_high). For
+    DPPO, epsilon_high is the maximum divergence of tokens that become more likely. Null uses epsilon."""
 
     dual_clip: float | None = None
     """Maximum ratio where the advantage is negative; must be above 1 + epsilon_high. Null means no limit."""
@@ -162,8 +163,8 @@ class Objective:
 
     top_entropy_fraction: float = 1.0
     """Fraction of the tokens of an optimizer step that get a policy loss: those of highest entropy (arXiv:2506.01939).
-    KL and entropy bonus still use all tokens. A value below 1 costs one more forward pass, and needs a loss per token:
-    with the ratio `sequence`, use `sequence_token` instead."""
+    KL and entropy bonus still use all tokens. A value below 1 costs one more forward pass. It also needs a loss per
+    token, so use the ratio `sequence_token` instead of `sequence`."""
 
     covariance_fraction: float = 2e-4
     """Fraction of the tokens of an optimizer step that Clip-Cov or KL-Cov selects by the covariance of log-prob and
@@ -199,8 +200,8 @@ class Objective:
     advantage 0. Null uses all scorable completions of the group."""
 
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """Sum the weighted rewards, then normalize within the group; or normalize each reward within the group, then sum
-    (GDPO, with `scale: batch_std`)."""
+    """`sum_then_normalize` sums the weighted rewards, then normalizes the sum within the group. `normalize_then_sum`
+    normalizes each reward within the group, then sums (GDPO, with `scale: batch_std`)."""
 
     scale: Literal["group_std", "batch_std", "batch_advantage_std", "group_mean", "nonzero_fraction", "none"] = (
         "group_std"
@@ -236,8 +237,8 @@ class Objective:
     router_aux_loss_coef: float | None = None
     """Weight of the load-balancing loss of a mixture of experts (arXiv:2101.03961, eq. 4 to 6), over all tokens of the
     optimizer step. Null uses the `router_aux_loss_coef` of the policy's config; 0 disables the loss; a value above 0
-    for a dense policy is an error. With several micro-batches per step, the loss costs one more forward pass of all but
-    the first (`time/routing`)."""
+    for a dense policy is an error. With several micro-batches per step, the loss costs one more forward pass of every
+    micro-batch except the first (`time/routing`)."""
 
     # SAPO
 
@@ -251,12 +252,12 @@ class Objective:
     # VESPO
 
     vespo_k: float = 2.0
-    """Exponent (k) of VESPO's weight where the advantage is not negative. The larger k, the less weight have
+    """Exponent (k) of VESPO's weight where the advantage is not negative. The larger k is, the smaller is the weight of
     completions that became less likely."""
 
     vespo_lambda: float = 3.0
-    """Decay (lambda) of VESPO's weight where the advantage is not negative. The larger lambda, the less weight have
-    completions that became more likely."""
+    """Decay (lambda) of VESPO's weight where the advantage is not negative. The larger lambda is, the smaller is the
+    weight of completions that became more likely."""
 
     vespo_k_negative: float = 3.0
     """Exponent of VESPO's weight where the advantage is negative."""
@@ -278,13 +279,14 @@ class Objective:
     ] = "auto"
     """Off-policy correction: multiply the surrogate by a weight, the policy's probability of the sampled token divided
     by the engine's. `token` is one weight per token. `sequence` is one weight per completion, the product of its
-    tokens' weights; `geometric` is their geometric mean. `truncate` clips weights to the range from
-    `rollout_correction_low` to `rollout_correction_high`. `mask` masks the tokens or completions whose weights are
-    outside of this range. `auto` is "none", except for asynchronous rollouts (`max_staleness`): there it is
-    "token_truncate", or "sequence_truncate" if the loss needs one weight per completion. With `geometric`, set a narrow
-    range, such as 0.99 to 1.01. VESPO does not multiply its loss
-    by the token weights, but includes them in the product of the completion's ratios. GMPO and the ratio `sequence`
-    (not with CISPO) need one weight per completion, because their gradient reaches all its tokens."""
+    tokens' weights. `geometric` is one weight per completion, the geometric mean of its tokens' weights. `truncate`
+    clips weights to the range from `rollout_correction_low` to `rollout_correction_high`. `mask` masks the tokens or
+    completions whose weights are outside of this range. `auto` is "none", except for asynchronous rollouts
+    (`max_staleness`) with `old_logprobs: recompute`: there it is "token_truncate", or "sequence_truncate" if the loss
+    needs one weight per completion. With `geometric`, set a narrow range, such as 0.99 to 1.01. VESPO does not multiply
+    its loss by the token weights, but includes them in the product of the completion's ratios. GMPO and the ratio
+    `sequence` (except with CISPO) need one weight per completion, because the gradient of their loss reaches all tokens
+    of the completion."""
 
     rollout_correction_low: float = 0.0
     """Minimum weight of `rollout_correction`."""
@@ -301,14 +303,14 @@ class Objective:
         check_objective(self)
 
     def resolve(self, *, is_off_policy: bool) -> Objective:
-        """Replace the `rollout_correction` "auto" by that of a run that needs a correction.
+        """Replace the `rollout_correction` "auto" by the correction that the run needs, if it needs one.
 
         Args:
-            is_off_policy: True if completions are sampled with older weights than those whose log-probs are the old
-                log-probs of the ratio.
+            is_off_policy: True if completions are sampled with older weights than those that compute the old log-probs
+                of the ratio.
 
         Raises:
-            ValueError: If limits of the correction are set, and the run needs none.
+            ValueError: If limits of the correction are set, but the run needs no correction.
         """
         if self.rollout_correction != "auto":
             return self
@@ -321,7 +323,7 @@ class Objective:
 
     @property
     def high(self) -> float:
-        """`epsilon_high`, or `epsilon` if it is null."""
+        """`epsilon_high`; if that is null, `epsilon`."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
@@ -390,6 +392,21 @@ class Objective:
         others = "all others" if self.pass_k is None else f"{self.pass_k - 1} others"
         return f"no completion whose reward is above those of {others} (objective.baseline pass_at_k)"
 
+    def _check_batch(self, batch: MicroBatch) -> None:
+        """Check that a micro-batch has all that the loss needs. Raises: ValueError if it lacks a part."""
+        if batch.old_logprobs is None:
+            raise ValueError("The micro-batch has no old_logprobs; set them before computing the objective.")
+        if self.selection is not None and batch.selected is None:
+            raise ValueError(
+                f"The micro-batch has no selected tokens, which the objective needs ({self.selection}); set `selected` "
+                "of all micro-batches of the optimizer step (training.token_selection.select_tokens)."
+            )
+        if self.has_kl_loss and batch.ref_logprobs is None:
+            raise ValueError(
+                f"The loss has a KL (objective.beta {self.beta:g}), but the micro-batch has no ref_logprobs; set them "
+                "before computing the objective, or set beta to 0."
+            )
+
     def __call__(
         self,
         logprobs: Tensor,
@@ -404,25 +421,21 @@ class Objective:
 
         Args:
             logprobs: [B, T] nats, of the current policy, with gradients.
-            batch: Must have `old_logprobs`, with beta > 0 also `ref_logprobs`, and with a `selection` also `selected`.
+            batch: The micro-batch. It must have `old_logprobs`, `ref_logprobs` if the loss has a KL, and `selected` if
+                the objective has a `selection`.
             counts: Numbers of trained tokens and completions in the entire optimizer step over all ranks, used as
                 divisors.
             max_completion_length: Tokens; the divisor of the "constant" aggregation.
             entropy: [B, T] nats, of the current policy; with gradients if `trains_entropy`.
-            router_loss: Scalar, the micro-batch's share of the load-balancing loss, times its weight; None for a loss
-                without it.
+            router_loss: Scalar, the micro-batch's share of the load-balancing loss, times the weight of this loss; None
+                if there is no load-balancing loss.
 
         Raises:
-            ValueError: If the batch lacks old log-probs or the selected tokens, or if `trains_entropy` is True and no
-                entropy is given.
+            ValueError: If the batch lacks old log-probs, the selected tokens, or the reference's log-probs for a KL in
+                the loss; or if `trains_entropy` is True and no entropy is given.
         """
-        if batch.old_logprobs is None:
-            raise ValueError("The micro-batch has no old_logprobs; set them before computing the objective.")
-        if self.selection is not None and batch.selected is None:
-            raise ValueError(
-                f"The micro-batch has no selected tokens, which the objective needs ({self.selection}); set `selected` "
-                "of all micro-batches of the optimizer step (training.token_selection.select_tokens)."
-            )
+        self._check_batch(batch)
+        assert batch.old_logprobs is not None
         mask = batch.completion_mask
         tokens = self._tokens(logprobs, batch)
         ratio = tokens.ratio
@@ -539,7 +552,7 @@ class Tokens(NamedTuple):
     """[B, T] bool, True where a token is trained on."""
 
     advantages: Tensor
-    """[B, 1], or [B, T] with the credit of turns, which only surrogates of `TAKES_TURN_CREDIT` take."""
+    """[B, 1]; or [B, T] if the credit of turns is included, which only the surrogates in `TAKES_TURN_CREDIT` accept."""
 
     ratio: Tensor
     """[B, T], or [B, 1] for sequences, with gradients."""
@@ -827,7 +840,7 @@ def _check_correction(objective: Objective) -> None:
 
 
 def correction_levels(objective: Objective) -> tuple[list[str], str]:
-    """Levels of off-policy weights that the loss can use, the default first; and the reason, if not all can be used."""
+    """Levels of off-policy weights that the loss can use, default first; and why it cannot use the other levels."""
     own = SURROGATES[objective.surrogate]
     surrogate = f"objective.surrogate {objective.surrogate!r}"
     if own.folds_rollout_weights:

@@ -26,7 +26,7 @@ class AdamW(torch.optim.AdamW):
         lr: Learning rate: the size of an update, before the schedule.
         betas: Decay per step of the running means of the gradient and of its square.
         eps: Added to the divisor, the root of the running mean of squares.
-        weight_decay: Fraction of a weight, times the learning rate, that a step subtracts from it.
+        weight_decay: Each step subtracts the learning rate times this fraction of a weight from the weight.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class AdamW8bit(Optimizer):
             lr: Learning rate: the size of an update, before the schedule.
             betas: Decay per step of the running means of the gradient and of its square.
             eps: Added to the divisor, the root of the running mean of squares.
-            weight_decay: Fraction of a weight, times the learning rate, that a step subtracts from it.
+            weight_decay: Each step subtracts the learning rate times this fraction of a weight from the weight.
 
         Raises:
             ModuleNotFoundError: If bitsandbytes is not installed.
@@ -88,7 +88,7 @@ class PagedAdamW8bit(Optimizer):
             lr: Learning rate: the size of an update, before the schedule.
             betas: Decay per step of the running means of the gradient and of its square.
             eps: Added to the divisor, the root of the running mean of squares.
-            weight_decay: Fraction of a weight, times the learning rate, that a step subtracts from it.
+            weight_decay: Each step subtracts the learning rate times this fraction of a weight from the weight.
 
         Raises:
             ModuleNotFoundError: If bitsandbytes is not installed.
@@ -97,7 +97,10 @@ class PagedAdamW8bit(Optimizer):
 
 
 def bitsandbytes_optimizer(name: str) -> Any:
-    """Import the bitsandbytes optimizer of this name; only now, because recipes are also read without bitsandbytes."""
+    """Import the bitsandbytes optimizer of this name.
+
+    The import is not at the top of the file, because recipes are also read without bitsandbytes.
+    """
     try:
         import bitsandbytes
     except ImportError as error:

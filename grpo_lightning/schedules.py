@@ -19,14 +19,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
-"""Callable that builds a schedule for an optimizer; it is stepped after every optimizer step."""
+"""Callable that builds a schedule for an optimizer; the schedule is stepped after every optimizer step."""
 
 
 class Schedule(LambdaLR):
     """Base of the schedules: linear warm-up, then the shape of the subclass.
 
     Args:
-        optimizer: The optimizer. Its learning rates when the schedule is built become the peak rates.
+        optimizer: The optimizer. The learning rates that it has when the schedule is built become the peak rates.
         warmup_ratio: Warm-up as a fraction of the run's optimizer steps.
         warmup_steps: Warm-up in optimizer steps; cannot be combined with `warmup_ratio`.
 
@@ -92,7 +92,7 @@ class Cosine(Schedule):
     """Linear warm-up, then cosine decay to `min_lr_ratio` times the full learning rate.
 
     Args:
-        optimizer: The optimizer. Its learning rates when the schedule is built become the peak rates.
+        optimizer: The optimizer. The learning rates that it has when the schedule is built become the peak rates.
         warmup_ratio: Warm-up as a fraction of the run's optimizer steps.
         warmup_steps: Warm-up in optimizer steps; cannot be combined with `warmup_ratio`.
         min_lr_ratio: Learning rate at the end of the run, as a fraction of the full learning rate.
@@ -119,7 +119,7 @@ class CosineWithRestarts(Schedule):
     """Linear warm-up, then `num_cycles` cosine decays, each from the full learning rate to 0.
 
     Args:
-        optimizer: The optimizer. Its learning rates when the schedule is built become the peak rates.
+        optimizer: The optimizer. The learning rates that it has when the schedule is built become the peak rates.
         warmup_ratio: Warm-up as a fraction of the run's optimizer steps.
         warmup_steps: Warm-up in optimizer steps; cannot be combined with `warmup_ratio`.
         num_cycles: Number of decays.
@@ -145,13 +145,13 @@ class InverseSqrt(Schedule):
 
 
 class WarmupStableDecay(Schedule):
-    """Linear warm-up, full learning rate, then decay to `min_lr_ratio` of it over the last `decay_ratio` of the run.
+    """Linear warm-up, then the full learning rate, then decay to `min_lr_ratio` times the full learning rate.
 
     Args:
-        optimizer: The optimizer. Its learning rates when the schedule is built become the peak rates.
+        optimizer: The optimizer. The learning rates that it has when the schedule is built become the peak rates.
         warmup_ratio: Warm-up as a fraction of the run's optimizer steps.
         warmup_steps: Warm-up in optimizer steps; cannot be combined with `warmup_ratio`.
-        decay_ratio: Length of the decay, as a fraction of the run's optimizer steps.
+        decay_ratio: Length of the decay, which ends with the run, as a fraction of the run's optimizer steps.
         min_lr_ratio: Learning rate at the end of the run, as a fraction of the full learning rate.
     """
 

@@ -380,10 +380,11 @@ def test_curves_are_drawn_and_written(tmp_path: Path):
     from rich.console import Console
 
     curves = cost_curves.Curves(minute("w1"), {"num_generations": [1, 2]})
-    (tmp_path / "curves.json").write_text('{"width": 1}')
+    (result := tmp_path / "curves.json").write_text('{"width": 1}')
     facts = {"date": "today"}
-    cost_curves.draw_all(curves, FakeBench, lambda *_: facts, tmp_path, 1, Console(quiet=True))
-    results = json.loads((tmp_path / "curves.json").read_text())
+    pictures = tmp_path / "pictures"
+    cost_curves.draw_all(curves, FakeBench, lambda *_: facts, 1, Console(quiet=True), result=result, pictures=pictures)
+    results = json.loads(result.read_text())
     assert results["width"] == 1
     points = results["num_generations"]["points"]
     assert results["num_generations"]["date"] == "today"
@@ -391,7 +392,7 @@ def test_curves_are_drawn_and_written(tmp_path: Path):
         "1": (4.0, 2.0, 2.0),
         "2": (4.0, 4.0, 1.0),
     }
-    assert (tmp_path / "num_generations.png").read_bytes().startswith(b"\x89PNG")
+    assert (pictures / "cost_num_generations.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_peak_is_the_largest_sum_held_at_once():

@@ -17,6 +17,7 @@ PAGE = read("benchmarks.md")
 ROWS = tables(PAGE)
 PROOFS: dict[str, Any] = json.loads((ROOT / "benchmarks" / "proofs.json").read_text(encoding="utf-8"))
 VERSUS: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "versus_trl.json").read_text(encoding="utf-8"))
+CURVES: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "curves.json").read_text(encoding="utf-8"))
 WORKLOADS = {name.partition(",")[0]: outcome for name, outcome in VERSUS.items()}
 SIDE_BY_SIDE = ("w1", "w2", "w3", "w4")
 RECORDED = [row for row in ROWS if row.heading == "Benchmarks and proofs"]
@@ -27,6 +28,9 @@ WITHOUT_ROW = {"wheel", "unchanged"}
 
 def numbers(text: str) -> list[float]:
     return [float(number.replace(",", "")) for number in re.findall(r"-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?", text)]
+
+
+CURVE_ROWS = dict(zip(CURVES, [row for row in ROWS if row.heading.startswith("Cost against")], strict=True))
 
 
 def row_of(heading: str, begin: str) -> TableRow:
@@ -57,6 +61,19 @@ def test_date_versions_and_command_are_those_recorded(row: TableRow):
     target = command.removeprefix("make ")
     recipe = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE) if target != command else None
     assert script in (command if recipe is None else recipe[1])
+
+
+@pytest.mark.parametrize("axis", CURVES)
+def test_the_curves_are_those_recorded(axis: str):
+    values, trl, ours, ratios, date = CURVE_ROWS[axis].cells[1:]
+    points = CURVES[axis]["points"].values()
+    assert values.split(", ") == [*CURVES[axis]["points"]]
+    assert trl.split(", ") == [shown(point["trl"], 2) for point in points]
+    assert ours.split(", ") == [shown(point["ours"], 2) for point in points]
+    assert ratios.strip("*").split(", ") == [shown(point["ratio"], 1) for point in points]
+    assert min(point["ratio"] for point in points) >= 1.5
+    assert date == CURVES[axis]["date"]
+    assert f"images/cost_{axis}.png" in PAGE
 
 
 @pytest.mark.parametrize("name", SIDE_BY_SIDE)

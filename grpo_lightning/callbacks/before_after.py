@@ -26,10 +26,10 @@ from grpo_lightning.rewards.base import prompt_text
 from grpo_lightning.training.evaluation import Evaluation, evaluation_tables
 
 WIDE = 100
-"""Columns of a terminal in which a cell of the table holds a value and its interval on one line."""
+"""Minimum width of a terminal, in columns, for which a table cell shows a value and its interval on one line."""
 
 Numbers = dict[str, dict[str, float]]
-"""Metrics by kind of completions ("sampled", "greedy") and name."""
+"""Metrics by kind of completion ("sampled", "greedy") and name."""
 
 
 class BeforeAfter(L.Callback):
@@ -49,8 +49,8 @@ class BeforeAfter(L.Callback):
 
     Args:
         metric: Headline metric: the name of a reward, "reward" (the weighted total), "pass@8", ...
-        num_samples: Number of sample completions to print from before training, and again from after training; 0 prints
-            none.
+        num_samples: Number of sample completions to print from before training; the same number is printed from after
+            training. 0 prints none.
         dirpath: Folder of `summary.json`; null is the run's folder.
     """
 
@@ -98,7 +98,7 @@ class BeforeAfter(L.Callback):
         self.write(folder / "summary.json", summary)
 
     def on_decode(self, trainer: L.Trainer, done: int, total: int) -> None:
-        """Show the tokens sampled so far: there may be only one batch."""
+        """Show how many tokens are sampled so far, because there may be only one batch to count."""
         if self.progress is not None and (done % 8 == 0 or done == total):
             self.progress.tokens = f"token {done}/{total}"
             self.progress.show()
@@ -212,9 +212,9 @@ class Progress:
 
 
 def validation_loader(trainer: L.Trainer) -> Any:
-    """The loader of the validation prompts: the data module's, to which `limit_val_batches` does not apply.
+    """Return the data module's loader of validation prompts, to which `limit_val_batches` does not apply.
 
-    Without a data module, it is the trainer's loader.
+    Without a data module, return the trainer's loader.
     """
     datamodule = getattr(trainer, "datamodule", None)
     loader = trainer.val_dataloaders if datamodule is None else datamodule.val_dataloader()
@@ -233,7 +233,7 @@ def cell(numbers: dict[str, float], name: str, between: str = " ") -> str:
     Args:
         numbers: Values by name.
         name: Name of the metric.
-        between: Put between value and interval.
+        between: Text between the value and the interval.
     """
     if name not in numbers:
         return "-"

@@ -43,22 +43,23 @@ class CompletionLog(L.Callback):
     A line has the fields step, epoch, rollout, rank (the rank that sampled the completion), source, prompt_index, row
     (file and line of the data row), prompt, completion, length (tokens), finish_reason, reward, rewards (by name),
     columns (the row's other columns, for example the answer; values of more than 1,000 characters are left out) and
-    advantage. Values that rewards passed to `log_extra` follow. A reward of null means that the completion is not
-    scorable. A prompt with images has the field images: for each image its name (the path of a file), its size in
-    pixels, its size after resizing for the policy, and the coordinate convention of the policy. `step` is the number of
-    optimizer steps done when the rollout was sampled; the loggers log the rollout's metrics at the same `step`. The
-    lines of a rollout are in the order of its prompts, whatever the number of ranks.
+    advantage. After these fields come the values that rewards passed to `log_extra`. A reward of null means that the
+    completion is not scorable. If the prompt has images, the line also has the field images, which contains for each
+    image its name (the path of a file), its size in pixels, its size after resizing for the policy, and the coordinate
+    convention of the policy. `step` is the number of optimizer steps done when the rollout was sampled; the loggers log
+    the rollout's metrics at the same `step`. The lines of a rollout are in the order of its prompts, regardless of the
+    number of ranks.
 
     Weights & Biases also gets a table of each rollout. TensorBoard also gets the best completions of each rollout, the
     worst completions and a few others. Both loggers get the images in the prompts of these completions, but only of
     prompts that rank 0 has: the images of other ranks are not available.
 
     With `token_logprobs`, `tokens.jsonl` has the tokens of each completion that is trained on, with the log-probs of
-    the policy before and after the updates on the rollout: the sign of advantage x (new - old log-prob) shows whether
-    the updates moved a token in the intended direction. A line has the fields rollout, completion (index of the
-    completion among those of the rollout), tokens (text), old_logprobs, logprobs (nats; null for tokens that are not
-    trained on) and, with a credit per turn, turn_advantages. Completions that the updates leave out, because their
-    advantage is 0, have no line; nor has the rollout inside which a run resumes.
+    the policy before and after the updates on the rollout. The sign of advantage x (new - old log-prob) shows whether
+    the updates moved the log-prob of a token in the intended direction. A line has the fields rollout, completion
+    (index of the completion among those of the rollout), tokens (text), old_logprobs, logprobs (nats; null for tokens
+    that are not trained on) and, with a credit per turn, turn_advantages. There are no lines for completions that the
+    updates leave out because their advantage is 0, and none for a rollout inside which a run resumes.
 
     Args:
         every_n_rollouts: Write only every n-th rollout.
@@ -66,7 +67,7 @@ class CompletionLog(L.Callback):
         num_samples: Number of completions of each kind (best, worst and other): TensorBoard shows their text, and both
             loggers show the images of their prompts. 0 shows none.
         token_logprobs: Write `tokens.jsonl`. This costs one more forward pass over each rollout that is written, and
-            about 30 bytes of disk per token.
+            about 25 bytes of disk per token.
         dirpath: Output folder; null is the run's folder.
     """
 
@@ -91,8 +92,8 @@ class CompletionLog(L.Callback):
         self.dirpath = dirpath
         self.path: Path | None = None
         self.first_lines: dict[tuple[int, int], int] | None = None
-        """Index of the first line of each group of the current rollout, by rank and the group's index on that rank.
-        None if the tokens of the rollout are not written."""
+        """For each group of the current rollout, given by its rank and its index on that rank: the index of the group's
+        first line. None if the tokens of the rollout are not written."""
 
         self.logged_messages: set[str] = set()
 
@@ -147,7 +148,7 @@ class CompletionLog(L.Callback):
         return self.path.with_name("tokens.jsonl")
 
     def write(self, trainer: L.Trainer, rollout: Rollout, ranks: list[list[list[str]]]) -> None:
-        """Write the lines of a rollout, given by rank and group, and pass them to the loggers."""
+        """Write the lines of a rollout and pass them to the loggers. `ranks` has the lines by rank and group."""
         assert self.path is not None
         written = [line for group in interleave(ranks) for line in group]
         append_lines(self.path, written)
@@ -158,7 +159,7 @@ class CompletionLog(L.Callback):
             self.show(trainer.loggers, [json.loads(line) for line in written], prompts)
 
     def show(self, loggers: Sequence[Logger], lines: Sequence[Line], prompts: Sequence[Prompt | None]) -> None:
-        """Show lines of a rollout in the loggers; the prompt of a line is None if another rank has it."""
+        """Show lines of a rollout in the loggers. A line's prompt is None if it is on another rank."""
         chosen = choose(lines, self.num_samples)
         images = [
             (f"{label}/{number}", image)
@@ -235,7 +236,7 @@ def lines(rollout: Rollout) -> Iterator[dict[str, Any]]:
 
 
 def is_short(value: Any) -> bool:
-    """True if a column's text, or the JSON of another value, is short enough for a line."""
+    """True if a column's value is short enough for a line. A value that is not text is measured as JSON."""
     text = value if isinstance(value, str) else json_line({"": value})
     return len(text) <= MAX_COLUMN_LENGTH
 
@@ -247,7 +248,7 @@ def image_records(group: Group) -> list[dict[str, Any]]:
 
 
 def first_lines(ranks: Sequence[Sequence[Sequence[str]]]) -> dict[tuple[int, int], int]:
-    """Index of the first line of each group in the file's order, by rank and the group's index on that rank."""
+    """Index of each group's first line in the order of the file, by rank and the group's index on that rank."""
     groups = interleave(
         [[(rank, number, len(group)) for number, group in enumerate(own)] for rank, own in enumerate(ranks)]
     )
@@ -259,11 +260,12 @@ def first_lines(ranks: Sequence[Sequence[Sequence[str]]]) -> dict[tuple[int, int
 def token_records(
     module: GRPOLightningModule, micro_batches: Sequence[MicroBatch]
 ) -> list[tuple[tuple[int, int, int], dict[str, Any]]]:
-    """Records of the tokens of this rank's completions, with the log-probs of the current policy. Collective.
+    """Records of the tokens of this rank's completions, including the current policy's log-probs. Collective.
 
     Returns:
-        For each completion: first rank of the team that sampled it, index of its group on that rank, and index in the
-        group; and its record. Micro-batches of an own `split_rollout` that do not state their completions have none.
+        For each completion, a tuple (first rank of the team that sampled it, index of its group on that rank, its index
+        in the group) and its record. Micro-batches of a subclass's `split_rollout` that do not state their completions
+        yield no records.
     """
     actor, teams = module.actor, module.teams
     texts: dict[int, str] = {}
@@ -286,7 +288,8 @@ def token_records(
             record: dict[str, Any] = {"tokens": [text(token) for token in batch.completion_ids[row, :length].tolist()]}
             for name, values in {"old_logprobs": batch.old_logprobs, "logprobs": after}.items():
                 own = [] if values is None else values[row, :length].float().tolist()
-                # The policy did not sample observations of an environment: the log-probs of these tokens mean nothing.
+                # The policy did not sample an environment's observations, so the log-probs of their tokens have no
+                # meaning.
                 record[name] = [round(value, 4) if is_on else None for value, is_on in zip(own, mask, strict=False)]
             if batch.turn_advantages is not None:
                 record["turn_advantages"] = [round(value, 4) for value in batch.turn_advantages[row, :length].tolist()]
@@ -297,7 +300,7 @@ def token_records(
 
 
 def token_text(tokenizer: Any, token: int) -> str:
-    """Text of one token, with its leading space. Bytes of a character that several tokens share become U+FFFD."""
+    """Text of one token, with its leading space. A token that is only part of a character's bytes becomes U+FFFD."""
     text = str(tokenizer.decode([token]))
     raw = tokenizer.convert_ids_to_tokens(token)
     # SentencePiece's decoders drop the space at the beginning of a text.
@@ -334,7 +337,7 @@ def keep_rollouts_before(path: Path, rollout: int) -> None:
 
 
 def choose(lines: Sequence[Line], count: int) -> list[tuple[str, int]]:
-    """Choose up to `count` completions of each kind (best, worst, other). Returns: (label, row), no row twice.
+    """Choose up to `count` completions of each kind (best, worst, other). Returns: (label, row), each row once.
 
     The other completions are sampled with the rollout number as the seed, so that a run shows the same completions
     when it is repeated.
@@ -352,8 +355,8 @@ def choose(lines: Sequence[Line], count: int) -> list[tuple[str, int]]:
 def cells(line: Line) -> dict[str, Any]:
     """Convert a line to a table row: one column per reward, `NUMBERS` as numbers, everything else as text.
 
-    Weights & Biases raises an error if a column has mixed types, and a `log_extra` value may be a number in one row and
-    a list in the next.
+    Weights & Biases raises an error if a column has mixed types. A `log_extra` value may be a number in one row and a
+    list in the next.
     """
     flat = {name: as_number(value) if name in NUMBERS else as_text(value) for name, value in line.items()}
     del flat["rewards"]

@@ -59,7 +59,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Panel:
-    """One image of the picture, with its boxes. Ranks send their panels to each other, so the image is scaled down."""
+    """One image of the picture, with its boxes. The image is scaled down, because ranks send panels to each other."""
 
     title: str
     png: bytes
@@ -87,13 +87,13 @@ class DrawBoxes(L.Callback):
     that were predicted before training. The commands `validate` and `test` write `validate.png` and `test.png`.
     Weights & Biases and TensorBoard get the same pictures as `val/boxes`.
 
-    Only prompts with exactly one image, and exactly one box in `answer_column`, are drawn. The number of prompts that
-    are left out is logged.
+    Only prompts with exactly one image and exactly one box in `answer_column` are drawn. The number of other prompts is
+    logged.
 
     Args:
         num_images: Number of images per picture; every picture has the same images.
-        greedy: If true, draw the box of the greedy completion; if false, of the first completion sampled as in
-            `model.validation`.
+        greedy: If true, draw the box of the greedy completion. If false, draw the box of the first completion that is
+            sampled with the settings of `model.validation`.
         answer_column: Data column with the ground-truth box.
         coordinates: Coordinate system of the predicted boxes, as for the reward `IoU`: "auto" uses that of the policy's
             model family.
@@ -174,9 +174,9 @@ class DrawBoxes(L.Callback):
         return run_folder(trainer, self.dirpath) / "boxes"
 
     def choose(self, trainer: L.Trainer) -> list[Prompt]:
-        """Choose this rank's prompts; all ranks together draw the images of the first ones with a ground-truth box."""
+        """Choose this rank's prompts. All ranks together draw the first prompts that have a ground-truth box."""
         loader = trainer.test_dataloaders if trainer.testing else validation_loader(trainer)
-        is_shared = isinstance(loader, PromptSource)  # every rank knows all prompts; with other loaders, only its own
+        is_shared = isinstance(loader, PromptSource)  # then every rank knows all prompts; else only its own
         prompts = known_prompts(loader.prompts) if isinstance(loader, PromptSource) else prompts_of(loader)
         wanted = self.num_images if is_shared else -(-self.num_images // trainer.world_size)
         chosen: list[Prompt] = []

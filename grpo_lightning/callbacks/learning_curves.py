@@ -35,7 +35,7 @@ MAX_COLUMNS = 3
 
 
 class LearningCurves(StepMetrics):
-    """Plots metrics over optimizer steps into `curves.png` in the run's folder; validation values are diamonds.
+    """Plots metrics over optimizer steps into `curves.png` in the run's folder; diamonds are validation values.
 
     The picture is drawn during the run, and when the run ends or is interrupted. Steps are numbered as in the loggers.
 
@@ -76,7 +76,7 @@ class LearningCurves(StepMetrics):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Record the metrics of a finished optimizer step, and draw the run every `every_n_steps` steps."""
+        """Record the metrics of a finished optimizer step, and draw the curves every `every_n_steps` steps."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 and trainer.global_step % self.every_n_steps == 0:
             self.draw(trainer)
@@ -110,7 +110,7 @@ class LearningCurves(StepMetrics):
             points.append((step, value))
 
     def panels(self) -> dict[str, str]:
-        """Panel titles by metric. Metrics with equal points, such as the total and the only reward, share a panel."""
+        """Panel titles by metric. Metrics with equal points (e.g. the total and a single reward) share a panel."""
         titles: dict[str, str] = {}
         for name in self.names:
             if points := self.history[name]:

@@ -18,8 +18,8 @@ class NewestCheckpoints(ModelCheckpoint):
     Args:
         save_steps: Optimizer steps between two checkpoints.
         save_total_limit: Number of checkpoints to keep; null keeps all.
-        save_only_model: Save the weights without optimizer, schedule and pending rollout; a run cannot resume from
-            such a checkpoint.
+        save_only_model: Save only the weights, without optimizer, schedule and pending rollout. A run cannot resume
+            from such a checkpoint.
         dirpath: Output folder; null is `checkpoints` in the run's folder.
     """
 
@@ -47,7 +47,7 @@ class NewestCheckpoints(ModelCheckpoint):
             save_on_train_epoch_end=True,
         )
         self.as_made = copy.deepcopy(self.state_dict())
-        """Initial state: no checkpoints, and a folder only if `dirpath` is set."""
+        """State of a new run: no checkpoints, and a folder only if `dirpath` is set."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Forget the checkpoints of an earlier run. For a resumed run, Lightning restores the state after this hook."""
@@ -60,8 +60,8 @@ class NewestCheckpoints(ModelCheckpoint):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """At the end of the last epoch, save the last step, as Hugging Face's Trainer does.
 
-        `on_train_end` would be too late: by then, `WeightAveraging` has replaced the weights by their average, and no
-        run could resume from the average. With `save_only_model` no run resumes from the checkpoint anyway, so
+        `on_train_end` would be too late: by then, `WeightAveraging` has replaced the weights by their average, from
+        which no run could resume. With `save_only_model`, no run resumes from the checkpoint in any case, so
         `on_train_end` saves the average.
         """
         super().on_train_epoch_end(trainer, pl_module)

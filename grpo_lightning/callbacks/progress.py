@@ -1,4 +1,4 @@
-"""Progress of a run in one line: phase, optimizer steps, rate, ETA, reward and its trend, and more if there is room."""
+"""Progress of a run in one line: phase, optimizer steps, rate, ETA, reward and its trend; more in a wide terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHOWN = {
 """Labels on the line, and the metric that is shown after each label."""
 
 RATE_STEPS = 100
-"""Rate and ETA are those of this many latest steps."""
+"""Number of latest steps over which rate and ETA are computed."""
 
 DONE, LEFT = "━", "─"
 BAR_WIDTHS = (8, 40)
@@ -39,7 +39,7 @@ STYLES = {"rising": "green", "falling": "yellow"}
 """Colors of the reward by its trend."""
 
 LEAST_FOR_BAR = 40
-"""Columns below which there is no bar."""
+"""Minimum width of the line, in columns, with which a bar is drawn."""
 
 PHASE_WIDTH = 14
 GAP = "  "
@@ -49,9 +49,10 @@ class ProgressBar(LightningProgressBar):
     """One line for the entire run: phase, optimizer steps, rate, ETA, reward and its trend.
 
     The line fits 80 columns. A wider terminal also shows completion length, sampling speed, KL, epoch and elapsed time.
-    Metrics that the module logs with `prog_bar=True` are shown too. Rate and ETA are those of the latest 100 steps. The
-    arrow compares the rewards of the latest rollouts (at most 20) with as many before; the small bars are the rewards
-    of the entire run. Validation, test and prediction show batches, and how many tokens per completion are sampled.
+    Metrics that the module logs with `prog_bar=True` are shown too. Rate and ETA are computed over the latest 100
+    steps. The arrow compares the rewards of the latest rollouts (at most 20) with those of as many rollouts before. The
+    small bars show the rewards of the entire run. During validation, test and prediction, the line shows batches, and
+    how many tokens per completion are sampled.
 
     In a file (e.g. in a SLURM job), a line is printed at the start, every minute and at the end, without escape codes.
 
@@ -69,7 +70,7 @@ class ProgressBar(LightningProgressBar):
         self.reset()
 
     def reset(self) -> None:
-        """Forget the run before."""
+        """Forget the previous run."""
         self.phase = self.tokens = ""
         self.values: dict[str, float] = {}
         self.rewards: list[float] = []
@@ -77,10 +78,10 @@ class ProgressBar(LightningProgressBar):
         self.started: float | None = None
         self.total: int | None = None
         self.evaluation = ""
-        """Name of the running evaluation; "" outside of evaluations, also while other callbacks sample after one."""
+        """Name of the running evaluation; "" if none is running. Sampling by other callbacks is not an evaluation."""
 
         self.batches = (0, 0.0)
-        """Batches of the running evaluation: done, and all."""
+        """Batches of the running evaluation: (number of finished batches, number of all batches)."""
 
     def enable(self) -> None:
         """Show the line."""
@@ -111,11 +112,11 @@ class ProgressBar(LightningProgressBar):
         self.start(trainer)
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        """Start the line of a run resumed within an epoch, for which Lightning does not call `on_train_epoch_start`."""
+        """Start the line if the run resumes within an epoch: Lightning then does not call `on_train_epoch_start`."""
         self.start(trainer)
 
     def start(self, trainer: L.Trainer) -> None:
-        """Start the clock, unless it runs."""
+        """Start the clock, unless it already runs."""
         if self.started is None:
             steps = trainer.estimated_stepping_batches
             self.total = int(steps) if 0 <= steps < math.inf else None
@@ -133,7 +134,7 @@ class ProgressBar(LightningProgressBar):
         if "rollout/length" in values:
             self.values = {}  # a new rollout: values of the previous rollout are not shown any more
             self.rewards += [float(values[REWARD])] if REWARD in values else []
-        # As numbers now, and only those that are shown: reading a tensor waits for the GPU.
+        # Only the values that are shown are converted to numbers, because reading a tensor waits for the GPU.
         self.values |= {name: float(values[name]) for name in SHOWN.values() if name in values}
         step = trainer.global_step
         self.marks.append((step, time.monotonic()))
@@ -160,8 +161,8 @@ class ProgressBar(LightningProgressBar):
         self.show(trainer)
 
     def on_decode(self, trainer: L.Trainer, done: int, total: int) -> None:
-        """Show decoding progress: tokens sampled per completion, of at most `total`."""
-        is_ours = self.phase == "rollout" or self.evaluation  # callbacks may sample too, outside of both
+        """Show decoding progress: the number of tokens sampled per completion, out of at most `total`."""
+        is_ours = self.phase == "rollout" or self.evaluation  # callbacks may also sample at other times
         if is_ours and (done % 8 == 0 or done == total):
             self.tokens = f"{done}/{total}"
             self.show(trainer)
@@ -184,7 +185,7 @@ class ProgressBar(LightningProgressBar):
         self.start_evaluation(trainer, "predict", trainer.num_predict_batches)
 
     def start_evaluation(self, trainer: L.Trainer, name: str, batches: Sequence[float]) -> None:
-        """Begin with the first of all batches."""
+        """Begin the line of an evaluation, before its first batch."""
         self.evaluation, self.batches, self.tokens = name, (0, sum(batches)), ""
         self.show(trainer, is_due=True)
 
@@ -227,7 +228,7 @@ class ProgressBar(LightningProgressBar):
     # -------------------------------------------------------------------------------------------------------- the line
 
     def show(self, trainer: L.Trainer, *, is_due: bool = False) -> None:
-        """Show the line, if it is on and something runs that it is about."""
+        """Show the line if it is enabled and a training or an evaluation runs."""
         if self.is_disabled:
             return
         if self.evaluation:
@@ -268,7 +269,7 @@ class ProgressBar(LightningProgressBar):
             label: text_of(float(self.values[name])) for label, name in SHOWN.items() if name in self.values
         }
         if "reward" in shown:
-            shown["reward"] = f"{float(self.values[REWARD]):#.3g}"  # 1.00: the line keeps its width
+            shown["reward"] = f"{float(self.values[REWARD]):#.3g}"  # 1.00, not 1: the line keeps its width
         return shown | trainer.progress_bar_metrics
 
 
@@ -300,13 +301,13 @@ class Part(NamedTuple):
 
     text: str
     rank: int
-    """Parts of higher rank are left out first if the line is too narrow."""
+    """If the line is too narrow, parts of higher rank are left out first."""
 
     style: str = ""
 
 
 def training_text(state: State, width: int | None) -> Text:
-    """Line of a training run, for a terminal of `width` columns, or for a log file (None)."""
+    """Line of a training run, for a terminal of `width` columns, or for a log file if `width` is None."""
     steps = f"{state.step}" if state.total is None else f"{state.step:{len(str(state.total))}}/{state.total}"
     pace, trend = state.seconds_per_step, trend_of(state.rewards)
     parts = [Part(state.phase.ljust(PHASE_WIDTH), 0, "cyan") if width else Part(f"step {steps.strip()}", 0)]
@@ -329,11 +330,11 @@ def training_text(state: State, width: int | None) -> Text:
 
 
 def laid_out(parts: Sequence[Part], width: int | None, fraction: float | None) -> Text:
-    """Put parts on a line, those of low rank first, with a bar of the columns that are left after the second part.
+    """Put parts on a line, with low ranks preferred; a bar after the second part fills the columns that are left.
 
     Args:
         parts: Parts, in the order of the line.
-        width: Columns; None takes all parts, and has no bar.
+        width: Width of the line in columns; None uses all parts and draws no bar.
         fraction: Fraction of the bar that is filled; None draws no bar.
     """
     if width is None:
@@ -391,7 +392,7 @@ def clock(seconds: float) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Format a metric with three digits, or as an integer if it is large; other values as they are."""
+    """Format a metric with three digits, or as an integer if it is large; return other values as they are."""
     if isinstance(value, str | Mapping):
         return str(value)
     number = float(value)

@@ -83,15 +83,15 @@ class RunRecord(L.Callback):
 
 
 class RunReport(RunRecord):
-    """Writes `report.html` in the run's folder when the run ends, also by an error.
+    """Writes `report.html` in the run's folder when the run ends, even if it ends by an error.
 
-    The page is that of `grpo-lightning report`: one file that loads nothing. It shows the files that `CompletionLog`,
-    `BeforeAfter` and the logger of `metrics.csv` have written into the folder. Also writes `run.json`, as `RunRecord`
-    does.
+    The page is the same as that of `grpo-lightning report`: one file that loads no other files. The page shows what
+    `CompletionLog`, `BeforeAfter` and the logger of `metrics.csv` have written into the folder. The callback also
+    writes `run.json`, as `RunRecord` does.
 
     Args:
-        max_completions: Maximum number of completions whose texts are in the page; a longer run is thinned out to
-            rollouts at equal distances.
+        max_completions: Maximum number of completions whose texts are in the page. If a run has more completions, the
+            page contains only rollouts at equal distances.
         dirpath: Folder of the run's files and of the report; null is the run's folder.
     """
 
@@ -142,7 +142,7 @@ def device_of(trainer: L.Trainer) -> dict[str, Any]:
 
 
 def commit() -> dict[str, Any]:
-    """Commit of the current folder's git repository, and whether its files have changes; {} without one."""
+    """Commit of the current folder's git repository, and whether its files have changes; {} without a repository."""
 
     def git(*arguments: str) -> str:
         command = ["git", *arguments]

@@ -24,12 +24,12 @@ from grpo_lightning.training.metrics import logged_this_step
 from grpo_lightning.training.signals import GracefulStop
 
 ENDS = 20
-"""Maximum number of rollouts at the start and at the end of a run whose rewards are averaged."""
+"""Maximum number of rollouts at the start of a run, and at its end, over which rewards are averaged."""
 
 NO_BREAK = "\N{NO-BREAK SPACE}"
 
 NOT_A_PHASE = "time/sampling"
-"""Asynchronous sampling, which runs at the same time as the phases."""
+"""Time of asynchronous sampling, which runs at the same time as the phases."""
 
 COUNTED = (REWARD, "rollout/tokens_per_second")
 """Metrics that the summary needs, besides those of time."""
@@ -45,17 +45,17 @@ FILES = {
 class RunSummary(StepMetrics):
     """Prints a summary when a training run ends, or is stopped by a signal. `fit` adds it by default.
 
-    The reward is the mean of the first and of the last rollouts, a tenth of all but at most 20 of each. Tokens are
-    those that all ranks sampled. The time of a phase is that of the slowest rank; "other" is the rest of the run:
-    loading, evaluation and checkpoints. Counts and times are those of this process: a resumed run does not know the
-    steps before.
+    Two mean rewards are shown: that of the first rollouts and that of the last rollouts. Each is taken over a tenth of
+    all rollouts, but at most 20. Tokens are those that all ranks sampled. The time of a phase is the time of the
+    slowest rank; "other" is the rest of the run: loading, evaluation and checkpoints. Counts and times cover only this
+    process: those of a resumed run do not include earlier steps.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the run before."""
+        """Forget the previous run."""
         self.folder: Path | None = None
         self.started = time.monotonic()
         self.first_step = 0
@@ -76,7 +76,7 @@ class RunSummary(StepMetrics):
         self.first_step = self.step = trainer.global_step
 
     def note(self, trainer: L.Trainer) -> None:
-        """Record what the last finished step has logged; a further call for the same step adds to it."""
+        """Record what the last finished step has logged; another call for the same step adds to the record."""
         if trainer.global_step != self.step:
             self.count()
             self.step = trainer.global_step
@@ -95,7 +95,7 @@ class RunSummary(StepMetrics):
             self.rewards.append(values[REWARD])
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Print the summary of a run that has finished, after what other callbacks print at its end."""
+        """Print the summary of a finished run, after the output of other callbacks at the end of the run."""
         if stage == "fit":
             self.show(trainer, "Stopped" if trainer.interrupted else "Finished")
 
@@ -178,7 +178,7 @@ def places(trainer: L.Trainer, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def last_checkpoint(callback: L.Callback) -> Path | None:
-    """Checkpoint that the callback has saved; None if there is none."""
+    """Last checkpoint that the callback has saved; None if there is none."""
     if isinstance(callback, GracefulStop):
         return callback.checkpoint
     path = (callback.best_model_path or callback.last_model_path) if isinstance(callback, ModelCheckpoint) else ""
@@ -186,5 +186,5 @@ def last_checkpoint(callback: L.Callback) -> Path | None:
 
 
 def relative_path(path: Path) -> Path:
-    """The path relative to the current folder, if it is below it."""
+    """The path relative to the current folder if it lies inside that folder; otherwise the path unchanged."""
     return path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path

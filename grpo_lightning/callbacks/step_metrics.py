@@ -8,7 +8,7 @@ import lightning as L
 
 
 class StepMetrics(L.Callback):
-    """Calls `note` when an optimizer step has ended, and again when no more of its metrics can come.
+    """Calls `note` when an optimizer step has ended, and again when all metrics of the step have been logged.
 
     Other callbacks and the module log some metrics of a step (`time/update`) after this callback's
     `on_train_batch_end`. `note` therefore also runs before the next step and before Lightning discards the metrics of
@@ -22,7 +22,7 @@ class StepMetrics(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Record late metrics of the step before, ahead of the first micro-batch of a step."""
+        """Before the first micro-batch of a step, record late metrics of the previous step."""
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self.note(trainer)
 

@@ -12,10 +12,10 @@ LEVELS = "▁▂▃▄▅▆▇█"
 ARROWS = {"rising": "↑", "falling": "↓", "level": "→"}
 
 MAX_WINDOW = 20
-"""Maximum number of values at the end that are compared with as many before them."""
+"""Maximum number of latest values; they are compared with the same number of values before them."""
 
 MIN_WINDOW = 3
-"""With fewer values in a window there is no trend."""
+"""Minimum number of values that are compared; with fewer values, there is no trend."""
 
 Trend = Literal["rising", "falling", "level"]
 
@@ -37,9 +37,10 @@ def trend_of(values: Sequence[float]) -> Trend | None:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw all values of a run as a line of at most `width` bars, from the smallest bar mean to the largest.
+    """Draw all values of a run, in their order, as a line of at most `width` bars.
 
-    Each bar is the mean of an equal share of the values.
+    Each bar shows the mean of an equal share of the values. The smallest mean gets the lowest bar and the largest mean
+    the highest.
     """
     count = min(width, len(values))
     edges = [round(i * len(values) / count) for i in range(count + 1)] if count else [0]

@@ -24,37 +24,39 @@ WATCHED = "rollout"
 """The phase in which engines report progress: sampling, with the update of the engine's weights before it."""
 
 SIGNALS = ("SIGUSR2", "SIGUSR1", "SIGVTALRM")
-"""The first of these signals that nothing else handles interrupts the main thread."""
+"""The main thread is interrupted with the first of these signals that nothing else handles."""
 
 EXIT_STATUS = 75
 """Exit status if the main thread does not react: EX_TEMPFAIL, "try again later"."""
 
 LOOKS = 20
-"""Looks at the clock within `stall_seconds`."""
+"""Number of times that the clock is checked within `stall_seconds`."""
 
 
 class StallInterrupt(SystemExit):
     """Ends a rollout that makes no progress; the process then prints the message, and exits with status 1.
 
-    Like KeyboardInterrupt, it passes code that catches every `Exception`, as engines and rewards may do.
+    Like KeyboardInterrupt, it is not caught by code that catches every `Exception`, as engines and rewards may do.
     """
 
 
 class Watchdog(L.Callback):
     """Ends a training run whose rollout makes no progress for `stall_seconds`, with any engine.
 
-    Progress is the begin of the rollout, and each call of `on_decode`: a decoding step, or a completion of a server.
-    On a stall, the rank logs it, writes the Python stacks of all its threads to stderr, and interrupts its main thread.
-    If this runs Python code, or waits in a way that signals interrupt, the run ends with an error; in a run with one
-    process, a checkpoint of the last optimizer step is saved first. Otherwise, after `grace_seconds`, the process exits
-    at once, with status 75. Ranks started by the same command are ended too; torchrun and SLURM end the others.
+    The start of the rollout counts as progress, and so does each call of `on_decode`: a decoding step, or a completion
+    from a server. If a rank stalls, it logs the stall, writes the Python stacks of all its threads to stderr, and
+    interrupts its main thread. If the main thread runs Python code, or waits in a way that signals interrupt, the run
+    ends with an error. In a run with one process, a checkpoint of the last optimizer step is saved first. If the main
+    thread does not react, the process exits after `grace_seconds`, with status 75. Ranks started by the same command
+    are ended too; torchrun and SLURM end the others.
 
     Rewards and updates are not watched: they report no progress while they run.
 
     Args:
         stall_seconds: Seconds without progress; null turns the watchdog off.
-        grace_seconds: Seconds that the main thread has to end the run, which includes saving the checkpoint.
-        dirpath: Folder of the checkpoint; null is that of the run's other checkpoints. Without these, none is saved.
+        grace_seconds: Seconds that the main thread has to end the run, including the time to save the checkpoint.
+        dirpath: Folder of the checkpoint; null is the folder of the run's other checkpoints. With null, a run that
+            saves no other checkpoints does not save this one either.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class Watchdog(L.Callback):
         self.old_handler: tuple[signal.Signals, Any] | None = None
         self.stop = threading.Event()
         self.message: str | None = None
-        """The reason for the end of the run, once a stall was found."""
+        """The reason why the run ends; None until a stall is found."""
 
     # ------------------------------------------------------------------------------------------------------- progress
 
@@ -94,7 +96,7 @@ class Watchdog(L.Callback):
     # ------------------------------------------------------------------------------------------------------ the clock
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start to watch. Without a free signal, or outside the main thread, nothing can interrupt the main thread."""
+        """Start to watch. The main thread can be interrupted only if it calls this hook and a signal is free."""
         self.phase, self.message = "", None
         if self.stall_seconds is None:
             return
@@ -108,7 +110,7 @@ class Watchdog(L.Callback):
         thread.start()
 
     def watch(self, trainer: L.Trainer, stop: threading.Event) -> None:
-        """Look at the clock until training ends or a rollout makes no progress; runs in a thread of its own."""
+        """Check the clock until training ends or a rollout makes no progress; runs in a separate thread."""
         assert self.stall_seconds is not None
         while not stop.wait(self.stall_seconds / LOOKS):
             seconds = time.monotonic() - self.since
@@ -147,7 +149,7 @@ class Watchdog(L.Callback):
     # -------------------------------------------------------------------------------------------------------- the end
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """After a stall, save a checkpoint; it has the state at the end of the last optimizer step."""
+        """After a stall, save a checkpoint of the state at the end of the last optimizer step."""
         if isinstance(exception, StallInterrupt):
             folder = self.folder(trainer)
             if ranks.world_size() > 1:
@@ -159,7 +161,7 @@ class Watchdog(L.Callback):
         self.rest()
 
     def on_train_end(self, *_: Any) -> None:
-        """Stop to watch."""
+        """Stop watching."""
         self.rest()
 
     def rest(self) -> None:

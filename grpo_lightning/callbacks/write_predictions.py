@@ -19,8 +19,8 @@ class WritePredictions(L.Callback):
     Each completion is one line with the fields source, prompt_index, row (file and line of the data row), prompt,
     completion, length (tokens), finish_reason, reward, rewards (by name) and columns (of the data row). A reward of
     null means that the completion is not scorable. Lines are written batch by batch, so that an interrupted run keeps
-    its results; but with several ranks and a loader that is not a `PromptSource`, all lines are written at the end. A
-    file of an earlier run is replaced.
+    its results. With several ranks and a loader that is not a `PromptSource`, all lines are instead written at the end.
+    A file of an earlier run is replaced.
 
     Args:
         dirpath: Output folder; null is the run's folder.
@@ -60,7 +60,8 @@ class WritePredictions(L.Callback):
             )
         prompts = as_prompt_batch(batch)
         self.waiting += by_prompt(outputs, len(prompts))
-        # Gathering hangs if a rank has fewer batches than others. Only a PromptSource has equally many on every rank.
+        # Gathering hangs if a rank has fewer batches than other ranks. Only a PromptSource has equally many batches on
+        # every rank.
         if trainer.world_size == 1 or prompts.is_from_source:
             self.write(trainer)
 
@@ -81,7 +82,7 @@ class WritePredictions(L.Callback):
 
 
 def by_prompt(records: Sequence[Mapping[str, Any]], num_prompts: int) -> list[list[str]]:
-    """JSON lines of a batch, grouped by prompt; one group if the number of records is no multiple of `num_prompts`."""
+    """JSON lines of a batch, by prompt; a single group if the number of records is no multiple of `num_prompts`."""
     lines = [json_line(record) for record in records]
     size = len(lines) // num_prompts if num_prompts and len(lines) % num_prompts == 0 else len(lines)
     return [lines[start : start + size] for start in range(0, len(lines), size)] if size else []

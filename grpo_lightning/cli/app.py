@@ -36,8 +36,9 @@ log = logging.getLogger(__name__)
 
 PARTS = {"model": GRPOLightningModule, "data": PromptDataModule}
 LIMITS = {"max_epochs": None, "max_steps": -1, "max_time": None}
-# On an error, the parser would print sixty lines of usage and exit. With `exit_on_error` off, it raises the error, and
-# `parse_arguments` formats a short message. Abbreviated flags are off, because YAML keys cannot be abbreviated.
+# On an error, the parser would print sixty lines of usage and exit. With `exit_on_error` off, the parser raises the
+# error, and `parse_arguments` formats a short message. Abbreviated flags are off, because YAML keys cannot be
+# abbreviated.
 PARSING = {"exit_on_error": False, "allow_abbrev": False}
 
 
@@ -68,7 +69,7 @@ class Parser(LightningArgumentParser):
         }
 
     def settings_flags(self) -> set[str]:
-        """Flags whose value may be a file of settings. A path in `data.datasets` is a data file, not such a file."""
+        """Flags whose value may be a settings file. A path in `data.datasets` is a data file, not a settings file."""
         return {
             flag
             for flag, action in self._option_string_actions.items()
@@ -83,7 +84,7 @@ class Parser(LightningArgumentParser):
                 action.help = text
 
     def _check_value_key(self, action: Any, value: Any, key: str, cfg: Any, append: bool = False) -> Any:  # noqa: FBT001, FBT002
-        """Check one setting of a file. For a list, the earlier settings `cfg` are left out to prevent a merge."""
+        """Check one setting of a file. For a list, ignore the earlier settings `cfg` to prevent a merge."""
         is_replaced = cfg and not append and isinstance(cfg.get(action.dest), list)
         return super()._check_value_key(action, value, key, None if is_replaced else cfg, append)
 
@@ -100,7 +101,7 @@ class Parser(LightningArgumentParser):
         return added
 
     def format_help(self, *args: Any) -> str:
-        """Help of the parser's keys, and then recursively of the keys below each key that is an object."""
+        """Help of the parser's keys, and recursively of the keys below each key whose value is an object."""
         text = super().format_help(*args)
         described = set()
         for action in self._actions:
@@ -173,7 +174,7 @@ class GRPOCLI(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Only the given command: building the parsers of all four takes two seconds."""
+        """Only the given command, because building the parsers of all four commands takes two seconds."""
         return {self.command: super().subcommands()[self.command]}
 
     def setup_parser(self, *args: Any, **kwargs: Any) -> None:
@@ -206,7 +207,7 @@ class GRPOCLI(LightningCLI):
         )
 
     def _set_seed(self) -> None:
-        """Seed all random state; the loggers of the noise are quieted before, because this logs some."""
+        """Seed all random state. Noisy loggers are quieted before, because seeding logs messages, too."""
         quiet_loggers()
         super()._set_seed()
 
@@ -256,8 +257,8 @@ class GRPOCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Find the checkpoint if `--ckpt_path` is `auto` or a folder.
 
-        Settings that differ from those of the checkpoint's run are logged. Lightning's own method would replace the
-        settings of the command line by those in the checkpoint.
+        Settings of the command line that differ from those of the checkpoint's run are logged. Lightning's own method
+        would replace the settings of the command line by those in the checkpoint.
         """
         settings, to_train = self.config[self.config.subcommand], self.config.subcommand == "fit"
         self.continued: Path | None = None
@@ -385,7 +386,7 @@ class GRPOCLI(LightningCLI):
             raise
 
     def before_fit(self) -> None:
-        """Refuse, before the weights load, a checkpoint that this number of ranks cannot resume from."""
+        """Before the weights load, refuse a checkpoint from which this number of ranks cannot resume."""
         if path := self.config[self.subcommand].get("ckpt_path"):
             try:
                 check_ranks(self.trainer, Path(path))

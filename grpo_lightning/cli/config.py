@@ -1,8 +1,8 @@
 """Short names of settings, and the types of keys.
 
-Short names are `optimizer: AdamW`, `scheduler: {class_path: Cosine}`, `logger: true`, and `a.jsonl` for
-`{json_path: a.jsonl}` in a list of datasets. The parser itself accepts a class name without its module only if the name
-is unique. The name AdamW is not unique: here it means `grpo_lightning.optimizers.AdamW`, not `torch.optim.AdamW`.
+Examples of short names are `optimizer: AdamW`, `scheduler: {class_path: Cosine}`, `logger: true`, and, in a list of
+datasets, `a.jsonl` for `{json_path: a.jsonl}`. The parser itself accepts a class name without its module only if the
+name is unique. The name AdamW is not unique: here it means `grpo_lightning.optimizers.AdamW`, not `torch.optim.AdamW`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ MIXTURES = ("datasets", "val_datasets", "test_datasets")
 def unset_argument(settings: Any, key: str = "") -> str | None:
     """Error message if a required constructor argument without a type annotation is not set; None if all are set.
 
-    The parser refuses a missing argument if it is annotated. For a missing argument without annotation it passes None.
+    The parser refuses a missing argument if the argument has a type annotation. For a missing argument without an
+    annotation, the parser passes None.
 
     Args:
         settings: Parsed settings: objects with `class_path` and `init_args`, lists, and plain values.
@@ -82,7 +83,7 @@ def full_name(name: Any) -> Any:
 
 
 def in_flags(args: Sequence[str], *, expands_policy: bool = False) -> list[str]:
-    """Expand short names in flags (`--model.optimizer=AdamW`). The parser expands short names in files."""
+    """Expand short names in flags (`--model.optimizer=AdamW`). In files, the parser expands them."""
     full = list(args)
     for i, flag, value in pairs(args):
         *sections, key = flag.removeprefix("--").split(".")
@@ -93,7 +94,7 @@ def in_flags(args: Sequence[str], *, expands_policy: bool = False) -> list[str]:
         new = value_at(in_tree(tree, expands_policy=expands_policy), [*sections, key])
         if new == given:
             continue
-        # PyYAML takes 1e-5 for text and writes it without quotes, so that the parser reads it as a number.
+        # PyYAML reads 1e-5 as text and writes it without quotes, so the parser reads the written value as a number.
         inline = yaml.safe_dump(new, default_flow_style=True, width=float("inf"), sort_keys=False).strip()
         text = new if isinstance(new, str) else inline
         full[i : i + 1 + ("=" not in args[i])] = [f"{flag}={text}"] if "=" in args[i] else [flag, text]
@@ -161,7 +162,7 @@ def model_in_full(model: Mapping[str, Any], *, expands_policy: bool) -> dict[str
         elif isinstance(value, dict) and "class_path" in value:
             found[key] = value | {"class_path": full_name(value["class_path"])}
     if expands_policy and is_name(model.get("policy")):
-        # Without class_path, so that a subclass of PolicyLoader named in an earlier file is kept.
+        # The settings have no class_path, so that a subclass of PolicyLoader that an earlier file names is kept.
         found["policy"] = {"init_args": {"name": model["policy"]}}
     return found
 
@@ -198,9 +199,9 @@ def members(hint: Any) -> list[Any]:
 def settings_class(hint: Any, default: Any = None) -> Any:
     """Return the class that the keys below a given key configure; None if the user has to name it (`class_path`).
 
-    For example, `model.policy.lora.rank` sets an argument of `LoRA`, the class of the key `lora`. The class is a
-    dataclass, the class of the key's default, or a class of this package without subclasses. If the key holds a list,
-    the class is that of the list's items.
+    For example, `model.policy.lora.rank` sets an argument of `LoRA`, the class of the key `lora`. The class is the
+    key's type if that type is a dataclass; else the class that the key's default names; else the key's type if that
+    type is a class of this package without subclasses. If the key holds a list, the class is that of the list's items.
     """
     kinds = [
         kind for member in members(hint) for kind in (get_args(member) if get_origin(member) is list else [member])
@@ -215,7 +216,7 @@ def settings_class(hint: Any, default: Any = None) -> Any:
 
 
 def arguments(kind: Any, hint: Any = None) -> dict[str, Any]:
-    """Arguments of a class or function and their types, without arguments that the caller of a `Callable` passes."""
+    """Arguments of a class or function and their types, except arguments that the caller of a `Callable` passes."""
     function = kind.__init__ if inspect.isclass(kind) else kind
     try:
         hints = get_type_hints(function)
@@ -229,13 +230,13 @@ def arguments(kind: Any, hint: Any = None) -> dict[str, Any]:
 
 
 def num_call_arguments(hint: Any) -> int:
-    """Number of arguments with which a `Callable[[...], ...]` is called: these arguments are not settings."""
+    """Number of arguments that the caller of a `Callable[[...], ...]` passes. These arguments are not settings."""
     signatures = [get_args(kind)[:1] for kind in members(hint) if get_origin(kind) is Callable]
     return next((len(own[0]) for own in signatures if own and isinstance(own[0], list)), 0)
 
 
 def named_classes(hint: Any) -> list[type]:
-    """Classes that a key accepts: those of its type and all subclasses, the package's own first."""
+    """Classes that a key accepts: the classes of its type and all subclasses, with those of this package first."""
 
     def below(kind: type) -> Iterator[type]:
         yield kind

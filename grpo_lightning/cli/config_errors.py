@@ -1,4 +1,4 @@
-"""Explain refused settings in one line: file, key, value, and what is allowed.
+"""Explain in one line why a setting was refused: file, key, value, and what is allowed.
 
 The parser itself prints sixty lines of usage, and then lists one problem for each type that the value may have. This
 module extracts key and value from the parser's message, and finds the file or flag that contains them.
@@ -123,8 +123,8 @@ class Problem(NamedTuple):
 def read_problem(message: str) -> Problem:
     """Extract the innermost problem from the parser's message, in which problems are indented below their keys.
 
-    If the value may have several types, the message has one problem per type. The first that concerns a key inside the
-    value is returned.
+    If the value may have several types, the message has one problem per type. The first problem that concerns a key
+    inside the value is returned.
     """
     names: list[str] = []
     text: list[str] = []
@@ -146,7 +146,7 @@ def read_problem(message: str) -> Problem:
 
 
 def explain(message: str, keys: Mapping[str, Key], sources: Sequence[Source]) -> str:
-    """Replace the parser's message by file, key, value and what is allowed. Shorten messages of unknown form."""
+    """Replace the parser's message by file, key, value and what is allowed. A message of unknown form is shortened."""
     if missing := re.search(r'following arguments are required: (.+)|Key "([^"]+)" is required', message):
         return missing_keys((missing[1] or missing[2]).split(", "), keys)
     if top := re.match(
@@ -237,7 +237,7 @@ def unknown_at_top(names: Sequence[str], keys: Mapping[str, Key], sources: Itera
 
 def beside_class_path(problem: Problem, sources: Iterable[Source]) -> str | None:
     """Error message for a mapping with `class_path` and unknown keys next to it: `init_args` is missing."""
-    # The parser's message depends on the types of the key, so look at the settings instead.
+    # The form of the parser's message depends on the types that the key accepts, so the settings are examined instead.
     for place in places(sources, problem.names[:1]):
         for key, value in leaves(place.value, place.key):
             others = [other for other in value if other not in CLASS_KEYS] if isinstance(value, Mapping) else []
@@ -275,11 +275,11 @@ def unknown_below(problem: Problem, own: Key, keys: Mapping[str, Key], sources: 
 
 
 def unknown_key(key: str, allowed: Iterable[str], keys: Mapping[str, Key] | None = None, kind: str = "") -> str:
-    """Error message for an unknown key, with suggestions and the allowed keys: the arguments of `kind`, if given."""
+    """Error message for an unknown key, with suggestions and the allowed keys (the arguments of `kind`, if given)."""
     group, _, name = key.rpartition(".")
     allowed = sorted(allowed)
     near = [f"{group}.{other}" if group else other for other in difflib.get_close_matches(name, allowed)]
-    # The key may belong to another group, or be named as in another trainer.
+    # The key may belong to another section, or have its name from another trainer.
     known = [
         *(keys or ()),
         *(below for key, own in (keys or {}).items() for below in nested_keys(key, own.hint, own.default)),
@@ -356,12 +356,12 @@ def wrong_value(problem: Problem, sources: Iterable[Source]) -> str | None:
     got = re.search(r"(?:Got|Given) value: (.*?)(?:\. Got value: .*)?$", problem.text, re.MULTILINE)
     if got is None:
         return None
-    # If the value is inside a list, leave out what may be given in place of the list.
+    # If the value is inside a list, leave out the part of the message about values that may replace the list.
     text = problem.text[: got.start()].rpartition("Does not validate")[2]
     if got[0].startswith("Got"):
         text = "\n".join(line for line in problem.text.splitlines() if f"Got value: {got[1]}" in line)
     text = re.sub(r"\. Got value: .*", "", text)
-    # For text, the parser describes a choice of numbers as a whole number.
+    # If the value is a text, the parser's message names a whole number even where only certain numbers are allowed.
     if numbers := re.search(r"Subtypes: \[(?!.*<class 'int'>).*?(typing\.Literal\[\d[\d, ]*\])", problem.text):
         text = text.replace("Expected a <class 'int'>", f"Expected a {numbers[1]}")
     expected = dict.fromkeys(
@@ -399,7 +399,7 @@ def missing_keys(names: Iterable[str], keys: Mapping[str, Key]) -> str:
 
 
 def below_one_value(keys: Mapping[str, Key], sources: Iterable[Source]) -> str | None:
-    """Error message for a flag `--key.name` if `key` takes a single value of any type; the parser would accept it."""
+    """Error message for a flag `--key.name` if `key` takes one value of any type; the parser accepts such flags."""
     any_kind = [key for key, own in keys.items() if set(members(own.hint)) - {type(None)} == {Any}]
     for place in (
         place for source in sources if source.is_flag for key in any_kind for place in places([source], [key])
@@ -410,7 +410,7 @@ def below_one_value(keys: Mapping[str, Key], sources: Iterable[Source]) -> str |
 
 
 def unknown_name(trainer: Any) -> str | None:
-    """Error message for an unknown strategy or accelerator, with the names that are known; None for known names."""
+    """Error message for an unknown strategy or accelerator, which lists the known names; None for known names."""
     from grpo_lightning.training.strategies import is_supported
 
     strategies = {name: entry["strategy"] for name, entry in StrategyRegistry.items()}

@@ -1,7 +1,8 @@
 """Help of the commands on one screen each, without importing torch.
 
-`fit --help` has the settings that most runs set, by group: their names, defaults and descriptions are read from the
-signatures and docstrings in the source files. `fit --help-all` has every setting; `cli.app` formats that text.
+`fit --help` shows the settings that most runs set, by group. Their names, defaults and descriptions are read from the
+signatures and docstrings in the source files. `fit --help-all` shows every setting; that text is formatted by
+`cli.app`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ DESCRIPTIONS = {
     "test": "Evaluate as validate does, logged as test/... --ckpt_path takes a file, or auto.",
     "predict": "Write completions to the prompts of the data. --ckpt_path takes a file, or auto.",
 }
-"""Description of each command, for `--help-all`; the short help has the first sentence."""
+"""Description of each command, for `--help-all`. The short help shows only the first sentence."""
 
 EXAMPLES = {
     "fit": "--config quickstart --trainer.max_steps=20",
@@ -56,7 +57,7 @@ CKPT_PATH = {
     True: "auto: the newest checkpoint of this run, or a new run; or a checkpoint, or a run's folder (its newest one).",
     False: "auto: the newest checkpoint of this run; or a checkpoint, or a run's folder. Null: the untrained policy.",
 }
-"""Help of --ckpt_path: for `fit`, and for the other commands."""
+"""Two help texts of --ckpt_path: for `fit`, and for the other commands."""
 
 REPLACED = {
     "help": "Show the settings that most runs set, and exit. --help-all shows all, --help-all KEY those below a key.",
@@ -64,7 +65,7 @@ REPLACED = {
     "trainer.strategy": "auto, ddp, fsdp2, zero1, zero2, zero3 or zero3_offload; or a strategy by its class.",
     "trainer.precision": "32-true, bf16-mixed, 16-mixed or bf16-true. Null is 32-true.",
 }
-"""Texts in place of those of Lightning and the parser, which do not fit this package, by key."""
+"""Help texts by key. They replace texts of Lightning and the parser that do not fit this package."""
 
 
 class Group(NamedTuple):
@@ -80,7 +81,7 @@ class Group(NamedTuple):
     """Names of the settings in the short help."""
 
     title: str = ""
-    """Heading; "" takes the description in the docstring."""
+    """Heading; if it is "", the description in the docstring is used."""
 
 
 MODULE = "grpo_lightning.module.GRPOLightningModule"
@@ -123,7 +124,7 @@ GROUPS = {
     "test": EVALUATION_GROUPS,
     "predict": EVALUATION_GROUPS,
 }
-"""Groups of the short help by command, in order. A group without shown settings has one line."""
+"""Groups of the short help by command, in order. A group without shown settings takes one line."""
 
 
 def command_parser(command: str, description: str, examples: Sequence[str]) -> argparse.ArgumentParser:
@@ -155,7 +156,7 @@ def asks_for_short_help(args: Sequence[str]) -> bool:
 
 
 def asked_key(args: Sequence[str]) -> str | None:
-    """The key whose settings `--help-all` prints: "" for all, and None without this flag."""
+    """The key whose settings `--help-all` is to print: "" for all keys, None if the flag is not given."""
     for i, arg in enumerate(args):
         flag, equals, value = arg.partition("=")
         if flag == ALL:
@@ -190,7 +191,7 @@ WIDTHS = range(80, 121)
 FIRST_SENTENCE = re.compile(r"(?<=[.!?])\s")
 CLAUSES = re.compile(r" \(|[;:,] ")
 LEAST = 12
-"""Minimum number of characters to which a sentence is cut at the end of a clause."""
+"""Minimum number of characters that must be left if a sentence is cut at the end of a clause."""
 
 
 def short_help(command: str, module_class: type | None = None) -> str:
@@ -198,7 +199,7 @@ def short_help(command: str, module_class: type | None = None) -> str:
 
     Args:
         command: "fit", "validate", "test" or "predict".
-        module_class: A module of one's own: the settings that it adds are listed too.
+        module_class: The user's subclass of the module. The settings that it adds are listed, too.
     """
     width = min(max(shutil.get_terminal_size().columns, WIDTHS[0]), WIDTHS[-1])
     name = f"grpo-lightning {command}"
@@ -276,7 +277,7 @@ class Setting(NamedTuple):
 
     name: str
     default: str | None
-    """As in YAML; None if the setting is required."""
+    """The default as written in YAML; None if the setting is required."""
 
     text: str
     """Description in the docstring."""
@@ -311,7 +312,7 @@ def read_settings(path: str) -> Settings:
 
 
 def source(module: str) -> str:
-    """Source of a module. Only its top-level package is looked up, so that nothing is imported."""
+    """Source of a module. Only the module's top-level package is looked up, so that nothing is imported."""
     top, *names = module.split(".")
     spec = find_spec(top)
     assert spec is not None
@@ -339,7 +340,7 @@ def arguments(constructor: ast.FunctionDef) -> Iterator[tuple[str, str | None, s
 
 
 def in_yaml(node: ast.expr) -> str:
-    """Write a default as YAML does: null, true, a number, a word or the name of a class; "" for anything else."""
+    """Format a default as in YAML: null, true, a number, a word or the name of a class; "" for anything else."""
     if isinstance(node, ast.Call):  # field(default_factory=dict)
         made = [ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "default_factory"]
         return {"dict": "{}", "list": "[]"}.get(made[0], "") if made else ""

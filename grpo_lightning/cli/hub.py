@@ -8,7 +8,7 @@ from grpo_lightning.cli.errors import ConfigurationError
 
 
 def check_push(repo: str | None, *, private: bool) -> None:
-    """Check, before anything is exported, that a model can be uploaded; without a repository, nothing is to be.
+    """Before the export, check that a model can be uploaded, if a repository is given.
 
     Raises:
         ConfigurationError: If the name of the repository is wrong, the hub is switched off, nobody is logged in, or
@@ -46,7 +46,7 @@ def push(folder: Path, repo: str, *, private: bool) -> str:
         Address of the model.
 
     Raises:
-        ConfigurationError: If the hub cannot be reached or refuses. The folder is complete then.
+        ConfigurationError: If the hub cannot be reached or refuses the upload. The folder is complete even then.
     """
     from huggingface_hub import HfApi
 

@@ -18,17 +18,18 @@ from grpo_lightning.training.checkpoint_files import RankFiles, was_interrupted,
 
 LIGHTNINGS_NAMES = ("best", "last", "hpc")
 WHOLE_CONFIG = "# lightning.pytorch=="
-"""Beginning of every `config.yaml` that a run writes. A file of this name that begins otherwise is not from the run,
-and is ignored."""
+"""Beginning of every `config.yaml` that a run writes. A file of this name with a different beginning was not written by
+a run, and is ignored."""
 
 MISSING = "(not set)"
 SHOWN = 20
 
 
 def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
-    """Return why a checkpoint cannot be loaded, or with `to_train` why no run can resume from it; None if usable.
+    """Return why a checkpoint cannot be loaded or, with `to_train`, resumed from; None if it is usable.
 
-    Only DeepSpeed itself can read DeepSpeed checkpoints, so only their completeness mark is checked.
+    Only DeepSpeed itself can read a DeepSpeed checkpoint. So for such a checkpoint, only its mark is checked: that all
+    files are complete and, with `to_train`, that no error interrupted the optimizer step.
     """
     if why := why_incomplete(path):
         return why
@@ -39,7 +40,7 @@ def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
         return None
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError:  # contains custom objects: the Trainer decides
+    except pickle.UnpicklingError:  # contains custom objects: the Trainer decides if it can load them
         return None
     except (RuntimeError, EOFError, OSError) as error:
         return f"it cannot be read ({str(error).strip().partition(chr(10))[0]})"
@@ -49,7 +50,8 @@ def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
         return "it was saved inside an optimizer step that an error interrupted"
     if why := RankFiles(path).why_missing(content.get("grpo")):
         return why
-    # The shards of a sharded checkpoint contain the optimizer state; meta.pt then contains the schedulers.
+    # The optimizer state of a sharded checkpoint is in its shards. meta.pt then contains the schedulers, which are
+    # checked instead.
     if ("optimizer_states" if path.is_file() else "lr_schedulers") not in content:
         return "it holds weights without the optimizer's state (save_weights_only)"
     return None
@@ -88,10 +90,11 @@ def is_requeued() -> bool:
 
 
 def folders_elsewhere(trainer: Namespace, runs: Path) -> list[Path]:
-    """Folders of a recipe's checkpoints that the command line did not choose.
+    """Folders in which a recipe saves checkpoints, other than the folder that the command line chooses.
 
-    The command line chooses `runs/<run name>/version_<N>/checkpoints`. A recipe can set others: the `dirpath` of each
-    ModelCheckpoint, and the folder that Lightning derives from the first logger, `save_dir/name/version/checkpoints`.
+    The command line chooses `runs/<run name>/version_<N>/checkpoints`. A recipe can set other folders: the `dirpath` of
+    each ModelCheckpoint, and the folder that Lightning derives from the first logger,
+    `save_dir/name/version/checkpoints`.
     """
     callbacks = trainer.get("callbacks") or []
     settings = [callback.get("init_args") for callback in (callbacks if isinstance(callbacks, list) else [callbacks])]
@@ -128,7 +131,7 @@ def check_there(path: str | None, *, to_train: bool = False) -> None:
     """Refuse a missing or unusable checkpoint before the weights load. Raises: ConfigurationError."""
     if path is None or "://" in path or path.startswith("registry"):
         return
-    if path in LIGHTNINGS_NAMES:  # refers to an earlier run in the same process, of which there is none
+    if path in LIGHTNINGS_NAMES:  # refers to an earlier run in the same process, but there is none
         raise ConfigurationError(f"--ckpt_path {path}: use auto (the newest checkpoint of the run) or a file.")
     if Path(path).exists():
         if why := why_incomplete(Path(path)):
@@ -191,7 +194,8 @@ def differences(
         before: Settings of the checkpoint, in the sections "model" and "data".
         now: Settings of this command line.
         defaults: Values that apply if a setting is null, by dotted key.
-        is_whole: False if `before` may be incomplete: then only keys that are in both `before` and `now` are compared.
+        is_whole: False if `before` may be incomplete. In this case, only keys that are in both `before` and `now` are
+            compared.
     """
     groups = sorted(before.keys() & now.keys())
     old, new = (flat(fill_defaults({name: tree[name] for name in groups}, defaults)) for tree in (before, now))

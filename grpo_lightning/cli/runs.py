@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 SAVE_DIR = "runs"
 CHECKPOINT_INTERVAL = timedelta(minutes=15)
 
-# Ranks that this process launches inherit the run's folder in this environment variable. Otherwise they would choose
-# new folders.
+# Ranks that this process launches inherit the run's folder through this environment variable. Otherwise, these ranks
+# would choose new folders.
 CHOSEN = "GRPO_LIGHTNING_RUN_FOLDER"
 LIGHTNINGS_NAME = "lightning_logs"
 METRICS_LOGGER = f"{__name__}.MetricsLogger"
@@ -89,7 +89,8 @@ def take_next(folder: Path) -> Path:
     if rank() and CHOSEN in os.environ:
         return Path(os.environ[CHOSEN])
     number = max(versions(folder), default=-1) + 1
-    # With other launchers, only rank 0 creates a folder, and Lightning sends it to the other ranks (trainer.log_dir).
+    # With other launchers, only rank 0 creates a folder, and Lightning sends its path to the other ranks
+    # (trainer.log_dir).
     while rank() == 0:
         path = folder / f"version_{number}"
         try:
@@ -111,7 +112,7 @@ def keep_old_config(folder: Path, text: str) -> None:
 
 
 def remove_without_results(folder: Path) -> None:
-    """Remove the folder of a run if it holds only settings and empty logs, and the folder of its versions if empty."""
+    """Remove a run's folder if it holds only settings and empty logs, and then the parent folder if that is empty."""
 
     def is_empty(path: Path) -> bool:
         if path.name.startswith("events.out.tfevents."):
@@ -150,7 +151,7 @@ def default_loggers() -> list[dict[str, Any]]:
 
 
 def place(trainer: Namespace, folder: Path) -> None:
-    """Make the Trainer and its loggers write into the run's folder, except loggers with a name or folder of their own.
+    """Make the Trainer and its loggers write into the run's folder, except loggers for which a name or folder is set.
 
     If loggers are set but none writes metrics.csv, a `MetricsLogger` is added. Lightning saves checkpoints in the
     folder of the first logger, so a logger that writes files is moved to the front. With W&B as the first logger, the
@@ -188,7 +189,8 @@ def place_logger(logger: Namespace, folder: Path) -> None:
     """Make a logger write into the run's folder, unless the recipe sets a folder.
 
     If the recipe sets no name, a W&B logger gets the run's name, and any other logger gets the run's name and version.
-    If the recipe sets only the `save_dir` of a logger other than W&B, it writes to `<save_dir>/<name>/<version>`.
+    If the recipe sets only the `save_dir` of a logger other than W&B, the logger writes to
+    `<save_dir>/<name>/<version>`.
     """
     settings = logger.init_args
     if kind(logger) == "WandbLogger":
@@ -236,14 +238,14 @@ class MetricsLogger(CSVLogger):
 
 
 class MetricsWriter(ExperimentWriter):
-    """Appends to an existing metrics.csv from the step at which a run resumes; Lightning's writer deletes the file."""
+    """Continues an existing metrics.csv from the step at which a run resumes; Lightning's writer deletes the file."""
 
     def __init__(self, log_dir: str) -> None:
         self.is_resumed = False
         super().__init__(log_dir)
 
     def _check_log_dir_exists(self) -> None:
-        """Read the header of an existing file. Lightning's method would warn of other files in the folder."""
+        """Read the header of an existing file. Lightning's method would instead warn of files in the folder."""
         path = Path(self.metrics_file_path)
         if path.is_file():
             with path.open(newline="", encoding="utf-8") as file:
@@ -346,7 +348,7 @@ def is_saving(trainer: Namespace) -> bool:
 
 
 def default_callbacks(subcommand: str, settings: Namespace, own: Sequence[L.Callback]) -> list[L.Callback]:
-    """Default callbacks of a command, except for kinds of callbacks that the recipe sets (`own`), e.g. a progress bar.
+    """Default callbacks of a command, except kinds that the recipe itself sets (`own`), e.g. a progress bar.
 
     Two checkpoints are kept: the newest that was saved at the end of an epoch, and the newest that was saved during an
     epoch, because an epoch may take days.
@@ -378,7 +380,7 @@ def default_callbacks(subcommand: str, settings: Namespace, own: Sequence[L.Call
 
 
 def print_results(metrics: Mapping[str, float], console: Console | None = None) -> None:
-    """Print the table of `validate` and `test`: a row per metric, a column each for sampled and greedy completions.
+    """Print the table of `validate` and `test`: one row per metric, one column each for sampled and greedy completions.
 
     Args:
         metrics: Values by log key: `val/reward`, `val/greedy/avg@1/low`; with several loaders, `val/loader_0/...`. The

@@ -1,4 +1,4 @@
-"""Settings as written on the command line and in recipes, by the file or flag they come from.
+"""Settings as written on the command line and in recipes, by the file or flag that contains them.
 
 This module imports neither torch nor Lightning, so that a misspelt recipe or invalid YAML is reported at once.
 """
@@ -77,8 +77,8 @@ def check_positions(args: Sequence[str]) -> None:
     """Check that every argument after the command is a flag or its value.
 
     Raises:
-        ConfigurationError: If an argument is neither a flag nor a value. For a file or recipe, the message shows how to
-            write it.
+        ConfigurationError: If an argument is neither a flag nor a value. If the argument is a file or recipe, the
+            message shows how to pass it.
     """
     values = {i + 1 for i, flag, value in pairs(args) if value and "=" not in args[i]}
     for i, arg in enumerate(args[1:], start=1):

@@ -13,10 +13,10 @@ T = TypeVar("T")
 def in_background(call: Callable[[], T]) -> Future[T]:
     """Call a function in a daemon thread of its own.
 
-    The threads of a `ThreadPoolExecutor` are no daemons: the end of the process waits for them, also after Ctrl-C.
+    The threads of a `ThreadPoolExecutor` are not daemons: the process waits for them before it ends, even after Ctrl-C.
 
     Returns:
-        The future result. Its `result` raises the error of the call, with its traceback.
+        The future of the call. Its method `result` raises the error of the call, with the traceback.
     """
     future: Future[T] = Future()
 

@@ -32,7 +32,7 @@ def wait_for(value: Any) -> Any:
     """Wait for an awaitable in sync code. Other values are returned as they are.
 
     Raises:
-        RuntimeError: If it is called in the loop's own thread, which would wait for itself.
+        RuntimeError: If the function is called in the loop's thread, which would then wait for itself.
     """
     if not isinstance(value, Awaitable):
         return value

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 RECIPE = "recipe.json"
-"""File in a generated folder: a fingerprint of what the folder was made from. A folder with this file may be
-replaced."""
+"""Name of a file in each generated folder. The file contains a fingerprint of what the folder was made from. A folder
+with this file may be replaced."""
 
 
 def put_whole(folder: Path, recipe: str, fill: Callable[[Path], object]) -> bool:
@@ -79,7 +79,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
 def run_folder(trainer: Any, dirpath: str | None) -> Path:
     """Folder for a run's files: `dirpath`, or else the Trainer's `log_dir`, or else its `default_root_dir`.
 
-    Collective: every rank must call this. Lightning broadcasts `log_dir`, so ranks wait forever if only some read it.
+    Collective: every rank must call this. Lightning broadcasts `log_dir`, so a rank that reads it waits forever if
+    another rank does not.
     """
     return Path(dirpath or trainer.log_dir or trainer.default_root_dir)
 

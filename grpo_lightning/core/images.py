@@ -47,13 +47,14 @@ class ImageRef:
     """File and line of the image's row, for error messages."""
 
     shared: Callable[[], Image] | None = field(default=None, init=False, compare=False)
-    """Function that reads the image once for all prompts that share it, possibly ahead of time; never pickled."""
+    """Function that reads the image once for all prompts that share the image, possibly ahead of time. It is never
+    pickled."""
 
     known_size: tuple[int, int] | None = field(default=None, init=False, compare=False)
     """Cached (width, height); None until first requested."""
 
     is_whole: bool = field(default=False, init=False, compare=False)
-    """True once all pixels have been read, by this rank or another; False if possibly only the header was read."""
+    """True once this rank or another rank has read all pixels; False if possibly only the header was read."""
 
     def read(self) -> Image:
         """Read the image: RGB, upright, transparency replaced by white.
@@ -66,7 +67,7 @@ class ImageRef:
         return self.decode() if self.shared is None else self.shared()
 
     def decode(self) -> Image:
-        """Read the image like `read`, but always from its source, without `shared`."""
+        """Read the image like `read`, but always from `source`, never by calling `shared`."""
         with self._open() as image:
             _check_pixels(image)
             return _rgb(_upright(image))
@@ -212,7 +213,7 @@ def _upright_size(image: Image) -> tuple[int, int]:
 def _upright(image: Image) -> Image:
     """Apply the EXIF orientation.
 
-    Pillow's own `exif_transpose` rewrites all tags, and fails if a tag has the wrong type.
+    Pillow's `exif_transpose` is not used, because it rewrites all tags, and fails if a tag has the wrong type.
     """
     from PIL.Image import Transpose
 

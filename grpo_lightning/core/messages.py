@@ -24,9 +24,10 @@ NOISE = (
     r"^[TH]PU available: \w+, using: \d+ [TH]PU",
     # The seed is in config.yaml and run.json.
     r"^(\[rank: \d+\] )?Seed set to \d+$",
-    # The summary of the run has its last step. Other reasons for an end (max_time, early stopping) stay.
+    # The summary of the run shows its last step. Messages about other reasons for the end (max_time, early stopping)
+    # stay.
     r"^`Trainer\.fit` stopped: `max_(steps|epochs)=\d+` reached\.$",
-    # Lightning's default for the checkpoint of a stopped run, which is complete.
+    # A message about the default by which Lightning loads the checkpoint of a resumed run.
     r"^`weights_only` was not set, defaulting to `False`\.$",
 )
 """Patterns of log messages of Lightning that are dropped."""
@@ -56,7 +57,7 @@ LINE_SECONDS = 60.0
 
 
 def redraws(stream: Any) -> bool:
-    """True if a line can be updated in place: in a terminal or a notebook, not in a file or with TERM=dumb."""
+    """True if a line can be updated in place: in a terminal or a notebook, but not in a file, nor with TERM=dumb."""
     stream = unwrap(stream)
     if stream.isatty():
         return os.environ.get("TERM") != "dumb"
@@ -64,7 +65,7 @@ def redraws(stream: Any) -> bool:
 
 
 def unwrap(stream: Any) -> Any:
-    """The stream itself: while a `StatusLine` is on the screen, stdout and stderr are replaced by proxies."""
+    """The original stream of a proxy: while a `StatusLine` is on the screen, proxies replace stdout and stderr."""
     return getattr(stream, "rich_proxied_file", stream)
 
 
@@ -84,7 +85,7 @@ def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> Any:
 
 
 class Lines:
-    """File-like object for tqdm that prints each refresh of a bar as a separate line.
+    """File-like object that tqdm writes to. It prints each refresh of a bar as a separate line.
 
     Args:
         stream: "stdout" or "stderr".
@@ -108,7 +109,7 @@ class AboveBars(logging.StreamHandler):  # type: ignore[type-arg]  # generic onl
 
     def emit(self, record: logging.LogRecord) -> None:
         """Clear the bars, print the record, and draw the bars again."""
-        self.stream = sys.stderr  # a `StatusLine` replaces it, so that what is printed goes above the line
+        self.stream = sys.stderr  # a `StatusLine` replaces sys.stderr, so that output goes above the line
         with tqdm.external_write_mode(file=self.stream):
             super().emit(record)
 
@@ -165,8 +166,8 @@ def show_messages() -> None:
         # All ranks log the same messages: only rank 0 shows them, and the other ranks show only errors.
         rank = next((os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ), "0")
         logger.setLevel(logging.INFO if rank == "0" else logging.ERROR)
-    # Lightning's warning does not apply: the policy is loaded and sampled from in eval mode, and set to train mode for
-    # the update.
+    # Lightning's warning does not apply: the policy is in eval mode while it is loaded and sampled from, and it is set
+    # to train mode for the update.
     warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
 
 
@@ -203,7 +204,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def similar_file(path: Path, suffixes: Sequence[str]) -> str:
-    """Suggest the file whose name is closest to that of a missing file; "" if there is none in its folder."""
+    """Suggest the file in the folder of a missing file whose name is closest to its name; "" if none is close."""
     names = sorted(other.name for other in path.parent.glob("*") if other.suffix.lower() in suffixes)
     close = difflib.get_close_matches(path.name, names, n=1)
     return f" Did you mean {str(path.with_name(close[0]))!r}?" if close else ""

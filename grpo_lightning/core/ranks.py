@@ -1,8 +1,8 @@
 """Collectives that are no-ops in single-process runs, and `Teams`: ranks that divide the completions of a prompt.
 
-All ranks must make the same collective calls in the same order; a call that is "collective in a team" needs only the
-ranks of the team. The run hangs if only some of these ranks make a call, for example because the call depends on the
-data of a rank.
+All ranks must make the same collective calls in the same order. For a call that is "collective in a team", this applies
+only to the ranks of the team. The run hangs if one of these ranks does not make a call that the others make, for
+example because the call depends on the data of a rank.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ def gather_rows(rows: Tensor) -> list[Tensor]:
 def interleave(parts: Sequence[Sequence[T]]) -> list[T]:
     """Take items from the parts in turn (round-robin); a part that has run out of items is skipped.
 
-    Prompts go round-robin to the ranks: prompt i of rank r is prompt `i * world_size + r` of all. If each rank has a
-    list with one item per prompt, this function merges the lists (`gather_objects`) into one list in the order of the
-    prompts. If ranks share groups, prompts go round-robin to the teams (`Teams`). The first member of a team then has
-    the items of the team's prompts, and the other members have none.
+    Prompts go round-robin to the ranks: prompt i of rank r has index `i * world_size + r` among all prompts. If each
+    rank has a list with one item per prompt, this function merges the lists (from `gather_objects`) into one list in
+    the order of the prompts. If ranks share groups, prompts go round-robin to the teams (`Teams`). The first member of
+    a team then has the items of the team's prompts, and the other members have none.
     """
     turns = itertools.zip_longest(*([[item] for item in items] for items in parts), fillvalue=[])
     return [item for turn in turns for items in turn for item in items]
@@ -116,7 +116,7 @@ def part_of_group(num_generations: int, member: int, ranks_per_group: int) -> ra
     """The part of a prompt's G completions that one rank of a team samples and trains on: every R-th one (see `Teams`).
 
     The parts of a team's members differ in size by at most one. If a rollout has fewer groups than updates, each update
-    trains on consecutive completions of a group (`split_updates`), and every member has some of them.
+    trains on consecutive completions of a group (`split_updates`), and every member has some of these completions.
 
     Args:
         num_generations: G.
@@ -185,7 +185,7 @@ class Teams:
         return part_of_group(num_generations, self.member if member is None else member, self.ranks_per_group)
 
     def sampling_rank(self, number: int) -> int:
-        """Rank that samples a completion of this team's groups, given the completion's index in its group."""
+        """Rank that samples the completion with this index in a group of this team."""
         return self.first_rank + number % self.ranks_per_group
 
     def gather_from_firsts(self, value: T) -> list[T]:
@@ -226,12 +226,12 @@ class Teams:
         return received[0]  # type: ignore[no-any-return]
 
     def check(self, problem: str | None) -> None:
-        """Raise the same error on every member of the team. Collective in a team.
+        """Raise an error on every member of the team if the first member has found a problem. Collective in a team.
 
         If only one member raised, the others would wait for it in their next collective.
 
         Args:
-            problem: The problem that the first member has found; None if there is none. Ignored on the other members.
+            problem: The problem that the team's first member has found, or None. The other members' values are ignored.
 
         Raises:
             ValueError: If the first member has found a problem.
@@ -245,7 +245,7 @@ class Teams:
         """The process group of this rank's team. The first access creates the groups of all teams, on all ranks.
 
         The collectives of the team have the timeout of the run's process group (`timeout` of the strategy), because
-        members may have to wait for each other as long as any ranks of the run.
+        members may have to wait for each other as long as the ranks of the run may.
         """
         firsts = range(0, world_size(), self.ranks_per_group)
         members = [list(range(first, first + self.ranks_per_group)) for first in firsts]

@@ -17,7 +17,8 @@ REDRAW_SECONDS = 0.1
 """Minimum seconds between two updates of the line."""
 
 Render = Callable[[int | None], Text]
-"""Formats the line for a width in columns; None is the line of a log file, which is plain text of any length."""
+"""Formats the line for a terminal of the given width in columns. The width None stands for a log file, where the line
+is plain text of any length."""
 
 
 class StatusLine:
@@ -37,7 +38,7 @@ class StatusLine:
         self.next_time = 0.0
 
     def show(self, render: Render, *, is_due: bool = False) -> None:
-        """Show the line, unless it was shown a moment ago (in a file: less than a minute ago).
+        """Show the line, unless the last update was a moment ago (in a file: less than a minute ago).
 
         Args:
             render: Formats the line. It is called only if the line is shown now, or when it is closed.
@@ -54,7 +55,7 @@ class StatusLine:
         self.next_time = time.monotonic() + (REDRAW_SECONDS if can_redraw else LINE_SECONDS)
 
     def close(self, *, is_kept: bool) -> None:
-        """Remove the line from the terminal, or keep it there in its last state. A file gets the last state.
+        """Remove the line from the terminal, or keep it there in its last state. A file gets a line that is kept.
 
         Args:
             is_kept: True keeps the line.
@@ -111,7 +112,8 @@ class InWidth:
 def live_display() -> Live:
     """Make a display on stdout that is updated on request, without a thread that updates it."""
     stream: Any = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
-    # In a notebook, rich would need ipywidgets; as a terminal, it moves to the start of the line like other bars.
+    # In a notebook, rich would need ipywidgets. So a notebook is treated as a terminal: the line is updated by
+    # returning to its start, as other progress bars do.
     console = Console(file=stream, force_terminal=True, force_jupyter=False, highlight=False)
-    # If only stdout is a terminal, messages on stderr go where stderr goes.
+    # If stderr is not a terminal, what is printed on stderr is not redirected to this display.
     return Live(console=console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())

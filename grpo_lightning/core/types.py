@@ -23,7 +23,7 @@ Message = Mapping[str, Any]
 
 
 def change_texts(message: Message, change: Callable[[str], str]) -> Message:
-    """Apply a function to the text of a message, or to each of its parts that is text."""
+    """Apply a function to the text of a message, or to each text part if the content is a list of parts."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": change(content)}
@@ -32,7 +32,7 @@ def change_texts(message: Message, change: Callable[[str], str]) -> Message:
 
 
 IMAGE_MARK = "<image>"
-"""Stands for an image in the texts of observations: in logs, and in what rewards get."""
+"""Text that stands for an image in an observation, in logs and in what rewards get."""
 
 Coordinates = Literal["resized", "norm1000"]
 """A model's coordinate convention: pixels of the resized image, or 0 to 1000 along each axis of the image."""
@@ -41,9 +41,9 @@ Box = tuple[float, float, float, float]
 """(x1, y1, x2, y2): left, top, right, bottom. The right and bottom edges are exclusive."""
 
 FinishReason = Literal["stop", "length", "turns"]
-"""`stop`: a stop token or stop string ended the completion, or the environment ended the conversation. `length`:
-truncated at `max_completion_length`. `turns`: the conversation had `max_turns` turns, and its environment had not ended
-it."""
+"""Why a completion ended. `stop`: a stop token or stop string ended the completion, or the environment ended the
+conversation. `length`: the completion was truncated at `max_completion_length`. `turns`: the conversation reached
+`max_turns` turns before its environment ended it."""
 
 
 @dataclass
@@ -67,13 +67,13 @@ class Prompt:
     """Names of the rewards that apply to the prompt; None for all."""
 
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template, for example `enable_thinking=False`."""
+    """Arguments with which the chat template is rendered, for example `enable_thinking=False`."""
 
     token_ids: Sequence[int] | None = None
     """[L] tokens of a truncated prompt. None for other prompts, which are tokenized just before sampling."""
 
     images: Sequence[ImageRef] = ()
-    """References to the images, in the order of the message parts `{"type": "image"}`; read lazily."""
+    """References to the images, in the order of the message parts `{"type": "image"}`. Images are read lazily."""
 
     observation: Any = field(default=None, compare=False)
     """The environment's first observation, with which `content` ends; None if there is none."""
@@ -100,8 +100,8 @@ class Turn:
     """A part of the completion of a conversation: what the policy wrote, or what its environment answered."""
 
     role: str
-    """The role of the message: "assistant" for the policy; "user", "tool" or another role for the environment. Empty if
-    the environment continues the policy's own message (see `environments.base.Step`)."""
+    """The role of the message: "assistant" for the policy; "user", "tool" or another role for the environment. It is
+    empty if the environment continues the policy's message instead of sending one (see `environments.base.Step`)."""
 
     text: str
     """The decoded tokens of the policy without special tokens, or the observation, with `IMAGE_MARK` for an image."""
@@ -110,16 +110,17 @@ class Turn:
     """Index, among the tokens of the completion, of the first token of this turn."""
 
     end: int
-    """Index after the last token. An observation that the policy does not get any more has no tokens."""
+    """Index after the last token of this turn. An observation that the policy does not see, because the conversation
+    has ended, has no tokens."""
 
     is_sampled: bool
-    """True if the policy wrote it."""
+    """True if the policy wrote this turn."""
 
     finish_reason: FinishReason | None = None
     """Why the policy's turn ended; None for an observation."""
 
     reward: float | None = None
-    """The environment's reward for the policy's turn; None if it gave none."""
+    """The environment's reward for the policy's turn; None if the environment gave no reward."""
 
 
 @dataclass
@@ -130,7 +131,7 @@ class Ending:
     """The environment, pickled if it runs in workers."""
 
     failure: str = ""
-    """Kind of the failure that ended the conversation (see `environments.runner.FAILURES`); empty without one."""
+    """Kind of the failure that ended the conversation (see `environments.runner.FAILURES`); empty if nothing failed."""
 
     is_scorable: bool = True
     """False if the completion gets no reward because of the failure."""
@@ -177,12 +178,13 @@ class Completion:
     engine does not report it."""
 
     turn_advantages: list[float] | None = None
-    """[T] added to the completion's advantage, token by token: the credit of each turn of a conversation; None for
-    none."""
+    """[T] the credit of each turn of a conversation, repeated for the tokens of the turn and added to the completion's
+    advantage; None if turns have no credit."""
 
     weight_version: int | None = None
-    """Number of the weight update (1 for the first) after which the completion was sampled: the engine's number of
-    updates minus this number is its staleness. None if the engine has no copy of the weights."""
+    """Number of the weight update (1 for the first) after which the completion was sampled. The staleness of the
+    completion is the engine's current number of updates minus this number. None if the engine has no copy of the
+    weights."""
 
     @property
     def is_truncated(self) -> bool:
@@ -191,7 +193,7 @@ class Completion:
 
     @property
     def environment_reward(self) -> float | None:
-        """Sum of the environment's rewards for the turns; None if it gave none."""
+        """Sum of the environment's rewards for the turns; None if the environment gave no reward."""
         rewards = [turn.reward for turn in self.turns or () if turn.reward is not None]
         return sum(rewards) if rewards else None
 
@@ -212,10 +214,10 @@ class Group:
     completions: list[Completion]
 
     weight_version: int = 0
-    """Number of rollouts before the rollout of this group: identifies the weights that sampled the group."""
+    """Number of rollouts before the rollout of this group. It identifies the weights that sampled the group."""
 
     image_views: Sequence[ImageView] = ()
-    """One per image of the prompt."""
+    """One view per image of the prompt."""
 
     vision: PromptVision | None = None
     """Vision inputs of the prompt; None for a text-only policy."""
@@ -268,11 +270,11 @@ class MicroBatch:
     selection, and for objectives that do not select tokens."""
 
     turn_advantages: Tensor | None = None
-    """[B, T] float32, the credit of each turn of a conversation; None for none."""
+    """[B, T] float32, the credit of each turn of a conversation; None if turns have no credit."""
 
     num_chunks: int | None = None
-    """Number of chunks (forward passes) in which the scorer runs the completions: the maximum over ranks, so that all
-    ranks gather sharded weights equally often. None uses as many as the scorer's `chunk_size` requires."""
+    """Number of chunks (forward passes) in which the scorer runs the completions. It is the maximum over ranks, so that
+    all ranks gather sharded weights equally often. None uses as many chunks as the scorer's `chunk_size` requires."""
 
     groups: Sequence[int] = ()
     """[N] index of each prompt's group among this rank's groups, -1 for the dummy prompt of a rank without groups."""
@@ -294,8 +296,8 @@ class MicroBatch:
     completion of any rank contains images."""
 
     num_image_chunks: int | None = None
-    """As `num_chunks`, for the completions that contain images, which run apart from the others. `num_chunks` is then
-    that of the others."""
+    """Like `num_chunks`, but for the completions that contain images, which run in separate chunks. `num_chunks` then
+    counts only the chunks of completions without images."""
 
     prompt_observations: Sequence[str] = ()
     """[N] `Prompt.observation` of each prompt as JSON, by which a resumed run finds the images; empty if there are
@@ -303,7 +305,7 @@ class MicroBatch:
 
     @property
     def token_advantages(self) -> Tensor:
-        """Advantage of each token: [B, T] with the credit of turns, else [B, 1]."""
+        """Advantage of each token: [B, T] if turns have credit, else [B, 1]."""
         of_completions = self.advantages[:, None]
         return of_completions if self.turn_advantages is None else of_completions + self.turn_advantages
 
@@ -315,7 +317,7 @@ class MicroBatch:
         return MicroBatch(**(vars(self) | {name: value.to(device) for name, value in tensors.items()}))
 
     def select(self, rows: Sequence[int]) -> MicroBatch:
-        """Select completions by row, with their prompts. The numbers of chunks are not set."""
+        """Select completions by row, with their prompts. `num_chunks` and `num_image_chunks` of the result are None."""
         from torch import Tensor
 
         index = self.prompt_index[list(rows)].tolist()
@@ -377,8 +379,9 @@ class SamplingParams:
     """A completion ends with the token that completes one of these strings."""
 
     guided_regex: str | None = None
-    """Regular expression that the text of each completion matches from its beginning to its end (only `VLLMEngine`).
-    Tokens that no match continues with are never sampled, and the log-probs are those of the tokens that are left."""
+    """Regular expression that the whole text of each completion matches (only `VLLMEngine`). Tokens after which the
+    text could not become a match are never sampled, and the log-probs are those of the distribution over the remaining
+    tokens."""
 
     def __post_init__(self) -> None:
         """Check every range. Raises: ValueError if a value is not allowed; the message names field, value and range."""
@@ -447,8 +450,8 @@ class ImageFeatures(NamedTuple):
     with deepstack add in deeper layers."""
 
     dimensions: list[int]
-    """The form of each level in the output of the model's `get_image_features`: 3 for one tensor [images, tokens, H], 2
-    for one tensor [tokens, H] of all image tokens, 0 for a sequence with one tensor per image."""
+    """The form that each level has in the output of the model's `get_image_features`: 3 stands for one tensor [images,
+    tokens, H], 2 for one tensor [tokens, H] of all image tokens, 0 for a sequence with one tensor per image."""
 
 
 @dataclass
@@ -459,7 +462,7 @@ class PromptVision:
     """The processor's image tensors, concatenated over images; empty without images."""
 
     token_types: dict[str, Tensor] = field(default_factory=dict)
-    """[L] each: token types, under the processor's names."""
+    """Tensors [L] of token types, by the processor's names."""
 
     num_image_tokens: int = 0
     """Number of placeholder tokens of all images in the prompt."""
@@ -472,10 +475,10 @@ class PromptVision:
     images."""
 
     more_ids: Sequence[int] = ()
-    """Tokens that follow the rendered prompt, in a conversation."""
+    """The tokens of a conversation that follow the rendered prompt."""
 
     features: ImageFeatures | None = None
-    """Image features, once a frozen vision tower has computed them."""
+    """Image features; None until a frozen vision tower has computed them."""
 
     positions: tuple[Tensor, int] | None = None
     """Positions [3, L] of the tokens, and the position of the first token after the prompt. None before their first
@@ -491,8 +494,8 @@ class VisionInputs:
 
     blank: Mapping[str, Tensor] | None = None
     """Processor tensors of a small blank image, for forward passes over prompts without images: the vision tower runs
-    on the blank image, and its features are discarded. Needed if all ranks must run the tower, because the tower's
-    weights are sharded or their gradients are averaged. None if the tower may be skipped."""
+    on the blank image, and the resulting features are discarded. The blank image is needed if all ranks must run the
+    tower, because the tower's weights are sharded or their gradients are averaged. None if the tower may be skipped."""
 
     def select(self, prompts: Sequence[int]) -> VisionInputs:
         """Select prompts by index; indices may repeat."""
@@ -563,7 +566,7 @@ def check_ranges(prefix: str, settings: Any, limits: Iterable[tuple[str, bool, s
 
     Args:
         prefix: Prefix of the keys in the message: "sampling" for `sampling.top_p`.
-        settings: The object that has the fields.
+        settings: The settings object whose fields are checked.
         limits: For each field: its name, True if its value is allowed, and a description of the allowed values.
     """
     for name, is_valid, allowed in limits:

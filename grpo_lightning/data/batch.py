@@ -109,7 +109,7 @@ def as_prompt_batch(batch: Any) -> PromptBatch:
     index.
 
     Raises:
-        TypeError: If the batch is not a `PromptBatch`, a list or a mapping of columns; also as `as_prompt`.
+        TypeError: If the batch is not a `PromptBatch`, a list or a mapping of columns, or as in `as_prompt`.
         ValueError: As `as_prompt`.
     """
     if isinstance(batch, PromptBatch):

@@ -137,7 +137,7 @@ class PromptDataModule(L.LightningDataModule):
                 download(entries)
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the data, of a stream only the first rows; an invalid row stops the run before weights are loaded."""
+        """Read the data (of a stream, the first rows only); an invalid row stops the run before weights are loaded."""
         needs_training_data = stage in (None, "fit") or self.val_split is not None
         if needs_training_data and self.train_prompts is None:
             assert self.datasets is not None

@@ -85,7 +85,7 @@ def to_prompt(
             columns["solution"] = answer
     else:
         content = column.read(row[found[0]], f"{where}: column {found[0]!r}")
-        # Text that the policy continues cannot hold an image: in a row with images, text is a question.
+        # Text that the policy continues cannot hold an image. In a row with images, text therefore is a question.
         content = template.render(content, is_question=column.is_question or bool(images), where=where)
     if not images:
         _check_no_image_is_lost(row, found, where)
@@ -125,8 +125,8 @@ def log_prompt_columns(prompts: Iterable[Prompt], logged: set[str]) -> None:
 def describe_prompts(prompts: Iterable[Prompt], known: set[str] | None = None) -> Iterator[str]:
     """Describe the prompts of each dataset: their column, whether they are chats, and what reward functions get.
 
-    Rows of a dataset may differ: then it has several lines. Prompts that were not read from rows have none. A further
-    line names columns that could also be the prompt.
+    If the rows of a dataset differ, the dataset gets several lines. Prompts that were not read from rows get no line. A
+    further line names columns that could also be the prompt.
 
     Args:
         prompts: Prompts of any number of datasets.

@@ -109,7 +109,7 @@ class PromptStream:
         self.sources = tuple(sources)
         self.images = ImageCounts()
         self.logged_lines: set[str] = set()
-        """Sources whose prompt column has been logged."""
+        """Log lines about the prompt columns of sources; each is logged once."""
 
         self._heads: dict[int, list[Prompt]] = {}
 
@@ -211,15 +211,15 @@ class StreamOrder:
             self._log_lengths("the stream")
             return False
         except BaseException:
-            self.reading = None  # a generator that has raised is exhausted: that is not the end of the data
+            self.reading = None  # a generator is exhausted once it has raised, but the data has not ended
             raise
         limit, prompt = self.stream.limit, measured.prompt
         if limit is not None:
             if prompt is None and limit.overlong_prompts == "error":
                 limit.check([measured], of="the stream")
             self.lengths = self.lengths.with_one(measured.num_tokens, limit.max_prompt_length)
-            # A run with max_steps may never reach the end of the data, where the number of prompts that are too long is
-            # logged. Therefore it is also logged at the first such prompt, and whenever it has doubled.
+            # The number of prompts that are too long is logged at the end of the data, which a run with max_steps may
+            # never reach. Therefore this number is also logged at the first such prompt, and whenever it has doubled.
             if self.lengths.num_too_long >= max(1, 2 * self.logged_lengths.num_too_long):
                 self._log_lengths("the stream so far")
         if prompt is not None:

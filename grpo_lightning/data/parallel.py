@@ -25,7 +25,7 @@ def in_processes(function: Callable[[T], R], items: Sequence[T], num_proc: int) 
         num_proc: Number of processes.
 
     Raises:
-        Exception: If `function` fails on an item: the error of the first such item.
+        Exception: The error of the first item on which `function` fails.
     """
     if num_proc == 1 or len(items) < 2:
         return [function(item) for item in items]

@@ -37,7 +37,7 @@ class Row:
         value = self.content
         if self.is_line:
             try:
-                value = json.loads(value.rstrip())  # the column of a missing brace is in this line, not the next
+                value = json.loads(value.rstrip())  # so that a missing brace is reported in this line, not in the next
             except json.JSONDecodeError as error:
                 raise ValueError(
                     f"{self.where}: not valid JSON: {error.msg} at column {error.colno}. Correct the line."

@@ -105,7 +105,7 @@ class PromptSource:
         self.settled: list[list[int]] = []  # see `settle`; empty if each rank trains on the prompts that it got first
         self.resume_from: dict[str, Any] | None = None
         self.epochs_ahead = 0  # this source's epoch minus the caller's, after a resume
-        self.resumed_cycle: int | None = None  # `cycle` of the run that wrote the loaded state, if that run had others
+        self.resumed_cycle: int | None = None  # `cycle` of the run that wrote the loaded state, if its `_sizes` differ
         self._order: tuple[tuple[int, bool], ListedOrder | StreamOrder] | None = None
 
     @property
@@ -120,7 +120,7 @@ class PromptSource:
 
     @property
     def rank(self) -> int:
-        """Index of this rank's team; of the rank itself, if `ranks_per_group` is 1.
+        """Index of this rank's team. If `ranks_per_group` is 1, this is the index of the rank itself.
 
         Computed at every use, because a source may be created before the process group.
         """
@@ -129,7 +129,7 @@ class PromptSource:
 
     @property
     def world_size(self) -> int:
-        """Number of teams, which get different prompts; the number of ranks, if `ranks_per_group` is 1."""
+        """Number of teams, which get different prompts. If `ranks_per_group` is 1, this is the number of ranks."""
         ranks = group_size() if self.given_world_size is None else self.given_world_size
         return max(1, ranks // self.ranks_per_group)
 
@@ -155,7 +155,7 @@ class PromptSource:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass: `epoch`, or counted from the checkpoint's epoch after a resume.
+        """Set the epoch of the next pass to `epoch`; after a resume, count from the checkpoint's epoch instead.
 
         For example, after a resume in epoch 3, calls with `epoch` = 0, 1, 2 set the epochs 3, 4, 5.
         """
@@ -244,8 +244,8 @@ class PromptSource:
     def next_cycles(self, count: int, *, epochs_left: int | None = None) -> list[list[Prompt]]:
         """Peek at this rank's prompts in each of the next cycles, also those of the next epochs.
 
-        The cycles of a stream are known for this epoch only. Dynamic sampling may use other prompts: it takes further
-        prompts from the same order.
+        The cycles of a stream are known for this epoch only. With dynamic sampling, a cycle may get other prompts than
+        returned here, because earlier cycles may take further prompts from the same order.
 
         Args:
             count: Maximum number of cycles.
@@ -334,16 +334,17 @@ class PromptSource:
 
         - between two epochs: all settings, and the data;
         - between two cycles of an epoch: the number of ranks, `ranks_per_group` and the batch size, because the
-          position counts the prompts of all ranks. If the number of ranks changes the prompts per rollout, a warning
-          names the settings that keep it;
-        - inside a cycle: the same settings, if a rollout still has as many prompts.
+          position counts the prompts of all ranks. If a different number of ranks changes the number of prompts per
+          rollout, a warning names the settings that keep the old number of prompts;
+        - inside a cycle: the same settings as between two cycles, if a rollout still has as many prompts.
 
         `begin` compares `shuffle` with the checkpoint when the epoch begins; the other settings are compared here.
 
         Raises:
             ValueError: If the checkpoint was saved inside an epoch, and the number of prompts (for a stream:
                 `shuffle_buffer`) or the seed differs; or if it was saved inside a cycle, and the number of prompts per
-                rollout differs, or `cycle` differs by more than the micro-batches per optimizer step.
+                rollout differs, or the finished part of the cycle is no whole number of micro-batches of the new
+                `cycle`.
         """
         self._check_state(state)
         sizes, was = self._sizes(), self._sizes_of(state)

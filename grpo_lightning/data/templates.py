@@ -25,7 +25,7 @@ QUESTION = re.compile(r"\{question\}|\{Question\}")
 
 @dataclass(frozen=True)
 class Original:
-    """A prompt of another RL library, which is not shipped; a shipped one has the same instructions in other words."""
+    """A prompt of another RL library. It is not shipped; a shipped prompt has the same instructions in other words."""
 
     ours: str
     """Name of the shipped equivalent."""

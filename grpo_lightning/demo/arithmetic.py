@@ -77,7 +77,7 @@ class DemoTask:
         return f"<think>{''.join(map(str, sums))}</think><answer>{sums[-1]}</answer>"
 
     def short_completion(self, digits: Sequence[int]) -> str:
-        """The short completion: the last digit, which is right once in `modulus`."""
+        """The short completion: the last digit, which is right in one of `modulus` cases."""
         return f"<answer>{digits[-1]}</answer>"
 
     def split(self) -> DemoSplit:

@@ -298,7 +298,7 @@ class _Corpus:
         lazy = tokenizer.encode(task.lazy_completion() + EOS)
         completions = [task.worked_completion(*about) + EOS for about in subjects]
         worked = tokenizer(completions)["input_ids"]
-        # [rows, L + T]; lazy completions have another T
+        # [rows, L + T]; T differs between worked and lazy completions
         self.worked = torch.tensor([ids + answer for ids, answer in zip(prompts, worked, strict=True)])
         self.lazy = torch.tensor([ids + lazy for ids in prompts])
         self.features = torch.cat(list(features_in_parts(model, processor, task, scenes, show=show_progress)))

@@ -4,9 +4,10 @@ The policy guesses a digit, and the environment answers whether the digit is hig
 
     guess:5<eos>+7<eos>-6<eos>
 
-A brief supervised warm-up teaches the model only how a game is written: it sees games of random guesses. Its guesses
-then ignore these answers, and it finds the digit in about a third of the games. GRPO has to find out that the answers
-are worth reading. Whoever halves what is left needs four guesses at most.
+A brief supervised warm-up on games of random guesses teaches the model only how a game is written. After the warm-up,
+the model's guesses ignore the answers of the environment, and it finds the digit in about a third of the games. GRPO
+has to find out that the answers are useful. A player who halves the remaining range with every guess needs at most four
+guesses.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class GuessingTask:
             (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
     def random_game(self, draw: random.Random) -> str:
-        """A game of random guesses; it continues after the right one, so that all games have the same length."""
+        """A game of random guesses; it continues after a right guess, so that all games have the same length."""
         number = draw.randrange(self.num_digits)
         text = PROMPT
         for turn in range(self.num_guesses):

@@ -20,7 +20,7 @@ from grpo_lightning.core.seeding import run_seed
 class NumberGames:
     """Writes games to `train.jsonl` and `heldout.jsonl`; to be passed to `PromptDataModule` as `prepare`.
 
-    All games differ in their range or in their number, so no held-out game is also a training game. The folder is
+    Any two games differ in their range or in their number, so no held-out game is also a training game. The folder is
     written atomically, and is rebuilt only if a setting has changed.
 
     Args:

@@ -159,7 +159,7 @@ class SceneTask:
         """Generate random scenes without end. The question about a scene is about its first thing.
 
         Args:
-            purpose: Part of the seed: another purpose gives other scenes.
+            purpose: Part of the seed: a different purpose gives different scenes.
             is_heldout: If true, the first thing of a scene has a held-out pair and a held-out box. If false, no thing
                 has a held-out pair or a held-out box.
 

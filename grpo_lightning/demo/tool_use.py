@@ -43,7 +43,7 @@ class ToolTask:
 
     num_terms: int = 3
     least: int = 40
-    """The minimum number; the sums have three digits."""
+    """The smallest number that occurs in a sum. The sums then have three digits."""
 
     num_train: int = 4096
     num_heldout: int = 200
@@ -69,7 +69,7 @@ class ToolTask:
         return [(call, True), (f"R:{total}\nA:", False), (f"{total}{EOS}", True)]
 
     def answer_with_guess(self, draw: random.Random) -> list[tuple[str, bool]]:
-        """The answer without a call: another sum."""
+        """The answer without a call: the result of a random other sum."""
         return [(f"{sum(self.terms(draw))}{EOS}", True)]
 
     def write(self, folder: Path) -> None:
@@ -150,7 +150,7 @@ def learn_both_kinds(
     teacher = Teacher(model.parameters(), learning_rate=settings.learning_rate, beta2=settings.beta2)
 
     def batch(num_guesses: int) -> Iterator[Tensor]:
-        """Losses of the tokens that the policy writes, of a new batch."""
+        """Losses of the tokens that the policy writes in a new batch."""
         kinds = {False: settings.batch_size - num_guesses, True: num_guesses}
         for is_guess, count in kinds.items():
             if count:

@@ -17,10 +17,11 @@ from grpo_lightning.environments.tools import ToolFormat, Tools, name_of
 class MultiTurnFunction(Environment):
     """A `multi_turn_func` of ms-swift (version 3): a function from conversations to conversations.
 
-    The function gets a list with one dict: the data columns, and `messages`, the chat up to the policy's turn. It
-    returns the list with `finished` set in each dict. If the conversation is not finished, the function has either
-    appended messages, which become the observation, or changed the policy's last message: then the policy continues
-    after the part of its message that is unchanged and after the text that the function has added.
+    The function gets a list with one dict, which has the data columns and `messages`, the chat up to and including the
+    policy's turn. It returns the list with `finished` set in each dict. To continue the conversation, the function
+    either appends messages, which become the observation, or changes the policy's last message. In the second case, the
+    new message must consist of an unchanged beginning of the policy's message and added text; the policy then continues
+    after the added text.
 
     Args:
         function: The function.
@@ -73,7 +74,7 @@ class MultiTurnFunction(Environment):
 
 
 _SHARED = ("factory", "object")
-"""Attributes of a `ToolObject` that its copies share, or that are copied separately."""
+"""Attributes of a `ToolObject` that `__deepcopy__` handles separately: copies share the factory, but not the object."""
 
 
 class ToolObject(Tools):
@@ -106,7 +107,8 @@ class ToolObject(Tools):
         self.is_new = True
         """True until `reset` or a tool is called."""
         self.columns: dict[str, Any] | None = None
-        """The arguments of `reset`; None before it, and in workers, because they get a pickled object."""
+        """The arguments of `reset`. None before `reset` is called, and after unpickling, which happens between calls in
+        workers."""
         self.first: Any = None
         """The observation that `reset` returned."""
         super().__init__(methods, format, max_calls)
@@ -142,12 +144,13 @@ class ToolObject(Tools):
         return None if value is None else float(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ToolObject:
-        """Copy the object, or make another one.
+        """Copy the object; if it cannot be copied, make a new one with the factory.
 
         Raises:
-            RuntimeError: If the object cannot be copied, and another one answers differently to `reset`.
+            RuntimeError: If the object cannot be copied, and the `reset` of the new one returns a different
+                observation.
         """
-        new = copy.copy(self)  # the factory may have what cannot be copied
+        new = copy.copy(self)  # the factory may hold what cannot be copied
         vars(new).update(
             {name: copy.deepcopy(value, memo) for name, value in self.__getstate__().items() if name not in _SHARED}
         )
@@ -167,7 +170,7 @@ class ToolObject(Tools):
             return new
 
     def _bind(self, value: Any) -> None:
-        """Take another object."""
+        """Set the object, and use its methods as the tools."""
         self.object = value
         self.functions = {name_of(method): method for method in self._methods()}
 
@@ -182,7 +185,7 @@ class ToolObject(Tools):
 
 
 def as_environment(value: EnvironmentLike) -> Any:
-    """Make an environment of what `model.environment` was given.
+    """Make an environment from the value of `model.environment`.
 
     Args:
         value: An object with a method `step`; a list of functions, which become `Tools`; a function in ms-swift's style
@@ -214,7 +217,7 @@ def as_environment(value: EnvironmentLike) -> Any:
 
 
 def _of_function(function: Callable[..., Any]) -> Environment:
-    """Tell multi-turn functions of ms-swift, which take one argument, from factories of TRL, which take none."""
+    """Wrap a function: with one argument, it is a multi-turn function of ms-swift; with none, a factory of TRL."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # it has no signature

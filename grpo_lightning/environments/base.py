@@ -13,15 +13,15 @@ until the environment ends the conversation. Only what the policy wrote is train
                 return Step(done=True, reward=1.0)
             return "higher" if completion < str(self.number) else "lower"
 
-Every conversation has its own environment. It begins as a copy of the object in `model.environment`, and `reset` gets
-the data columns of the prompt. `reset` is called once per prompt: the G conversations of a group begin with copies of
-the same environment, because GRPO compares completions of one prompt. After that, `step` gets the text of each turn of
-the policy. If a limit of the run ends the conversation (`max_turns`, `max_completion_length`) and not the environment,
-`end` is called for a last reward.
+Every conversation has a separate environment. For each prompt, the object in `model.environment` is copied, and `reset`
+is called once on this copy, with the data columns of the prompt. The G conversations of the group all begin with copies
+of the environment after `reset`, because GRPO compares completions of one prompt. After that, `step` gets the text of
+each turn of the policy. If the environment does not end the conversation, but a limit of the run does (`max_turns`,
+`max_completion_length`), `end` is called for a last reward.
 
-The environment's object has all of its state. By default, its methods run in worker processes with the limits of
-`model.reward_workers` (`environments/runner.py`): between two calls, the object is pickled. An environment that cannot
-be pickled, has `in_process = True` or an async method runs in the training process.
+The environment must keep all of its state in this object. By default, its methods run in worker processes with the
+limits of `model.reward_workers` (`environments/runner.py`), and the object is pickled between two calls. An environment
+runs in the training process if it cannot be pickled, has `in_process = True`, or has an async method.
 """
 
 from __future__ import annotations
@@ -47,34 +47,34 @@ The content of a message is text, or a list of parts: {"type": "text", "text": .
 
 
 MOST_MESSAGES = 256
-"""Most messages of one observation."""
+"""Maximum number of messages in one observation."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """The environment's answer to a turn of the policy. `step` may also return a part of it: see `as_step`."""
+    """The environment's answer to a turn of the policy. `step` may also return a shorter form: see `as_step`."""
 
     observation: Observation = None
     """The text or message that the policy gets. Without an observation, the conversation must be done."""
 
     done: bool = False
-    """True if the conversation has ended. The policy does not get the observation any more, but logs show it."""
+    """True if the conversation has ended. The policy then does not get the observation, but logs show it."""
 
     reward: float | None = None
     """The environment's reward for the turn; None for none. The reward `EnvironmentReward` and
     `model.conversation.turn_credit` use it."""
 
     keep: int | None = None
-    """Number of characters of the turn to keep, for an observation that continues the policy's own message: the tokens
-    behind them are dropped, and the observation, which must be text, follows without a new message. None opens a new
-    message."""
+    """For an observation that continues the policy's message: the number of characters of the turn to keep. The tokens
+    after these characters are dropped, and the observation, which must be text, follows in the same message. With None,
+    the observation opens a new message."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers to log. They are summed over a conversation; `environment/<name>` is the mean over conversations."""
 
 
 class InvalidStepError(ValueError):
-    """An environment returned what it must not return."""
+    """An environment returned a value that is not allowed."""
 
 
 class Environment(ABC):
@@ -95,13 +95,14 @@ class Environment(ABC):
         """Begin a conversation.
 
         Args:
-            args: None are given. With them, subclasses may name columns as arguments.
-            columns: Those data columns of the prompt that the signature names, or all of them with `**columns`; and the
-                prompt itself as `prompt`.
+            args: No positional arguments are passed. The signature has `*args` so that subclasses may name columns as
+                arguments.
+            columns: The data columns of the prompt that the signature names, or all data columns if it has `**columns`.
+                The prompt itself is passed in the same way, as `prompt`.
 
         Returns:
-            An `Observation`, which the prompt ends with: it is appended to the prompt's last user message, or is a
-            message of its own if it has a role. None for nothing.
+            An `Observation` at the end of the prompt: it is appended to the prompt's last user message, or becomes a
+            separate message if it has a role. None adds nothing.
         """
         return None
 
@@ -125,15 +126,15 @@ class Environment(ABC):
     def on_failure(self, kind: str, problem: str) -> Any:
         """Answer in place of a call of `step` that failed.
 
-        In workers, the environment is in the state before this call. In the training process, it is as the failed call
-        has left it.
+        In workers, the environment is in the state before the failed call. In the training process, it is in the state
+        in which the failed call has left it.
 
         Args:
             kind: See `environments.runner.FAILURES`.
             problem: The failure in words.
 
         Returns:
-            A value for `as_step`; or None, and then `model.conversation.on_error` decides.
+            A value for `as_step`. If it is None, `model.conversation.on_error` decides.
         """
         return None
 
@@ -179,7 +180,7 @@ def as_step(value: Any) -> Step:
 
 
 def as_reward(value: Any, method: str) -> float | None:
-    """Check and convert a reward. Args: method: what returned it. Raises: InvalidStepError."""
+    """Check and convert a reward. Args: method: the method that returned it. Raises: InvalidStepError."""
     if value is None:
         return None
     if not _is_finite(value) or isinstance(value, bool):
@@ -200,7 +201,7 @@ def _as_metrics(metrics: Any) -> dict[str, float]:
 
 
 def _is_finite(value: Any) -> bool:
-    """True for a finite number, also one of numpy."""
+    """True for a finite number, including numbers of numpy."""
     try:
         return isinstance(value, numbers.Real) and math.isfinite(value)
     except OverflowError:  # an integer beyond the range of floats
@@ -230,7 +231,7 @@ def messages_of(observation: Any, role: str) -> list[Message]:
 
 
 def _content(content: Any) -> str | list[Mapping[str, Any]]:
-    """Check the content of a message: text, or a list of parts. Text alone becomes one text."""
+    """Check the content of a message: text, or a list of parts. Parts without an image are joined to one text."""
     if isinstance(content, str):
         return content
     parts = list(content) if isinstance(content, list | tuple) else [content]
@@ -305,7 +306,7 @@ def load_observation(text: str) -> Any:
 
 
 def kept_observation(observation: Any) -> list[Message]:
-    """Messages with copies of their images. Raises: InvalidStepError."""
+    """Convert an observation to messages, with copies of its images. Raises: InvalidStepError."""
     return [with_kept_images(message) for message in messages_of(observation, "user")]
 
 

@@ -1,4 +1,4 @@
-"""A call of an environment, in the form in which workers take calls. Workers import this file, but no torch."""
+"""The calls of an environment, in the form that workers run. Workers import this file, which does not import torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ METHODS = ("reset", "step", "end")
 
 
 def class_name(environment: Any) -> str:
-    """The name of an environment's class, for messages; that of the user's own class if it is wrapped."""
+    """The class name of an environment, for messages; if it wraps a user's object, the class name of that object."""
     return type(getattr(environment, "for_rewards", environment)).__name__
 
 
@@ -44,7 +44,7 @@ def copy_environment(environment: Any) -> Any:
 
 @dataclass
 class EnvironmentCalls:
-    """The calls of an environment, in the form in which workers take calls."""
+    """The calls of an environment, in the form that workers run."""
 
     environment: Any
     """The environment that conversations begin with."""
@@ -72,7 +72,7 @@ class EnvironmentCalls:
         return {}
 
     def warm_up(self) -> None:
-        """Nothing is to be prepared."""
+        """Do nothing, because there is nothing to prepare."""
 
     def __call__(self, method: Method, state: bytes | None, arguments: Any) -> tuple[bytes, Any]:
         """Call a method in a worker, where the environment arrives and leaves pickled. Args: as `call`."""

@@ -17,7 +17,7 @@ class GuessTheNumber(Environment):
     Args:
         max_guesses: Number of guesses.
         higher: The observation if the number is higher than the guess.
-        lower: The observation if it is lower.
+        lower: The observation if the number is lower than the guess.
         unreadable: The observation for a turn without a number, which counts as a guess.
     """
 

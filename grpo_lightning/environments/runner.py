@@ -1,16 +1,17 @@
 """Runs the environments of a rollout: concurrently, in worker processes, within limits.
 
-The workers are as those of the rewards (`rewards/workers.py`), in a pool of their own, with the limits of
-`model.reward_workers`. A call gets the pickled environment, and returns it with what it answered. A worker keeps
-nothing between calls, so that every call can be killed, and an environment whose call has failed is as it was before
-the call. All calls of a round (one turn of each conversation) have one deadline: `step_timeout_seconds` after the end
-of sampling.
+The workers are of the same kind as those of the rewards (`rewards/workers.py`), but in a separate pool, with the limits
+of `model.reward_workers`. A call gets the pickled environment, and returns the environment, pickled again, and its
+answer. A worker keeps nothing between calls, so every call can be killed. After a failed call, the environment is in
+the state before this call. All calls of a round (one turn of each conversation) have the same deadline:
+`step_timeout_seconds` after the end of sampling.
 
-In the training process, a call changes the environment itself, so that after a failed call it is as this call has left
-it; time and memory have no limits, except the time of async methods.
+In the training process, a call changes the environment object itself. After a failed call, the environment is therefore
+in the state in which this call has left it. Memory has no limit there, and only async methods have a time limit.
 
-Random numbers of `random`, numpy and torch (on the CPU) are seeded per call in both places. Exceptions are async
-methods, which run at the same time, and calls in the training process during asynchronous rollouts.
+In workers and in the training process, the random numbers of `random`, numpy and torch (on the CPU) are seeded for each
+call. They are not seeded for async methods, which run at the same time, or for calls in the training process during
+asynchronous rollouts.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ class Result(NamedTuple):
     """The outcome of a call."""
 
     state: Any
-    """The environment after the call, pickled if it runs in workers. After a failed call in a worker, it is the
-    environment before the call; in the training process, it is as the failed call has left it."""
+    """The environment after the call, pickled if it runs in workers. After a failed call in a worker, this is the
+    environment before the call. After a failed call in the training process, this is the environment as the call has
+    left it."""
 
     value: Any
     """An observation (`reset`) or a `Step` (`step`); None if the call failed."""
@@ -66,7 +68,7 @@ class EnvironmentRunner:
     Args:
         environment: The environment that conversations begin with.
         limits: Settings of the workers. `num_workers` 0 runs environments in the training process, without limits.
-        max_characters: Longest observation.
+        max_characters: Maximum length of an observation.
     """
 
     def __init__(self, environment: Any, limits: RewardWorkers, max_characters: int) -> None:
@@ -98,7 +100,7 @@ class EnvironmentRunner:
         self.pool.close()
 
     def reset(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Result]:
-        """Begin conversations: one call per prompt. Args: seeds: of the random numbers of each call."""
+        """Begin conversations: one call per prompt. Args: seeds: one per call, for its random numbers."""
         columns = [{"prompt": prompt.content, **prompt.columns} for prompt in prompts]
         return self._all("reset", [None] * len(prompts), columns, seeds)
 
@@ -121,7 +123,7 @@ class EnvironmentRunner:
         return [self._result(future, state) for future, state in zip(waiting, states, strict=True)]
 
     def copy(self, state: Any) -> Any:
-        """An environment of its own for each conversation of a prompt. Raises: RuntimeError if it cannot be copied."""
+        """Copy a prompt's environment for one conversation. Raises: RuntimeError if it cannot be copied."""
         return state if isinstance(state, bytes) else copy_environment(state)
 
     def step(self, state: Any, text: str, seed: int) -> Future[Answer]:
@@ -131,7 +133,7 @@ class EnvironmentRunner:
         return self._call("step", state, text, seed)
 
     def wait(self, future: Future[Answer], state: Any) -> Result:
-        """Wait for a call of `step`; a failed one is answered by the environment's `on_failure`.
+        """Wait for a call of `step`; if the call failed, the environment's `on_failure` may answer instead.
 
         Args:
             future: The result of `step`.
@@ -142,7 +144,7 @@ class EnvironmentRunner:
         result = self._result(future, state)
         if not result.failure:
             return result
-        late = self._deadline + self.limits.timeout_seconds  # an answer to a call that the deadline has stopped
+        late = self._deadline + self.limits.timeout_seconds  # `on_failure` may run after the deadline
         answer = self._result(self._call("on_failure", state, (result.failure, result.problem), 0, late), state)
         return result if answer.failure or answer.value is None else answer
 
@@ -152,7 +154,7 @@ class EnvironmentRunner:
         self._deadline = math.inf
 
     def _end_round(self) -> None:
-        """Start the time that all calls of a round together may take: all of them have been made."""
+        """Set the deadline of a round, once all its calls have been made."""
         self._deadline = time.monotonic() + self.limits.step_timeout_seconds
         if self.pool.has(self.calls):  # type: ignore[arg-type]
             self.pool.set_deadline(self._round, self._deadline)
@@ -168,7 +170,7 @@ class EnvironmentRunner:
             return future
         future = Future()
         try:
-            # In a thread next to training, restoring the generators would repeat random numbers of training.
+            # Restoring the generators in any other thread would make training repeat random numbers.
             is_alone = threading.current_thread() is threading.main_thread()
             with seeded_random(seed) if is_alone else contextlib.nullcontext():
                 outcome = self.calls.call(method, state, arguments)
@@ -181,7 +183,7 @@ class EnvironmentRunner:
         return future
 
     async def _finish(self, outcome: Any) -> Answer:
-        """Wait for an async environment, as long as a call may take."""
+        """Wait for an async method, at most for the time limit of a call."""
         try:
             return Answer(await asyncio.wait_for(outcome, self.limits.timeout_seconds))
         except (asyncio.TimeoutError, TimeoutError):

@@ -41,7 +41,8 @@ _MARKED = re.compile(
 """The text between, or after, the markers of calls."""
 
 MOST_FAILED = 64
-"""Places of a text at which JSON is tried to be read without success: each may take as long as the text."""
+"""Maximum number of places in a text at which reading JSON may fail. Each failure may take time in proportion to the
+length of the text."""
 
 _REASONING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _JSON_START = re.compile(r'[{]\s*"|\[\s*[{]')
@@ -55,7 +56,7 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any]
     problem: str = ""
-    """Why it cannot be read; empty if it can."""
+    """Why the call cannot be read; empty if it can be read."""
 
 
 class Tools(Environment):
@@ -71,7 +72,7 @@ class Tools(Environment):
     Args:
         tools: The functions.
         format: The format of calls.
-        max_calls: Most calls of one turn that are run.
+        max_calls: Maximum number of calls of one turn that are run.
     """
 
     observation_role = "tool"
@@ -161,10 +162,11 @@ def call_metrics(outcomes: Counter[str]) -> dict[str, float]:
 def read_calls(text: str, names: Mapping[str, Any], style: ToolFormat = "auto") -> Iterator[ToolCall]:
     """Find the calls in a turn, in order. Reasoning (`<think>...</think>`) has no calls.
 
-    Calls are inside `<tool_call>...</tool_call>` or a fence of `tool_code`, or behind the marker of a model. Many
-    tokenizers remove these markers from the text. Without them, a call in JSON may have text around it, and a list of
-    calls in Python may have text behind it. Then it is a call only if it names a known tool; without text, arguments
-    are enough.
+    Calls are inside `<tool_call>...</tool_call>` or a fence of `tool_code`, or after the marker of a model. Many
+    tokenizers remove these markers from the text. Without markers, a call in JSON may have text around it, and a list
+    of calls in Python may have text after it. If there is such text, a call counts only if it names a known tool. If
+    the turn has no other text, a call of an unknown tool counts too. With the style "auto", such a call counts only if
+    it has arguments.
 
     Args:
         text: The turn.
@@ -190,9 +192,9 @@ _EXPECTED: Mapping[ToolFormat, str] = {
 
 
 def _calls_in(text: str, style: ToolFormat) -> Iterator[tuple[ToolCall, bool]]:
-    """The calls in a text, and for each whether the text has nothing else."""
+    """Yield each call in a text, and whether the text has nothing but calls."""
     text = text.strip()
-    if style in ("auto", "python"):  # first: an argument in Python may be a text that has JSON
+    if style in ("auto", "python"):  # Python first: its arguments may be texts that have JSON
         whole = list(_python_calls(text))
         found = whole or list(_python_calls(_first_list(text)))
         yield from ((call, bool(whole)) for call in found)
@@ -291,7 +293,7 @@ def argument_problem(function: Callable[..., Any], arguments: Mapping[str, Any])
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value from JSON has the type of a hint; True for hints of other kinds."""
+    """Whether a value from JSON has the type of a hint; True for hints that this function does not know."""
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, option) for option in typing.get_args(hint))
@@ -338,7 +340,7 @@ class Search:
         score(q, d) = sum over words w of q: idf(w) * f(w, d) * (k + 1) / (f(w, d) + k * (1 - b + b * |d| / mean |d|))
         idf(w) = log(1 + (number of texts - n(w) + 0.5) / (n(w) + 0.5)),  k = 1.5,  b = 0.75
 
-    f(w, d) is the number of times that the text d has the word w, and n(w) the number of texts that have it.
+    f(w, d) is the number of times that the text d has the word w. n(w) is the number of texts that have w.
 
     Args:
         path: A file with one text per line (`.txt`), or JSON rows with a column `text` (`.jsonl`).
@@ -354,7 +356,8 @@ class Search:
         self.path, self.top_k = os.path.abspath(path), top_k
         status = os.stat(path)
         self.version = (status.st_mtime_ns, status.st_size)
-        """Tells a file from another one that was written to the same path later in this process."""
+        """Identifies this version of the file, because another may be written to the same path later in this
+        process."""
         self.index = _index(self.path, self.version)
 
     @property

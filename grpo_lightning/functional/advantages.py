@@ -43,7 +43,7 @@ def group_relative_advantages(
     set to exactly 0: a rounding error divided by another rounding error would be noise.
 
     Args:
-        rewards: [N, G] one reward per completion, row n is prompt n's group; nan is not scorable.
+        rewards: [N, G] one reward per completion. Row n is the group of prompt n. A nan means not scorable.
         baseline: The value that a reward is compared with.
 
             - "group_mean" is GRPO (arXiv:2402.03300, sec. 4.1.2).
@@ -54,12 +54,12 @@ def group_relative_advantages(
               proportional to the completion's length.
             - "pass_at_k" trains the best of k completions (arXiv:2503.19595): a completion's advantage is how much it
               adds to the best of k - 1 others. With k = None, the best completion gets its lead over the second best,
-              and all others get 0 (verl's `grpo_passk`). With the scale "none" and any k, take the policy gradient with
-              these advantages, averaged over the group: k times this gradient is an unbiased estimate of the gradient
-              of the expected maximum of k rewards.
+              and all others get 0 (verl's `grpo_passk`). With the scale "none" and any k, average the policy gradient
+              with these advantages over the group: k times this average is an unbiased estimate of the gradient of the
+              expected maximum of k rewards.
         scale: The divisor of the gain. Every std is unbiased (K - 1 in the denominator). For "batch_std",
-            "batch_advantage_std" and "nonzero_fraction", pass the rewards of all ranks, because with its own rewards
-            each rank would have another divisor.
+            "batch_advantage_std" and "nonzero_fraction", pass the rewards of all ranks, because otherwise each rank
+            would have a different divisor.
 
             - "group_std" is GRPO, the std of the group's rewards.
             - "batch_std" is the std of all scorable rewards.
@@ -73,8 +73,8 @@ def group_relative_advantages(
         eps: Added to the std, in units of reward.
         lengths: [N, G] number of trained tokens of each completion, for "length_weighted". If a group has no trained
             tokens, its completions count equally.
-        k: For "pass_at_k", from 2 to G; groups with fewer than k scorable rewards get advantage 0. None is the number
-            of scorable rewards of each group.
+        k: k of the baseline "pass_at_k", from 2 to G. Groups with fewer than k scorable rewards get advantage 0. With
+            None, k is each group's number of scorable rewards.
 
     Returns:
         [N, G] float32, or float64 if the rewards are float64. With the baselines "group_mean" and "leave_one_out", each
@@ -144,7 +144,8 @@ def _divisor(rewards: Tensor, gains: Tensor, scale: Scale, eps: float) -> Tensor
             )
         return rewards.nanmean(dim=1, keepdim=True)  # the mean is 0 only if all rewards are 0
     if scale == "nonzero_fraction":
-        # Gains of equal rewards may differ from 0 by rounding. With "pass_at_k", all gains may be 0 if rewards differ.
+        # Gains of equal rewards may differ from 0 by rounding. With "pass_at_k", all gains may be 0 even if rewards
+        # differ.
         has_gain = (is_scorable & (gains != 0)).any(dim=1) & ~zero_variance_groups(rewards)
         return has_gain.to(rewards.dtype).mean()
     if scale == "none":
@@ -179,9 +180,10 @@ def turn_credits(rewards: Sequence[Sequence[float]], *, discount: float = 1.0, e
         return[i, k] = sum over later turns j >= k of discount^(j - k) * rewards[i][j]
         credit[i, k] = (return[i, k] - mean over i' of return[i', k]) / (std over i' of return[i', k] + eps)
 
-    The mean and the unbiased std are over the conversations that have a k-th turn. The credit is 0 if only one has it,
-    or if all of them have the same return. (Zeng et al. 2025, "Reinforcing Multi-Turn Reasoning in LLM Agents via
-    Turn-Level Credit Assignment", normalise the reward of a turn in the same way.)
+    The mean and the unbiased std are over the conversations that have a k-th turn. The credit is 0 if only one
+    conversation has a k-th turn, or if all of these conversations have the same return. (Zeng et al. 2025, "Reinforcing
+    Multi-Turn Reasoning in LLM Agents via Turn-Level Credit Assignment", normalise the reward of a turn in the same
+    way.)
 
     Args:
         rewards: G lists with one reward per turn; the lists may have different lengths.
@@ -213,7 +215,7 @@ def turn_credits(rewards: Sequence[Sequence[float]], *, discount: float = 1.0, e
 def zero_variance_groups(rewards: Tensor) -> Tensor:
     """Find zero-variance groups: all scorable rewards are equal, or fewer than two are scorable.
 
-    Every advantage of such a group is 0. `groups_without_gradient` finds the other groups without a gradient, too.
+    Every advantage of such a group is 0. `groups_without_gradient` also finds the other groups without a gradient.
 
     Args:
         rewards: [N, G] one reward per completion; nan is not scorable.
@@ -238,10 +240,9 @@ def groups_without_gradient(
     """Find groups in which every completion has advantage 0 or no trained token.
 
     Among these are the zero-variance groups, the groups whose completions are all masked, and the groups in which only
-    masked completions have an advantage. With the baseline "pass_at_k",
-    an advantage is above 0 only if the reward is above those of k - 1 other completions. A group of different rewards
-    therefore has no gradient if its highest reward is not above those of k - 1 others. With k = None, this is so if two
-    completions share the highest reward.
+    masked completions have an advantage. With the baseline "pass_at_k", an advantage is above 0 only if the reward is
+    above those of k - 1 other completions. A group of different rewards therefore has no gradient if its highest reward
+    is not above those of k - 1 others. With k = None, this is the case if two completions share the highest reward.
 
     Args:
         rewards: [N, G] one reward per completion; nan is not scorable.

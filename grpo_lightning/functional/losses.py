@@ -87,12 +87,12 @@ def clipped_surrogate(
     epsilon_high: float | None = None,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """PPO's clipped surrogate: a token has no gradient if its advantage moves its ratio further out of the clip range.
+    """PPO's clipped surrogate: no gradient outside the clip range if the advantage moves the token's ratio further out.
 
         loss = -min( min(r, dual_clip) A, clip(r, 1 - epsilon, 1 + epsilon_high) A )
 
-    PPO (arXiv:1707.06347, eq. 7) has no `dual_clip`: the loss of a token of negative advantage then grows with the
-    token's ratio without a limit. `dual_clip` = c bounds this loss by -c A, with a gradient of 0 beyond the bound. For
+    PPO (arXiv:1707.06347, eq. 7) has no `dual_clip`. The loss of a token of negative advantage then has no limit: it
+    grows with the token's ratio. `dual_clip` = c bounds this loss by -c A, with a gradient of 0 beyond the bound. For
     A < 0 the objective is then max(min(r A, clip(r) A), c A), as in dual-clip PPO (arXiv:1912.09729). c is the delta of
     INTELLECT-2's two-sided clipping (arXiv:2505.07291).
 
@@ -227,7 +227,7 @@ def gmpo_surrogate(
         mask: [B, T] bool, True where a token is trained on. Masked tokens have d = 0, whatever their log-probs.
         advantages: [B, 1].
         epsilon: How far the log-ratio of a token may fall, in nats.
-        epsilon_high: How far it may rise, in nats; None uses `epsilon`.
+        epsilon_high: How far the log-ratio of a token may rise, in nats; None uses `epsilon`.
 
     Returns:
         [B, 1] the loss of each completion, to be minimised: average it over completions.
@@ -287,13 +287,13 @@ def dppo_surrogate(
     *,
     max_ratio: float = 20.0,
 ) -> Tensor:
-    """DPPO: limits how far the policy may move at a token by the change of probability; PPO limits the ratio.
+    """DPPO: limit how far the probability of a token may move. PPO limits the ratio of the probabilities instead.
 
         r = exp(logprobs - old_logprobs)
         loss = 0 where outside, else -stop_gradient( min(r, max_ratio) ) A logprob
 
     A token that goes from probability 0.001 to 0.005 (ratio 5) changes the policy less than one that goes from 0.5 to
-    0.6 (ratio 1.2), but a limit of the ratios stops the first one earlier. DPPO is divergence proximal policy
+    0.6 (ratio 1.2), but a limit on the ratio stops the first token earlier. DPPO is divergence proximal policy
     optimization (arXiv:2602.04879, eq. 12), with the loss as in verl. Its old policy is the one that the engine sampled
     from, so pass the engine's log-probs as `old_logprobs`.
 
@@ -333,8 +333,8 @@ def leaves_trust_region(
         kl:  D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))
         low:  A <= 0, p < q and D > epsilon;   high:  A > 0, p > q and D > epsilon_high
 
-    D compares two outcomes, this token or any other, which gives a lower bound of the divergence over the vocabulary.
-    In the logarithm, 1e-8 is added to 1 - p and to 1 - q, as in verl.
+    D compares only two outcomes, this token or any other token. It is therefore a lower bound of the divergence over
+    the vocabulary. In the logarithm, 1e-8 is added to 1 - p and to 1 - q, as in verl.
 
     Args:
         logprobs: [B, T] nats, of the current policy.
@@ -414,7 +414,7 @@ def vespo_surrogate(
 
 
 def _check_columns(**tensors: Tensor) -> None:
-    """Refuse [B] tensors, which broadcast along T where B equals T. Raises: ValueError naming tensor and shape."""
+    """Refuse [B] tensors: they would broadcast along T if B equals T. Raises: ValueError naming tensor and shape."""
     for name, tensor in tensors.items():
         if tensor.dim() != 2:
             raise ValueError(
@@ -478,7 +478,7 @@ def rollout_weights(
 ) -> Tensor:
     """Off-policy correction weights: the policy's probability of the sampled tokens, divided by the engine's.
 
-    With the same model, an inference engine and the training code compute slightly different probabilities.
+    Even for the same model, an inference engine and the training code compute slightly different probabilities.
 
         d = old_logprobs - rollout_logprobs
         token:     w[b, t] = exp(d[b, t])
@@ -493,7 +493,7 @@ def rollout_weights(
     A "sequence" weight is a product over tokens, so that long completions have very large or very small weights. The
     size of a "geometric" weight does not depend on the length, but it is not a ratio of completion probabilities. It
     serves to mask completions that the policy would not have sampled, with a narrow range such as 0.99 to 1.01.
-    It is the weight of ms-swift's sequence modes; verl's `seq_mean_k1` keeps the same completions, but with weight 1.
+    ms-swift's sequence modes use this weight; verl's `seq_mean_k1` keeps the same completions, but with weight 1.
     Exponents are clipped to [-20, 20] (`bounded_exp`).
 
     Args:

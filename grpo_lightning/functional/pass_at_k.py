@@ -54,12 +54,15 @@ def marginal_gains(rewards: Tensor, k: int | None) -> Tensor:
     counts = (~rewards.isnan()).sum(dim=1).tolist()  # n of each group
     chances = {n: _chances(n, n if k is None else k, rewards.size(1)) for n in set(counts)}
     weights = rewards.new_tensor([chances[n] for n in counts]).view(rewards.shape)
-    lead = (ascending.unsqueeze(2) - ascending.unsqueeze(1)).clamp(min=0).nan_to_num(0.0)  # [N, G, G] over each other
+    lead = (ascending.unsqueeze(2) - ascending.unsqueeze(1)).clamp(min=0).nan_to_num(0.0)  # [N, G, G]
     return torch.zeros_like(rewards).scatter(1, order, (lead * weights.unsqueeze(1)).sum(dim=2))
 
 
 def _chances(n: int, k: int, size: int) -> list[float]:
-    """Chance that the j-th of n - 1 others (j = 0 .. size - 1, ascending) is the best of k - 1; 0 if n < max(k, 2)."""
+    """For j = 0 .. size - 1: chance that the j-th lowest of n - 1 others is the best of a random k - 1 of them.
+
+    All chances are 0 if n < max(k, 2).
+    """
     if n < max(k, 2):
         return [0.0] * size
     return [math.comb(j, k - 2) / math.comb(n - 1, k - 1) for j in range(size)]  # exact integers
@@ -75,7 +78,7 @@ def interval(values: Tensor, confidence: float = 0.95, num_generations: int = 1)
     number of independent attempts that would be as informative as the N prompts with G completions each. It is
     estimated as n = N p (1 - p) / v, where p (1 - p) is the variance of a single attempt, and v is the variance of the
     values. The estimate is limited to the range from N (all completions of a prompt are equal) to N x G (they are
-    independent). Miller 2024 (arXiv:2411.00640) treats such clustered questions.
+    independent). Miller 2024 (arXiv:2411.00640) treats such clustered samples.
 
     Args:
         values: [N] in [0, 1], one per prompt; nan is excluded.

@@ -59,8 +59,8 @@ def load_balancing_loss(routed: Tensor, probs: Tensor, num_tokens: Tensor) -> Te
     As in `load_balancing_loss_func` of transformers, f and P are means over all M routers, and a token counts in f once
     for each of its k experts. The loss is therefore k if the load is uniform. Only P has a gradient.
 
-    The loss is linear in `probs`, which is a sum over tokens. With the `routed` and `num_tokens` of an entire optimizer
-    step, the losses for the `probs` of the step's micro-batches therefore add up to the loss of the step.
+    The loss is linear in `probs`, which is a sum over tokens. Therefore, with the `routed` and `num_tokens` of an
+    entire optimizer step, the losses for the `probs` of its micro-batches add up to the loss of the step.
 
     Args:
         routed: [M, E] numbers of tokens, of the optimizer step.
@@ -72,7 +72,7 @@ def load_balancing_loss(routed: Tensor, probs: Tensor, num_tokens: Tensor) -> Te
 
 
 def max_expert_load(routed: Tensor) -> Tensor:
-    """Largest load of an expert of a router, relative to a uniform load: E * max over m, e of routed[m, e] / sum.
+    """Largest load of any expert in any router, relative to a uniform load: E * max over m, e of routed[m, e] / sum.
 
     Args:
         routed: [M, E] numbers of tokens.

@@ -1,7 +1,8 @@
 """Choose tokens of an optimizer step: those of high entropy, or of high covariance of log-prob and advantage.
 
-The functions take vectors [M] with one value for each trained token of the step, over all micro-batches and ranks. With
-a quantile or mean of each micro-batch, the loss would depend on how the step is split into micro-batches.
+The functions take vectors [M] with one value for each trained token of the step, over all micro-batches and ranks. If
+the quantile or mean were taken over each micro-batch separately, the loss would depend on how the step is split into
+micro-batches.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ def high_entropy_tokens(entropies: Tensor, fraction: float) -> Tensor:
 
         chosen[m] = H[m] >= quantile of H at 1 - fraction
 
-    From "Beyond the 80/20 rule" (arXiv:2506.01939), with a fraction of 0.2. The quantile is interpolated linearly, as
-    in `torch.quantile`, so that floor(fraction (M - 1)) + 1 tokens are chosen, or more if entropies are equal. (It is
-    computed by sorting, because `torch.quantile` refuses large inputs.)
+    From "Beyond the 80/20 rule" (arXiv:2506.01939), which uses a fraction of 0.2. The quantile is interpolated
+    linearly, as in `torch.quantile`, so that floor(fraction (M - 1)) + 1 tokens are chosen, or more if entropies are
+    equal. (The quantile is computed by sorting, because `torch.quantile` refuses large inputs.)
 
     Args:
         entropies: [M] nats.
@@ -44,8 +45,8 @@ def high_covariance_tokens(logprobs: Tensor, advantages: Tensor, fraction: float
         logprobs: [M] nats.
         advantages: [M] advantage of each token's completion.
         fraction: Fraction of the tokens to choose, above 0 and at most 1.
-        keys: [M] random numbers; of tokens with equal covariances, those with the smallest numbers are chosen. None
-            chooses the first of them.
+        keys: [M] random numbers. If tokens have equal covariances, those with the smallest numbers are chosen; with
+            None, the first of them.
 
     Returns:
         [M] bool, True at the chosen tokens.
@@ -107,7 +108,7 @@ def token_covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
 
 def _highest(values: Tensor, count: int, keys: Tensor) -> Tensor:
-    """True at the `count` highest of the values [M]; of equal values, at those with the smallest keys [M]."""
+    """True at the `count` highest of the values [M]. Equal values are ordered by their keys [M]."""
     order = keys.argsort(stable=True)
     order = order[values[order].argsort(descending=True, stable=True)]
     return torch.zeros_like(values, dtype=torch.bool).scatter(0, order[:count], True)

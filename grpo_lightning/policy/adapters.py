@@ -1,7 +1,8 @@
 """peft's adapters in a model: find their layers and weights, switch adapters, and compare the policy with its base.
 
-peft names adapters: the trained adapter has the name it was given or loaded with. A second adapter, `STARTING`, is the
-frozen copy of the initial adapter that the reference runs with. peft itself is not imported here.
+In peft, every adapter has a name. The trained adapter has the name that it was given or loaded with. A second adapter,
+`STARTING`, is a frozen copy of the initial adapter; the reference runs with this copy. Only
+functions that need peft import it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ STARTING = "reference"
 """peft's name of the frozen copy of the initial adapter, which the reference runs with."""
 
 BASE_IS_COMPUTED = ("pissa", "olora", "loftq")
-"""Initialisations whose base peft recomputes when loading; the rounding of this computation depends on the machine."""
+"""Initialisations for which peft recomputes the base's weights when loading. The rounding of this computation depends
+on the machine."""
 
 
 def trained_adapter(policy: Any) -> str:
@@ -84,7 +86,10 @@ def set_dropout(policy: Any, rate: float, adapter: str | None = None) -> None:
 
 
 def narrow_copies(adapted: Any, adapter: str | None = None) -> list[tuple[nn.Module, nn.Module]]:
-    """(copy, original) of an adapter's copies of 16-bit layers (`modules_to_save`); adapter None: the trained one."""
+    """Pairs (copy, original) of the 16-bit layers that an adapter trains as copies (`modules_to_save`).
+
+    If `adapter` is None, the adapter is the trained one.
+    """
     name = adapter or trained_adapter(adapted)
     return [
         (module.modules_to_save[name], module.original_module)
@@ -134,9 +139,10 @@ def using_adapter(policy: nn.Module, adapter: str | None) -> Iterator[nn.Module]
 
 @torch.no_grad()
 def adds_nothing(policy: nn.Module, dtype: torch.dtype | None = None) -> bool:
-    """True if the trained adapter is at its zero start: the policy equals its base.
+    """True if the trained adapter does not change the policy yet, so that the policy equals its base.
 
-    B A is 0 in all layers, DoRA's magnitudes are the norms of the base, and copied layers equal their originals.
+    This holds if B A is 0 in all layers, DoRA's magnitudes are the norms of the base, and copied layers equal their
+    originals.
 
     Args:
         policy: Model with adapters.
@@ -200,11 +206,12 @@ def add_starting_adapter(policy: Any) -> None:
     """
     name = trained_adapter(policy)
     config = copy.deepcopy(policy.peft_config[name])
-    # PiSSA, OLoRA and LoftQ subtract the initial adapter from the base. Making the trained adapter already did this.
+    # PiSSA, OLoRA and LoftQ subtract the initial adapter from the base. This was already done when the trained adapter
+    # was made.
     config.init_lora_weights, config.inference_mode = False, True
     with torch.random.fork_rng():
         policy.add_adapter(STARTING, config)
-    widen_copies(policy, STARTING)  # before the trained copies, which are float32, are copied
+    widen_copies(policy, STARTING)  # first, because the trained copies, copied below, are float32
     with torch.no_grad():
         for module in switched_modules(policy):
             for new, given in zip(layer_weights(module, STARTING), layer_weights(module, name), strict=True):
@@ -216,8 +223,8 @@ def base_weights(policy: nn.Module) -> Iterator[Tensor]:
     """Iterate over the frozen weights of the base, for checksums, except weights that are computed while loading.
 
     Two kinds of weights are computed while loading: quantised weights, and weights of layers where PiSSA, OLoRA or
-    LoftQ subtracts the initial adapter. Their last bits, and so their checksums, would depend on the device
-    and the number of threads.
+    LoftQ subtracts the initial adapter. The last bits of these weights, and so their checksums, would depend on the
+    device and the number of threads.
     """
     configs: Any = policy.peft_config
     computed: set[int] = set()
@@ -244,5 +251,5 @@ def untie(policy: Any) -> None:
         return
     head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     base.config.tie_word_embeddings = base.config.get_text_config(decoder=True).tie_word_embeddings = False
-    if hasattr(base, "all_tied_weights_keys"):  # from which transformers 5 saves one of each pair
+    if hasattr(base, "all_tied_weights_keys"):  # transformers 5 saves one of each pair here
         base.all_tied_weights_keys = base.get_expanded_tied_weights_keys(all_submodels=True)

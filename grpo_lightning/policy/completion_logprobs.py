@@ -1,8 +1,8 @@
 """Differentiable log-probs of completions, computed on one of two paths.
 
 extended: The prompt pass runs each prompt once, and keeps its KV cache in the autograd graph. The completion pass runs
-the completions with this cache. With full attention, prompts of different lengths are padded behind in the prompt pass,
-which needs no mask, and in front in the cache.
+the completions with this cache. With full attention, prompts of different lengths are padded at the end in the prompt
+pass, so that this pass needs no mask. In the cache, they are padded at the front.
 
 dense: Every row is [prompt | completion]. This path is for models that do not support the extended path, for
 verifying the extended path in tests, and for completions that contain images (observations of an environment): the
@@ -11,9 +11,9 @@ images' positions, and the attention between their tokens, need the whole row.
 Both paths give the same values and gradients, up to rounding. A completion is on the same path throughout a run:
 otherwise the two log-probs of an importance ratio could differ by rounding alone.
 
-Completions run in chunks of similar length, one forward pass each, padded to its longest completion. Smaller chunks
-compute less padding, but every pass costs time of its own: launching its operations, and gathering the weights if they
-are sharded. `AutoChunks` weighs the two.
+Completions of similar length run together in a chunk. Each chunk is one forward pass, and is padded to its longest
+completion. Smaller chunks compute less padding, but every pass costs additional time: for launching its operations, and
+for gathering the weights if they are sharded. `AutoChunks` weighs the two costs.
 
 The vocabulary head maps hidden states to logits, which give the log-prob and entropy of each token. The head, too, runs
 in one of two ways:
@@ -69,8 +69,8 @@ class TokenScores(NamedTuple):
     """[B, T] float32 nats; has a gradient only if the entropy is part of the loss."""
 
     load: RouterLoad | None = None
-    """Routing of the tokens, if it was recorded: every prompt counts once per completion that is trained on, and every
-    token of these completions except the last, which predicts nothing."""
+    """Routing of the tokens, if it was recorded. Every prompt counts once per completion that is trained on. In each of
+    these completions, every token counts except the last, which predicts nothing."""
 
 
 @dataclass
@@ -138,7 +138,7 @@ class Scorer:
         )
 
     def parts(self, batch: MicroBatch) -> list[Part]:
-        """Split a micro-batch into completions without images, and with images, which run on the dense path.
+        """Split a micro-batch into completions without and with images; those with images run on the dense path.
 
         All ranks run the same parts (`agree_on_chunks`), so that they gather sharded weights equally often. A rank
         without completions of a part runs a dummy completion.
@@ -213,12 +213,12 @@ class Scorer:
         return [rows if len(rows) else by_length[-1:] for rows in by_length.split(sizes)]
 
     def padding(self, batch: MicroBatch) -> tuple[int, int]:
-        """Padding tokens, and all tokens, in the forward passes of a micro-batch."""
+        """Number of padding tokens, and of all tokens, in the forward passes of a micro-batch."""
         counts = [part.scorer._padding(part.batch) for part in self.parts(batch)]
         return sum(padding for padding, _ in counts), sum(tokens for _, tokens in counts)
 
     def _padding(self, batch: MicroBatch) -> tuple[int, int]:
-        """As `padding`, for completions that are all on this scorer's path."""
+        """Same as `padding`, for a micro-batch whose completions are all on this scorer's path."""
         lengths = self._row_lengths(batch)
         computed = computed_tokens(lengths, chunk_sizes(lengths, self.chunk_size, batch.num_chunks or 1))
         real = int(batch.attention_mask.sum())
@@ -228,7 +228,7 @@ class Scorer:
         return computed - real - prompts, computed
 
     def cost(self, prompt_lengths: Sequence[int], completion_lengths: Sequence[int]) -> float:
-        """Cost of a micro-batch: the tokens of its forward passes, with padding, and the cost of the passes in tokens.
+        """Cost of a micro-batch in tokens: the tokens of its forward passes, with padding, plus the cost of each pass.
 
         Args:
             prompt_lengths: [N] tokens of each prompt.
@@ -256,7 +256,7 @@ class Part(NamedTuple):
     scorer: Scorer
     batch: MicroBatch
     rows: Sequence[int]
-    """Their rows in the micro-batch; empty for a dummy completion."""
+    """Rows of these completions in the micro-batch; empty for a dummy completion."""
 
 
 def has_images(batch: MicroBatch) -> bool:
@@ -283,7 +283,10 @@ def dummy_of(batch: MicroBatch) -> MicroBatch:
 
 
 def text_dummy_of(batch: MicroBatch) -> MicroBatch:
-    """A prompt and a completion of one masked token each, without an image. The vision tower runs on the blank one."""
+    """A prompt of one token and a completion of one masked token, without image.
+
+    The vision tower runs on the blank image.
+    """
     dummy = dummy_of(batch)
     token = dummy.completion_ids
     blank = None if batch.conversation_vision is None else batch.conversation_vision.blank
@@ -302,11 +305,13 @@ CPU_PASS_TOKENS = 32
 models of 0.4 to 26 million weights, on one core."""
 
 GATHER_TOKENS = 4_000
-"""Tokens that a GPU computes in the time that gathering the sharded weights takes for a forward and backward pass: 16
-bits over 50 GB/s, twice, against 6 operations per weight and token at `GPU_OPERATIONS`."""
+"""Tokens that a GPU computes in the time that it takes to gather the sharded weights for a forward and backward pass.
+The estimate assumes that each weight is gathered in 16 bits over 50 GB/s, twice, and that a token takes 6 operations
+per weight, at `GPU_OPERATIONS`."""
 
 LAYER_SECONDS = 0.75e-3
-"""Time to launch the operations of a decoder layer, forward and backward: about 150 of 5 microseconds."""
+"""Time to launch the operations of a decoder layer, forward and backward: about 150 operations of 5 microseconds
+each."""
 
 GPU_OPERATIONS = 3e14
 """Operations per second in matrix products of 16 bits."""
@@ -318,7 +323,7 @@ With about 40 numbers of 16 bits per hidden-state number and layer, these are 15
 
 @dataclass(frozen=True)
 class AutoChunks:
-    """Choose chunks that minimise the computed tokens and the passes.
+    """Choose chunks that minimise the cost of the computed tokens and of the passes.
 
     Args:
         pass_tokens: Cost of one more forward and backward pass, in tokens that are computed in the same time.
@@ -330,14 +335,15 @@ class AutoChunks:
     max_tokens: int | None = None
 
     def sizes(self, lengths: Sequence[int]) -> list[int]:
-        """Completions per chunk, with the least cost of all ways to cut the sorted completions.
+        """Completions per chunk, for the cheapest of all ways to cut the sorted completions into chunks.
 
             cost = sum over chunks (completions * length of the longest + pass_tokens)
 
         Args:
             lengths: [B] tokens of each completion, longest first.
         """
-        # On the CPU, also where Lightning makes a GPU the default device: each cut is read at once.
+        # These tensors are on the CPU, even if Lightning makes a GPU the default device, because the result of each cut
+        # is read immediately.
         tokens = torch.tensor(lengths, dtype=torch.float64, device="cpu")
         least = torch.zeros(len(tokens) + 1, dtype=torch.float64, device="cpu")  # [j]: cost of the first j completions
         last = [0] * (len(tokens) + 1)  # [j]: where their last chunk starts
@@ -360,9 +366,10 @@ def chunk_sizes(lengths: Sequence[int], chunk_size: int | AutoChunks | None, num
 
     Args:
         lengths: [B] tokens of each completion, longest first.
-        chunk_size: Maximum completions per chunk, which are then of equal size; or `AutoChunks`; None: one chunk.
-        number: Chunks that another rank needs: all ranks run equally many passes, because passes of sharded weights
-            gather them from all ranks.
+        chunk_size: Maximum completions per chunk (all chunks then have the same size), or `AutoChunks`. None: one
+            chunk.
+        number: Number of chunks that another rank needs. All ranks run equally many passes, because each pass gathers
+            sharded weights from all ranks.
     """
     count = len(lengths)
     if isinstance(chunk_size, AutoChunks):
@@ -415,8 +422,8 @@ def auto_chunks(config: PretrainedConfig, device_type: str, *, is_sharded: bool,
 ScoreChunk = Callable[[Tensor | None], tuple[Tensor, RouterLoad | None]]
 """Computes a chunk, given its rows of the micro-batch (None: all).
 
-Returns [rows, T, 2], the log-prob and entropy of each token, and the routing of the forward pass, if it is recorded. T
-is the length of the chunk's longest completion; padding has arbitrary values."""
+Returns two things: the log-prob and entropy of each token, [rows, T, 2], and the routing of the forward pass, or None
+if it is not recorded. T is the length of the chunk's longest completion; padding has arbitrary values."""
 
 
 def rows_of(batch: MicroBatch, rows: Tensor | None) -> tuple[Tensor, Tensor, Rows]:
@@ -443,7 +450,9 @@ def prompt_weights(batch: MicroBatch) -> Tensor:
 
 
 def completion_weights(batch: MicroBatch, rows: Tensor | None, mask: Tensor) -> Tensor:
-    """[rows, T] 1 at the tokens of trained completions whose routing counts: all but the last, which predicts nothing.
+    """Return weights [rows, T]: 1 where a token's routing counts, 0 elsewhere.
+
+    The tokens of trained completions count, except the last of each, from which nothing is predicted.
 
     Args:
         batch: The micro-batch.
@@ -522,12 +531,13 @@ def extended_chunks(
 def columns_of_prompts(
     model: nn.Module, prefix: PrefixCache, batch: MicroBatch, placed: PlacedPrompts, head: Head
 ) -> Tensor | None:
-    """[N, L] columns in which the prompt pass gets the prompts, with their padding behind them; None as they are.
+    """[N, L] order of columns, with each prompt's padding behind the prompt, for the prompt pass; None: no reordering.
 
-    For example 2, 3, 0, 1 for two tokens of four. Padding behind the prompts needs no mask, because no token attends to
-    later ones. Attention is then computed by causal kernels, which skip half of the scores. This needs full attention
-    in all layers, and a sliced head: a full head would compute the logits of all prompt tokens. Prompts with images
-    also need positions in three dimensions: other models may let image tokens attend to later ones.
+    For example, the order is 2, 3, 0, 1 for a prompt of two tokens in four columns. Padding behind the prompts needs no
+    mask, because no token attends to later ones. Attention is then computed by causal kernels, which skip half of the
+    scores. This needs full attention in all layers, and a sliced head: a full head would compute the logits of all
+    prompt tokens. Prompts with images also need a model with positions in three dimensions: other models may let image
+    tokens attend to later ones.
     """
     if not (prefix.is_full_attention and isinstance(head, SlicedHead)):
         return None
@@ -543,7 +553,7 @@ def columns_of_prompts(
 
 
 leaves_out_masks = contextvars.ContextVar("leaves_out_masks", default=False)
-"""True while a probe, which runs in 32 bits, checks the prompt pass of a run that computes in 16."""
+"""True while a probe, which runs in 32 bits, checks the prompt pass of a run that computes in 16 bits."""
 
 
 def runs_in_16_bits(model: nn.Module, device: torch.device) -> bool:
@@ -605,7 +615,8 @@ def refuse_transformers_checkpointing(model: nn.Module) -> None:
 
 
 Aligned = Callable[[Tensor], Tensor]
-"""Picks the outputs [rows, T, ...] that predict the T completion tokens, from those at all inputs of a forward pass."""
+"""Picks the outputs [rows, T, ...] that predict the T completion tokens, from the outputs at all inputs of a forward
+pass."""
 
 Logits = Callable[[Tensor], Tensor]
 """Maps hidden states [..., H] to the model's logits [..., V]."""
@@ -639,7 +650,7 @@ class Head(Protocol):
 
 
 def at_columns(outputs: Tensor, columns: Tensor | None) -> Tensor:
-    """[N, 1, ...] of outputs [N, L, ...]: one column per row; the last one if `columns` is None."""
+    """Pick one column per row of outputs [N, L, ...], or the last column if `columns` is None: [N, 1, ...]."""
     if columns is None:
         return outputs[:, -1:]
     return outputs[torch.arange(len(outputs), device=outputs.device), columns][:, None]
@@ -693,8 +704,8 @@ class SlicedHead:
 
         def pass_hidden(_: Logits, hidden: Tensor) -> Tensor:
             dtypes.append(hidden.dtype)
-            # In float32, the model's scaling of 16-bit states can be undone exactly. Copied, because sharded models
-            # warn about views.
+            # In float32, the model's scaling of 16-bit states can be undone exactly. The states are copied,
+            # because sharded models warn about views.
             return at_columns(hidden, last).to(torch.float32, copy=True)
 
         with head_replaced(model, pass_hidden, self.scale):
@@ -715,7 +726,7 @@ class SlicedHead:
             is_recomputed = len(places) > self.chunk_size and torch.is_grad_enabled()
             score = self.score_slice
             if is_recomputed:
-                drops = any(isinstance(part, nn.Dropout) and part.p for part in model.modules())  # also of its head
+                drops = any(isinstance(part, nn.Dropout) and part.p for part in model.modules())  # head included
                 score = functools.partial(checkpoint, score, use_reentrant=False, preserve_rng_state=drops)
             scores = torch.cat([score(logits, *part) for part in slices])
             scattered = scores.new_zeros(mask.numel(), 2).index_copy(0, places, scores)
@@ -792,8 +803,8 @@ def head_replaced(model: nn.Module, forward: Callable[[Logits, Tensor], Tensor],
 def logit_scale(model: nn.Module) -> float | None:
     """Measure the factor by which the model multiplies its head's output; None if the model does more than scale it.
 
-    Soft-capping that the config declares (`final_logit_softcapping`) does not affect the result: `head_replaced`
-    switches it off and applies it itself.
+    Soft-capping that the config declares (`final_logit_softcapping`) does not affect the result, because
+    `head_replaced` disables it in the model and applies it afterwards.
     """
     device = next(model.parameters()).device
     points = torch.tensor([1.0, -1.0, 0.0, 0.25, 3000.0], dtype=torch.float32, device=device)

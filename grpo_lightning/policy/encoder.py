@@ -27,8 +27,8 @@ WORD_JOINER = "\u2060"
 """Invisible character, inserted into texts that spell an image placeholder, so that they are tokenized as text."""
 
 BLANK_SIDE = 56
-"""Side in pixels of the blank image, small enough for a few tokens. A vision tower that must run although its prompts
-have no images runs on the blank image."""
+"""Side in pixels of the blank image, so small that the image has only a few tokens. If a vision tower must run although
+its prompts have no images, it runs on the blank image."""
 
 
 class Encoder:
@@ -75,7 +75,8 @@ class Encoder:
     def never_sampled(self) -> tuple[int, ...]:
         """Ids that are never sampled: `media_token_ids`, and ids beyond the tokenizer's last token.
 
-        Many embeddings have extra rows, up to a round number of rows. The ids of these rows cannot be decoded to text.
+        Many embedding matrices have extra rows, which make their number of rows round. The ids of the extra rows cannot
+        be decoded to text.
         """
         size = 0 if self.config is None else vocabulary_size(self.config)
         first = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
@@ -411,7 +412,8 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = ""
                 return_dict=False,
                 **settings,
             )
-        # Templates raise these for unknown roles and contents, and transformers for a prefill that the template drops.
+        # Templates raise these errors for unknown roles and contents. transformers raises them for a prefill that the
+        # template drops.
         except (TemplateError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{where or prompt.label}: the tokenizer's chat template cannot render the messages: {error}. "

@@ -145,7 +145,7 @@ def inner_model(model: nn.Module) -> Any:
 
 
 def is_tower_trained(model: nn.Module) -> bool:
-    """True if the vision tower is trained, or its family unknown: images have to be encoded again in every pass."""
+    """True if images have to be encoded again in every pass: the vision tower is trained, or its family is unknown."""
     family = family_of(base_model(model).config)
     if family is None:
         return True

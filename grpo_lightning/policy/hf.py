@@ -46,7 +46,7 @@ def text_positions(mask: Tensor) -> Tensor:
     """[N, L] position of every token, without counting padding: left padding must not shift a prompt.
 
     The positions of a completion continue at the unpadded length of its prompt. Continuing at the padded length makes
-    the gradient wrong by 60 %, which no loss curve shows.
+    the gradient wrong by 60 %, an error that no loss curve shows.
     """
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
@@ -63,7 +63,7 @@ def forward_arguments(model_class: type[nn.Module]) -> frozenset[str]:
 
 
 def known_arguments(model: nn.Module, **arguments: Any) -> dict[str, Any]:
-    """Keep the arguments that the model's forward names; `cache` gets the name that the model has for it."""
+    """Keep the arguments that the model's forward names; `cache` is passed under the model's name for its KV cache."""
     if "cache" in arguments and (name := cache_argument(model)):
         arguments[name] = arguments.pop("cache")
     return {name: value for name, value in arguments.items() if accepts(model, name)}
@@ -161,7 +161,7 @@ def is_copied(module: nn.Module) -> bool:
 
 
 def running_module(module: Any) -> Any:
-    """The layer that runs when `module` is called: of a copied layer, the original or the copy; else the module."""
+    """The layer that runs when `module` is called: for a copied layer, the original or the copy; else `module`."""
     if not is_copied(module):
         return module
     active = module.active_adapters[:1]

@@ -231,7 +231,7 @@ class PrefixCache(Cache):
 
     @property
     def is_full_attention(self) -> bool:
-        """True if all layers have full attention: a token's state then depends on no later token, and not on places."""
+        """True if all layers have full attention: a token's state then depends on no later token and no column."""
         return all(type(layer) is StoredAttention for layer in self.layers)
 
     def check_filled(self) -> None:
@@ -247,10 +247,10 @@ class PrefixCache(Cache):
     def reorder(self, columns: Tensor) -> None:
         """Reorder the prompts' stored keys and values; needs full attention.
 
-        It is no part of the prompt pass, which activation checkpointing may run again.
+        Reordering is not part of the prompt pass, because activation checkpointing may run that pass again.
 
         Args:
-            columns: [N, L] for each place, the column whose states it gets.
+            columns: [N, L] for each new column, the old column whose states it gets.
 
         Raises:
             LostCacheError: If the prompt pass left a layer empty.
@@ -292,11 +292,12 @@ FIRST_CAPACITY = 64
 """Tokens per completion that `SharedPrompts` has room for at first. The room doubles when it is full."""
 
 KEY_MULTIPLE = {"cuda": 8}
-"""The number of keys that attention kernels read the bias of at once, by device type; 1 on others. The padded length of
-prompts is a multiple of this number."""
+"""The number of keys whose bias attention kernels read at once, by device type; 1 on other devices. The padded length
+of prompts is a multiple of this number."""
 
 WINDOWS = (64, 128, 256, 512)
-"""Own tokens that are attended to at a time in fixed shapes, filled or not; above the last, multiples of it."""
+"""Numbers of columns of own tokens that a step with fixed shapes attends to, whether they are filled or not. Above the
+last number, multiples of the last number are used."""
 
 ATTENTION = "grpo_lightning_shared_prompts"
 """The name of `SharedPrompts.attend` among transformers' attention functions. It has no mask function there, so
@@ -313,7 +314,7 @@ class DecodingCache(Protocol):
         """Context in which the model's forward reads this cache."""
 
     def select(self, rows: list[int]) -> None:
-        """Keep these of the present rows, in this order."""
+        """Keep only the given rows, in the given order."""
 
 
 class SamplingCache(DynamicCache):
@@ -379,7 +380,7 @@ numbers = itertools.count()
 
 
 class SharedPrompts(Cache):
-    """Prompts' states, stored once, and the completions' own states, written in place.
+    """Cache that stores the prompts' states once, and writes the completions' own states in place.
 
     Attention over [prompt | own tokens] is computed in two parts, which are then merged (Juravsky et al. 2024,
     "Hydragen", equations 4 and 5):
@@ -402,8 +403,9 @@ class SharedPrompts(Cache):
     """
 
     has_fixed_shapes = False
-    """True if the tensors of a step, and their shapes, stay those of the step before as long as `layout` does, so that
-    a CUDA graph can compute the step. Attention then masks columns of the window that are not filled yet."""
+    """True if every step uses the same tensors, with the same shapes, as the step before, as long as `layout` does not
+    change. A CUDA graph can then compute the steps. Attention masks the columns of the window that are not filled
+    yet."""
 
     def __init__(
         self, policy: nn.Module, prefilled: SamplingCache, mask: Tensor, prompt_of: Tensor, longest: int
@@ -432,7 +434,7 @@ class SharedPrompts(Cache):
         self.own_bias: Tensor | None = None
         """[rows, 1, 1, length] added to the own tokens' scores: -inf in unfilled columns; None if all are filled."""
         self.stored: tuple[int, Tensor, Tensor] | None = None
-        """The layer that stored a token last, with the token's keys and values."""
+        """The layer that was the last to store a token, with the token's keys and values."""
         self.own = [States(*(x.new_empty(len(prompt_of), x.shape[1], 0, x.shape[3]) for x in pair)) for pair in states]
         """Per layer, [rows, key heads, capacity, head size]."""
         self.prompt_length = mask.shape[1]
@@ -465,7 +467,7 @@ class SharedPrompts(Cache):
 
     @property
     def layout(self) -> tuple[int, int, int]:
-        """Changes whenever a step has other tensors, or other shapes, than the step before; of no other cache."""
+        """Changes when a step uses different tensors or shapes from the step before; differs between any two caches."""
         return self.number, self.changes, self.window
 
     def fill_in_place(self) -> None:
@@ -539,9 +541,9 @@ class SharedPrompts(Cache):
         ]
 
     def join(self, other: SharedPrompts) -> None:
-        """Add the prompts and rows of another cache, which have no own tokens yet, behind the present ones.
+        """Append the prompts and rows of another cache. Its rows must not have completion tokens yet.
 
-        The other cache is used up. The prompts' padded length becomes that of the longest open prompt.
+        The other cache must not be used afterwards. The prompts' padded length becomes that of the longest open prompt.
         """
         assert not other.num_steps, "the rows of the other cache have own tokens already"
         lengths = torch.cat([self.mask.sum(1), other.mask.sum(1)]).tolist()
@@ -559,7 +561,7 @@ class SharedPrompts(Cache):
         self.count_ages([*self.start, *[self.num_steps] * new_rows])
 
     def count_ages(self, start: list[int]) -> None:
-        """Set the number of own tokens of each row, from `num_steps` when the row joined."""
+        """Set the number of own tokens of each row. Args: start: [rows] `num_steps` when the row joined."""
         ages = [self.num_steps - step for step in start]
         self.start, self.length = start, max(ages)
         self.ages = None if len(set(ages)) == 1 else torch.tensor(ages, device=self.device)
@@ -567,7 +569,7 @@ class SharedPrompts(Cache):
         self.changes += 1
 
     def group(self, prompt_of: list[int]) -> None:
-        """Arrange the rows in N groups by prompt, and set the row at each place and the group and place of each row.
+        """Arrange the rows in N groups by prompt: set the row at each place, and the group and place of each row.
 
         All groups have as many places as the largest group has rows. An unused place refers to row 0; the attention
         computed there is dropped.
@@ -650,7 +652,8 @@ class SharedPrompts(Cache):
         else:
             prompt, place = self.place_of
             of_prompt, prompt_sum = of_prompt[prompt, place], prompt_sum[prompt, place]
-        # Results are contiguous, although the prompts' part is transposed, and some kernels return a transposed view.
+        # The results are written to contiguous tensors: the prompts' part is transposed, and some kernels return a
+        # transposed view.
         share = torch.sub(prompt_sum, own_sum, out=own_sum.new_empty(own_sum.shape)).sigmoid_()[..., None]
         wide = torch.promote_types(query.dtype, torch.float32)
         merged = of_own.new_empty(of_own.shape, dtype=wide)
@@ -677,7 +680,7 @@ def attend_to_current(
 
     Raises:
         NotImplementedError: If the model uses attention that `SharedPrompts` does not compute.
-        RuntimeError: If this thread does not sample.
+        RuntimeError: If the policy is called in a thread that does not sample.
     """
     cache = current.get(None)
     if cache is None:
@@ -721,7 +724,7 @@ AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple
 def attention_kernel(device_type: str, dtype: torch.dtype, head_size: int) -> AttentionKernel:
     """The fused kernel behind torch's `scaled_dot_product_attention`, if there is one for this dtype and head size.
 
-    Older GPUs lack kernels of bfloat16, and all of them lack kernels of head sizes that are not multiples of 8.
+    Older GPUs have no kernels for bfloat16, and no GPU has kernels for head sizes that are not multiples of 8.
     """
     kernel = {"cpu": flash_of_cpu, "cuda": efficient_of_cuda}.get(device_type, matrix_products)
     sample = torch.zeros(1, 1, 8, head_size, dtype=dtype, device=device_type)
@@ -795,8 +798,8 @@ def move_rows(states: Tensor, moves: Moves, count: int, length: int) -> Tensor:
 
     Args:
         states: Changed in place.
-        moves: A row may move only to a place whose row is not needed any more.
-        count: Rows that are left.
+        moves: The moves. A row may move only to a place whose row is not needed any more.
+        count: Number of rows that remain.
         length: Tokens to copy.
 
     Returns:

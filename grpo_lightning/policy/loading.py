@@ -157,7 +157,7 @@ class PolicyLoader(PolicySettings):
         return scorer
 
     def choose_chunks(self, config: PretrainedConfig, device_type: str, *, is_sharded: bool) -> int | AutoChunks | None:
-        """The scorer's `chunk_size`: the setting, or for "auto" what a forward pass of this model costs."""
+        """The scorer's `chunk_size`: the setting; if it is "auto", chosen by the cost of this model's forward pass."""
         if self.chunk_size != "auto":
             return self.chunk_size
         is_checkpointed = self.activation_checkpointing == "chunks"
@@ -197,7 +197,7 @@ class PolicyLoader(PolicySettings):
             sharding: How the weights will be sharded over the ranks; None: unsharded.
             attention: Kernel to request from transformers; None uses `self.attention`, or the model's default for
                 "auto".
-            device_type: Device type that stores quantised weights; None: CUDA if available.
+            device_type: Device type that quantised weights are stored on; None: CUDA if available.
         """
         from transformers import PreTrainedModel
 
@@ -256,10 +256,11 @@ def meta_model(config: PretrainedConfig, **options: Any) -> Any:
 
 
 def remote_code(settings: PolicySettings, config: PretrainedConfig) -> dict[str, Any]:
-    """Arguments of `from_config` for modelling code that comes with the checkpoint: the code of `policy.revision`.
+    """Arguments of `from_config` that select the modelling code in the checkpoint, in the revision `policy.revision`.
 
-    Without them transformers would download the newest code, because `from_config` does not know the revision that the
-    config was loaded from. A revision of the checkpoint does not pin code that is in another repository.
+    Without these arguments, transformers would download the newest code, because `from_config` does not know the
+    revision that the config was loaded from. A revision of the checkpoint does not pin code that is in another
+    repository.
     """
     references = map(str, (getattr(config, "auto_map", None) or {}).values())
     repositories = {reference.partition("--")[0] for reference in references if "--" in reference}
@@ -363,8 +364,9 @@ def choose_attention(
 def disable_cudnn_attention() -> None:
     """Keep `scaled_dot_product_attention` from using cuDNN, which torch prefers on Hopper and later GPUs.
 
-    cuDNN plans anew for every shape, tens of milliseconds each, and every decoding step and micro-batch has its own
-    shape. torch then uses FlashAttention without a mask and the memory-efficient kernel with one.
+    cuDNN makes a new plan for every shape, which takes tens of milliseconds, and every decoding step and micro-batch
+    has a different shape. Without cuDNN, torch uses FlashAttention if there is no mask, and the memory-efficient kernel
+    if there is one.
     """
     if torch.backends.cuda.cudnn_sdp_enabled():
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -425,7 +427,7 @@ def checkpoint_layers(model: nn.Module) -> None:
 def run_layer(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a layer, with activation checkpointing if it has a backward pass.
 
-    Without one, checkpointing would still read the random state of the device for every layer and token.
+    Without a backward pass, checkpointing would still read the random state of the device for every layer and token.
     """
     if torch.is_grad_enabled():
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
@@ -565,7 +567,7 @@ def check_quantization(kind: Quantization) -> None:
 
 
 def quantization_options(kind: Quantization, device_type: str) -> dict[str, Any]:
-    """Arguments of `from_pretrained`: NF4 with quantised scales (arXiv:2305.14314), or int8; computes in bfloat16."""
+    """Arguments of `from_pretrained`: NF4 in bfloat16 with quantised scales (arXiv:2305.14314), or int8."""
     from transformers import BitsAndBytesConfig
 
     config = (

@@ -20,7 +20,7 @@ OF_ADAPTERS = (
     *("rank", "alpha", "target_modules", "target_parameters"),
     *("use_rslora", "use_dora", "modules_to_save"),
 )
-"""Settings of `LoRA` that a saved adapter has itself."""
+"""Settings of `LoRA` that cannot be set together with `adapter`, because a saved adapter has its own."""
 
 
 @dataclass
@@ -46,8 +46,8 @@ class LoRA:
         use_dora: Also train the magnitude of each row of W + s B A, with s = alpha / rank (DoRA, arXiv:2402.09353,
             equation 5). The row is scaled to a trained norm, which starts at the norm of the same row of W.
         modules_to_save: Suffixes of names of modules that are trained completely, as float32 copies next to the frozen
-            originals, for example `embed_tokens` and `lm_head`. The reference uses the originals. Refused for weights
-            that are tied to others.
+            originals, for example `embed_tokens` and `lm_head`. The reference uses the originals. Modules whose weights
+            are tied to those of other modules are refused.
         adapter: Folder or hub name of a peft adapter to start from (the initial adapter), with its own rank, alpha and
             layers. The reference is then the base with the initial adapter.
     """
@@ -121,7 +121,7 @@ def adapter_config(adapter: str) -> Any:
     Raises:
         FileNotFoundError: If the adapter cannot be found.
         ValueError: If the adapter is not LoRA; if it trains biases or single embeddings, which cannot be switched off
-            for the reference; or if its initialisation changed the base's weights and they cannot be recomputed.
+            for the reference; or if its initialisation changed the base's weights in a way that cannot be repeated.
     """
     from peft import PeftConfig
 
@@ -138,11 +138,13 @@ def adapter_config(adapter: str) -> Any:
 
 
 def check_config(config: Any, subject: str) -> None:
-    """Check that an adapter can be trained, with a reference that runs without it or with its first weights.
+    """Check that an adapter can be trained, and that the reference can be computed from the same base model.
+
+    The reference runs either with the adapter disabled or with the adapter's initial weights.
 
     Args:
         config: peft's config of the adapter.
-        subject: The adapter in the error message.
+        subject: How error messages name the adapter.
 
     Raises:
         ValueError: See `adapter_config`.

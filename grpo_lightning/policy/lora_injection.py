@@ -1,4 +1,4 @@
-"""LoRA injection: put float32 adapters into a model, new ones or saved ones, the same on every rank."""
+"""LoRA injection: add new or saved float32 adapters to a model, the same on every rank."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def add_adapters(model: Any, lora: LoRA, dtype: torch.dtype | None = None) -> An
         dtype: Dtype that the strategy converts all weights to (`Sharding.converts_weights`); None: it converts none.
 
     Raises:
-        ValueError: If the model already has adapters, or a name in `target_modules` or `modules_to_save` matches no
-            layer, or a layer that cannot be trained.
+        ValueError: If the model already has adapters; or if a name in `target_modules` or `modules_to_save` matches no
+            layer, or matches a layer that cannot be trained.
     """
     from peft import LoraConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
     from transformers.pytorch_utils import Conv1D
 
     check_names(model, lora)
-    # Seeded, because a resumed run must make the same A again, and because every rank must make the same A, also if the
-    # strategy then shards it and keeps only one shard per rank.
+    # Seeded, because a resumed run must make the same A again, and because every rank must make the same A, even if the
+    # strategy then shards A and keeps only one shard per rank.
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft reads it
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)  # peft sets it by layer
@@ -62,7 +62,7 @@ def add_adapters(model: Any, lora: LoRA, dtype: torch.dtype | None = None) -> An
         if lora.adapter is not None:
             config = adapter_config(lora.adapter)
             adapted = PeftModel.from_pretrained(model, lora.adapter, config=config, is_trainable=True)
-            if widen_copies(adapted):  # peft has loaded their weights into 16 bits
+            if widen_copies(adapted):  # peft has loaded the copies into 16 bits
                 keys = getattr(model, "_checkpoint_conversion_mapping", {})  # as in `from_pretrained`
                 weights = load_peft_weights(lora.adapter, device="cpu", key_mapping=keys)
                 set_peft_model_state_dict(adapted, weights, trained_adapter(adapted))
@@ -107,7 +107,8 @@ def select(model: Any, lora: LoRA) -> Selection:
         lora: Settings of new adapters, without `adapter`.
 
     Raises:
-        ValueError: If a name matches nothing, or a layer that cannot be trained, or nothing is left for an adapter.
+        ValueError: If a name matches nothing, or matches a layer that cannot be trained; or if no layer is left for an
+            adapter.
     """
     saved = saved_modules(model, lora.modules_to_save)
     layers = targets(model, lora.target_modules, saved)
@@ -126,11 +127,12 @@ def check_names(model: Any, lora: LoRA, *, freezes_vision: bool = False) -> None
     Args:
         model: The base model; its weights are not read, so that it may be on the meta device.
         lora: Settings of the adapters.
-        freezes_vision: `policy.freeze_vision_modules`: nothing of the vision tower and its projector may be trained.
+        freezes_vision: True if nothing of the vision tower and its projector may be trained
+            (`policy.freeze_vision_modules`).
 
     Raises:
-        ValueError: If a name matches nothing, or a layer that cannot be trained; or if a part of the vision tower would
-            be trained although it is to be frozen.
+        ValueError: If a name matches nothing, or matches a layer that cannot be trained; or if a part of the vision
+            tower would be trained although the tower is to be frozen.
     """
     refuse_adapted(model)
     found = adapted_modules(model, lora)
@@ -232,7 +234,7 @@ def finish_adapters(adapted: Any, dropout: float) -> Any:
 
 
 def describe_adapter(policy: Any) -> dict[str, Any]:
-    """Name and peft config of the trained adapter as plain values, from which `rebuild_adapter` makes its layers."""
+    """Name and peft config of the trained adapter as plain values, from which `rebuild_adapter` makes the layers."""
     name = trained_adapter(policy)
     config = policy.peft_config[name].to_dict()
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
@@ -240,7 +242,7 @@ def describe_adapter(policy: Any) -> dict[str, Any]:
 
 
 def rebuild_adapter(model: Any, description: Mapping[str, Any]) -> Any:
-    """Add the layers of an adapter to a model; the adapter's weights are not those of the run yet.
+    """Add the layers of an adapter to a model, without the weights that the run trained.
 
     Args:
         model: The unsharded base. Its layers are replaced in place. The result wraps it.

@@ -143,8 +143,9 @@ def saved_modules(
         setting: Name of the setting in error messages.
 
     Raises:
-        ValueError: If a suffix matches no module, or a module whose weights are tied to others or quantised; or if
-            peft would select other modules too, because it also matches a suffix inside a part of a name.
+        ValueError: If a suffix matches no module, or matches a module whose weights are quantised or tied to those of
+            other modules; or if peft would also select other modules, because peft accepts a suffix that begins in the
+            middle of a part of a name.
     """
     found: dict[str, nn.Module] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -166,7 +167,7 @@ def saved_modules(
 
 
 def check_saved(model: nn.Module, name: str, module: nn.Module, setting: str) -> None:
-    """Raise ValueError if a module cannot be trained as a copy: its weights are tied to others, or quantised.
+    """Raise ValueError if a module cannot be trained as a copy: its weights are tied to others, quantised, or missing.
 
     Args:
         model: The policy.
@@ -199,7 +200,7 @@ def targets(model: Any, names: list[str] | None = None, saved: Iterable[str] = (
         saved: Names of modules that are trained completely, and therefore get no adapter.
 
     Raises:
-        ValueError: If a suffix matches no layer, or a layer that cannot have an adapter.
+        ValueError: If a suffix matches no layer, or matches a layer that cannot have an adapter.
     """
     prefixes = tuple(f"{name}." for name in saved)
     layers = {name: layer for name, layer in language_layers(model).items() if not f"{name}.".startswith(prefixes)}

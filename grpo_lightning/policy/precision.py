@@ -1,4 +1,4 @@
-"""Modules that compute in another dtype than that of their weights."""
+"""Modules that compute in a dtype other than that of their weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def use_float32_head(model: nn.Module) -> None:
     training.
 
     Args:
-        model: Changed in place: the `forward` of the head's layers is replaced, also of its adapters and copies.
+        model: Changed in place: the `forward` of all layers of the head, including adapters and copies, is replaced.
 
     Raises:
         ValueError: If the model does not declare its head, or the head is quantised.
@@ -79,10 +79,11 @@ def forward_in_float32(module: nn.Module, hidden: Tensor, **kwargs: Any) -> Tens
 
 
 def linear_copies(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Copies of the float32 weights of linear layers in the dtype of autocast, by name; one for each of tied weights.
+    """Copy the float32 weights of linear layers, by name, to the dtype of autocast; tied weights get one copy per name.
 
-    Autocast makes the same copies in every forward pass. A layer with a replaced `forward`, as by
-    `use_float32_head`, keeps its weights, and so do all layers with DoRA, because their norms are those of the weights.
+    Autocast makes the same copies in every forward pass. A layer with a replaced `forward`, as by `use_float32_head`,
+    keeps its weights and gets no copy. In a model with DoRA, no layer gets a copy, because DoRA computes its norms
+    from the weights themselves.
     """
     if any("lora_magnitude_vector" in name for name, _ in model.named_parameters()):
         return {}

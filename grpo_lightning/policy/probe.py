@@ -1,9 +1,10 @@
 """Choose how log-probs are computed: from the model's declared properties, then with a small probe.
 
-The path (extended or dense) and the vocabulary head (full or sliced) are chosen, see `policy/completion_logprobs.py`.
-The choice is made once per run and is the same on every rank. A probe runs the model on a few tokens in eval mode. In a
-probe, 32-bit weights compute in full float32 (except with FlashAttention), whatever the precision of the run, because
-TF32 and autocast change log-probs by more than the errors that a probe has to detect.
+Two things are chosen: the path (extended or dense) and the vocabulary head (full or sliced).
+`policy/completion_logprobs.py` describes them. The choice is made once per run and is the same on every rank. A probe
+runs the model on a few tokens in eval mode. In a probe, 32-bit weights compute in full float32 (except with
+FlashAttention), whatever the precision of the run, because TF32 and autocast change log-probs by more than the errors
+that a probe has to detect.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ def compare(model: nn.Module, difference: Callable[[], Tensor]) -> Measured:
         is_exact = computes_in_float32(model) and not torch.is_autocast_enabled(device.type)
         try:
             found = difference()
-        except (torch.OutOfMemoryError, FloatingPointError):  # too little memory, or NaN: not missing support
+        except (torch.OutOfMemoryError, FloatingPointError):  # too little memory or NaN does not mean missing support
             raise
         except Exception as error:  # noqa: BLE001 - modelling code raises any exception for what it does not support
             failure = f"{type(error).__name__}: {error}".rstrip(".")
@@ -318,7 +319,8 @@ def choose_head(scorer: Scorer, model: nn.Module) -> tuple[Scorer, str]:
 def slices_difference(model: nn.Module, sliced: Scorer) -> Tensor:
     """|difference| between the log-probs of slices and those of full logits: [tokens], nats.
 
-    On a GPU, the prompt pass is probed as in 32 bits, with masks, and as in 16, without.
+    On a GPU, the prompt pass is probed twice: with masks, as in a run in 32 bits, and without masks, as in a run in 16
+    bits.
     """
     full = Scorer(sliced.path, head_chunk_size=None)
     found = [probe_difference(model, sliced, full)]

@@ -34,7 +34,9 @@ PART = 2**24
 
 
 class FrozenCopy(nn.Module):
-    """A second model as the reference; a submodule of the Lightning module, which moves it to the policy's device.
+    """A second model as the reference.
+
+    It is a submodule of the Lightning module, so that it moves to the policy's device together with the policy.
 
     Args:
         model: Model with frozen weights.
@@ -124,9 +126,10 @@ def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
     """Checksums of the reference's weights, one per dtype (see `checksums`); the same on every device.
 
     If the reference equals the initial policy, checkpoints do not contain it, and a resumed run makes it again. The
-    checksums show whether it is the same one. If the reference is an adapter, or the policy without adapters, the
-    weights of the base have separate checksums ("base torch.float32"). Weights that ZeRO-3 has partitioned while
-    loading are skipped. The weights of a model given in memory are never skipped: they are partitioned later.
+    checksums show whether the new reference is the same as the old one. If the reference is an adapter, or the policy
+    without adapters, the weights of the base have separate checksums ("base torch.float32"). Weights that ZeRO-3 has
+    partitioned while loading are skipped. The weights of a model given in memory are never skipped: they are
+    partitioned later.
     """
     sums = checksums(reference.weights(policy))
     if isinstance(reference, FrozenCopy):
@@ -135,7 +138,7 @@ def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
 
 
 def checksums(weights: Iterable[Tensor]) -> dict[str, int]:
-    """Sum the bits of weights by dtype, each weight's sum times the weight's position, so that the order matters."""
+    """Sum the bits of weights by dtype. Each weight's sum is multiplied by its position, so that the order matters."""
     sums: dict[str, int] = {}
     for number, weight in enumerate(weights, start=1):
         if not is_partitioned(weight):

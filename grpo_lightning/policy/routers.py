@@ -103,7 +103,7 @@ def _idle_modules(wrapper: Any) -> set[nn.Module]:
 
 
 def _is_recorded(recorder: Any, module: nn.Module, name: str) -> bool:
-    """True if the recorder selects this module. It is an `OutputRecorder`, a class, or the end of a module's name."""
+    """True if the recorder (an `OutputRecorder`, a class, or the end of a module's name) selects this module."""
     kind = recorder if isinstance(recorder, type) else getattr(recorder, "target_class", None)
     ending = recorder if isinstance(recorder, str) else getattr(recorder, "class_name", None)
     inside = getattr(recorder, "layer_name", None)

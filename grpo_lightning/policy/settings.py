@@ -37,8 +37,8 @@ class PolicySettings:
         dtype: Dtype of the weights; adapters are always float32. Without adapters, keep float32 unless the strategy
             keeps float32 master weights: at GRPO's learning rates, updates of bfloat16 weights are lost to rounding.
         head_dtype: "float32" computes the logits in float32, from float32 weights and hidden states, whatever the
-            precision of the run: in sampling, for log-probs and in the reference. "auto" computes them in the run's
-            precision.
+            precision of the run. This applies to sampling, to log-probs and to the reference. "auto" computes the
+            logits in the run's precision.
         attention: Attention kernel. "auto" uses the model's default (mostly sdpa), or flash_attention_2 if three
             conditions hold: it is installed, it supports the model, and the run computes in 16 bits on CUDA
             (`trainer.precision` bf16-mixed, DeepSpeed's bf16, or 16-bit weights).
@@ -195,7 +195,7 @@ def model_or_config(given: Any) -> Any:
     """
     from transformers import PretrainedConfig, PreTrainedModel
 
-    # Read from its modules, because a PeftModel also has the attributes of its base.
+    # `_orig_mod` is read from the modules, because a PeftModel also has the attributes of its base.
     model = vars(given).get("_modules", {}).get("_orig_mod", given) if isinstance(given, nn.Module) else given
     if model is not given:
         log.warning(

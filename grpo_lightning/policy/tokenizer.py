@@ -86,7 +86,7 @@ def load_processor(loader: PolicySettings, config: PretrainedConfig) -> Any:
             f"The policy (model type {config.model_type}) is multimodal, and {type(processor).__name__} has no image "
             "processor: pass its processor as the tokenizer, or a folder that has one (preprocessor_config.json)."
         )
-    processor = copy.copy(processor)  # leaves the user's unchanged
+    processor = copy.copy(processor)  # leaves the user's processor unchanged
     processor.image_processor = copy.deepcopy(processor.image_processor)
     limit_images(processor, loader, config)
     return processor

@@ -1,6 +1,6 @@
 """Trainable parameters: all weights, all but the first layers, or adapters.
 
-Also keeps frozen weights out of checkpoints, and refuses dtypes in which updates are lost to rounding.
+This file also keeps frozen weights out of checkpoints, and refuses dtypes in which updates are lost to rounding.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def check_masters(settings: PolicySettings, precision: str | int | None, *, has_
         ValueError: If trained weights have 16 bits and no 32-bit master copies.
     """
     name = str(precision)
-    if has_masters or name in ("64-true", "64"):  # which converts all weights to 64 bits
+    if has_masters or name in ("64-true", "64"):  # these convert all weights to 64 bits
         return
     adapters = ", also float32 adapters," if settings.trains_adapters else ""
     if name in ("bf16-true", "16-true"):
@@ -208,7 +208,7 @@ def check_masters(settings: PolicySettings, precision: str | int | None, *, has_
 
 
 def trained_dtypes(settings: PolicySettings) -> dict[str, torch.dtype]:
-    """Dtypes by name of the weights that a run trains in a model in memory.
+    """Dtypes, by name, of the weights that a run trains, for a model in memory.
 
     Copies of layers that the run converts to float32 (`widen_copies`) are left out.
     """
@@ -240,8 +240,8 @@ def compute_dtype(
 ) -> str:
     """The dtype in which a run computes matrix products.
 
-    This is the 16-bit dtype of `trainer.precision` or of DeepSpeed's configuration. Without such a dtype it is the
-    dtype of the weights, and with DeepSpeed float32, to which DeepSpeed then converts all weights.
+    This is the 16-bit dtype of `trainer.precision` or of DeepSpeed's configuration. If neither sets a 16-bit dtype, it
+    is the dtype of the weights; with DeepSpeed it is then float32, to which DeepSpeed converts all weights.
 
     Args:
         settings: The policy's settings, which give the dtype of the weights.

@@ -1,8 +1,8 @@
-"""The tokens between two turns of the policy: the chat template's own, for the messages of an environment.
+"""The tokens between two turns of the policy, as the chat template writes them for messages of an environment.
 
-A conversation is one growing sequence of tokens. The policy's own text is never tokenized again: encoded
-anew, it can have other tokens. Only the messages that follow it are rendered, behind a turn of one word, and what the
-template writes behind this word is tokenized and appended.
+A conversation is one growing sequence of tokens. The policy's own text is never tokenized again, because it could then
+get different tokens. Only the messages that follow the policy's turn are rendered, behind a placeholder turn of one
+word (`MARK`). The text that the template writes behind this word is tokenized and appended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MARK = "turnofthepolicy"
 """The word that stands for a turn of the policy."""
 
 REASONING = "reasoningofthepolicy"
-"""The word that stands for its reasoning."""
+"""The word that stands for the reasoning of the policy."""
 
 TRUNCATED = " ... (truncated)"
 """Ends an observation that was cut."""
@@ -68,8 +68,8 @@ class TurnTokens:
     def num_repeated(self, ids: Sequence[int], last_id: int | None) -> int:
         """Number of tokens at the beginning that repeat the stop token with which the policy's turn has ended.
 
-        Only the very token that the policy wrote is a repetition: another stop token can open the next message, as
-        `<|user|>` does in GLM's templates. Some templates write a space in front of it.
+        Only the stop token that the policy wrote counts as repeated: a different stop token can open the next message,
+        as `<|user|>` does in GLM's templates. Some templates write a space in front of the repeated token.
         """
         if last_id not in self.stop_ids or last_id not in ids:
             return 0
@@ -84,7 +84,7 @@ class TurnTokens:
         settings: Mapping[str, Any],
         where: str,
     ) -> tuple[list[int], ObservedImages]:
-        """Tokens that follow a turn of the policy, as `ids`, for messages of a chat with images.
+        """Tokens that follow a turn of the policy, like `ids`, but for messages of a chat with images.
 
         Args:
             messages: The messages of the environment, with a part {"type": "image"} per image.
@@ -94,7 +94,7 @@ class TurnTokens:
             where: Name of the observation in errors.
 
         Returns:
-            The tokens, and the images; these count their tokens from the first one of the observation.
+            The tokens, and the images. `ObservedImages` counts tokens from the first token of the observation.
 
         Raises:
             ValueError: If the chat template or the processor cannot take the messages or images.
@@ -114,11 +114,11 @@ class TurnTokens:
         return ids, ObservedImages(0, len(ids), unexpanded[skipped:], encoded.vision)
 
     def text_ids(self, text: str) -> list[int]:
-        """Tokens of a text that continues what is there."""
+        """Tokens of a text that continues the conversation."""
         return self.encode(self.escape(text))
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, without those that the tokenizer begins texts with."""
+        """Tokens of a text, without the special tokens that the tokenizer adds to texts."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -145,7 +145,7 @@ class TurnTokens:
     def behind_the_turn(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
         """Text that the template writes behind a turn of the policy."""
         turn = {"role": "assistant", "content": MARK}
-        if any(message["role"] == "tool" for message in messages):  # many templates want a call in front of an answer
+        if any(message["role"] == "tool" for message in messages):  # many templates require a call in front
             try:
                 call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
                 answers = [{"tool_call_id": "call00000", "name": "f", **message} for message in messages]
@@ -194,7 +194,7 @@ class TurnTokens:
         """The part that the template removes from earlier turns of the policy: "reasoning", or "" for nothing.
 
         Templates of reasoning models remove `<think>...</think>` from all turns but the last. A server that renders the
-        conversation anew then shows the model another text than the one that it was trained on.
+        conversation anew then shows the model a text that differs from the text that the model was trained on.
         """
         turn = {"role": "assistant", "content": f"<think>\n{REASONING}\n</think>\n\n{MARK}"}
         user = {"role": "user", "content": "question"}

@@ -59,7 +59,7 @@ def seeing(model: nn.Module, vision: VisionInputs | None, *, keeps: bool = False
         return make_outputs(features)
 
     is_known = bool(with_images) and all(prompt.features is not None for prompt in with_images)
-    if is_known:  # empty tensors suffice to make the forward call get_image_features
+    if is_known:  # with empty tensors, the forward still calls get_image_features
         images = {name: tensor[:0] for name, tensor in images.items()}
     inner.get_image_features = return_known if is_known else encode_images
     try:
@@ -207,7 +207,7 @@ def place(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: Vis
 
 
 def extend_vision(prompt: PromptVision, more_ids: Sequence[int], length: int) -> PromptVision:
-    """The vision inputs of a prompt that text continues, in a conversation.
+    """The vision inputs of a prompt together with the text that continues it in a conversation.
 
     Args:
         prompt: Vision inputs of the prompt.
@@ -248,7 +248,7 @@ def whole(
         for name, types in part.token_types.items():
             row = token_types.setdefault(name, types.new_zeros(length))
             row[start : start + len(types)] = types
-    # A prompt without images has no rendered text, and all of its tokens are as they are.
+    # A prompt without images has no rendered text; its tokens contain no placeholder to expand, and are used unchanged.
     unexpanded, end = ([] if prompt.sources else list(prompt_ids)), 0
     for each in observed:
         unexpanded += [*completion_ids[end : each.start], *each.unexpanded_ids]

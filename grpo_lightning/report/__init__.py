@@ -1,4 +1,4 @@
-"""The report of a run: `run_files` reads the files of a run, `page` puts what it read into one HTML file."""
+"""The report of a run: `run_files` reads the files of a run, `page` writes their data into one HTML file."""
 
 from grpo_lightning.report.page import write_report
 from grpo_lightning.report.run_files import find_run, read_run

@@ -63,12 +63,12 @@ def write_card(folder: Path, run: Path | None, *, policy: str, is_adapter: bool,
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a name is one of the hub (owner/name) rather than a folder of this machine."""
+    """Whether a name is a hub name (owner/name) rather than a folder of this machine."""
     return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
 
 
 def of_policy(policy: str) -> str:
-    """The policy before training in a text; of a local folder only its name, because its path means nothing."""
+    """The policy before training, in Markdown: a link to the hub, or the name of a local folder without its path."""
     return f"[{policy}](https://huggingface.co/{policy})" if is_hub_name(policy) else f"`{Path(policy).name}`"
 
 
@@ -154,7 +154,7 @@ def results(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def cell(numbers: Mapping[str, Any], name: str) -> str:
-    """A number, with its confidence interval if there is one; "-" without a number."""
+    """A number, with its confidence interval if there is one; "-" if there is no number."""
     value, bounds = numbers.get(name), [numbers.get(f"{name}/{end}") for end in ("low", "high")]
     if value is None:
         return "-"
@@ -170,7 +170,7 @@ def settings(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def hide_folders(value: Any) -> Any:
-    """A setting without the folders of this machine: of an absolute path, its name."""
+    """A setting without the folders of this machine: only the last part of an absolute path is kept."""
     if isinstance(value, str) and value.startswith(("/", "~")):
         return Path(value).name
     if isinstance(value, Mapping):

@@ -42,7 +42,8 @@ FIELDS = frozenset(
         *("length", "finish_reason", "turns", "reward", "rewards", "advantage", "images", "boxes"),
     }
 )
-"""Fields of a line of `completions.jsonl` that have a place of their own in the report; others are extra columns."""
+"""Fields of a line of `completions.jsonl` that have a separate place in the report; all other fields are extra
+columns."""
 
 
 def find_run(path: Path) -> Path:
@@ -74,8 +75,8 @@ def read_run(folder: Path, *, max_completions: int = 20_000) -> dict[str, Any]:
 
     Args:
         folder: Folder of the run.
-        max_completions: Maximum number of completions with their texts. A longer run is thinned out to rollouts at
-            equal distances; the histograms count all completions.
+        max_completions: Maximum number of completions with their texts. If the run has more completions, the report
+            shows only rollouts at equal distances. The histograms count all completions.
     """
     record = read_json(folder / "run.json")
     metrics = read_metrics(folder / "metrics.csv")
@@ -141,7 +142,7 @@ def read_lines(path: Path, end: int) -> Iterator[Line]:
     """Yield the lines in the first `end` bytes of `completions.jsonl`, except an incomplete last line.
 
     Raises:
-        ValueError: If a complete line is not of a completion log; the message names file and line.
+        ValueError: If a complete line does not belong to a completion log; the message names file and line.
     """
 
     def is_valid(line: Line) -> bool:
@@ -206,7 +207,7 @@ def read_metrics(path: Path) -> dict[str, list[list[float | None]]]:
 
 
 def finite(text: str) -> float | None:
-    """Parse a number; None if it is not finite or no number."""
+    """Parse a number; None if it is not finite, or not a number."""
     try:
         value = float(text)
     except ValueError:
@@ -224,7 +225,7 @@ def num_generations(config: Mapping[str, Any]) -> int | None:
 
 
 def count_rollouts(lines: Iterable[Line]) -> tuple[dict[int, int], dict[int, dict[str, Any]]]:
-    """Number of completions and sums of each rollout."""
+    """Count the completions of each rollout, and compute statistics of their values and finish reasons."""
     counts: dict[int, int] = {}
     statistics: dict[int, dict[str, Any]] = {}
     for line in lines:
@@ -384,7 +385,7 @@ def read_tokens(path: Path, lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def read_images(lines: Sequence[Line]) -> dict[str, str]:
-    """Thumbnails of the prompts' images by name, as data: URIs; of `MAX_IMAGES` prompts at equal distances.
+    """Thumbnails of the prompts' images by name, as data: URIs; at most `MAX_IMAGES`, chosen at equal distances.
 
     Images that are not files, or cannot be read any more, are left out: the report then shows their frame.
     """

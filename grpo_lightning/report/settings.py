@@ -28,7 +28,7 @@ CLI_DEFAULTS: dict[str, Any] = {
     "model.engine": {"class_path": "grpo_lightning.LocalEngine"},
     # With Lightning's default of 50, short runs would log nothing.
     "trainer.log_every_n_steps": 1,
-    # Lightning's sanity check samples before training: slow, and training finds the same errors.
+    # Lightning's sanity check samples before training. This is slow, and training finds the same errors.
     "trainer.num_sanity_val_steps": 0,
 }
 """Defaults of the command line that differ from those in the signatures."""

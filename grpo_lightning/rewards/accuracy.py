@@ -52,7 +52,7 @@ _PROSE = re.compile(
 _NEGATED = re.compile(r"\b(?:not|never|cannot|neither|nor)\b|n['\u2019]t\b|不", re.IGNORECASE)
 _MINUS = re.compile(r"(?:\b(?:minus|negative)\s{1,8}|负\s{0,8})(?=[0-9])", re.IGNORECASE)
 _LENGTH = "(?:mm|cm|dm|km|m|ft|in|yd|mi)"
-_UNIT = re.compile(  # cm^2, km/h, m/s^2: with fewer parts, units are words
+_UNIT = re.compile(  # cm^2, km/h, m/s^2; simpler units are words
     rf"(?<=[0-9])\s{{1,8}}(?:{_LENGTH}\^\{{?[23]\}}?|(?:{_LENGTH}|g|kg|L)/(?:s|sec|min|h|hr)(?:\^\{{?2\}}?)?)\.?\Z"
 )
 _CURRENCY = re.compile(
@@ -177,7 +177,10 @@ class UndecidedError(RuntimeError):
 
 
 class Comparison(Reward):
-    """Compares two expressions. It is a `Reward` so that a `WorkerPool` can run it; importing math-verify is slow."""
+    """Compares two expressions; a `Reward`, so that a `WorkerPool` can run it.
+
+    Importing math-verify is slow, so only a call imports it.
+    """
 
     def __reduce__(self) -> Any:
         """Unpickle by calling `_ready_comparison`, which builds the parsers in the worker."""
@@ -216,8 +219,8 @@ def _pool(process_id: int) -> WorkerPool:
     Without this limit, `9^{9^9}` could exhaust the memory of the machine before the timeout.
 
     Args:
-        process_id: Id of this process, as the cache key: a forked process lacks its parent's threads and needs its own
-            pool.
+        process_id: Id of this process, which is the cache key. A forked process needs a separate pool, because it lacks
+            its parent's threads.
     """
     return WorkerPool(
         [COMPARISON], RewardWorkers(num_workers=1, timeout_seconds=math.inf, step_timeout_seconds=math.inf, memory_gb=4)
@@ -274,7 +277,7 @@ def parse_short(text: str) -> list[Any]:
 
 
 def prepare(text: str) -> str:
-    r"""Convert a text to LaTeX for `math_verify`: no currency, bold or spaces in numbers; `2*sqrt(3)` as LaTeX."""
+    r"""Convert a text to LaTeX for `math_verify`; remove units, currency, bold marks and spaces in numbers."""
     text = _UNIT.sub("", _CURRENCY.sub("", _MINUS.sub("-", text.strip().translate(_SYMBOLS))))
     if text.count("$") == 1:  # a currency symbol: delimiters come in pairs
         text = text.replace("$", "")

@@ -80,7 +80,7 @@ def in_box(text: str) -> str | None:
 
     `\\boxed{...}`, which occurs in data that was escaped twice, is accepted too.
     """
-    opened: list[int | None] = []  # per open brace: the start of the box's content, None for other braces
+    opened: list[int | None] = []  # per open brace: where its box's content starts; None if it opens no box
     last: tuple[int, int] | None = None
     for found in _BRACES.finditer(text):
         if found.group().endswith("{") and found.group() != r"\{":
@@ -299,7 +299,7 @@ _REFUSED = re.compile(
     re.IGNORECASE,
 )
 _REFUSED_CHARACTERS = 80
-"""How far before a letter `_REFUSED` is searched."""
+"""Number of characters before a letter in which `_REFUSED` is searched."""
 
 _WRONG = re.compile(
     r"[)\]*_\"'.]{0,4}\s{1,8}(?:is|would\s{1,8}be|must\s{1,8}be|seems)\s{1,8}"
@@ -320,7 +320,8 @@ def choice(text: str) -> str | None:
     3. the marked letter at the start of the text ("B) because", "A, because I ..."); if other letters have the same
        mark ("(A) 1 (B) 2"), the result is None;
     4. the letters that are marked ("(B)") or called an option; if they are different letters, the result is None;
-    5. the single capital letters; if they are different letters, the result is None.
+    5. the capital letters, except "I", that are words of their own; if they are different letters, or one is "A" before
+       a word in small letters, which may be the article ("A cat"), the result is None.
 
     If another letter directly follows the letter of rule 2 or 3 ("A, B", "A or B"), the letters are a list, and the
     result is None. A letter that is called wrong ("not B", "B is wrong") is ignored.

@@ -12,36 +12,39 @@ columns are lists with one element per completion; the G completions of a prompt
 that the policy uses for boxes. `max_completion_length` is the run's limit in tokens, None without a limit.
 
 A chat prompt is a list of messages, and its completion is `[{"role": "assistant", "content": text}]`. A text prompt and
-its completion are strings. `completions_as` can set another form of the completions. The reward returns a number or
-None for each completion. If all completions of a group get None, the reward does not apply to the group. If only some
-completions of a group get None, these completions are not scorable. Reward functions written for TRL run unchanged, as
-do the ORM classes of ms-swift and, on chat prompts, the rewards of VLM-R1.
+its completion are strings. A reward can request a different form of the completions with `completions_as`. The reward
+returns a number or None for each completion. If all completions of a group get None, the reward does not apply to the
+group. If only some completions of a group get None, these completions are not scorable. Reward functions written for
+TRL run unchanged, as do the ORM classes of ms-swift and, on chat prompts, the rewards of VLM-R1.
 
-For a reward with the attribute `per_group = True`, these lists have one element per group instead: the prompt, the list
-of image views, the value of each column, and lists of the G completions, token ids and finish reasons. The reward
-returns one list of G values per group.
+For a reward with the attribute `per_group = True`, all these lists have one element per group. For prompts, image views
+and columns, this element is the value of the group: one prompt, one list of image views, one value of the column. For
+completions, token ids and finish reasons, the element is a list of G values. The reward returns one list of G values
+per group.
 
 For rewards of ms-swift, VLM-R1 and older versions of TRL, these arguments are passed too, if the data has no column of
 the same name: `response_token_ids` and `completions_ids` (both are `completion_ids`), `messages` (the chat including
-the completion, which is merged with an assistant turn that the prompt starts), `finish_reason`, `is_truncated`,
-`prompt_id`, `request_id`, `rollout_infos` (empty), `images` (the paths of the row's images, None for an image that is
-not a file), `image_path` (as `images`, but None for rows without images), and `problem` (the text of the last user
-message). A class derived from ms-swift's ORM gets the completions as its first argument, whatever the name of this
-argument is.
+the completion; if the prompt starts an assistant turn, the completion is merged into it), `finish_reason`,
+`is_truncated`, `prompt_id`, `request_id`, `rollout_infos` (empty), `images` (the paths of the row's images, None for an
+image that is not a file), `image_path` (as `images`, but None for rows without images), and `problem` (the text of the
+last user message). A class derived from ms-swift's ORM gets the completions as its first argument, whatever the name of
+this argument is.
 
-For conversations (`model.environment`), the completion of a chat has all messages behind the prompt, with the
-observations, and its text is that of the policy's last turn. These arguments are passed too, if the data has no column
-of the same name: `turns` (lists of `core.types.Turn`), `environment_rewards` (the sum of the environment's rewards,
-None if it gave none), `environment_metrics` (dicts with the sums of the numbers that the environment logs) and, if the
-signature names it, `environments` (the user's own object at the end).
+For conversations (`model.environment`), the completion of a chat consists of all messages after the prompt, including
+the observations. The text of such a completion is the text of the policy's last turn. These arguments are passed too,
+if the data has no column of the same name: `turns` (lists of `core.types.Turn`), `environment_rewards` (the sum of the
+environment's rewards, None if it gave none), `environment_metrics` (dicts with the sums of the numbers that the
+environment logs) and, if the signature names it, `environments` (the user's environment object, as it is at the end of
+the conversation).
 
 By default, a call gets the completions of one prompt. Only a call of an async reward, or of a reward with
 `in_process = True`, gets the completions of the whole batch. Worker processes (`rewards/workers.py`) call copies of a
 reward, so a reward that runs there must keep no state between calls.
 
 A `Reward` may override two checks, which run before any weights load: `check` for its settings, and `check_row` for
-each row that it will score. It may load its own models in `connect`, which is called when the policy is loaded. In the
-training process, it may start its slow part for each prompt in `prefetch`, while other prompts are still being sampled.
+each row that it will score. It may load its models in `connect`, which is called when the policy is loaded. A reward
+that runs in the training process may start its slow part for each prompt in `prefetch`, while other prompts are still
+being sampled.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from grpo_lightning.core.types import Message
 
-if TYPE_CHECKING:  # worker processes must not import torch for this
+if TYPE_CHECKING:  # worker processes must not import torch, which only type hints need here
     import torch
 
 logger = logging.getLogger(__name__)
@@ -83,8 +86,8 @@ ALIASES = (
     "environment_rewards",
     "environment_metrics",
 )
-"""Further arguments, passed if the data have no column of that name: those with names from TRL, ms-swift and VLM-R1,
-and what the environments of conversations left."""
+"""Further arguments, passed if the data have no column of that name: arguments with names from TRL, ms-swift and
+VLM-R1, and the results of the environments of conversations."""
 
 RESERVED_NAMES = frozenset(
     {"zero_variance_groups", "failures", "length", "mean", "not_scorable", "reward", "std", "truncated"}
@@ -177,13 +180,14 @@ class Reward(ABC):
         """
 
     async def prefetch(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027
-        """Start what takes long for the completions of one prompt, while other prompts are still being sampled.
+        """Start the slow part of scoring one prompt's completions, while other prompts are still being sampled.
 
-        For rewards that run in the training process and get the whole batch in one call, such as a judge behind a
-        server: `prefetch` queries the server, and the later call uses the replies. It gets the arguments of the call,
-        but for one prompt, and without the logging functions. It runs in the event loop of asynchronous rewards. The
-        completions of the call may be others. The coroutine is cancelled when the batch is scored, or is not scored at
-        all; an error that it raises is logged, and has no other effect.
+        This method is for rewards that run in the training process and get the whole batch in one call. An example is a
+        judge behind a server: `prefetch` queries the server, and the later call uses the replies. `prefetch` gets the
+        arguments of that call, but only for one prompt, and without the logging functions. It runs in the event loop of
+        asynchronous rewards. The later call may get different completions. The coroutine is cancelled when the batch is
+        scored, and also if the batch is not scored at all. An error that the coroutine raises is logged, and has no
+        other effect.
         """
 
     def connect(self, device: torch.device) -> None:  # noqa: B027
@@ -258,8 +262,9 @@ class WeightedReward(Reward):
         weight: Factor in the total; with 0 the reward is only computed and logged.
         name: The name in logs; by default the function's name, or the class name in snake case.
         on_error: The consequence of a failure: "raise" stops the run, "none" sets the value to None, "value" sets it to
-            `error_value`. An invalid value is a failure of one completion, which "none" makes not scorable. Any other
-            failure affects all completions of the call; with "none", only the other rewards count for them.
+            `error_value`. An invalid value is a failure of one completion; with "none", this completion is not
+            scorable. Any other failure affects all completions of the call; with "none", only the other rewards count
+            for these completions.
         error_value: The value after a failure; only with `on_error="value"`.
         completions_as: "text" passes completions as strings and "messages" as message lists, whatever the form of the
             prompt. "auto" uses the form of the prompt, but text for classes derived from ms-swift's ORM or AsyncORM.
@@ -360,9 +365,9 @@ class WeightedReward(Reward):
 
     @property
     def has_prefetch(self) -> bool:
-        """True if the wrapped reward overrides `Reward.prefetch`, and calls are made as that method expects.
+        """True if the wrapped reward overrides `Reward.prefetch`, and no later subclass overrides only `__call__`.
 
-        A subclass with a `__call__` of its own may need other things than those that its base class prefetches.
+        A subclass that overrides only `__call__` may need different results from those that its base class prefetches.
         """
         inner = innermost(self.reward)
         if not isinstance(inner, Reward) or type(inner).prefetch is Reward.prefetch:
@@ -459,7 +464,7 @@ def _first_argument(reward: RewardLike) -> str | None:
 
 
 def _belongs_here(reward: RewardLike) -> bool:
-    """True if a reward sets `in_process`, or overrides `connect` without setting it."""
+    """True if a reward has `in_process = True`, or overrides `connect` and does not set `in_process`."""
     inner = innermost(reward)
     homes = [inner, *type(inner).__mro__]
     if any("in_process" in getattr(home, "__dict__", {}) for home in homes if home is not Reward):

@@ -65,7 +65,7 @@ class Method(AnswerReward):
 
     @abstractmethod
     def score(self, given: str, right: str) -> float | None:
-        """Score an answer in [0, 1]; None if the ground truth is not of this kind."""
+        """Score an answer in [0, 1]; None if the ground truth is not of the kind that this method scores."""
 
 
 class MultipleChoice(Method):
@@ -138,8 +138,8 @@ class AnyAnswer(Method):
       ("3/4" for 0.75, "12 cm" for 12) is compared as mathematics.
     - One letter: as `MultipleChoice`.
     - Mathematics: as `Accuracy`.
-    - Other text: wrong, or with `has_partial_credit` the value of `TextSimilarity`. VLM-R1 always gives this partial
-      credit, and thus rewards words of similar spelling.
+    - Other text: the answer is wrong; with `has_partial_credit`, it gets the value of `TextSimilarity`. VLM-R1 always
+      gives this partial credit, and thus rewards words of similar spelling.
 
     Args:
         answer_column: As in `Method`.
@@ -305,7 +305,7 @@ class ByMethod(Reward):
             ImportError: If the row names a method whose package is missing.
         """
         method = self.method_of(columns)
-        if columns.get(self.method_column):  # the default's columns are this reward's `required_columns`
+        if columns.get(self.method_column):  # the columns of the default are in `required_columns`
             for column in self.methods[method].required_columns:
                 if column not in columns:
                     raise ValueError(_missing_column(method, column))
@@ -351,7 +351,7 @@ class ByMethod(Reward):
         available: Mapping[str, Any],
         logged: dict[str, dict[str, list[Any]]],
     ) -> Any:
-        """Call one method on its rows; its `log_extra` fills `logged`."""
+        """Call one method on its rows; add the columns that it logs with `log_extra` to `logged`."""
         method = self.methods[name]
         for column in method.required_columns:
             if column not in available:

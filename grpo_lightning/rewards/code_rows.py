@@ -10,9 +10,10 @@
 | MBPP | `test_list`: `["assert f(1) == 2", ...]`, and `test_setup_code` or `test_imports` |
 | HumanEval | `test`: `def check(candidate): ...`, and `entry_point` |
 
-A case is `{"type": "stdin_stdout", "input": ..., "output": ...}`, or of the type `"function_call"` with the function's
-name in `fn_name`. A case without a type is a call if it names a function. In LiveCodeBench the key is `testtype`, the
-types are `stdin` and `functional`, and the function's name is in the `metadata` of the case or of the row.
+A case is `{"type": "stdin_stdout", "input": ..., "output": ...}`. A case of the type `"function_call"` also has the
+function's name in `fn_name`. A case without a type is a call if it names a function. In LiveCodeBench the key is
+`testtype`, the types are `stdin` and `functional`, and the function's name is in the `metadata` of the case or of the
+row.
 
 Instead of an object or a list, a column may hold its JSON text.
 """
@@ -40,7 +41,8 @@ STDIN_TYPES = ("stdin_stdout", "stdin")
 CALL_TYPES = ("function_call", "functional", "call_based")
 
 _COMPRESSED = "eJ"
-"""The first two bytes of zlib's default format, in base64. No Python code of this module's formats starts so."""
+"""The first two bytes of zlib's default format, in base64. Python code in this module's formats never starts with these
+characters."""
 
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][+-]?[0-9]+)?")
 """A number with a point or an exponent; integers are compared as text."""
@@ -86,8 +88,8 @@ def read_tests(value: Any, column: str, setup: str = "", entry_point: str | None
         value: The value of a column, in one of the formats that this module's docstring lists.
         column: The column's name, for errors.
         setup: Code to run before test code.
-        entry_point: The argument of the test code's `check`, as Python code; or the function of all cases that name
-            none.
+        entry_point: For test code, the argument of its `check`, as Python code. For cases, the function to call if the
+            case names no function.
 
     Raises:
         ValueError: If `value` has another format.
@@ -132,7 +134,7 @@ def _is_expression(text: str) -> bool:
 
 
 class _FormatError(Exception):
-    """Returns the problem with a value, as the end of a sentence that starts with "column <name>"."""
+    """A problem with a value; its text ends a sentence that starts with "column <name>"."""
 
 
 def _read(value: Any, setup: str, entry_point: str | None) -> Iterator[Test]:
@@ -155,7 +157,7 @@ def _read(value: Any, setup: str, entry_point: str | None) -> Iterator[Test]:
 
 
 def _from_text(text: str) -> Any:
-    """Parse a text that starts like JSON ("{" or "["), also a compressed one; other texts are test code, unchanged."""
+    """Decompress a text if it is compressed; parse JSON (it starts with "{" or "["), and return test code unchanged."""
     if text.startswith(_COMPRESSED):
         text = _decompress(text)
     if not text.lstrip().startswith(("{", "[")):
@@ -430,7 +432,7 @@ def accepts(call: Call, value: Any, tolerance: float) -> bool:
 
 
 def largest_output(test: Stdin | Call) -> int:
-    """The most bytes that a test accepts as output: room for spaces, and for another encoding of the values."""
+    """Maximum output of a test, in bytes; it has room for spaces, and for a different encoding of the values."""
     if isinstance(test, Stdin):
         return 65536 + 12 * len(test.expected.encode("utf-8", "surrogatepass"))
     return 65536 + 3 * max(len(values.pack_frame(values.encode(value, values.refuse))) for value in test.accepted)

@@ -59,7 +59,7 @@ class Result:
 
     timed_out: bool = False
     problem: str = ""
-    """Why the program is not scorable; empty if it is."""
+    """Why the program is not scorable; empty if the program is scorable."""
 
 
 class CodeTests(Reward):
@@ -74,22 +74,22 @@ class CodeTests(Reward):
     - Test code (`assert f(1) == 2`): passes if it raises nothing. It can use the program's functions and classes by
       name; arguments and returned values are copied between the processes of the test and of the program.
 
-    Each test runs in a new process, in a sandbox without network and other processes. The only files that can be read
-    there are the standard library and the system's shared libraries. The sandbox needs Linux 5.13 or later with
-    Landlock, on x86_64 or aarch64, and no privileges. A run on another system is refused.
+    Each test runs in a new process, in a sandbox without network access and without access to other processes. The only
+    files that can be read there are the standard library and the system's shared libraries. The sandbox needs Linux
+    5.13 or later with Landlock, on x86_64 or aarch64. It needs no privileges. A run on another system is refused.
 
-    Logs the fractions of completions without a program (`code_tests/no_program`) and with a test that ran out of time
-    (`code_tests/timed_out`). The log of completions gets a column `code_tests`: the number of passed tests, and the
-    reason of the first failure.
+    Logs the fraction of completions without a program (`code_tests/no_program`), and the fraction of completions with a
+    test that ran out of time (`code_tests/timed_out`). The log of completions gets a column `code_tests`: the number of
+    passed tests, and the reason of the first failure.
 
     Args:
         tests_columns: The data columns with the tests: `[verification_info]` (open-r1), `[input_output]` (APPS, TACO),
             `[public_tests, private_tests]` (code_contests), `[public_test_cases, private_test_cases]`
-            (LiveCodeBench), `[test_list]` (MBPP), `[test]` (HumanEval). A column without a value is skipped; a row
-            without a value in any of them is not scorable.
+            (LiveCodeBench), `[test_list]` (MBPP), `[test]` (HumanEval). A column without a value is skipped. If none of
+            these columns has a value, the row is not scorable.
         setup_column: The data column with code to run before the test code: `test_setup_code` or `test_imports` (MBPP).
-        entry_point_column: The data column with the function to pass to `check`: `entry_point` (HumanEval); or to
-            call: `metadata` (LiveCodeBench).
+        entry_point_column: The data column with the name of a function. With `entry_point` (HumanEval), this function
+            is passed to `check`. With `metadata` (LiveCodeBench), the tests call this function.
         score: "fraction" of the tests that pass, or "all": 1 if all tests pass, else 0.
         max_tests: Run only this many tests of a row, from the first; null runs all.
         timeout_seconds: Time limit of a test, in wall time and (up to one second more) in CPU time. After the first
@@ -99,11 +99,11 @@ class CodeTests(Reward):
             `call_seconds` below `model.reward_workers.timeout_seconds`.
         memory_mb: Address space in MB that a program may reserve.
         tolerance: Decimal numbers are equal if they differ by at most this, absolutely or relative to the expected
-            number. Printed integers must be equal as text. With 0, printed decimal numbers must be, too.
+            number. Printed integers must be equal as text. With 0, printed decimal numbers must be equal as text, too.
         preamble: Code that every program starts with. The default imports the type names that LeetCode solutions use
             without importing them.
-        allow_file_reads: Also run where the kernel has no Landlock. Programs can then read every file of this user:
-            set it only in a container that holds nothing secret.
+        allow_file_reads: Also run where the kernel has no Landlock. Programs can then read every file of this user, so
+            set this only in a container that holds nothing secret.
     """
 
     says_solved = True
@@ -170,7 +170,7 @@ class CodeTests(Reward):
 
         Raises:
             ValueError: If a row's tests are in no known format.
-            SandboxError: If the sandbox itself fails, through no fault of a program.
+            SandboxError: If the sandbox itself fails; the program is not the cause.
         """
         rows = [{name: columns[name][row] for name in self.required_columns} for row in range(len(completions))]
         programs = [python_program(completion_text(completion)) for completion in completions]
@@ -215,7 +215,7 @@ class CodeTests(Reward):
         return tests[: self.max_tests]
 
     def _run_all(self, programs: Sequence[str | None], rows: Sequence[Mapping[str, Any]]) -> list[Result | None]:
-        """Run programs one by one, equal programs of a row once. Returns: [B], None where a row has no tests."""
+        """Run programs one by one; equal programs of a row run once. Returns: [B], None where a row has no tests."""
         stop = time.monotonic() + self.call_seconds
         results: list[Result | None] = []
         known: dict[str | None, Result | None] = {}

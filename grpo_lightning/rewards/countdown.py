@@ -15,7 +15,7 @@ from grpo_lightning.rewards.base import Content, ImageSize, Reward, completion_t
 Uses = Literal["all", "some"]
 
 MAX_CHARACTERS = 1000
-"""Longer texts are not parsed, which bounds the depth of the tree that Python's parser builds."""
+"""Longer texts are not parsed. This bounds the depth of the tree that Python's parser builds."""
 
 MAX_DIGITS = 20
 """Longer numbers are not parsed."""
@@ -106,8 +106,8 @@ def evaluate(text: str, *, max_numbers: int) -> tuple[Fraction | None, Counter[i
 
     Returns:
         (The value of the expression, the count of each number in it). The value is None if the text is not such an
-        expression (it has powers, decimals, words, two signs or an operator too many), is too long, has too many or too
-        long numbers, or divides by 0.
+        expression (for example because it has powers, decimals, words, two signs in a row or an extra operator), is too
+        long, has too many numbers or a number that is too long, or divides by 0.
     """
     text = " ".join(text.translate(_SIGNS).split())
     numbers = re.findall(r"[0-9]+", text) if len(text) <= MAX_CHARACTERS else []
@@ -123,7 +123,7 @@ def evaluate(text: str, *, max_numbers: int) -> tuple[Fraction | None, Counter[i
 
 
 def _value(node: ast.expr) -> Fraction:
-    """Evaluate a parsed expression. Raises: SyntaxError if it has other nodes, ZeroDivisionError."""
+    """Evaluate a parsed expression. Raises: SyntaxError if it has other nodes; ZeroDivisionError if it divides by 0."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return Fraction(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

@@ -28,12 +28,12 @@ class EnvironmentReward(Reward):
 
 
 class ToolUse(Reward):
-    """1 if a tool was run in the conversation, else 0. With weight 0, the fraction is only logged.
+    """1 if a tool was run in the conversation, else 0. With weight 0, the reward only logs the fraction of 1s.
 
-    Calls that ran count, also if the tool raised an error, took too long or crashed (`ok`, `exception`, `timeout` and
-    `crash` of `environment/calls/<outcome>`). Calls that were refused do not count: those that are malformed, name an
-    unknown tool, have wrong arguments or are too many. In an environment that does not count calls, messages of the
-    role "tool" count.
+    A call that ran counts, even if the tool raised an error, took too long or crashed. (In the metrics
+    `environment/calls/<outcome>`, these are the outcomes `ok`, `exception`, `timeout` and `crash`.) A refused call does
+    not count. Calls are refused if they are malformed, name an unknown tool, have wrong arguments or are too many. If
+    an environment does not count calls, a message of the role "tool" counts as a call.
     """
 
     def __call__(

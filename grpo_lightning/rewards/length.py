@@ -58,7 +58,7 @@ class Length(Reward):
 class SoftOverlong(Reward):
     """The soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13).
 
-        r = 0 up to max_length - cache_length, then linear down to -1 at max_length, and -1 beyond
+        r = 0 up to max_length - cache_length, then linearly down to -1 at max_length, and -1 beyond
 
     Args:
         cache_length: Length of the linear part, in tokens.

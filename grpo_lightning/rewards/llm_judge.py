@@ -52,10 +52,10 @@ class Queries:
     """Limits the number of concurrent queries."""
 
     early: dict[str, list[asyncio.Task[str | Exception]]] = field(default_factory=dict)
-    """Queries of `LLMJudge.prefetch` that no call has taken over, by question."""
+    """Queries that `LLMJudge.prefetch` has started and that no call has taken over yet, by question."""
 
     client: AsyncOpenAI | None = None
-    """Keeps its connections to the endpoint. None while no call runs."""
+    """The client, which keeps its connections to the endpoint. None while no call runs."""
 
     num_running: int = 0
     """Number of calls that use the client."""
@@ -152,7 +152,7 @@ class LLMJudge(AnswerReward):
         return values
 
     async def prefetch(self, prompts: Sequence[Content], completions: Sequence[Content], **columns: Any) -> None:
-        """Query the judge for the completions of one prompt; the call takes over the replies."""
+        """Query the judge for the completions of one prompt; the later call uses the replies."""
         questions = list(self._questions(prompts, completions, columns).values())
         if not questions:
             return
@@ -173,7 +173,7 @@ class LLMJudge(AnswerReward):
     def _questions(
         self, prompts: Sequence[Content], completions: Sequence[Content], columns: Mapping[str, Any]
     ) -> dict[int, str]:
-        """Make the prompt for the judge of each row with ground truth, by row."""
+        """Make the prompt for the judge, for each row with ground truth. Returns: the prompts by row."""
         golds = [gold_answer(answer, self.answer_column) for answer in columns[self.answer_column]]
         return {
             row: self._question(prompt_text(prompt), gold, given_answer(completion_text(completion)))
@@ -205,7 +205,7 @@ class LLMJudge(AnswerReward):
 
     @contextlib.asynccontextmanager
     async def _client(self) -> AsyncIterator[AsyncOpenAI]:
-        """A client, which calls that run at the same time share; the last of them closes it."""
+        """A client that concurrent calls share; the last call that ends closes it."""
         from openai import AsyncOpenAI
 
         shared = self._of_loop()
@@ -229,7 +229,7 @@ class LLMJudge(AnswerReward):
         return self._queries
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle and copy without what belongs to an event loop of this process."""
+        """Pickle and copy without the queries, which belong to an event loop of this process."""
         return vars(self) | {"_queries": None}
 
     async def _query(self, client: AsyncOpenAI, question: str) -> str | Exception:

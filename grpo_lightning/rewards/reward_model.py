@@ -249,7 +249,7 @@ class RewardModel(Reward):
         prompt = columns.get("prompts", "")
         if isinstance(prompt, str):
             return
-        # Templates may refuse roles or their order: one prompt per sequence of roles is rendered.
+        # Templates may refuse roles, or their order. Therefore one prompt of each sequence of roles is rendered.
         roles = tuple(message.get("role") for message in prompt)
         if roles not in self._rendered_roles:
             self._render(prompt, "")
@@ -329,7 +329,8 @@ class RewardModel(Reward):
         """Score sequences in batches."""
         if not sequences:
             return {}
-        # Longest first, so that out-of-memory errors occur at once; ties by tokens, so that chunks are deterministic.
+        # Longest first, so that out-of-memory errors occur at once. Sequences of equal length are sorted by their
+        # tokens, so that chunks are deterministic.
         ordered = sorted(sequences, key=lambda tokens: (-len(tokens), tokens))
         chunks = [ordered[start : start + self.batch_size] for start in range(0, len(ordered), self.batch_size)]
         with self._ready() as model:
@@ -345,7 +346,7 @@ class RewardModel(Reward):
         assert self._loaded is not None
         casts = torch.amp.is_autocast_available(self._place.type)
         without = torch.autocast(self._place.type, enabled=False) if casts else contextlib.nullcontext()
-        # Weights moved in inference mode could not be moved outside of it later.
+        # Weights that were moved in inference mode could not be moved outside of inference mode later.
         with torch.inference_mode(False), torch.no_grad(), without:
             if self.offload:
                 self._loaded.to(self._place)

@@ -69,7 +69,7 @@ class RewardSet:
         self.early: EarlyCalls | None = None
         """Starts calls on single groups of a batch that is still being sampled; None outside of `early_calls`."""
         self.starts_early = True
-        """False if early calls turned out to be of no use."""
+        """False once a batch has used none of its early calls."""
 
     @property
     def names(self) -> list[str]:
@@ -121,7 +121,7 @@ class RewardSet:
 
         Args:
             device: The policy's device on this rank.
-            sharding: The sharding of the policy, from which models of rewards are kept out.
+            sharding: The sharding of the policy; the models of rewards are loaded without it.
             num_local_ranks: Ranks on this machine.
         """
         self.pool.start(num_local_ranks)  # the workers start in the background while models load
@@ -140,7 +140,7 @@ class RewardSet:
         trainer_state: Any = None,
         num_generations: int | None = None,
     ) -> Scoring:
-        """Start every reward on all completions of the prompts that do not exclude it (`Prompt.rewards`).
+        """Start each reward on all completions of the prompts that do not exclude this reward (`Prompt.rewards`).
 
             total[n, g] = sum over rewards r that apply to group n of weight[r] * value[r, n, g]
 
@@ -179,11 +179,12 @@ class RewardSet:
     def early_calls(
         self, prompts: Sequence[Prompt], max_completion_length: int | None = None, trainer_state: Any = None
     ) -> Iterator[None]:
-        """Sample and score a batch in this context: `early.start` then starts calls on each group that is sampled.
+        """Open a context in which a batch is sampled and scored; in it, `early.start` starts calls on a sampled group.
 
-        `begin` takes over the answers if it is called with the same groups and arguments. Calls that it does not take
-        over are cancelled at the end of the context. If these are all calls (a subclass overrides `score_rewards` and
-        calls no rewards, or changes the completions), later batches start no early calls.
+        `begin` uses the answers of these early calls if it is called with the same groups and arguments. Early calls
+        whose answers are not used are cancelled at the end of the context. If no answer is used (for example because a
+        subclass overrides `score_rewards` and calls no rewards, or changes the completions), no early calls are started
+        for later batches.
 
         Args:
             prompts: The N prompts of the batch.

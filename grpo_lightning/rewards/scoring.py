@@ -121,9 +121,9 @@ def concatenate_scores(parts: Sequence[Scores]) -> Scores:
 class EarlyCalls:
     """Calls of rewards on sampled groups of a batch, while other groups of the batch are still being sampled.
 
-    A call in a worker starts early, and the `Scoring` of the batch takes over its answer if the call is the same: the
-    same reward, arguments and seed. A reward in the training process can start its slow part (`Reward.prefetch`).
-    Answers that no `Scoring` takes over are ignored, with their logs and failures.
+    Calls in workers start early. If the `Scoring` of the batch makes the same call, with the same reward, arguments and
+    seed, it takes over the answer of the early call. A reward in the training process can start its slow part early
+    (`Reward.prefetch`). Answers that no `Scoring` takes over are ignored, and so are their logs and failures.
 
     Args:
         context: Arguments shared by all completions of the batch.
@@ -133,7 +133,7 @@ class EarlyCalls:
     def __init__(self, context: CallContext, pool: WorkerPool) -> None:
         self.context, self.pool = context, pool
         self.is_scored = False
-        """Whether a `Scoring` has begun since."""
+        """Whether the `Scoring` of the batch has begun."""
         self._num_calls = 0
         self._prefetches: list[tuple[WeightedReward, Future[None]]] = []
         pool.start()
@@ -155,7 +155,7 @@ class EarlyCalls:
                 self._prefetches.append((reward, future))
 
     def cancel(self) -> bool:
-        """Cancel what no `Scoring` has taken over. Returns: False if all that was started is of no use."""
+        """Cancel the calls that no `Scoring` has taken over. Returns: False if there were calls, but none is of use."""
         num_unused = self.pool.cancel_early()
         for reward, future in self._prefetches:
             if not future.cancel() and (error := future.exception()) is not None:
@@ -209,7 +209,7 @@ class Scoring:
         """Wait for all rewards; if the failure of one stops the run, cancel the others.
 
         Raises:
-            RuntimeError: If a call raised an error, timed out or its worker crashed, and the reward's `on_error` is
+            RuntimeError: If a call raised an error or timed out, or its worker crashed, and the reward's `on_error` is
                 "raise"; the cause is chained.
             ValueError: If a reward returned an invalid value or the wrong number of values and its `on_error` is
                 "raise", or if a reward logs a metric under a reserved name.
@@ -271,7 +271,8 @@ def weighted_total(values: Tensor, weights: Tensor) -> Tensor:
         weights: [R]; rewards of weight 0 are ignored.
 
     Returns:
-        [N, G] totals; NaN where a reward that applies to the group has no value, or no reward applies.
+        [N, G] totals; NaN where a reward that applies to the group gives the completion no value, or where no reward
+        applies to the group.
     """
     applies = ~values.isnan().all(dim=2, keepdim=True) & (weights != 0).view(-1, 1, 1)  # [R, N, 1]
     total = torch.where(applies, values * weights.view(-1, 1, 1), 0.0).sum(dim=0)
@@ -345,7 +346,7 @@ class RewardCall:
         """Wait for the reward. Returns: [N, G] float32, NaN for None.
 
         Raises:
-            RuntimeError: If a call raised an error, timed out or its worker crashed, and `on_error` is "raise".
+            RuntimeError: If a call raised an error or timed out, or its worker crashed, and `on_error` is "raise".
             ValueError: If the reward returned an invalid value or the wrong number of values, and `on_error` is
                 "raise".
         """
@@ -503,7 +504,7 @@ class CallContext:
 def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallContext) -> dict[str, Any]:
     """Build the keyword arguments of a reward call, except the logging functions.
 
-    The lists are copies, so a reward may modify them.
+    Arguments that are lists are copies, so a reward may modify them.
 
     Args:
         reward: The reward. It gets lists with one element per completion, or per group if it is `per_group`.
@@ -553,7 +554,8 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
     assert aliases.keys() | of_conversations.keys() == set(ALIASES)
     has_turns = any(completion.turns is not None for group in groups for completion in group.completions)
     for name, read in of_conversations.items():
-        # A reward that only takes `**kwargs` gets no environments, which would be unpickled and pickled for it.
+        # A reward that does not name `environments`, but takes `**kwargs`, does not get them: they would have to be
+        # unpickled, and pickled again for a worker.
         if reward.names(name) or (has_turns and name != "environments"):
             aliases[name] = per_completion(read)
     return reward.select(
@@ -581,14 +583,14 @@ def worker_call(reward: WeightedReward, group: Group, context: CallContext) -> t
 
 
 def _environment(completion: Completion) -> Any:
-    """The environment of a completion, as it is at the end; None without one. It is the user's own object."""
+    """The user's environment object, as it is at the end of a completion; None if there is no environment."""
     state = None if completion.ending is None else completion.ending.state
     environment = pickle.loads(state) if isinstance(state, bytes) else state  # noqa: S301 (our own)
     return getattr(environment, "for_rewards", environment)
 
 
 def written_messages(completion: Completion) -> list[Message]:
-    """The messages of a completion: one of the assistant, or those of all turns of a conversation."""
+    """The messages of a completion: one assistant message, or the messages of all turns of a conversation."""
     if completion.turns is None:
         return [{"role": "assistant", "content": completion.text}]
     messages: list[dict[str, Any]] = []
@@ -602,7 +604,7 @@ def written_messages(completion: Completion) -> list[Message]:
 
 
 def _messages(group: Group, completion: Completion) -> list[Message]:
-    """Append the completion to the chat; it is merged with a prefilled assistant turn of the prompt."""
+    """Append the completion to the chat; if the prompt starts an assistant turn, merge the completion into it."""
     content = group.prompt.content
     chat = [{"role": "user", "content": content}] if isinstance(content, str) else content
     first, *others = written_messages(completion)

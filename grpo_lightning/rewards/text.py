@@ -159,7 +159,7 @@ class Repetition(Reward):
 
     Args:
         n_grams: n, the length of the n-grams.
-        max_penalty: The limit of the reward for a completion that only repeats itself; at most 0.
+        max_penalty: The value that the reward approaches if the completion only repeats itself; at most 0.
         unit: "words" splits at whitespace and compares in lower case. "tokens" uses the tokenizer's tokens, for text
             without spaces (Chinese, Japanese, Thai).
     """

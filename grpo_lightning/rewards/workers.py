@@ -7,9 +7,9 @@ the workers, sends calls to the workers, and kills workers whose calls time out:
     training process  -- calls -->  supervisor  -- one call at a time -->  workers
                       <- answers -              <------- answer ---------
 
-A forked worker is ready in a millisecond and shares the modules that the supervisor has loaded. It runs the code as of
-the start of the run, even if the source files have changed since. It calls rewards in its main thread, where signals
-work.
+A forked worker is ready in a millisecond and shares the modules that the supervisor has loaded. It runs the code as it
+was at the start of the run, even if the source files have changed since then. It calls rewards in its main thread,
+where signals work.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ START_SECONDS = 120.0
 """Time limit for importing the rewards, and for warming them up in a worker."""
 
 ENDING_SECONDS = 0.2
-"""How long a worker that has closed its connection may take to exit, so that its own exit status is reported."""
+"""Time that a worker gets to exit after it has closed its connection, so that its exit status is reported."""
 
 LONGEST_WAIT = 3600.0
-"""Maximum duration of one wait, in seconds. A time limit may be longer than the system can wait for at once."""
+"""Maximum duration of one wait, in seconds. A time limit may exceed the longest wait that the system supports."""
 
 MOST_RECORDS = 10_000
 """Maximum number of log records per call."""
@@ -89,7 +89,7 @@ REMEDIES = {
         "it here and silence this warning, set in_process = True on its class."
     ),
 }
-"""Advice for what does not run in a worker."""
+"""Advice about an object that does not run in a worker, by the kind of object."""
 
 
 @dataclass
@@ -104,7 +104,7 @@ class RewardWorkers:
     """Time limit of one call: one reward on the completions of one prompt."""
 
     step_timeout_seconds: float = 600.0
-    """Time limit of all calls for a rollout together, including async rewards, from the end of sampling on."""
+    """Time limit of all calls for a rollout together, including async rewards. It starts when sampling ends."""
 
     memory_gb: float = 4.0
     """Address space in GB that a worker may reserve in addition to the memory that it shares with the supervisor. Each
@@ -300,7 +300,7 @@ class WorkerPool:
         self._num_local_ranks = 1
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        """Numbers of calls, also beyond the end of a supervisor."""
+        """Numbers of calls; a new supervisor does not start again at 0."""
         self._early: dict[bytes, list[SentCall]] = {}
         """Calls of `submit_early` that `submit` has not taken over, by the digest of the call."""
 
@@ -312,7 +312,8 @@ class WorkerPool:
         """Start loading the rewards that can run in workers; returns immediately.
 
         Args:
-            num_local_ranks: Ranks that share the machine; None: as in the call before, at first 1.
+            num_local_ranks: Ranks that share the machine. None keeps the number of the previous call; in the first
+                call, None means 1.
         """
         with self._lock:
             self._num_local_ranks = num_local_ranks or self._num_local_ranks
@@ -403,7 +404,7 @@ class WorkerPool:
             self._close()
 
     def close(self) -> None:
-        """Stop the workers, and forget what they have loaded; `start` and `wait` begin anew."""
+        """Stop the workers, and forget which rewards they have loaded; `start` and `wait` start new workers."""
         with self._lock:
             self.stop()
             self._started_by, self._places, self._early = None, {}, {}
@@ -417,7 +418,7 @@ class WorkerPool:
         seconds: float = math.inf,
         deadline: float = math.inf,
     ) -> Future[Answer]:
-        """Submit a call to the workers, or take over the same call (reward, arguments, seed) of `submit_early`.
+        """Submit a call, or take over the call of `submit_early` with the same reward, arguments and seed.
 
         Args:
             reward: A reward that runs in workers.
@@ -454,7 +455,8 @@ class WorkerPool:
         self._early = {}
         self._set_deadline(calls, -math.inf)
         for call in calls:
-            # The worker that found it has called the reward, and would not check it again.
+            # A worker checks only in its first call of a reward whether the call changes the reward's state. Later
+            # calls in this worker would not report it again.
             if call.answer.done() and (answer := call.answer.result()).failure == "stays":
                 self.keep(call.reward, answer.problem)
         return len(calls)
@@ -560,7 +562,7 @@ def supervise(descriptor: int) -> None:
         descriptor: File descriptor of the connection to the training process.
     """
     for name in IGNORED_SIGNALS:
-        # A handler instead of SIG_IGN: subprocesses of rewards do not inherit it.
+        # A handler instead of SIG_IGN, because subprocesses of rewards inherit SIG_IGN, but no handlers.
         signal.signal(getattr(signal, name), lambda *_: None)
     sys.modules["__main__"] = types.ModuleType("__main__")  # rewards of the training script cannot be loaded here
     logging.getLogger("grpo_lightning").setLevel(logging.INFO)
@@ -656,11 +658,11 @@ class Supervisor:
         for worker in self.workers:
             if worker.call is not None and worker.call.number in new.numbers:
                 worker.call = worker.call._replace(deadline=new.deadline)
-                if worker.is_ready:  # otherwise the limit is that of its start
+                if worker.is_ready:  # otherwise `limit` is the deadline of its start
                     worker.limit = min(worker.limit, new.deadline)
 
     def _dispatch(self) -> bool:
-        """Send the next call to a worker, or answer that it failed. Returns: False if all workers are busy."""
+        """Send the next call to a worker, or answer that the call failed. Returns: False if all workers are busy."""
         worker = next((worker for worker in self.workers if worker.call is None), None)
         if worker is None and len(self.workers) == self.num_workers:
             return False

@@ -1,9 +1,10 @@
 """Asynchronous rollouts: groups of the next cycles are sampled in the background while the policy trains.
 
-At the start of cycle k, the groups of this cycle, which were requested S cycles earlier (`model.max_staleness`), are
-taken, and those of cycle k + S are requested, from the weights that cycle k starts with. So completions are trained on
-with weights that are at most S cycles newer than those that sampled them. Groups in flight are not part of
-checkpoints: a resumed run samples them again. Groups whose sampling failed are sampled once more in the foreground.
+S is `model.max_staleness`. At the start of cycle k, the groups of cycle k are taken, which were requested S cycles
+earlier. Then the groups of cycle k + S are requested, and sampled with the weights that cycle k starts with. So the
+weights that are trained on a completion are at most S cycles newer than the weights that sampled it. Groups in flight
+are not part of checkpoints: a resumed run samples these groups again. Groups whose sampling failed are sampled once
+more in the foreground.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from grpo_lightning.rollout.engine import Progress
 log = logging.getLogger(__name__)
 
 POLL = 1.0
-"""Seconds between two looks at the decoding progress of the background."""
+"""Seconds between two checks of the decoding progress in the background."""
 
 
 class Sampled(NamedTuple):
@@ -39,7 +40,7 @@ class Request(NamedTuple):
 
     sampled: Future[Sampled]
     position: int
-    """Position of the prompt among those that were requested together."""
+    """Position of the prompt among the prompts that were requested together."""
 
     rollout_index: int
     """Index of the rollout that was being trained on when the prompt was requested."""
@@ -50,15 +51,15 @@ class InFlight:
 
     def __init__(self) -> None:
         self.requests: dict[int | str, deque[Request]] = {}
-        """By the key of a prompt: its requests, oldest first. Several epochs may have requested it."""
+        """Requests by the key of their prompt, oldest first. Several epochs may have requested the same prompt."""
         self.seconds = 0.0
-        """Seconds that it took to sample the groups which `take` has returned last."""
+        """Seconds that it took to sample the groups that the last call of `take` returned."""
         self.failure: Exception | None = None
-        """Error of this rank that lost groups in the last `take`."""
+        """Error on this rank because of which groups were lost in the last call of `take`."""
         self.running: list[Future[Sampled]] = []
-        """The rollouts that are sampled in the background, including those that were dropped."""
+        """The rollouts that are being sampled in the background, including those whose requests were forgotten."""
         self.latest: tuple[int, int] | None = None
-        """The newest decoding progress of the background."""
+        """The newest decoding progress that was reported in the background."""
 
     def report(self, done: int, total: int) -> None:
         """Record decoding progress; engines call this in another thread, where callbacks must not be called."""
@@ -103,9 +104,9 @@ class InFlight:
         return positions
 
     def wait(self, progress: Progress | None = None) -> None:
-        """Wait until nothing is sampled in the background, and pass on its decoding progress.
+        """Wait until nothing is sampled in the background, and report decoding progress meanwhile.
 
-        Without progress, the watchdog would end a run that waits for a long rollout.
+        If no progress were reported, the watchdog would end a run that waits for a long rollout.
         """
         seen = None
         while self.running:
@@ -159,7 +160,7 @@ class InFlight:
 
     @contextlib.contextmanager
     def second_attempt(self) -> Iterator[None]:
-        """Context that samples lost groups again; its error is shown after that of the first attempt."""
+        """Context in which lost groups are sampled again; its error is shown after the error of the first attempt."""
         failure, self.failure = self.failure, None
         try:
             yield
@@ -170,7 +171,7 @@ class InFlight:
 
 
 def show_first(earlier: BaseException, error: BaseException) -> None:
-    """Show the traceback of an earlier error above those of `error` and its causes.
+    """Show the traceback of an earlier error above the tracebacks of `error` and its causes.
 
     Python does this for an error that is raised in an `except` block, but not if the error has a cause of its own
     (`raise ... from`).

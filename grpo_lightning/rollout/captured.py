@@ -1,8 +1,9 @@
 """CUDA graphs of decoding steps: one launch per token instead of several hundred.
 
-A GPU runs the kernels of a decoding step faster than a host can launch them one by one. A CUDA graph launches all of
-them at once, with the tensors that they had when the graph was captured. A graph therefore serves as long as the open
-rows and the room for their tokens stay the same (`SharedPrompts.layout`), and is captured again when these change.
+A GPU runs the kernels of a decoding step faster than a host can launch them one by one. A CUDA graph launches all
+kernels at once, on the same tensors as when the graph was captured. A graph can therefore be used as long as the open
+rows and the room for their tokens stay the same (`SharedPrompts.layout`). When one of them changes, a new graph is
+captured.
 """
 
 from __future__ import annotations
@@ -18,24 +19,27 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 LEAST_LENGTH = 32
-"""`max_completion_length` from which steps are captured: a capture takes as long as about three steps without one."""
+"""Smallest `max_completion_length` for which steps are captured: a capture takes as long as about three steps without a
+graph."""
 
 OTHER_LOGITS = 1e-2
-"""Largest difference of the logits of a captured step, relative to the largest logit."""
+"""Largest accepted difference between the logits of a captured step and of the same step without a graph, relative to
+the largest logit."""
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 """Logits [rows, V] of the next tokens, from ids [rows, 1] and their positions."""
 
 Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
-"""Captures a function. Returns: its result, and a function that computes the result again, in the same tensor."""
+"""Captures a function. Returns: the result of the function, and a function that computes the result again, in the same
+tensor."""
 
 
 class CapturedSteps:
     """Runs decoding steps from CUDA graphs.
 
     The first step of a layout runs without a graph, so that no kernel is chosen or compiled during a capture. The first
-    two steps with a graph are compared with steps without one. If a capture fails, as with models whose code waits for
-    the device, all steps run without graphs from then on.
+    two steps with a graph are compared with steps without one. If a capture fails, for example because the model's code
+    waits for the device, all steps run without graphs from then on.
 
     Args:
         capture: See `Capture`.
@@ -57,7 +61,7 @@ class CapturedSteps:
         """Run a step.
 
         Args:
-            layout: Changes whenever `forward` reads or writes other tensors than before.
+            layout: A value that changes whenever `forward` reads or writes different tensors than before.
             forward: Runs the policy.
             ids: See `Forward`.
             position: See `Forward`.
@@ -74,7 +78,8 @@ class CapturedSteps:
             self.inputs = [ids.clone(), position.clone()]
             try:
                 self.logits, self.replay = self.capture(lambda: forward(*self.inputs))
-            except RuntimeError as error:  # a model that waits for the device; or out of memory, which a step may have
+            except RuntimeError as error:
+                # The model waits for the device, or memory is too small for a capture; it may suffice without a graph.
                 return self.without(str(error).strip().partition("\n")[0], forward, ids, position)
             self.logits.fill_(torch.nan)  # a graph that computes nothing must not go unnoticed
         for own, given in zip(self.inputs, (ids, position), strict=True):
@@ -105,7 +110,7 @@ class CapturedSteps:
 class CudaCapture:
     """The `Capture` of CUDA.
 
-    All graphs have one memory pool. Only the newest may be in use: the next one overwrites what it has in memory.
+    All graphs share one memory pool. Only the newest graph may be in use: the next graph overwrites its memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -113,7 +118,7 @@ class CudaCapture:
         self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None
         self.anchor: torch.cuda.CUDAGraph | None = None
-        """An empty graph, because torch gives up a pool with its last graph."""
+        """An empty graph that keeps the pool alive: torch frees a pool together with the last graph that uses it."""
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """See `Capture`."""
@@ -126,10 +131,11 @@ class CudaCapture:
         return result, graph.replay
 
     def record_anchored(self, run: Callable[[], Tensor]) -> tuple[Tensor, torch.cuda.CUDAGraph]:
-        """`record`, in a pool that lasts."""
+        """`record`, in a pool that the empty graph `anchor` keeps alive."""
         if self.anchor is None:
             self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-            # The random state that torch keeps for all graphs from now on must be usable in training, too.
+            # Torch keeps the random state of the first graph for all later graphs. The state must also be usable in
+            # training, so it is created outside of inference mode.
             with torch.inference_mode(mode=False):
                 _, self.anchor = self.record(lambda: torch.zeros(1, device=self.device))
         return self.record(run)
@@ -148,14 +154,15 @@ class CudaCapture:
                 try:
                     result = run()
                 except BaseException:
-                    with contextlib.suppress(RuntimeError):  # that the capture is invalid
+                    with contextlib.suppress(RuntimeError):  # the error that the capture is invalid
                         graph.capture_end()
                         has_ended = True
                     raise
                 graph.capture_end()
                 has_ended = True
         except BaseException:
-            # Clean up after torch: random numbers as of a graph, memory that goes to the pool, and the pool itself.
+            # Clean up what a failed capture leaves in torch: the random state of a graph, allocations that go to the
+            # pool, and the pool itself.
             generator.graphsafe_set_state(random_state)
             if not has_ended:
                 give_up(device, self.pool)
@@ -171,5 +178,5 @@ def give_up(device: int, pool: Any) -> None:
     for alternatives in names:  # the second was the name until torch 2.7
         call = next((getattr(torch._C, name) for name in alternatives if hasattr(torch._C, name)), None)
         if call is not None:
-            with contextlib.suppress(RuntimeError):  # that the capture had not begun to use the pool
+            with contextlib.suppress(RuntimeError):  # the error that the capture had not begun to use the pool
                 call(device, pool)

@@ -1,9 +1,10 @@
-"""Conversations: the policy and its environments take turns, and every token stays what it was.
+"""Conversations: the policy and its environments take turns, and earlier turns are never tokenized again.
 
 A round samples one turn for every open conversation, in one call of the engine. The environment of a conversation is
-called as soon as its turn has been sampled, while other turns are still being sampled. Its observation is appended as
-tokens, and the next round continues the sequence. Conversations that have ended leave. The first round is the sampling
-of G completions without an environment: the prompt is computed once, and the seeds are the same.
+called as soon as the conversation's turn has been sampled, while other turns are still being sampled. The environment's
+observation is appended as tokens, and the next round continues the sequence. Conversations that have ended are left out
+of later rounds. The first round samples G completions as a run without an environment does: each prompt is computed
+once, and the seeds are the same.
 
 Engines that have an argument `turns` keep the keys and values of a conversation between its turns.
 """
@@ -57,8 +58,8 @@ from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turn
 log = logging.getLogger(__name__)
 
 CHARACTERS_PER_TOKEN = 32
-"""Observations are cut to this number of characters per token of `max_observation_length`, before they are tokenized.
-Few tokens of a vocabulary are longer."""
+"""Before they are tokenized, observations are cut to this number of characters per token of `max_observation_length`.
+Few tokens of a vocabulary have more characters."""
 
 
 @dataclass
@@ -69,8 +70,8 @@ class ConversationSettings:
     """Turns of the policy after which a conversation ends."""
 
     max_turn_length: int | None = None
-    """Tokens after which a turn of the policy is truncated; null for no limit but that of the whole completion
-    (`sampling.max_completion_length`), which counts the tokens of observations too."""
+    """Tokens after which a turn of the policy is truncated. Null sets no limit per turn; the limit of the whole
+    completion (`sampling.max_completion_length`), which also counts the tokens of observations, always applies."""
 
     max_observation_length: int = 1024
     """Tokens to which the text of an observation is cut. Images are never cut, and their tokens do not count here: the
@@ -78,17 +79,19 @@ class ConversationSettings:
     `sampling.max_completion_length`."""
 
     on_error: OnError = "raise"
-    """The consequence of a failed call of an environment. "raise" stops the run. The others end the conversation: with
-    "none", its completion is not scorable; with "value", the environment's reward for the turn is `error_value`."""
+    """The consequence of a failed call of an environment. "raise" stops the run. "none" and "value" end the
+    conversation: with "none", its completion is not scorable; with "value", the environment's reward for the turn is
+    `error_value`."""
 
     error_value: float = 0.0
     """The reward for a turn whose call failed; only with `on_error: value`."""
 
     turn_credit: float = 0.0
     """Weight c of the credit of turns: A[i, t] = A[i] + c * credit[i, k] for the tokens t of the k-th turn. A[i] is the
-    advantage of the completion, and credit[i, k] compares what the environment gave for the turn and for later ones
-    with the other conversations of the group (`functional.turn_credits`). 0 gives all turns the same advantage. If the
-    environment's rewards should count in the credit alone, leave out the reward `EnvironmentReward`."""
+    advantage of the completion. credit[i, k] compares the environment's rewards for this turn and later turns with
+    those of the other conversations of the group (`functional.turn_credits`). With c = 0, all turns have the same
+    advantage. If the environment's rewards should count only in the credit, leave out the reward
+    `EnvironmentReward`."""
 
     turn_discount: float = 1.0
     """Factor per turn by which a later reward counts less in the credit of a turn."""
@@ -121,7 +124,7 @@ class Conversation:
     """The environment, pickled if it runs in workers."""
 
     token_ids: list[int] = field(default_factory=list)
-    """The tokens behind the prompt, of policy and environment."""
+    """The tokens after the prompt, those of the policy and those of the environment."""
 
     logprobs: list[float] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
@@ -136,8 +139,8 @@ class Conversation:
     is_scorable: bool = True
     metrics: dict[str, float] = field(default_factory=dict)
     is_done: bool = False
-    """True if the environment has ended the conversation, or a call of it has failed. Otherwise a limit has
-    ended a conversation that has ended."""
+    """True if the environment has ended the conversation, or a call of the environment has failed. An ended
+    conversation for which this is False was ended by a limit."""
 
     call: Future[Any] | None = None
     """The running call of the environment."""
@@ -153,7 +156,7 @@ class Conversation:
         return next(turn for turn in reversed(self.turns) if turn.is_sampled)
 
     def write(self, sampled: Completion) -> None:
-        """Append a turn of the policy."""
+        """Append a sampled turn of the policy."""
         start = len(self.token_ids)
         self.token_ids += sampled.token_ids
         self.logprobs += sampled.logprobs
@@ -191,7 +194,7 @@ class Conversation:
         turn.end, turn.text = end, text
 
     def completion(self, decode: Callable[[Sequence[int]], str]) -> Completion:
-        """The completion of an ended conversation. Args: decode: makes text of its tokens."""
+        """The completion of an ended conversation. Args: decode: converts tokens to text."""
         assert self.finish_reason is not None
         return Completion(
             self.token_ids,
@@ -229,8 +232,8 @@ class Conversations:
             is_chat: Whether the prompts are chats.
 
         Raises:
-            ValueError: If the template cannot render observations, or does not describe tools; or if prompts are plain
-                text, which cannot describe tools.
+            ValueError: If the template cannot render observations. With tools, also if the template does not describe
+                them, or if the prompts are plain text, in which tools cannot be described.
         """
         if not is_chat:
             if self.schemas:
@@ -251,7 +254,7 @@ class Conversations:
                 )
 
     def connect(self, tokens: TurnTokens, num_local_ranks: int = 1) -> None:
-        """Start the workers. Args: tokens: makes the tokens of observations."""
+        """Start the workers. Args: tokens: encodes observations as tokens."""
         self.tokens = tokens
         self.runner.start(num_local_ranks)
 
@@ -272,7 +275,8 @@ class Conversations:
             The prompts with the environments' first observations, and the environments, [N] each.
 
         Raises:
-            RuntimeError: If a call fails, for any `on_error`: all conversations of the prompt would be lost.
+            RuntimeError: If a call fails. `on_error` does not apply, because all conversations of the prompt would be
+                lost.
         """
         prompts = [self.describe_tools(prompt) for prompt in prompts]
         results = self.runner.reset(prompts, [derived_seed(seed, "reset") for seed in seeds])
@@ -303,9 +307,10 @@ class Conversations:
         return replace(prompt, chat_template_kwargs={**prompt.chat_template_kwargs, "tools": self.schemas})
 
     def with_observation(self, prompt: Prompt, observation: Any) -> Prompt:
-        """Append a first observation to a prompt: text to its last user message, a message as it is.
+        """Append a first observation to a prompt: a text to the prompt's last user message, a message as a new message.
 
-        Its text has the limit of all observations, and special tokens that it spells are escaped.
+        The text of the observation is cut like that of later observations, and special tokens spelled out in it are
+        escaped.
         """
         if observation is None or observation == "":
             return prompt
@@ -332,7 +337,7 @@ class Conversations:
         return replace(prompt, content=[*content, *map(without_image_data, messages)])
 
     def check_images(self, *, is_chat: bool) -> None:
-        """Check that the policy can get an image of the environment. Raises: ValueError if not."""
+        """Check that the policy's input can contain images of the environment. Raises: ValueError if not."""
         if self.tokens.encoder is None:
             raise ValueError(
                 f"Environment {self.runner.name!r} returned an image in an observation, and the policy is text-only. "
@@ -368,7 +373,8 @@ class Conversations:
             encoded: The N prompts, encoded.
             states: N environments, from `begin`.
             num_generations: G.
-            sampling: Sampling settings; `max_completion_length` limits a conversation, with its observations.
+            sampling: Sampling settings; `max_completion_length` limits the tokens of a conversation, including its
+                observations.
             seeds: N seeds, one per prompt.
             progress: Called with the decoding progress of a round.
             vision: The images of the prompts.
@@ -386,8 +392,9 @@ class Conversations:
         game.conversations = [
             Conversation(n, g, self.runner.copy(states[n])) for n in range(len(prompts)) for g in part
         ]
-        # The calls of an engine are collective, so all ranks make them until the last conversation has ended. In the
-        # background, they are not, and the main thread has the collectives.
+        # In the main thread, the calls of an engine are collective, so all ranks make them until the last conversation
+        # has ended. In a background thread, the calls are not collective, because only the main thread may use
+        # collectives.
         waits = ranks.world_size() > 1 and threading.current_thread() is threading.main_thread()
         rows = list(range(len(game.conversations)))
         while ranks.is_any(bool(rows)) if waits else bool(rows):
@@ -400,7 +407,8 @@ class Conversations:
 
         Args:
             groups: N groups.
-            excluded: [N, G] bool. Conversations that do not count, as in the advantages: their credit is 0.
+            excluded: [N, G] bool, True for conversations that are excluded from the group when advantages are computed.
+                Their credit is 0.
         """
         if self.settings.turn_credit == 0:
             return
@@ -418,7 +426,7 @@ class Conversations:
                     completion.turn_advantages[turn.start : turn.end] = [self.settings.turn_credit * credit] * count
 
     def warn_of_unread_rewards(self, groups: Sequence[Group], rewards: Sequence[WeightedReward]) -> None:
-        """Warn if the environment gives rewards, and none of the rewards reads them."""
+        """Warn if the environment gives rewards that no reward of the run reads."""
         completions = (completion for group in groups for completion in group.completions)
         if self.settings.turn_credit or any(
             reward.may_read("environment_rewards") or reward.may_read("turns") for reward in rewards
@@ -451,7 +459,7 @@ class Game:
         self.prompts, self.encoded, self.sampling, self.seeds = prompts, encoded, sampling, seeds
         self.part, self.on_group = part, on_group
         self.conversations: list[Conversation] = []
-        """All conversations: those of the first prompt, then those of the second one, and so on."""
+        """All conversations: first those of the first prompt, then those of the second prompt, and so on."""
         self.states: dict[int, Any] = {}
         """The states that the engine keeps between turns."""
         self.num_rounds = 0
@@ -503,7 +511,8 @@ class Game:
         more |= {name: value for name, value in optional.items() if name in takes and value is not None}
         if vision is not None:
             more["vision"] = vision
-        # In the first round the limits are the same, and a rank without prompts decodes with the others: by this limit.
+        # In the first round, all turns have the same limit. A rank without prompts decodes together with the other
+        # ranks, so it uses this limit, too.
         longest = self.longest_turn if is_first else max(limits, default=1)
         sampling = replace(self.sampling, max_completion_length=longest)
         groups = engine.generate(inputs, count, sampling, seeds, progress, **more)
@@ -529,12 +538,12 @@ class Game:
 
     @property
     def longest_turn(self) -> int:
-        """Most tokens of a first turn."""
+        """Maximum number of tokens of a first turn."""
         longest = self.sampling.max_completion_length
         return longest if self.settings.max_turn_length is None else min(longest, self.settings.max_turn_length)
 
     def turn_limit(self, each: Conversation) -> int:
-        """Most tokens of the next turn of a conversation."""
+        """Maximum number of tokens of the next turn of a conversation."""
         return min(self.longest_turn, self.sampling.max_completion_length - len(each.token_ids))
 
     def start_turn(self, each: Conversation, sampled: Completion, limit: int) -> None:
@@ -592,7 +601,7 @@ class Game:
                 turn.reward = (turn.reward or 0.0) + result.value
 
     def _observe(self, each: Conversation, step: Step) -> None:
-        """Append an observation, if a token of the next turn has room behind it."""
+        """Append an observation if at least one token of a next turn fits after it; else end the conversation."""
         is_chat = not isinstance(self.prompts[each.prompt].content, str)
         turn, observed = each.turns[-1], None
         if step.keep is not None:
@@ -646,14 +655,14 @@ class Game:
         )
 
     def _shorten(self, each: Conversation, text: str) -> str:
-        """Cut an observation to `max_observation_length` tokens, and count it."""
+        """Cut an observation to `max_observation_length` tokens, and count it if it was too long."""
         short, is_cut = self.owner.shorten(text)
         if is_cut:
             each.metrics["truncated_observations"] = each.metrics.get("truncated_observations", 0.0) + 1
         return short
 
     def _keep(self, each: Conversation, turn: Turn, characters: int) -> None:
-        """Drop the tokens of the last turn that are not within its first characters."""
+        """Keep only the tokens of the last turn that lie within its first `characters` characters."""
         ids = each.token_ids[turn.start : turn.end]
         kept = turn.text[: max(0, characters)]
         decode = self.tokens.tokenizer.decode
@@ -665,7 +674,7 @@ class Game:
         each.drop_behind(count, str(decode(ids[:count], skip_special_tokens=True)))
 
     def _fail(self, each: Conversation, result: Result) -> None:
-        """End a conversation whose environment failed, as `on_error` sets."""
+        """End a conversation whose environment failed, or raise an error if `on_error` is "raise"."""
         label = self.prompts[each.prompt].label
         message = f"Environment {self.runner.name!r} {result.problem} ({label}, turn {each.num_turns})."
         if self.settings.on_error == "raise":
@@ -689,7 +698,7 @@ class Game:
 
 
 def continued_vision(vision: VisionInputs, chosen: Sequence[Conversation], inputs: Sequence[list[int]]) -> VisionInputs:
-    """The vision inputs of prompts that are continued by a conversation."""
+    """The vision inputs of the prompts together with the conversations that continue them."""
     prompts = []
     for each, ids in zip(chosen, inputs, strict=True):
         prompt, length = vision.prompts[each.prompt], len(ids) - len(each.token_ids)
@@ -697,8 +706,8 @@ def continued_vision(vision: VisionInputs, chosen: Sequence[Conversation], input
             prompts.append(whole(prompt, ids[:length], each.token_ids, each.images))
             continue
         more = extend_vision(prompt, each.token_ids, length)
-        # A rank whose prompts have no images runs the vision tower on the blank image. Sharded towers are run by all
-        # ranks together, so that this one must run, too.
+        # A rank whose prompts have no images runs the vision tower on the blank image. A sharded tower is run by all
+        # ranks together, so this rank must run it, too.
         prompts.append(more if vision.blank is None else replace(more, features=None))
     return VisionInputs(prompts, vision.blank)
 

@@ -1,10 +1,10 @@
 """DAPO dynamic sampling: replace prompts whose groups have zero reward variance (arXiv:2503.14476, sec. 3.2).
 
 A group has no gradient if every completion has advantage 0 or is masked by the overlong filter. With the objective's
-baseline `pass_at_k`, these are not only zero-variance groups (`functional.groups_without_gradient`). The prompt of such
-a group is replaced by the next prompt in the data, in up to `max_resample_times` rounds. Each round samples as many new
-prompts as there are groups to replace, so that no group with a gradient is thrown away. A group that is still without a
-replacement after the last round stays in the rollout.
+baseline `pass_at_k`, some groups without a gradient have nonzero reward variance
+(`functional.groups_without_gradient`). The prompt of such a group is replaced by the next prompt in the data, in up to
+`max_resample_times` rounds. Each round samples as many new prompts as there are groups to replace, so that no group
+with a gradient is thrown away. A group that is still without a replacement after the last round stays in the rollout.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class DynamicSampling:
     reward: str | None = None
     """Name of a reward that must vary within a group, in addition to the combined rewards from which advantages are
     computed. If this is null, or the reward does not apply to a group, only the combined rewards must vary. DAPO tests
-    the accuracy reward, because combined rewards with a length reward vary in almost every group. With the baseline
-    `pass_at_k`, "vary" means that the reward gives at least one completion an advantage."""
+    the accuracy reward: if the combined rewards include a length reward, they vary in almost every group. With the
+    baseline `pass_at_k`, "vary" means that the reward gives at least one completion an advantage."""
 
     def __post_init__(self) -> None:
         """Check the number of rounds. Raises: ValueError if it is below 1."""

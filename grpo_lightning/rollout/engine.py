@@ -24,16 +24,18 @@ class Turns:
     """The states of conversations that an engine keeps between their turns."""
 
     rows: Sequence[int]
-    """Number of the conversation of each completion of a call, by which later calls name it again. The prompt of a
-    later call begins with the prompt and the completion of the earlier one, or with a part of them."""
+    """For each completion of a call, the number of its conversation. Later calls use the same number for the same
+    conversation. The prompt of a later call begins with the prompt and the completion of the earlier call, or with a
+    part of them."""
 
     states: dict[int, Any]
-    """The kept states, by the number of the conversation. The engine changes it, and the caller drops it after
-    the last call."""
+    """The kept states, by the number of the conversation. The engine changes this mapping, and the caller drops it
+    after the last call."""
 
 
 OnGroup = Callable[[int, list[Completion]], None]
-"""Callback of an engine, called with the index of a prompt and its completions as soon as all of them have ended."""
+"""Callback of an engine. It is called with the index of a prompt and the prompt's completions, as soon as all these
+completions have ended."""
 
 
 class RolloutEngine(Protocol):
@@ -68,21 +70,23 @@ class RolloutEngine(Protocol):
             prompts: N unpadded token-id lists; N may be 0 and differ between ranks.
             num_generations: G, completions per prompt.
             sampling: Sampling distribution and stop conditions.
-            seeds: N seeds, one per prompt. The same seed, weights and prompt must give the same completions, whatever
-                the other prompts in the batch and the rank are. The engine must not touch global random state.
+            seeds: N seeds, one per prompt. The same seed, weights and prompt must give the same completions, regardless
+                of the rank and of the other prompts in the batch. The engine must not touch global random state.
             progress: Called with the decoding progress.
             vision: The images of the prompts, for a multimodal policy. The engine may cache the features of a frozen
                 vision tower in this object, for later forward passes.
             part: Indices, among the G completions of a prompt, of those to sample; None for all. With
                 `model.ranks_per_group` R, each of R ranks samples every R-th completion of a prompt. A completion may
                 depend on its index in the group, but not on the part.
-            on_group: Called at most once per prompt, as soon as all its completions have ended, with the completions
-                that will be returned for it. Rewards then start while other prompts are still being sampled. An engine
-                may lack this argument, or never call it: rewards then start after sampling.
+            on_group: Called at most once per prompt, as soon as all completions of the prompt have ended, with the
+                completions that will be returned for the prompt. Rewards are then computed while other prompts are
+                still being sampled. An engine may lack this argument, or never call it: rewards are then computed after
+                sampling.
             limits: Maximum number of tokens of each prompt's completions, at most `sampling.max_completion_length`;
-                None for the latter. An engine may lack this argument: what it samples beyond a limit is dropped.
-            turns: For conversations: what to keep for their next turns, and what was kept. An engine may lack this
-                argument: it then computes the whole conversation again for each turn.
+                None uses `sampling.max_completion_length` for all prompts. An engine may lack this argument: what it
+                samples beyond a limit is dropped.
+            turns: For conversations: the states that were kept from earlier turns, and where to keep those for the next
+                turns. An engine may lack this argument: it then computes the whole conversation again for each turn.
 
         Returns:
             N lists of G completions (or of those in `part`), in the order of the prompts. The `entropies` of a
@@ -90,7 +94,7 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    # An engine may lack what follows.
+    # An engine may lack all methods and properties that follow.
 
     @property
     def samples_in_background(self) -> bool:
@@ -107,7 +111,7 @@ class RolloutEngine(Protocol):
         return None
 
     def hold_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Context of the turns of conversations: `sync_weights` in another thread waits until it ends."""
+        """Context for all turns of a rollout's conversations: `sync_weights` in another thread waits until it ends."""
         return contextlib.nullcontext()
 
     def check_run(

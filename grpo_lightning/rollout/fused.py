@@ -1,7 +1,8 @@
 """Kernel fusion of token sampling on CUDA: `torch.compile` makes a few kernels of the forty operations of `NextToken`.
 
 Sampling a token is a sequence of small operations on the logits, which a GPU finishes faster than the host can launch
-them. On other devices, and wherever the compilation fails or gives other numbers, the operations run one by one.
+them. On other devices, and if the compilation fails or the compiled kernels compute different numbers, the operations
+run one by one.
 """
 
 from __future__ import annotations
@@ -21,22 +22,27 @@ from grpo_lightning.rollout.token_sampler import NextToken, SampledTokens, Sampl
 log = logging.getLogger(__name__)
 
 LEAST_LENGTH = 32
-"""`max_completion_length` from which sampling is compiled, which takes up to a minute for each set of settings."""
+"""Smallest `max_completion_length` for which sampling is compiled. A compilation takes up to a minute for each set of
+settings."""
 
 OTHER_TOKENS = 0.01
-"""Largest share of rows whose token may differ from that of the operations one by one, if it is more than one row: a
-cumulative probability that is rounded otherwise samples another token if the uniform number lies in between."""
+"""Largest accepted share of rows for which the fused and the separate operations sample different tokens. One row may
+differ even if its share is larger. Kernels may round a cumulative probability differently, and if the uniform number
+lies between the two rounded values, another token is sampled."""
 
 OTHER_NATS = 1e-3
-"""Largest difference of the log-prob of the same token, and of the entropy."""
+"""Largest accepted difference between the results of fused and separate operations, in nats. Entropies are compared in
+all rows, and log-probs in the rows with the same token."""
 
 OPTIONS: dict[str, Any] = {
-    # No benchmarks of kernel configurations, which would choose the order of sums: a seed must mean the same tokens.
+    # Benchmarks of kernel configurations are off. Their results would determine the order of sums, but the same seed
+    # must always give the same tokens.
     "deterministic": True,
-    # One of these passes rewrites the softmax of logits divided by a temperature, which takes four more kernels.
+    # One of these passes rewrites the softmax of logits that are divided by a temperature, and the result needs four
+    # more kernels.
     "use_joint_graph_passes": False,
 }
-"""Options of inductor, of which older releases of torch lack some."""
+"""Options of inductor. Older releases of torch lack some of them."""
 
 
 def next_token(settings: TokenSettings, vocabulary: int, device: torch.device, longest: int) -> SampleToken:
@@ -59,9 +65,10 @@ def cached_sampler(settings: TokenSettings, vocabulary: int, device: torch.devic
 
 
 class FusedSampler:
-    """`NextToken` compiled by `torch.compile`; its first call is compared with the operations one by one.
+    """`NextToken` compiled by `torch.compile`; the results of its first call are compared with the uncompiled ones.
 
-    The number of rows and of seen ids may change without another compilation, except for a single row.
+    The numbers of rows and of seen ids may change without another compilation; a batch of one row is compiled
+    separately.
 
     Args:
         sampler: The operations.
@@ -85,7 +92,7 @@ class FusedSampler:
             new_tokens = compiled(history, logits, uniforms)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 - no compiler, no Triton for this GPU, a limit: of many types
+        except Exception as error:  # noqa: BLE001 - of many types: no compiler, no Triton for this GPU, a limit
             return self.sample_unfused(str(error).strip().partition("\n")[0], history, logits, uniforms)
         if reason := difference(new_tokens, self.operations(history, logits, uniforms)):
             return self.sample_unfused(reason, history, logits, uniforms)
@@ -101,10 +108,11 @@ class FusedSampler:
 
 
 def compile_sampler(sampler: NextToken) -> SampleToken:
-    """Compile `NextToken`, to be run with any number of rows.
+    """Compile `NextToken` for any number of rows.
 
-    `torch.compile` limits the compilations of a code object, and makes numbers that differ between two of them
-    dynamic. Other settings are other code to it, because each has its own copy.
+    `torch.compile` limits the number of compilations per code object. Numbers that differ between two compilations of
+    the same code object become dynamic. So each call compiles a separate copy of the code, and different settings count
+    as different code objects.
     """
     code = NextToken.__call__.__code__.replace(co_name=f"sample_token_{next(numbers)}")
     function = types.FunctionType(code, NextToken.__call__.__globals__)
@@ -139,5 +147,5 @@ def difference(new_tokens: SampledTokens, expected: SampledTokens) -> str:
 
 
 def nats(one: Tensor, other: Tensor) -> Tensor:
-    """|difference|, infinite where only one is NaN, 0 where both are."""
+    """|difference|: infinite where only one of the two is NaN, 0 where both are NaN."""
     return (one - other).abs().nan_to_num(nan=torch.inf).masked_fill(one.isnan() & other.isnan(), 0)

@@ -1,4 +1,4 @@
-"""The `Rollout` that the methods of a training step pass on, and functions to sample, mask and share its groups."""
+"""The `Rollout` of a training step, and functions that sample, mask and share its groups."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class GroupSource(NamedTuple):
         part: range | None = None,
         on_group: Callable[[Group], None] | None = None,
     ) -> list[Group]:
-        """Sample G completions for each of N prompts: `prepare`, and then call what it returns."""
+        """Sample G completions for each of N prompts: call `prepare`, and then the function that it returns."""
         return self.prepare(prompts, num_generations, sampling, seeds, progress, part, on_group)()
 
     def prepare(
@@ -83,7 +83,7 @@ class GroupSource(NamedTuple):
         if self.conversations is not None:
             prompts, states = self.conversations.begin(prompts, seeds)
         encoded = self.encoder.fitting(prompts, sampling.max_completion_length)
-        # With sharded weights all ranks run the vision tower together, even if only some ranks have images.
+        # If weights are sharded, all ranks run the vision tower together, even if only some ranks have images.
         vision = self.encoder.vision_inputs([prompt.vision for prompt in encoded], needs_blank=self.sharding.is_sharded)
         never = {*sampling.suppress_tokens, *self.encoder.never_sampled}
 
@@ -97,7 +97,7 @@ class GroupSource(NamedTuple):
                 vision=encoded[number].vision,
             )
 
-        # Engines may lack the arguments that they are never given.
+        # Optional arguments are passed only if they are needed, because an engine may lack them.
         more: dict[str, Any] = {"vision": vision, "part": part}
         takes = inspect.signature(self.engine.generate).parameters
         if on_group is not None and (self.conversations is not None or "on_group" in takes):
@@ -121,17 +121,18 @@ class GroupSource(NamedTuple):
 
 
 def kl_to_reference(groups: Sequence[Group]) -> Tensor:
-    """KL of each completion to the reference, [N, G] in nats: the estimate k1, summed over the trained tokens.
+    """KL of each completion to the reference, [N, G] in nats: the estimate k1, summed over the sampled tokens.
 
-        KL = sum over trained t of (rollout_logprob[t] - ref_logprob[t])
+        KL = sum over t of (rollout_logprob[t] - ref_logprob[t])
 
-    If all tokens of a completion are masked, the sum is over all its tokens instead.
+    In a conversation, t runs over the tokens that the policy sampled. In other completions, t runs over the tokens that
+    are not masked, or over all tokens if all of them are masked.
     """
     return torch.tensor([[_kl(c) for c in group.completions] for group in groups], dtype=torch.float32)
 
 
 def _kl(completion: Completion) -> float:
-    """KL of one completion in nats, over the tokens that the policy sampled, also those of a filtered completion."""
+    """KL of one completion in nats, over the tokens that the policy sampled, even if the completion is filtered."""
     assert completion.ref_logprobs is not None
     differences = [own - ref for own, ref in zip(completion.logprobs, completion.ref_logprobs, strict=True)]
     if completion.turns is None:
@@ -169,7 +170,8 @@ def mask_truncated(groups: Sequence[Group], overlong_filter: OverlongFilter) -> 
 def are_excluded(groups: Sequence[Group], overlong_filter: OverlongFilter) -> Tensor:
     """Whether a completion is excluded from mean and std of its group: [N, G] bool.
 
-    That is, if it is truncated and the filter is "group", or if its environment failed and `on_error` is "none".
+    A completion is excluded if it is truncated and the filter is "group", or if its environment failed and `on_error`
+    is "none".
     """
     excluded = [
         [
@@ -206,7 +208,7 @@ class Rollout:
     """Values of each reward, what the rewards logged, and the number of failures."""
 
     rewards: Tensor | None = None
-    """[N, G] float32: combined rewards; NaN where a completion is not scorable or is excluded from its group."""
+    """[N, G] float32: combined rewards. NaN where a completion is not scorable, or is excluded from its group."""
 
     advantages: Tensor | None = None
     """[N, G] float32."""
@@ -274,8 +276,8 @@ class SharedGroups:
     def __init__(self, teams: Teams) -> None:
         self.teams = teams
         self._sampled: list[Group] = []
-        """This rank's part of each group sampled in this cycle. It keeps the vision inputs, which are not sent between
-    ranks."""
+        """This rank's part of each group that was sampled in this cycle. The parts keep the vision inputs, because
+        these are not sent between ranks."""
 
     def collect(self, parts: list[Group]) -> list[Group]:
         """Join the members' parts of each group into complete groups. Collective in a team.
@@ -345,7 +347,7 @@ class SharedGroups:
                 completion.ref_logprobs = values
 
     def forget(self) -> None:
-        """Free the parts of the cycle; its micro-batches must have been made."""
+        """Free the parts of the cycle. The micro-batches of the cycle must have been made before."""
         self._sampled = []
 
     def _part_of(self, rollout: Rollout, member: int) -> tuple[list[int], list[list[Completion]], Tensor | None]:

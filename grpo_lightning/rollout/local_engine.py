@@ -1,8 +1,9 @@
 """The local engine: samples with the policy itself, with the unmodified model code of transformers.
 
-Every prompt is prefilled once for its G completions, and finished completions leave the batch. If the number of rows is
-limited, waiting prompts are prefilled as soon as enough rows have left, and their rows join the open rows (continuous
-batching; Yu et al. 2022, "Orca"). `policy/kv_cache.py` has the KV caches, and `captured.py` the CUDA graphs.
+Every prompt is prefilled once for its G completions, and finished completions leave the batch. The completions in the
+batch are called open rows. If the number of rows is limited, waiting prompts are prefilled as soon as enough rows have
+left, and their rows join the open rows (continuous batching; Yu et al. 2022, "Orca"). The KV caches are in
+`policy/kv_cache.py`, the CUDA graphs in `captured.py`.
 """
 
 from __future__ import annotations
@@ -56,15 +57,15 @@ from grpo_lightning.rollout.token_sampler import ChooseSampler, SampledTokens, T
 log = logging.getLogger(__name__)
 
 LOOK_INTERVAL = {"cpu": 1}
-"""Decoding steps after which the host looks at which completions have ended, by device type; 16 on others. A look waits
-for the device, and what is sampled after a completion's end is dropped."""
+"""Number of decoding steps after which the host checks which completions have ended, by device type; 16 on other types.
+Each check waits for the device. Tokens that are sampled after a completion's end, until the next check, are dropped."""
 
 CAPTURES: dict[str, Callable[[torch.device], Capture]] = {"cuda": CudaCapture}
-"""The class that captures decoding steps, by device type."""
+"""For each device type that has graphs, the class that captures decoding steps."""
 
 LEAST_ENDED = {"cpu": 0.0}
-"""Fraction of the open rows that must have ended before these leave the batch, by device type; 0.25 on others, where a
-step takes hardly longer with a few more rows, and other numbers of rows need other kernels."""
+"""Fraction of the open rows that must have ended before the ended rows leave the batch, by device type; 0.25 on other
+types. There, a step takes hardly longer with a few more rows, and every new number of rows needs different kernels."""
 
 
 Way = Literal["shared", "repeated", "generate"]
@@ -82,16 +83,18 @@ class LocalEngine(RolloutEngine):
 
     Args:
         max_rows: Maximum number of completions decoded at the same time, but at least the G completions of one prompt;
-            limits the memory of the KV cache. If a rollout has more completions, prompts wait until completions have
-            ended and their G completions have room. A model whose completions cannot share the keys and values of
-            their prompt decodes in waves: prompts wait until all completions have ended. The completions do not depend
-            on this number. None decodes all completions at the same time.
+            limits the memory of the KV cache. If a rollout has more completions, a prompt waits until enough other
+            completions have ended to make room for the prompt's G completions. A model whose completions cannot share
+            the keys and values of their prompt decodes in waves: prompts wait until all completions that are being
+            decoded have ended. The completions do not depend on this number. None decodes all completions at the same
+            time.
         gather_for_generation: How sharded weights (FSDP2, ZeRO-3) are gathered for sampling. True gathers them once per
             rollout, which is fast, but every device must hold the full weights. False gathers each layer when it runs,
             at every token; all ranks then wait for the longest completion. "auto" gathers once unless the full
             weights would take more than half of the free GPU memory. All three give the same completions.
-        enforce_eager: Whether to run decoding steps without CUDA graphs. With them, the steps of small models take a
-            fraction of the time. They are used on GPUs, where the weights are not sharded, if the model allows it.
+        enforce_eager: Whether to run decoding steps without CUDA graphs. With CUDA graphs, the decoding steps of small
+            models take a fraction of the time. The graphs are used on GPUs if the weights are not sharded and the model
+            allows it.
     """
 
     def __init__(
@@ -118,7 +121,7 @@ class LocalEngine(RolloutEngine):
     def check_run(
         self, policy: PolicySettings, sampling: Sequence[SamplingParams], sharding: Sharding, world_size: int
     ) -> None:
-        """Check that the engine has all sampling settings. Raises: ValueError."""
+        """Check that the engine supports the sampling settings. Raises: ValueError if not."""
         for each in sampling:
             check_unguided(each)
 
@@ -148,7 +151,8 @@ class LocalEngine(RolloutEngine):
     def check_logprobs(self, scorer: Scorer) -> None:
         """Check that the engine's log-probs equal those of training, on a small rollout with prompts of unequal length.
 
-        If sampling fails or its log-probs differ, the engine takes the next of `WAYS` and checks again.
+        If sampling fails or its log-probs differ, the engine switches to the next, slower way in `WAYS` and checks
+        again.
 
         Args:
             scorer: Computes the policy's log-probs in training.
@@ -177,7 +181,7 @@ class LocalEngine(RolloutEngine):
 
     @torch.no_grad()
     def probe_difference(self, scorer: Scorer) -> Tensor:
-        """|difference| of engine's and scorer's log-probs, for 2 prompts x 2 completions: [sampled tokens], nats."""
+        """|engine's log-probs - scorer's log-probs| for 2 prompts x 2 completions: [sampled tokens], nats."""
         batch = probe_batch(self.policy)
         prompts = [ids[mask].tolist() for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
         length = batch.completion_ids.shape[1]
@@ -238,11 +242,12 @@ class LocalEngine(RolloutEngine):
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[Lockstep]:
-        """Context in which the policy can run, with its weights gathered if so chosen. Yields the `Lockstep` to use."""
+        """Context in which the policy can run; its weights are gathered if that was chosen. Yields the `Lockstep`."""
         if not self.sharding.is_sharded:
             yield Lockstep(is_needed=False)
             return
-        # Decided for every rollout: free memory changes when the optimizer allocates its states.
+        # Whether to gather is decided anew for every rollout, because free memory changes when the optimizer allocates
+        # its states.
         gathers, reason = is_gathered(self.policy, self.gather_for_generation, self.sharding.gathered_dtype)
         if gathers != self.logged_gathering:
             log_gathering(gathers, reason)
@@ -282,16 +287,16 @@ class LocalEngine(RolloutEngine):
         lengths: set[int],
         kept_states: KeptStates | None = None,
     ) -> list[SampledRow]:
-        """Decode a rollout: prefill prompts, then sample one token per unfinished completion and step.
+        """Decode a rollout: prefill prompts, then sample one token per step for every unfinished completion.
 
         Args:
-            waiting: The prompts. All that have room are prefilled at once, the others as rows leave.
+            waiting: The prompts. All prompts that have room are prefilled at once, the others when rows have left.
             num_waves: `WaitingPrompts.num_waves`, the maximum over ranks in lockstep.
             sampling: Sampling settings.
             lockstep: Synchronizes the forward calls.
             progress: Called after every decoding step.
             groups: Reports groups as soon as all their rows have ended.
-            lengths: The different limits of all ranks, in tokens.
+            lengths: The set of all completion limits that occur on any rank, in tokens.
             kept_states: Keeps the states of conversations between their turns.
         """
         device, whole, longest = compute_device(self.policy), waiting.wave, sampling.max_completion_length
@@ -334,7 +339,7 @@ class LocalEngine(RolloutEngine):
     def open(
         self, wave: Wave, step: int, longest: int, kept_states: KeptStates | None = None
     ) -> tuple[OpenRows, PlacedPrompts]:
-        """Prefill prompts and open their rows, for completions of at most `longest` tokens from a decoding step on."""
+        """Prefill prompts and open their rows: completions of at most `longest` tokens that begin at step `step`."""
         prompt_ids, prompt_mask, fan = self.prepare(wave)
         placed = place(self.policy, prompt_ids, prompt_mask, wave.vision)
         begun = None
@@ -345,7 +350,8 @@ class LocalEngine(RolloutEngine):
         # the last token is never fed back
         cache: DecodingCache = decoding_cache(self.policy, prefilled, prompt_mask, fan, longest - 1)
         if isinstance(cache, SharedPrompts) and self.captured is not None:
-            # Even if no graph can be captured: otherwise, rounding would depend on whether one was tried before.
+            # The shapes are fixed even if no graph can be captured. Otherwise, rounding would depend on whether a
+            # capture was tried before.
             cache.has_fixed_shapes = longest >= LEAST_LENGTH
         rows = OpenRows(
             cache=cache,
@@ -370,7 +376,7 @@ class LocalEngine(RolloutEngine):
         groups: SampledGroups,
         kept_states: KeptStates | None = None,
     ) -> tuple[OpenRows | None, Wave]:
-        """Let rows leave, if enough of them have ended or some have the maximum length, and take prompts instead.
+        """Remove ended rows if enough have ended or some have the maximum length, and take waiting prompts instead.
 
         Args:
             rows: The open rows.
@@ -399,7 +405,7 @@ class LocalEngine(RolloutEngine):
         return (rows.select(pack_rows(kept)) if kept else None), joining
 
     def feed(self, rows: OpenRows | None, step: int, placed: PlacedPrompts) -> None:
-        """Run the tokens of a decoding step, for the logits of the next tokens; without rows, run a dummy token."""
+        """Run the policy on the tokens of a decoding step, to get the next logits; without rows, run a dummy token."""
         if rows is None:
             ids = torch.full((1, 1), self.pad_id, device=placed.first.device)
             self.forward(ids, position_ids=placed.along(torch.zeros_like(ids)))
@@ -432,7 +438,7 @@ class LocalEngine(RolloutEngine):
             prompt_mask: [N, L] bool.
             placed: Positions of the tokens.
             vision: The images of the prompts.
-            begun: States of the first columns, from earlier turns of conversations; None runs all columns.
+            begun: Keys and values of the first columns, from earlier turns of conversations; None runs all columns.
 
         Raises:
             LostCacheError: If the model did not store the prompts.
@@ -563,18 +569,18 @@ class LocalEngine(RolloutEngine):
 
     @property
     def pad_id(self) -> int:
-        """Id for padding; any will do, because padding is masked."""
+        """Id for padding. Any id can be used, because padding is masked."""
         return int(self.tokenizer.pad_token_id or 0)
 
 
 class Wave(NamedTuple):
-    """Prompts prefilled together; without prompts on a rank that only takes part in the collectives."""
+    """Prompts that are prefilled together. The wave is empty on a rank that only takes part in the collectives."""
 
     prompts: list[list[int]]
     seeds: list[int]
     num_generations: int
     part: range
-    """Indices of the completions of each prompt to sample, among its G."""
+    """Indices, among the G completions of each prompt, of those to sample."""
 
     vision: VisionInputs | None = None
 
@@ -609,7 +615,7 @@ class WaitingPrompts:
         return -(-len(self.wave.prompts) // max(1, self.max_rows // len(self.wave.part)))
 
     def take(self, num_open: int) -> Wave:
-        """Take the next prompts whose rows have room next to `num_open` open rows; at least one if none is open."""
+        """Take the next prompts whose rows fit next to `num_open` open rows; at least one prompt if no row is open."""
         prompts, seeds, num_generations, part, vision, _, limits = self.wave
         count = max((self.max_rows - num_open) // len(part), int(not num_open))
         run = range(len(prompts))[self.num_taken : self.num_taken + count]
@@ -625,8 +631,8 @@ class WaitingPrompts:
 class OpenRows:
     """State of the open rows for the next decoding step.
 
-    The histories of all rows end in the same column: the token of decoding step s is in column `origin + s`, whenever a
-    row has joined. In front of a row's prompt, a token of the prompt is repeated.
+    The histories of all rows end in the same column: the token of decoding step s is in column `origin + s`, regardless
+    of when its row joined. The columns before a row's prompt are filled with a repeated token of the prompt.
     """
 
     cache: DecodingCache
@@ -634,7 +640,7 @@ class OpenRows:
     """[rows] decoding step of each row's first token."""
 
     end: list[int]
-    """[rows] decoding step after that of the last token that each row may have."""
+    """[rows] decoding step that follows the step of the last token that the row may have."""
 
     origin: int
     """Column of `history` minus decoding step."""
@@ -655,14 +661,14 @@ class OpenRows:
     """[rows] bool: rows that have ended since the open rows were last chosen."""
 
     num_ended: int = 0
-    """Number of these rows when the host last looked."""
+    """Number of rows that had ended, or reached their maximum length, when the host last looked."""
 
     def before(self, step: int) -> Tensor:
         """Ids before the token of a decoding step, [rows, tokens]; a view."""
         return self.history[:, : self.origin + step]
 
     def completions(self, step: int) -> Tensor:
-        """Completion ids up to the token of a decoding step, [rows, tokens]; a younger row's begin at `late`."""
+        """Completion ids up to the token of a decoding step, [rows, tokens]. A row's own ids begin at column `late`."""
         return self.history[:, self.origin + self.oldest : self.origin + step + 1]
 
     @functools.cached_property
@@ -672,12 +678,12 @@ class OpenRows:
 
     @functools.cached_property
     def late(self) -> Tensor | None:
-        """[rows] steps from the oldest row's first token to each row's first token; None if 0 for all rows."""
+        """[rows] number of steps from the oldest row's first token to each row's first token; None if all are 0."""
         steps = [step - self.oldest for step in self.start]
         return torch.tensor(steps, device=self.history.device) if any(steps) else None
 
     def unfinished_rows(self, has_ended: list[bool], step: int) -> list[int]:
-        """Indices of the rows that have not ended, and may have a token after that of a decoding step."""
+        """Indices of the rows that have not ended and may still get a token after this decoding step."""
         rows = enumerate(zip(has_ended, self.end, strict=True))
         return [row for row, (ended, end) in rows if not ended and end > step + 1]
 
@@ -690,12 +696,12 @@ class OpenRows:
         return dataclasses.replace(self, start=start, end=end, num_ended=0, **tensors)
 
     def join(self, new: OpenRows, step: int, longest_prompt: int) -> OpenRows:
-        """Add rows behind the present rows, and drop columns of the histories that no row needs any more.
+        """Append rows to these rows, and drop columns of the histories that no row needs any more.
 
         Args:
-            new: The rows. Their first token is that of the next decoding step.
+            new: The rows to append. Their first token is sampled in the next decoding step.
             step: The next decoding step.
-            longest_prompt: Most tokens of a prompt of the rollout.
+            longest_prompt: Number of tokens of the rollout's longest prompt.
         """
         assert isinstance(self.cache, SharedPrompts)
         assert isinstance(new.cache, SharedPrompts)
@@ -751,9 +757,10 @@ class SampledRows:
         self.rows = [SampledRow(limit=limit) for limit in limits]
         self.stop_ids = stop_ids
         self.steps: list[SampledTokens] = []
-        """Steps that are not stored yet."""
+        """The tokens of steps that `store` has not yet moved to the rows."""
         self.unseen: list[tuple[Tensor, Tensor | None]] = []
-        """Per step since the last call of `ended_rows`: the token ids [open rows], and where a stop string ends."""
+        """For each step since the last call of `ended_rows`: the token ids [open rows], and the rows in which a stop
+        string ends."""
         self.ends: list[Tensor] = []
         """[open rows, steps] per call of `ended_rows`: True where a token of `steps` ends a completion."""
 
@@ -763,7 +770,7 @@ class SampledRows:
         self.unseen.append((new_tokens.ids, at_stop_string))
 
     def ended_rows(self) -> Tensor:
-        """Rows with a token that ends them since the last call of this method, [open rows] bool."""
+        """[open rows] bool, True for rows that got a token that ends them since the last call of this method."""
         ids, at_stop_string = zip(*self.unseen, strict=True)
         self.unseen = []
         ends = torch.isin(torch.stack(ids, 1), self.stop_ids)
@@ -773,7 +780,7 @@ class SampledRows:
         return ends.any(1)
 
     def store(self, number: Tensor) -> None:
-        """Move the kept steps to the rows, without what was sampled after a completion had ended.
+        """Move the tokens of the kept steps to the rows, except tokens sampled after the completion had ended.
 
         Args:
             number: [open rows] index of each open row among the rows of the rollout.
@@ -811,13 +818,13 @@ class SampledGroups:
         """By the index of the prompt."""
 
     def report_ended(self, rows: list[SampledRow]) -> None:
-        """Build and report the groups of which all rows have ended since the last call. Args: rows: [N * size]."""
+        """Build and report groups whose rows have all ended, except those reported before. Args: rows: [N * size]."""
         for number, own in enumerate(self._by_prompt(rows)):
             if number not in self.completions and all(row.has_ended for row in own):
                 self._report(number, own)
 
     def finish(self, rows: list[SampledRow]) -> list[list[Completion]]:
-        """Build and report the other groups. Args: rows: [N * size]. Returns: the completions of all N prompts."""
+        """Build and report the remaining groups. Args: rows: [N * size]. Returns: the completions of all N prompts."""
         groups = self._by_prompt(rows)
         for number, own in enumerate(groups):
             if number not in self.completions:
@@ -837,20 +844,20 @@ class SampledGroups:
 class KeptStates:
     """Keys and values of conversations, kept from the end of a turn to the beginning of the next one.
 
-    The states of a prompt are those of its conversation's last turn without the turn's last token. They are used as
-    far as the tokens are the same: tokens at the end of a turn may have been dropped since. The rows of a wave run the
-    same number of new tokens, so that all of them stay left-padded: a row with fewer new tokens runs some old ones
-    again.
+    The states kept for a conversation cover the prompt and all tokens of the conversation so far, except the last token
+    of its last turn. The next prompt uses these states as far as its tokens are the same: tokens at the end of a turn
+    may have been dropped since. All rows of a wave run the same number of new tokens, so that the rows stay
+    left-padded. A row with fewer new tokens runs some of its old tokens again.
 
     Args:
-        turns: Names the conversations, and holds what is kept.
+        turns: Numbers the conversations, and holds the kept states.
     """
 
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
         self.earlier: dict[int, tuple[list[int], list[States]]] = dict(turns.states)
-        """The states that earlier calls have kept, by conversation: the token ids, and for each layer their states
-        [key heads, tokens, head size]."""
+        """Token ids and states that earlier calls have kept, by conversation: the ids, and for each layer the states of
+        these tokens [key heads, tokens, head size]."""
         turns.states.clear()
 
     def before(self, wave: Wave, width: int) -> list[States] | None:
@@ -863,7 +870,8 @@ class KeptStates:
         Returns:
             Per layer, keys and values [N, key heads, columns, head size], left-padded.
         """
-        # With a blank image, other ranks may run the vision tower in this pass, which this rank then has to run, too.
+        # A blank image is given if all ranks must run the vision tower together. Other ranks may run it in this pass,
+        # so this rank has to run it, too.
         has_images = wave.vision is not None and (
             wave.vision.blank is not None or any(prompt.images for prompt in wave.vision.prompts)
         )
@@ -892,8 +900,8 @@ class KeptStates:
 
         Args:
             rows: The open rows.
-            leaving: Indices of those that leave.
-            sampled: Their tokens.
+            leaving: Indices of the open rows that leave.
+            sampled: The sampled tokens of all rows.
             whole: All prompts of the call.
         """
         assert isinstance(rows.cache, SharedPrompts)
@@ -906,13 +914,13 @@ class KeptStates:
 
 
 def num_equal(ids: Sequence[int], others: Sequence[int]) -> int:
-    """Number of tokens at the beginning that are the same."""
+    """Length of the common prefix of two lists of token ids."""
     pairs = enumerate(zip(ids, others, strict=False))
     return next((place for place, (one, other) in pairs if one != other), min(len(ids), len(others)))
 
 
 def check_unguided(sampling: SamplingParams) -> None:
-    """Raise ValueError if completions have to match a regular expression, which only vLLM can guide them to."""
+    """Raise ValueError if completions have to match a regular expression, which only the vLLM engine supports."""
     if sampling.guided_regex is not None:
         raise ValueError(
             f"sampling.guided_regex is {sampling.guided_regex!r}, and LocalEngine has no guided decoding: set "
@@ -921,10 +929,10 @@ def check_unguided(sampling: SamplingParams) -> None:
 
 
 def copies_for_autocast(policy: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """`linear_copies` for the autocast that is enabled; empty without autocast.
+    """The `linear_copies` in the dtype of the enabled autocast; empty without autocast.
 
-    Autocast itself would make them at every token, because Lightning has turned its cache off. Also empty if they would
-    take more than half of the free memory.
+    Autocast itself would make these copies again at every token, because Lightning has turned autocast's cache off. The
+    result is also empty if the copies would take more than half of the free memory.
     """
     kind = device.type
     if not torch.is_autocast_enabled(kind):
@@ -983,8 +991,8 @@ class Lockstep:
     """Synchronizes the number of forward calls over ranks while the weights stay sharded.
 
     Forward calls of sharded weights are collective, but completions end at different steps on each rank. All ranks
-    therefore make the same calls until the last rank is done: ranks without unfinished rows run a dummy row, and ranks
-    without waiting prompts a dummy prefill.
+    therefore make the same calls until the last rank is done: when other ranks decode, a rank without unfinished rows
+    runs a dummy row, and when other ranks prefill prompts, a rank without waiting prompts runs a dummy prefill.
 
     Args:
         is_needed: True if forward calls are collective. Otherwise no rank waits for another.
@@ -998,11 +1006,11 @@ class Lockstep:
         return int(ranks.max_over_ranks(torch.tensor(own, device="cpu"))) if self.is_needed else own
 
     def union(self, own: Sequence[int]) -> set[int]:
-        """The different numbers of all ranks."""
+        """The set of the numbers of all ranks."""
         return set().union(*ranks.gather_objects(set(own))) if self.is_needed else set(own)
 
     def agree(self, *own: bool) -> list[bool]:
-        """Whether some rank makes each kind of forward call next; `own`: whether this rank does."""
+        """For each kind of forward call, whether any rank makes it next. `own`: whether this rank does."""
         if not self.is_needed:
             return list(own)
         return ranks.max_over_ranks(torch.tensor(own, dtype=torch.long, device="cpu")).bool().tolist()

@@ -4,8 +4,9 @@ Every prompt has its own stream of uniform random numbers, one number per token 
 the first token of the vocabulary whose cumulative probability exceeds the number. A completion therefore depends only
 on its prompt, its seed and its index in the group, not on the rank or on which prompts are decoded together.
 
-`NextToken` is the maths, from logits and uniform numbers. It keeps no state, makes no random numbers and never waits
-for the device, so that `torch.compile` can fuse all of it into a few kernels (`rollout/fused.py`).
+`NextToken` computes the sampled token from logits and uniform numbers. It keeps no state, draws no random numbers and
+never waits for the device, so that `torch.compile` can fuse the whole computation into a few kernels
+(`rollout/fused.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ BLOCK_STEPS = 256
 """Decoding steps per block of random numbers. Another block size would change the completions of a seed."""
 
 NO_TOKEN = torch.iinfo(torch.int64).max
-"""An id that `StopStringCriteria` takes for a token without text, as all ids beyond the vocabulary."""
+"""An id beyond the vocabulary. `StopStringCriteria` treats such an id as a token without text."""
 
 BLOCK_TOKENS = 128
 """Vocabulary tokens per block in the two-level search of `pick`; divides most vocabulary sizes."""
@@ -135,10 +136,10 @@ def log_distribution(processors: list[Processor], history: Tensor, logits: Tenso
 
 
 def row_products(one: Tensor, other: Tensor) -> Tensor:
-    """Dot product of each row, [rows]; both are [rows, V].
+    """Dot product of each row of `one` and the same row of `other`: [rows], from two tensors [rows, V].
 
-    `vecdot` needs no tensor [rows, V] of products, but is a call of a BLAS, which `torch.compile` does not fuse with
-    what computes its inputs, and which autocast would run in 16 bits.
+    `vecdot` does not allocate a tensor [rows, V] of products. But it calls a BLAS function, which `torch.compile` does
+    not fuse with the operations that compute its inputs, and which autocast would run in 16 bits.
     """
     if torch.compiler.is_compiling():
         return (one * other).sum(-1)
@@ -173,14 +174,14 @@ def first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor
 
     Args:
         weights: [rows, n], none negative, not all 0.
-        target: [rows, 1], at least 0. A target that rounding has made reach the sum of the weights is lowered to the
-            largest number below this sum: its index is that of the last positive weight.
+        target: [rows, 1], at least 0. If rounding has made a target as large as the sum of the weights, the target is
+            lowered to the largest number below this sum, and the index found is that of the last positive weight.
 
     Returns:
         [rows, 1] the index, always of a positive weight; [rows, 1] the sum of the weights before that index; and
         [rows, 1] the target, lowered if need be.
     """
-    # Entries of weight 0 are masked, because a parallel cumsum can change by a rounding error there.
+    # Entries of weight 0 are masked, because a parallel cumsum can increase by a rounding error at such an entry.
     cumulated = weights.cumsum(-1, dtype=target.dtype).masked_fill(weights == 0, 0)
     target = target.minimum(next_below(cumulated.amax(-1, keepdim=True)))
     index = (cumulated > target).byte().argmax(-1, keepdim=True)
@@ -190,8 +191,8 @@ def first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor
 def next_below(numbers: Tensor) -> Tensor:
     """The largest number below each positive, normal number.
 
-    Numbers in [2^e, 2^(e+1)) are spaced by eps 2^e, and those just below 2^e by half of that. x - x eps / 2 is less
-    than x by at least half a spacing and by less than a spacing, and rounds to the number below x.
+    Numbers in [2^e, 2^(e+1)) have the spacing eps 2^e, and numbers just below 2^e have half this spacing. x - x eps / 2
+    is less than x, by at least half a spacing and by less than one spacing. So it rounds to the number below x.
     """
     return numbers * (1 - torch.finfo(numbers.dtype).eps / 2)
 
@@ -206,10 +207,12 @@ class Suppression:
     """
 
     def __init__(self, never: tuple[int, ...], vocabulary: int, device: torch.device) -> None:
-        # On a GPU, `pick` needs no padded copy if the last block is full. On a CPU, a slice costs less than a mask.
+        # On a GPU, slicing leaves full blocks if possible, because `pick` then needs no padded copy. On a CPU, all
+        # suppressed ids at the end are sliced off, because a slice costs less than a mask.
         self.size, among = sampled_ids(never, vocabulary, BLOCK_TOKENS if device.type == "cuda" else 1)
         self.bias: Tensor | None = None
-        """[size], 0 or -inf. Adding it takes one operation, which can be fused with the next; a fill takes a copy."""
+        """[size], 0 or -inf. Adding this bias takes one operation, which can be fused with the next operation; filling
+        the logits with -inf would need a copy of them."""
         if among:
             # Made once: a copy to a GPU at every token would wait for the GPU.
             bias = torch.zeros(self.size, dtype=torch.float32, device="cpu")
@@ -257,13 +260,13 @@ def choose_unfused(settings: TokenSettings, vocabulary: int, device: torch.devic
 class Uniforms:
     """Uniform random numbers in [0, 1): one stream per prompt, G numbers per decoding step.
 
-    The streams do not depend on the maximum completion length, the device, or the step at which a prompt joins.
+    The numbers do not depend on the maximum completion length, the device, or the step at which a prompt joins.
 
     Args:
         seeds: N seeds, one per prompt.
         num_generations: G, completions per prompt.
         device: Device of the returned numbers.
-        part: Indices, among the G completions of a prompt, of those that numbers are returned for; None for all.
+        part: Indices of the completions, among the G of each prompt, for which numbers are returned; None for all.
     """
 
     def __init__(self, seeds: list[int], num_generations: int, device: torch.device, part: range | None = None) -> None:
@@ -271,12 +274,12 @@ class Uniforms:
         self.part = part or range(num_generations)
         self.generators: list[torch.Generator] = []
         self.rest: list[Tensor] = []
-        """Per prompt, random numbers that no block contains yet: [steps, len(part)]."""
+        """For each prompt, random numbers that are not part of a block yet: [steps, len(part)]."""
         self.block, self.num_blocks = torch.empty(0), 0
         self.join(seeds, 0)
 
     def join(self, seeds: list[int], step: int) -> None:
-        """Add prompts. Their first numbers are those of this decoding step, the next that is requested."""
+        """Add prompts. Their first numbers are used at this decoding step, which is the next requested step."""
         self.generators += [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
         missed = torch.zeros(step % BLOCK_STEPS, len(self.part), dtype=torch.float64, device="cpu")
         self.rest += [missed] * len(seeds)
@@ -327,7 +330,7 @@ class TokenSampler:
             history: [rows, seen] prompt and completion ids.
             logits: [rows, V] of the next token.
             step: Decoding step, for the random numbers.
-            rows: [rows] index of each row among all rows that have joined so far; None if none of those has finished.
+            rows: [rows] index of each row among all rows that have joined so far; None if no row has left yet.
         """
         uniforms = None
         if not self.sampling.is_greedy:
@@ -344,7 +347,8 @@ class TokenSampler:
         """Wait for the device once. Returns: `has_ended`, [rows] bool, on the host.
 
         Raises:
-            FloatingPointError: If a logit was NaN or infinite since the last look, because training has diverged.
+            FloatingPointError: If a logit was NaN or infinite since the last call, which means that training has
+                diverged.
         """
         is_nan = torch.cat(self.entropies).isnan().any()
         self.entropies = []
@@ -361,7 +365,7 @@ class TokenSampler:
 
         Args:
             completion_ids: [rows, tokens].
-            late: [rows] tokens before each row's completion, which are ignored; None for 0.
+            late: [rows] number of tokens before each row's completion, which are ignored; None if there are none.
         """
         if self.stop_strings is None:
             return None
@@ -369,5 +373,4 @@ class TokenSampler:
             is_early = torch.arange(completion_ids.shape[1], device=late.device) < late[:, None]
             completion_ids = completion_ids.masked_fill(is_early, NO_TOKEN)
         ends: Tensor = self.stop_strings(completion_ids, None)
-        return ends
         return ends

@@ -111,7 +111,7 @@ class Actor:
         return total
 
     def token_logprobs(self, batch: MicroBatch, *, trains_entropy: bool = False) -> TokenScores:
-        """[B, T] log-probs and entropies of a micro-batch under the policy, with their gradients; and the routing."""
+        """[B, T] log-probs and entropies of a micro-batch under the policy, with gradients; and the tokens' routing."""
         return self.scorer(
             self.policy, batch, temperature=self.temperature, trains_entropy=trains_entropy, routers=self.routers
         )
@@ -119,8 +119,8 @@ class Actor:
     def add_old_logprobs(self, micro_batches: Sequence[MicroBatch], shape: CycleShape) -> None:
         """Add old-policy log-probs to a rollout's micro-batches, except those of the first update.
 
-        The first update needs no stored log-probs: its own forward passes still use the weights that sampled the
-        rollout.
+        The first update needs no stored log-probs: the forward passes of the update still use the weights that sampled
+        the rollout.
         """
         if later := micro_batches[shape.accumulate_grad_batches :]:
             with torch.no_grad(), self.phase("old_logprobs"):
@@ -227,7 +227,7 @@ def offloaded_tensors(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the CPU. The copy from a GPU is in pinned memory, several times as fast, and does not wait."""
+    """Copy a tensor to the CPU. From a GPU, copy to pinned memory without waiting, which is several times as fast."""
     if tensor.device.type != "cuda":
         return tensor.to(CPU)
     return torch.empty_like(tensor, device=CPU, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -87,7 +87,7 @@ def join_shards(path: Path, joined: Path) -> dict[str, Any]:
 
 
 def join_deepspeed(path: Path, joined: Path) -> dict[str, Any]:
-    """Merge the shards of a DeepSpeed folder, which only DeepSpeed's own tool can do."""
+    """Merge the shards of a DeepSpeed folder with DeepSpeed's tool; nothing else can merge them."""
     try:
         import deepspeed  # noqa: F401 - the conversion below needs it
     except ImportError as error:
@@ -108,8 +108,8 @@ def num_deepspeed_ranks(checkpoint: Path) -> int:
 
 
 UNIVERSAL = "checkpoint_universal", "latest_universal"
-"""Folder of DeepSpeed's universal checkpoint inside a DeepSpeed folder, and the file that names the folder. DeepSpeed's
-tool writes the file last."""
+"""Inside a DeepSpeed folder: the folder of DeepSpeed's universal checkpoint, and the file that names this folder.
+DeepSpeed's tool writes the file last."""
 
 
 def is_universal(checkpoint: Path) -> bool:
@@ -146,7 +146,7 @@ def policy_weights(content: Mapping[str, Any], checkpoint: str | Path) -> dict[s
 
 
 def run_config(checkpoint: Path) -> dict[str, Any]:
-    """The `model` settings in the `config.yaml` of a checkpoint's run; empty if there is none."""
+    """The `model` settings in the `config.yaml` of a checkpoint's run; empty if there is no such file."""
     folder = run_of(checkpoint)
     if folder is None:
         return {}
@@ -155,7 +155,7 @@ def run_config(checkpoint: Path) -> dict[str, Any]:
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """Folder of a checkpoint's run, which has its `config.yaml`; None if there is none."""
+    """Folder of a checkpoint's run: the nearest parent folder with a `config.yaml`. None if there is no such folder."""
     parents = list(checkpoint.resolve().parents)[:CONFIG_PARENTS]
     return next((parent for parent in parents if (parent / "config.yaml").is_file()), None)
 
@@ -193,7 +193,7 @@ def mark_complete(checkpoint: Path, *, other_files: Sequence[Path] = (), is_inte
 
 
 def unmark_complete(checkpoint: Path) -> None:
-    """Remove the completeness mark of a folder that is about to be overwritten, and its universal checkpoint."""
+    """Remove the completeness mark and the universal checkpoint of a folder that is about to be overwritten."""
     for name in (MARK, UNIVERSAL[1]):
         (checkpoint / name).unlink(missing_ok=True)
     shutil.rmtree(checkpoint / UNIVERSAL[0], ignore_errors=True)
@@ -224,7 +224,7 @@ def was_interrupted(checkpoint: Path) -> bool:
 
 
 REFERENCE = "reference"
-"""Replaces the rank in the name of the file that contains the weights of an updated reference."""
+"""Used instead of the rank in the name of the file with the weights of an updated reference."""
 
 
 class RankFiles:
@@ -233,8 +233,8 @@ class RankFiles:
     Lightning's strategies save Python objects of one rank only. A pending rollout differs between ranks and may be
     large, so each rank writes its own rollout to a file. `<moment>` consists of the step, rollout and position at which
     the checkpoint was saved, and of the numbers of ranks (w), ranks per group (r) and micro-batches per step (a). The
-    checkpoint contains it too, so that files of another save under the same name are never mistaken for files of this
-    one.
+    checkpoint also contains `<moment>`. So if another save used the same checkpoint name, files of that save are never
+    mistaken for files of this checkpoint.
 
     Args:
         checkpoint: Path of the checkpoint. If it is a link, the files are next to the checkpoint that it points to.
@@ -263,7 +263,7 @@ class RankFiles:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
     def read_cycle(self, moment: str, rank: int, share: Mapping[str, int]) -> dict[str, Any]:
-        """Read the cycle of a rank, and check which part of the rollout it is.
+        """Read the cycle of a rank, and check that it contains the expected part of the rollout.
 
         Args:
             moment: `<moment>` of the checkpoint.
@@ -305,11 +305,11 @@ class RankFiles:
         )
 
     def of_moment(self, moment: str | None) -> list[Path]:
-        """The files whose names begin with `moment`; none if it is None."""
+        """The files whose names begin with `moment`; no files if `moment` is None."""
         return [] if moment is None else sorted(self.folder.glob(f"{moment}-*.pt"))
 
     def tidy(self, moment: str | None) -> None:
-        """Remove what earlier saves of the checkpoint have left: all files whose names do not begin with `moment`."""
+        """Remove files that earlier saves of the checkpoint have left: all whose names do not begin with `moment`."""
         for path in self.folder.glob("*.pt") if self.folder.is_dir() else ():
             if moment is None or not path.name.startswith(f"{moment}-"):
                 path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Save checkpoints that are complete and contain the state at the end of an optimizer step, and resume from them.
 
-This module replaces methods of the trainer and the strategy, because every way of saving and loading uses these
-methods: the user's callbacks, `trainer.save_checkpoint` in a script, and strategies that use no `CheckpointIO`
+This module replaces methods of the trainer and the strategy, because all ways of saving and loading go through these
+methods: the user's callbacks, `trainer.save_checkpoint` in a script, and strategies that do not use a `CheckpointIO`
 (DeepSpeed, FSDP2).
 """
 
@@ -84,7 +84,7 @@ class StepEnds(L.Callback):
         trainer.strategy.remove_checkpoint = remove_all  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Mark the first step of a resumed run as saved, for the checkpoint callbacks; Lightning does not."""
+        """Make checkpoint callbacks treat the step from which a run resumes as saved; Lightning does not do this."""
         for callback in trainer.checkpoint_callbacks if trainer.global_step else ():
             if isinstance(callback, ModelCheckpoint):
                 remember_saved_step(callback, trainer.global_step)
@@ -94,7 +94,7 @@ class StepEnds(L.Callback):
         trainer.fit_loop.epoch_loop.min_steps = max(self.min_steps, trainer.global_step + 1)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Record that the optimizer changes the weights, until the end of this step."""
+        """Record that the optimizer changes the weights from now on until the end of this step."""
         pl_module.run.is_updating = True
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
@@ -190,11 +190,12 @@ KEPT_ARGUMENTS = (
     "overlong_filter",
     "seed",
 )
-"""Arguments of the module that checkpoints contain, as plain values. Functions and models have to be passed again."""
+"""Arguments of the module that checkpoints contain, as plain values. Arguments that are functions or models have to be
+passed again when a checkpoint is loaded."""
 
 
 def plain_settings(arguments: Mapping[str, Any], loader: PolicyLoader) -> dict[str, Any]:
-    """Return the module's arguments that a checkpoint contains, so that `load_from_checkpoint` need not be given them.
+    """Return the module's arguments that a checkpoint contains and `load_from_checkpoint` therefore does not need.
 
     All are plain values, so that the checkpoint can be loaded with `weights_only=True`. Rewards are not included, nor
     is a policy that was passed as a model object.
@@ -246,8 +247,8 @@ def check_keys(names: Collection[str], known: Collection[str], trained: Sequence
 def restore_optimizer_settings(trainer: L.Trainer, settings: Sequence[dict[str, Any]], schedule: Any) -> None:
     """Replace the optimizer settings that were loaded from a checkpoint by the settings of this run.
 
-    If the schedule is not a `Schedule` of this library, the learning rate is not replaced: other schedules continue
-    from the learning rate in the checkpoint.
+    The learning rate is replaced only if the schedule is a `Schedule` of this library. Other schedules continue from
+    the learning rate in the checkpoint.
 
     Args:
         trainer: Trainer of a run that may be resumed.
@@ -279,8 +280,8 @@ def check_ranks(trainer: L.Trainer, path: Path) -> None:
     """Check that this run has as many ranks as a DeepSpeed checkpoint needs.
 
     Raises:
-        ValueError: If the checkpoint is a DeepSpeed folder of another number of ranks without a universal checkpoint;
-            the message has the command that creates it.
+        ValueError: If the checkpoint is a DeepSpeed folder that was saved by a different number of ranks and contains
+            no universal checkpoint. The message has the command that creates a universal checkpoint.
     """
     if not (path / "latest").is_file() or not can_read(trainer.strategy, "DeepSpeed") or is_universal(path):
         return

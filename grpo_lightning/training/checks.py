@@ -55,7 +55,8 @@ STEPS: dict[str, tuple[type, str]] = {
     "split_rollout": (Cycle, "a Cycle (add `return Cycle(...)`)"),
     "update": (Tensor, "the loss, a Tensor (add `return loss`)"),
 }
-"""The module's steps of the algorithm: the type that each returns, and how an error describes what to return."""
+"""The steps of the algorithm, which are methods of the module: for each step, the type that it returns, and the
+description of the required result in an error."""
 
 
 def checked_step(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,8 +80,9 @@ def checked_step(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
 def with_scores(returned: Rollout, given: Rollout) -> Rollout:
     """Fill in `rewards` and `scores` that a subclass's `resample` or `compute_advantages` left out of its `Rollout`.
 
-    Logs and callbacks need both. If the method returned the groups that it was given, missing values are those of the
-    given rollout. Otherwise, `rewards` are required, and missing `scores` are made from them.
+    Logs and callbacks need both fields. If the method returned the groups that it was given, missing fields are taken
+    from the given rollout. Otherwise, the method must return `rewards`, and missing `scores` are made from these
+    rewards.
     """
     if [id(group) for group in returned.groups] == [id(group) for group in given.groups]:
         rewards = given.rewards if returned.rewards is None else returned.rewards
@@ -290,8 +292,8 @@ def check_trainer(trainer: L.Trainer) -> None:
 def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
     """Round `max_steps` and the number of batches per epoch up to complete cycles, with a warning.
 
-    A limit that ends inside a cycle would discard part of a rollout. It could also end an accumulation window early,
-    and the gradient would be divided by the wrong number. `fast_dev_run` therefore runs one complete cycle.
+    If a limit ended inside a cycle, part of a rollout would be discarded. An accumulation window could also end early,
+    and the gradient would be divided by the wrong number. For the same reason, `fast_dev_run` runs one complete cycle.
 
     Args:
         trainer: Trainer whose limits are changed in place.
@@ -306,7 +308,8 @@ def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
         trainer.fit_loop.epoch_loop.max_steps = rounded
     requested = limit = trainer.limit_train_batches
     if isinstance(requested, float) and requested < 1:
-        # Convert a fraction now: once the loader is set up, neither limit nor validation interval can be changed.
+        # A fraction is converted now, because the limit cannot be changed any more once the loader is set up. Neither
+        # can the validation interval.
         limit = int(num_batches(trainer) * requested)
     if isinstance(limit, int) and limit % cycle:
         rounded = math.ceil(limit / cycle) * cycle
@@ -437,7 +440,7 @@ def check_teams(ranks_per_group: int, num_generations: int, engine: RolloutEngin
 
 
 def check_staleness(max_staleness: int, old_logprobs: str, rollout_correction: str) -> None:
-    """Check the range of `max_staleness`, and warn if nothing corrects for it. Raises: ValueError."""
+    """Check the range of `max_staleness`, and warn if nothing corrects for the staleness. Raises: ValueError."""
     if max_staleness < 0:
         raise ValueError(
             f"model.max_staleness must be at least 0 (0 samples from the current weights), got {max_staleness}."
@@ -451,7 +454,7 @@ def check_staleness(max_staleness: int, old_logprobs: str, rollout_correction: s
 
 
 def check_conversation(environment: Any, settings: Any, rewards: Sequence[WeightedReward]) -> None:
-    """Check that what needs an environment has one.
+    """Check that settings and rewards that need an environment have one.
 
     Args:
         environment: `model.environment`.
@@ -477,7 +480,7 @@ def check_conversation(environment: Any, settings: Any, rewards: Sequence[Weight
 
 
 def check_turn_credit(turn_credit: float, surrogate: str) -> None:
-    """Raise ValueError if the surrogate has one advantage per completion, and turns have a credit of their own."""
+    """Raise ValueError if turns have their own credit, but the surrogate uses one advantage per completion."""
     if turn_credit and surrogate not in TAKES_TURN_CREDIT:
         raise ValueError(
             f"model.conversation.turn_credit is {turn_credit}, but model.objective.surrogate {surrogate!r} has one "
@@ -524,7 +527,7 @@ def check_loader_teams(loader: Any, ranks_per_group: int) -> None:
     A loader of another type is not checked; `SharedGroups.collect` then compares the prompts.
 
     Raises:
-        ValueError: If the loader gives each prompt to another number of ranks.
+        ValueError: If the number of ranks to which the loader gives each prompt is not `ranks_per_group`.
     """
     found = getattr(loader, "ranks_per_group", 1)
     if isinstance(loader, PromptSource | DataLoader | list) and found != ranks_per_group:
@@ -539,14 +542,14 @@ def check_loader(
 ) -> None:
     """Check that the training loader repeats each batch for every micro-step of a cycle, and fills all micro-batches.
 
-    A cycle is the training on one rollout. A loader that is not known yet is not checked.
+    A cycle is the training on one rollout. If the loader is not known yet, it is not checked.
 
     Args:
         trainer: Trainer with the training loader.
         shape: Shape of a cycle.
         num_generations: Completions per prompt.
         ranks_per_group: Number of ranks that share the completions of a prompt.
-        needs_more: True if dynamic sampling is on, which requests further prompts from the loader.
+        needs_more: True if dynamic sampling is on. It requests further prompts from the loader.
 
     Raises:
         ValueError: If the loader does not match these arguments, or some micro-batches would be empty.

@@ -98,13 +98,13 @@ def _data_sets(trainer: L.Trainer, names: Sequence[str], loops: Sequence[Any]) -
 
 
 def prompt_sources(loops: Sequence[Any]) -> list[PromptSource]:
-    """Prompt sources passed to these loops of the trainer, each once even if several loops read the same source."""
+    """Prompt sources that were passed to these loops of the trainer; a source that several loops read occurs once."""
     loaders = {id(loader): loader for loader in map(given_loader, loops)}
     return [loader for loader in loaders.values() if isinstance(loader, PromptSource)]
 
 
 def check_evaluated_once(trainer: L.Trainer) -> None:
-    """Check that ranks evaluate different prompts. Raises: ValueError if a source gives several ranks the same ones."""
+    """Check that ranks evaluate different prompts. Raises: ValueError if a source gives a prompt to several ranks."""
     for source in prompt_sources(reading_loops(trainer)[1:]):
         if source.ranks_per_group > 1:
             raise ValueError(
@@ -136,17 +136,19 @@ def check_prompts(
 ) -> None:
     """Check that tokenizer, model and engine support the prompts, if the data is already known.
 
-    To save time, only some of the prompts without images are tokenized: one text, one chat, and those that may be too
-    long for the model. A text has at most as many tokens as bytes, so short texts need not be tokenized to know that
-    they fit.
+    To save time, only some of the prompts without images are tokenized: one text, one chat, and all prompts that may be
+    too long for the model. A text has at most as many tokens as bytes, so a short text is known to fit without being
+    tokenized.
 
     Args:
         loader: Loader of the policy.
         trainer: Trainer with the data.
         trained: Sampling of training completions.
         validated: Sampling of evaluation completions.
-        conversations: Their chat template is checked, and the tools that it describes count as tokens of the prompts.
-        max_sequence_length: The engine's maximum of prompt and completion; None if it has no limit of its own.
+        conversations: The conversations of the run. Their chat template is checked, and the template's descriptions of
+            tools count as tokens of the prompts.
+        max_sequence_length: The engine's maximum number of tokens of a prompt and its completion; None if the engine
+            has no limit of its own.
 
     Raises:
         ValueError: If a prompt is a chat and the tokenizer has no chat template, if a prompt is too long for model or
@@ -182,8 +184,8 @@ def longest_row(loader: PolicyLoader, trainer: L.Trainer, longest_completion: in
     """Number of tokens of a run's longest possible sequence: the longest prompt plus the longest completion.
 
     The length of the longest prompt is `data.max_prompt_length`; without this setting, it is measured on the data.
-    Returns None if that length is unknown (streams, custom loaders), or not needed, because the policy's RoPE does not
-    depend on the sequence length.
+    Returns None if that length is unknown (streams, custom loaders), or if it is not needed because the policy's RoPE
+    does not depend on the sequence length.
     """
     config = loader.load_config()
     if original_length(config.get_text_config(decoder=True)) is None:
@@ -220,8 +222,8 @@ def _check_all(prompts: Sequence[Prompt], encoder: Encoder) -> None:
 
 
 TEMPLATE_TOKENS = 256
-"""Assumed maximum number of tokens that a chat template adds to a prompt. If a template adds more tokens, the error for
-a prompt that is too long is raised only when completions are sampled."""
+"""Assumed maximum number of tokens that a chat template adds to a prompt. If a template adds more tokens, a prompt that
+is too long may raise its error only when completions are sampled."""
 
 
 def num_bytes(prompt: Prompt) -> int:

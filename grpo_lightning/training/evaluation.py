@@ -45,8 +45,8 @@ class Validation:
     """A completion counts as solved if the value of the reward `success` is at least this."""
 
     pass_at: list[int] = dataclasses.field(default_factory=list)
-    """Each k for which pass@k is logged, at most `num_generations`. If the list is empty, pass@k is logged only for
-    k = `num_generations`, and not at all if `num_generations` is 1."""
+    """Values of k for which pass@k is logged, each at most `num_generations`. If the list is empty, pass@k is logged
+    only for k = `num_generations`, and not at all if `num_generations` is 1."""
 
     confidence: float = 0.95
     """Confidence level of the intervals from `.../low` to `.../high` around avg@G and pass@k."""
@@ -121,7 +121,7 @@ class Evaluation:
 
 
 class FurtherMetrics(nn.ModuleList):
-    """Empty copies of the metrics of a `Validation`, updated together."""
+    """Copies of the metrics of a `Validation`, initially empty and updated together."""
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         super().__init__(metric.clone() for metric in metrics)
@@ -167,22 +167,22 @@ def check_untaken(names: Iterable[str], others: Iterable[str]) -> None:
 
 
 class EvaluationTable(Metric):
-    """Stores the values of each completion of all ranks, so that batches of different sizes are averaged correctly.
+    """Stores the values of every completion on all ranks, so that batches of different sizes are averaged correctly.
 
     `compute` returns means over completions: `reward` (the weighted total), each reward by name, `length` (tokens) and
-    `truncated`, and for conversations `turns` (of the policy) and `environment_failures` (the fraction in which a call
-    of the environment failed). A mean reward leaves out the completions that are not scorable. `compute` also returns
-    means over prompts: `avg@G` and `pass@k`, with the ends `/low` and `/high` of their confidence intervals.
-    The values of `validation.metrics` are included. If there are several data sources, `compute` also returns all these
-    values for each source (`source/<name>/...`). nan values are left out.
+    `truncated`. For conversations, it also returns `turns` (of the policy) and `environment_failures` (the fraction of
+    conversations in which a call of the environment failed). Completions that are not scorable are left out of mean
+    rewards. `compute` also returns means over prompts: `avg@G` and `pass@k`, with the bounds `/low` and `/high` of
+    their confidence intervals. The values of `validation.metrics` are included. If there are several data sources,
+    `compute` also returns all these values for each source (`source/<name>/...`). nan values are left out.
 
     Args:
         rewards: Names of the rewards.
         num_generations: G, completions per prompt.
-        validation: Settings: when a completion counts as solved, each k of pass@k, and additional metrics.
+        validation: Settings: when a completion counts as solved, the values of k for pass@k, and additional metrics.
         sources: Names of the data sources, in the same order on every rank.
-        success: Name of the reward that decides whether a completion is solved, if `validation.success` is None; by
-            default the first reward.
+        success: Name of the reward that decides whether a completion counts as solved. It is used only if
+            `validation.success` is None. If both are None, the first reward decides.
     """
 
     full_state_update = False
@@ -261,7 +261,7 @@ class EvaluationTable(Metric):
         return numbers | of_sources
 
     def warn_if_never_solved(self, rows: Tensor) -> None:
-        """Warn if the deciding reward has more than two different values, but none that counts as solved."""
+        """Warn if the reward that decides has more than two different values, none of which counts as solved."""
         values = rows[..., self.columns.index(self.success, 3)]
         values = values[~values.isnan()]
         minimum = self.validation.success_value

@@ -1,10 +1,10 @@
 """Export a checkpoint to a folder that transformers loads.
 
 A checkpoint contains only the trained weights. Frozen weights, config and tokenizer (for a multimodal policy, the
-processor) come from the policy before training. So the export loads that policy first, and then replaces its weights by
-those of the checkpoint. LoRA adapters are merged into the policy's weights, or written separately for peft. The export
-never quantises the policy: adapters that were trained on 4-bit or 8-bit weights are merged into the full-precision
-weights, which differ from the weights of the run by the quantisation error.
+processor) come from the policy before training. So the export first loads that policy, and then replaces the policy's
+weights that the checkpoint contains. LoRA adapters are merged into the policy's weights, or written separately for
+peft. The export never quantises the policy: adapters that were trained on 4-bit or 8-bit weights are merged into the
+full-precision weights, which differ from the weights of the run by the quantisation error.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def export(
     written = [weight for weight in model.parameters() if weight.requires_grad] if adapter else None
     if is_adapted(model) and not adapter:
         untie(model)
-        # Merged into a copy: unmerging would not restore trained weights exactly.
+        # The adapters are merged into a copy, because unmerging would not restore the trained weights exactly.
         model = model.merge_and_unload(safe_merge=True).to(getattr(torch, dtype or loader.dtype))
     elif dtype is not None:
         model.to(getattr(torch, dtype))
@@ -161,8 +161,8 @@ def check_target(folder: Path, *, force: bool) -> None:
 def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | None) -> PolicyLoader:
     """Make the loader of the policy before training.
 
-    The policy is the argument `policy`; if that is None, the policy that the checkpoint names, or else the policy in
-    the `config.yaml` of the checkpoint's run. The settings in `KEPT` (adapters, frozen layers, dtype, trusted code,
+    The policy is the argument `policy`. If that is None, it is the policy that the checkpoint names, or else the policy
+    in the `config.yaml` of the checkpoint's run. The settings in `KEPT` (adapters, frozen layers, dtype, trusted code,
     ...) always come from the run. The revision also comes from the run if `policy` is the name that the run used.
     """
     settings = dict(content.get("hyper_parameters") or {})
@@ -205,7 +205,7 @@ def load_policy(loader: PolicyLoader, dtype: torch.dtype, adapter: Mapping[str, 
     Args:
         loader: The loader of the policy.
         dtype: Dtype of the weights.
-        adapter: The checkpoint's description of the adapter, if the loader has no settings of adapters.
+        adapter: The checkpoint's description of the adapter, needed only if the loader has no adapter settings.
     """
     if loader.lora is None and adapter is None:
         base = load_base(loader, dtype)

@@ -1,4 +1,4 @@
-"""Access to Lightning's private attributes, in one function for each. Start here when upgrading Lightning.
+"""Access to Lightning's private attributes, each in one function. Start here when upgrading Lightning.
 
 In addition, `strategies.py` overrides private methods of Lightning's strategies.
 """
@@ -104,7 +104,7 @@ def last_value(item: Any) -> Any:
 
 
 def remember_saved_step(callback: ModelCheckpoint, step: int) -> None:
-    """Mark a step as already saved, for a checkpoint callback; Lightning forgets it in a resumed run."""
+    """Make a checkpoint callback treat a step as already saved; Lightning forgets this in a resumed run."""
     callback._last_global_step_saved = step
 
 
@@ -112,9 +112,9 @@ def set_position(loops: dict[str, Any]) -> None:
     """Set Lightning's counters in a checkpoint to a position from which Lightning resumes exactly.
 
     There are two such positions: after a micro-step inside an epoch, and before the first micro-step of an epoch.
-    Lightning itself writes counters that depend on the hook in which the checkpoint is saved. At the end of an epoch,
-    or if the run leaves an epoch early (`max_steps`, `should_stop`), it depends on `max_steps` and on Lightning's
-    version whether the epoch counts as done.
+    Lightning itself writes counters that depend on the hook in which the checkpoint is saved. If it is saved at the end
+    of an epoch, or when the run leaves an epoch early (`max_steps`, `should_stop`), `max_steps` and Lightning's version
+    determine whether the epoch counts as done.
 
     Args:
         loops: State dict of the fit loop in a checkpoint, changed in place.
@@ -144,8 +144,9 @@ def restore_position(trainer: L.Trainer) -> None:
     If the checkpoint was saved at the end of an epoch, begin the next epoch.
 
     In two cases, Lightning does not restore the position, and the loader would silently start again at its first epoch.
-    First, if the checkpoint was saved between two epochs. Second, if `configure_optimizers` reads the number of
-    steps: Lightning then sets up the loader before it loads the state of the loops from the checkpoint.
+    The first case is a checkpoint that was saved between two epochs. The second case is a `configure_optimizers` that
+    reads the number of steps: Lightning then sets up the loader before it loads the state of the loops from the
+    checkpoint.
     """
     loop: Any = trainer.fit_loop
     if isinstance(trainer.train_dataloader, PromptSource) and loop._combined_loader_states_to_load:

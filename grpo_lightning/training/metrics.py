@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 Kind = Literal["mean", "sum", "min", "max", "slowest", "rate", "ess"]
 """How a metric is reduced over ranks. "mean" is a mean over the items of all ranks. "slowest" is a time in seconds:
-each rank sums its time over the step, and the largest of these sums is logged. "rate" is the total of all ranks divided
+each rank sums its time over the step, and the largest of these sums is logged. "rate" is a total over all ranks divided
 by a "slowest" time. "ess" is an effective sample size of weights."""
 
 OVER_RANKS: Mapping[Kind, Callable[[Iterable[float]], float]] = {
@@ -143,7 +143,7 @@ class StepMetrics:
 
 
 def values_of(tallies_by_rank: Sequence[Mapping[str, Tally]]) -> dict[str, float]:
-    """Reduce the tallies of all ranks. Values are sorted by name, as all ranks must log in the same order."""
+    """Reduce the tallies of all ranks. Values are sorted by name, because all ranks must log in the same order."""
     merged: dict[str, Tally] = {}
     for name in sorted({name for tallies in tallies_by_rank for name in tallies}):
         parts = [tallies[name] for tallies in tallies_by_rank if name in tallies]
@@ -166,7 +166,8 @@ def values_of(tallies_by_rank: Sequence[Mapping[str, Tally]]) -> dict[str, float
 
 
 MOST_DIFFERENCE = 20.0
-"""Log-ratios beyond this count as this in the effective sample size, so that their exponential stays finite."""
+"""Log-ratios are clamped to this absolute value in the effective sample size, so that their exponential stays
+finite."""
 
 
 def add_rollout(
@@ -176,12 +177,12 @@ def add_rollout(
 
     `policy/entropy` is the mean entropy of the policy per sampled token, at the time of sampling.
     `rollout/tokens_per_second` is the number of tokens that all ranks sampled, divided by `time/rollout` of the slowest
-    rank. `rollout/length_stopped` is the mean length of the completions that were not truncated: `rollout/length`
-    includes truncated completions, which are shorter than the policy would have made them.
+    rank. `rollout/length_stopped` is the mean length of the completions that were not truncated. `rollout/length` also
+    includes truncated completions, which would have become longer without the limit.
 
     With asynchronous rollouts, `rollout/staleness` is the mean number of rollouts that were trained on between sampling
-    a group and training on it. `time/rollout` is then the time that training waits, and tokens per second are those of
-    `time/sampling`, most of which passes in the background.
+    a group and training on it. `time/rollout` is then the time that training waits for samples.
+    `rollout/tokens_per_second` is then divided by `time/sampling`, most of which passes in the background.
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
@@ -202,9 +203,9 @@ def add_conversations(metrics: StepMetrics, groups: Sequence[Group]) -> None:
     """Add turns, observations and what the environments reported, as means over conversations.
 
     `rollout/turns` is the number of turns of the policy, `rollout/observation_tokens` the number of tokens of
-    observations, and `rollout/sampled_fraction` the fraction of all tokens that the policy sampled: only these are
-    trained on. `environment/reward` is the sum of an environment's rewards. `environment/failures/<kind>` is the number
-    of conversations in which a call failed.
+    observations, and `rollout/sampled_fraction` the fraction of all tokens that the policy sampled. Only sampled tokens
+    are trained on. `environment/reward` is the sum of an environment's rewards. `environment/failures/<kind>` is the
+    number of conversations in which a call failed.
     """
     completions = [completion for group in groups for completion in group.completions]
     for completion in completions:
@@ -276,7 +277,7 @@ def add_scores(metrics: StepMetrics, scores: Scores) -> None:
 
 
 def group_stds(values: Tensor) -> tuple[float, int]:
-    """Sum and number of the unbiased standard deviations within those groups of [N, G] that have two or more values."""
+    """Sum and number of the unbiased standard deviations of groups in [N, G], for groups with two or more values."""
     rows = [row[~row.isnan()] for row in values]
     stds = [row.std().item() for row in rows if row.numel() > 1]
     return sum(stds), len(stds)
@@ -300,14 +301,16 @@ def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -
     """Add loss, KL, ratio and clip fractions of a micro-batch, over its trained tokens.
 
     A run without a reference and without token selection may leave completions with advantage 0 out of its
-    micro-batches. No metric depends on this choice. The KL to the reference and the fraction of selected tokens, which
-    such a run does not have, are means over all completions. The other means describe the policy loss, to which
-    completions with advantage 0 do not contribute, and are over the completions whose advantage is not 0.
+    micro-batches. No metric depends on this choice. Only two kinds of metrics are means over all completions: the KL to
+    the reference and the fraction of selected tokens, and such a run has neither. All other means describe the policy
+    loss, to which completions with advantage 0 do not contribute. They are means over the completions whose advantage
+    is not 0.
 
-    `policy/rollout_kl` is KL(engine || policy at the time of sampling) in nats per token: how much the distribution
-    that the engine sampled from differs from the one that training computes. `policy/rollout_difference_max` is the
-    largest |difference| of the two log-probs of a token, in nats. `policy/rollout_ess` is the effective sample size of
-    the importance weights exp(policy - engine) per token, as a fraction of the tokens: 1 if engine and policy agree.
+    `policy/rollout_kl` is KL(engine || policy at the time of sampling) in nats per token. It measures how much the
+    distribution that the engine sampled from differs from the distribution that training computes.
+    `policy/rollout_difference_max` is the largest |difference| of the two log-probs of a token, in nats.
+    `policy/rollout_ess` is the effective sample size of the importance weights exp(policy - engine) per token, as a
+    fraction of the tokens: 1 if engine and policy agree.
     """
     trained = batch.completion_mask
     in_loss = trained & (batch.token_advantages != 0)
@@ -382,13 +385,14 @@ class StepLog(L.Callback):
 
     Lightning keeps the last value of each metric that a training step logged, and passes the value to the loggers again
     at every later step. Without this callback, the rewards of a rollout with several optimizer steps would be logged at
-    each of them, and for a rollout without scorable rewards, those of the previous rollout would be logged again.
-    `trainer.callback_metrics` still contains the last values, so metrics that callbacks monitor never disappear.
+    each of these steps. For a rollout without scorable completions, the rewards of the previous rollout would be logged
+    again. `trainer.callback_metrics` still contains the last values, so metrics that callbacks monitor never disappear.
 
     The metrics of a rollout belong to the first optimizer step of its cycle, but Lightning passes metrics on only at
-    every `log_every_n_steps`-th step. With two optimizer steps per rollout and an even `log_every_n_steps`, that is
-    never the first step of a cycle. So this callback sets `trainer.log_every_n_steps` to 1 during the first step of
-    each cycle, and to the user's value during all other steps. A value of 0, which turns logging off, is not changed.
+    every `log_every_n_steps`-th step. With two optimizer steps per rollout and an even `log_every_n_steps`, the steps
+    at which Lightning logs are never the first step of a cycle. So this callback sets `trainer.log_every_n_steps` to 1
+    during the first step of each cycle, and to the user's value during all other steps. A value of 0, which turns
+    logging off, is not changed.
     """
 
     def __init__(self) -> None:
@@ -400,7 +404,7 @@ class StepLog(L.Callback):
         self.log_every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Before the first micro-batch of an optimizer step, reset the metrics of steps, not the means of epochs."""
+        """Before an optimizer step's first micro-batch, reset metrics logged per step, but not means over an epoch."""
         accumulate = trainer.accumulate_grad_batches
         if batch_idx % accumulate:
             return
@@ -434,7 +438,7 @@ def logged_this_step(trainer: L.Trainer) -> dict[str, Tensor]:
 
 
 def wait_for(device: torch.device | None) -> None:
-    """Wait until a GPU has done its work, so that a time includes it. Does nothing on other devices."""
+    """Wait until a GPU has done its work, so that a measured time includes the work. Does nothing on other devices."""
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
 

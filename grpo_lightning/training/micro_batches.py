@@ -1,9 +1,9 @@
 """Split a rollout into the micro-batches of its optimizer steps.
 
 A rollout of N groups becomes `updates x accumulate` micro-batches: `updates` optimizer steps of `accumulate`
-micro-batches each. The order of the data decides which completions belong to an update. Their distribution over the
-micro-batches of the update affects only memory and padding, not the gradient: the loss is divided by the number of
-tokens or completions of the entire update.
+micro-batches each. The order of the data decides which completions belong to an update. How the completions of an
+update are distributed over its micro-batches affects only memory and padding, not the gradient: the loss is divided by
+the number of tokens or completions of the entire update.
 """
 
 from __future__ import annotations
@@ -251,8 +251,8 @@ class Cycle:
     def state_dict(self) -> dict[str, Any]:
         """Return what a run needs to resume inside the cycle: ids, masks, log-probs and advantages.
 
-        Images of the data are not included: a resumed run reads them again (`give_images`). Those that environments
-        have shown are included as files.
+        Images of the data are not included: a resumed run reads them again (`give_images`). Images that environments
+        have shown are included as image files.
         """
 
         def save(batch: MicroBatch) -> dict[str, Any]:
@@ -281,9 +281,9 @@ class Cycle:
 class Share:
     """The part of the rollout of all ranks that this rank has.
 
-    The groups of all teams (a team is the ranks that share the same groups) are ordered round-robin: the first group of
-    each team, then the second group of each, and so on. In a round of dynamic sampling, teams have unequal numbers of
-    groups.
+    A team is the ranks that share the same groups. The groups of all teams are ordered round-robin: the first group of
+    each team, then the second group of each team, and so on. In a round of dynamic sampling, teams have unequal numbers
+    of groups.
     """
 
     counts: Sequence[int]
@@ -325,14 +325,15 @@ def plan_micro_batches(
         advantages: [N, G] advantages of the completions.
         updates: Number of optimizer steps that the rollout is split into.
         accumulate: Micro-batches per update.
-        pad_id: Token id that fills up sequences; any id, because padding is masked.
+        pad_id: Token id that fills up sequences. Any id works, because padding is masked.
         skip_zero_advantages: If true, completions with advantage 0 are left out of the micro-batches. The counts still
             include these completions.
-        share: The part of the rollout of all ranks that `groups` is; None if it is the complete rollout.
-        cost: Cost of a micro-batch, by which the ways to split an update are compared; None for `padded_cost`.
+        share: States which part of the rollout of all ranks `groups` is; None if `groups` is the complete rollout.
+        cost: Computes the cost of a micro-batch. The ways to split an update are compared by this cost. None uses
+            `padded_cost`.
 
     Returns:
-        This rank's micro-batches in order, and its numbers of trained tokens and completions in each update.
+        This rank's micro-batches in order, and the rank's numbers of trained tokens and completions in each update.
     """
     rows = [
         [
@@ -387,12 +388,13 @@ def plan_over_ranks(
 def agree_on_chunks(micro_batches: Sequence[MicroBatch], scorer: Scorer) -> None:
     """Set the numbers of chunks of every micro-batch to the maximum over ranks. Collective: all ranks call it.
 
-    Sharded weights are gathered by all ranks together, so all ranks run equally many forward passes. Call it before the
-    first pass over the micro-batches, whoever made them: `split_rollout`, its override, or a checkpoint.
+    Sharded weights are gathered by all ranks together, so all ranks must run equally many forward passes. Call this
+    function before the first pass over the micro-batches, no matter whether `split_rollout`, an override of it, or a
+    checkpoint provided them.
 
     Args:
         micro_batches: This rank's micro-batches.
-        scorer: Knows how many forward passes a micro-batch needs.
+        scorer: The scorer, which determines how many forward passes a micro-batch needs.
     """
     needed = [[scorer.num_chunks(batch), scorer.num_image_chunks(batch)] for batch in micro_batches]
     most = ranks.max_over_ranks(torch.tensor(needed)).tolist()
@@ -408,7 +410,7 @@ def give_images(
     Args:
         micro_batches: Micro-batches of one rollout.
         vision: Vision inputs of all groups of the rollout, in order; None for a text-only policy.
-        blank: The encoder's blank image, if a completion of any rank contains images.
+        blank: The encoder's blank image if a completion of any rank contains images; otherwise None.
     """
     for batch in micro_batches if vision else ():
         assert vision is not None
@@ -419,14 +421,14 @@ def give_images(
 
 
 def blank_of(micro_batches: Sequence[MicroBatch], encoder: Encoder) -> Mapping[str, Tensor] | None:
-    """The blank image, if a completion of any rank contains images. Collective: call it on every rank."""
+    """The blank image if a completion of any rank contains images, else None. Collective: call it on every rank."""
     if not encoder.is_multimodal or encoder.family is None:
         return None
     return encoder.blank if ranks.is_any(any(any(batch.images) for batch in micro_batches)) else None
 
 
 def conversations_of(batch: MicroBatch, prompts: Sequence[PromptVision]) -> Iterator[PromptVision]:
-    """Vision inputs of prompt and completion together, for completions that contain images; empty ones for others."""
+    """Vision inputs of prompt and completion together, for completions with images; empty inputs for all others."""
     prompt_ids = [ids[mask].tolist() for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
     images = batch.images or [()] * len(batch.completion_ids)
     rows = zip(batch.prompt_index.tolist(), batch.completion_ids, batch.attention_mask, images, strict=True)
@@ -435,7 +437,7 @@ def conversations_of(batch: MicroBatch, prompts: Sequence[PromptVision]) -> Iter
 
 
 def saved_images(images: Sequence[Sequence[ObservedImages]]) -> list[list[dict[str, Any]]]:
-    """The images in completions as checkpoints contain them: as image files, which nothing else keeps."""
+    """Convert the images in completions to image files for a checkpoint, because nothing else stores these images."""
     return [
         [
             {
@@ -451,7 +453,7 @@ def saved_images(images: Sequence[Sequence[ObservedImages]]) -> list[list[dict[s
 
 
 def loaded_batch(fields: Mapping[str, Any]) -> MicroBatch:
-    """A micro-batch of a checkpoint, without vision inputs. Images in completions have only their files and text."""
+    """Restore a checkpoint's micro-batch, without vision inputs; images in completions have only files and text."""
     finder = ImageFinder("the checkpoint")
     images = [
         [
@@ -474,7 +476,8 @@ def restore_observed(micro_batches: Sequence[MicroBatch], encoder: Encoder) -> N
         for each in (observed for of_row in batch.images for observed in of_row):
             encoded = encoder.from_text(each.vision.text, each.vision.sources, "the checkpoint").vision
             assert encoded is not None
-            # The first token was left out if it was the stop token of the policy's turn.
+            # The completion lacks the first token of the encoded observation if the policy's turn already ended with
+            # this token.
             length = each.end - each.start
             encoded.token_types = {name: types[-length:] for name, types in encoded.token_types.items()}
             each.vision = encoded
@@ -512,9 +515,9 @@ def known_observations(cycle: Cycle) -> dict[int | str, Any]:
 def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share) -> list[list[CompletionRow]]:
     """Split this rank's groups among the updates, in order.
 
-    If all ranks together have fewer groups than updates, single completions are split among the updates instead. The
-    index of a group or completion among those of all ranks determines its update, and the number of ranks does not
-    affect it.
+    If all ranks together have fewer groups than updates, single completions are divided among the updates instead. The
+    index of a group or completion in the rollout of all ranks determines to which update it belongs. So the number of
+    ranks makes no difference.
     """
     units, num_units = [(share.index(i), group) for i, group in enumerate(groups)], share.num_groups
     if share.num_groups < updates:
@@ -533,7 +536,7 @@ def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share)
 
 
 RowsCost = Callable[[list[CompletionRow]], float]
-"""Cost of a micro-batch of these completions, in tokens; 0 without completions."""
+"""Computes the cost, in tokens, of a micro-batch of the given completions; 0 if there are no completions."""
 
 
 def split_update(rows: list[CompletionRow], parts: int, cost: RowsCost | None = None) -> list[list[CompletionRow]]:
@@ -541,24 +544,26 @@ def split_update(rows: list[CompletionRow], parts: int, cost: RowsCost | None = 
 
     The function cuts three orders of the completions into balanced runs, and returns the best of these splits:
 
-    - whole groups: the policy processes each prompt once. Only if there are at least as many groups as micro-batches.
+    - whole groups: the policy processes each prompt once. This order is used only if there are at least as many groups
+      as micro-batches.
     - completions in the order of their groups: at most one prompt per cut is processed twice.
     - completions in the order of their lengths: less padding, but many prompts are processed several times.
 
-    Each order is balanced twice, by the tokens without padding and by the tokens with all completions padded to the
-    longest: the scorer's chunks (`AutoChunks`) compute little padding, a single forward pass computes all of it. The
-    best split has the least
+    Each order is balanced twice: by the number of tokens without padding, and by the number of tokens with all
+    completions padded to the longest. With the scorer's chunks (`AutoChunks`), little padding is computed; in a single
+    forward pass, all padding is. The best split has the least
 
         sum over micro-batches of cost + parts * largest cost
 
-    The first term is the time of this rank alone. The second is the time if the ranks wait for each other in every
-    micro-batch, and grows with the peak memory.
+    The first term is the time that this rank needs alone. The second term is the time if the ranks wait for each other
+    in every micro-batch; it also grows with the peak memory.
 
     Args:
         rows: The completions of an update.
-        parts: Number of micro-batches. Only memory and time depend on it, not the gradient.
-        cost: Cost of a micro-batch, by which splits are compared (`Scorer.cost`); None for `padded_cost`. Ranks need
-            not agree on it: all have `parts` micro-batches, and those of the same index have similar costs.
+        parts: Number of micro-batches. This number affects only memory and time, not the gradient.
+        cost: Computes the cost of a micro-batch, by which splits are compared (`Scorer.cost`); None uses `padded_cost`.
+            The ranks need not choose the same split: all have `parts` micro-batches, and micro-batches of the same
+            index have similar costs.
     """
     if parts == 1:
         return [rows]
@@ -590,7 +595,7 @@ def join_units(units: list[list[CompletionRow]]) -> list[CompletionRow]:
 
 
 def prompt_lengths(rows: Sequence[CompletionRow]) -> list[int]:
-    """Tokens of each prompt of the completions. A prompt counts once for all its completions."""
+    """Number of tokens of each prompt. A prompt that several of the completions share occurs once."""
     return list({row.group: len(row.prompt_ids) for row in rows}.values())
 
 
@@ -600,7 +605,7 @@ def num_tokens(rows: list[CompletionRow]) -> int:
 
 
 def padded_cost(rows: list[CompletionRow]) -> int:
-    """Number of tokens of a micro-batch with all prompts, and all completions, padded to the longest."""
+    """Number of tokens of a micro-batch, with prompts padded to the longest prompt, and completions likewise."""
     if not rows:
         return 0
     prompts = prompt_lengths(rows)
@@ -610,13 +615,13 @@ def padded_cost(rows: list[CompletionRow]) -> int:
 def balanced_split(items: list[Item], parts: int, cost: Callable[[list[Item]], int]) -> list[list[Item]]:
     """Cut a list into `parts` pieces so that the most expensive piece costs as little as possible.
 
-    The cost of that piece is found by bisection, up to 1 %.
+    The cost of the most expensive piece is found by bisection, with a tolerance of 1 %.
     """
 
     def cut(limit: int) -> list[list[Item]]:
         runs, start = [], 0
         while start < len(items):
-            ends = range(start + 1, len(items) + 1)  # a longer run never costs less
+            ends = range(start + 1, len(items) + 1)  # a longer piece never costs less
             end = max(start + 1, start + bisect_right(ends, limit, key=lambda end: cost(items[start:end])))
             runs.append(items[start:end])
             start = end
@@ -669,7 +674,7 @@ def idle_micro_batch(groups: list[list[CompletionRow]], pad_id: int) -> MicroBat
     Args:
         groups: Groups of this rank. The masked token is the first token of the first group's first completion, or
             `pad_id` if this rank has no groups.
-        pad_id: Token id that fills up sequences; any id, because padding is masked.
+        pad_id: Token id that fills up sequences. Any id works, because padding is masked.
     """
     row = groups[0][0] if groups else CompletionRow(-1, [pad_id], Completion([pad_id], [0.0], "length"), 0.0)
     token = Completion([*row.completion.token_ids[:1]] or [pad_id], [0.0], "length", mask=[False])

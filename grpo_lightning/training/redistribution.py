@@ -1,10 +1,10 @@
-"""Redistribute a pending cycle over another number of ranks, after a checkpoint was saved inside the cycle.
+"""Redistribute a pending cycle over a different number of ranks, after a checkpoint was saved inside the cycle.
 
 The completions of the rollout are assigned to ranks as in a run that began with this number of ranks, see `Teams`:
 
     group g belongs to team g mod (W / R);   completion c of the group belongs to member c mod R
 
-W is the number of ranks, and R = `ranks_per_group`. A completion stays in its optimizer step, and keeps its advantage
+W is this number of ranks, and R = `ranks_per_group`. A completion stays in its optimizer step, and keeps its advantage
 and its old and reference log-probs. The loss of a step is divided by the number of tokens or completions of all ranks,
 so loss and gradient of every step are unchanged, apart from the order in which floats are summed.
 """
@@ -40,7 +40,7 @@ UNKNOWN_COMPLETIONS = (
 
 @dataclass
 class SavedRow(CompletionRow):
-    """A completion of a saved micro-batch; `group` and `number` count from 0 over all ranks."""
+    """A completion of a saved micro-batch; `group` and `number` are indices over all ranks, starting at 0."""
 
     prompt_key: int | str = ""
     """`Prompt.key` of its prompt; empty for a text-only policy."""
@@ -56,10 +56,10 @@ class SavedRow(CompletionRow):
 
 
 def saved_share(rank: int, world_size: int, ranks_per_group: int) -> dict[str, int]:
-    """Return the entries of a rank's saved cycle that state which groups and completions of the rollout the rank has.
+    """Return the entries of a rank's saved cycle that state which part of the rollout the rank has.
 
-    The i-th group of the rank is group `first_group + i * group_step` of all ranks. Within a group, the i-th completion
-    of the rank is completion `first_completion + i * completion_step` of the group.
+    The i-th group of the rank has index `first_group + i * group_step` among the groups of all ranks. Within a group,
+    the i-th completion of the rank has index `first_completion + i * completion_step`.
     """
     return {
         "first_group": rank // ranks_per_group,
@@ -70,13 +70,13 @@ def saved_share(rank: int, world_size: int, ranks_per_group: int) -> dict[str, i
 
 
 def redistribute(saved: Sequence[Mapping[str, Any]], shape: CycleShape, *, teams: Teams, pad_id: int) -> Cycle:
-    """Cut a pending cycle again, for this run's number of ranks and micro-batches.
+    """Divide a pending cycle again, for this run's number of ranks and micro-batches.
 
     Args:
         saved: The saved cycle of every rank of the checkpoint: `Cycle.state_dict`, with `saved_share`.
         shape: Number of updates and micro-batches of a cycle in this run.
         teams: This run's ranks.
-        pad_id: Token id that fills up sequences; any id, because padding is masked.
+        pad_id: Token id that fills up sequences. Any id works, because padding is masked.
 
     Returns:
         This rank's part of the cycle. `MicroBatch.num_chunks`, on which ranks have to agree, is not set.
@@ -183,7 +183,7 @@ def collate_saved(rows: Sequence[SavedRow], pad_id: int) -> MicroBatch:
 
 
 def pad_rows(rows: Sequence[Tensor | None], width: int) -> Tensor | None:
-    """Stack rows [T] of different lengths, filled up with 0 (False): [B, `width`]; None if the rows are None."""
+    """Stack rows [T] of different lengths, padded with 0 (False), into [B, `width`]; None if the rows are None."""
     known = [row for row in rows if row is not None]
     if not known:
         return None

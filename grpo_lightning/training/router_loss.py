@@ -6,11 +6,11 @@ f[e] is the fraction of tokens that are sent to expert e, and P[e] is the mean r
 (`functional.routing.load_balancing_loss`). Both are means over all tokens of the optimizer step, in all micro-batches,
 chunks and ranks; a prompt counts once per completion.
 
-P is a sum over tokens, so it can be accumulated over micro-batches. f cannot: the gradient of the first micro-batch
-already depends on the f of the entire step. Therefore all micro-batches except the first run through the policy once
-more before the step, without gradients. The first micro-batch's own forward pass then completes f. A step of one
-micro-batch needs no additional pass. The additional passes have no adapter dropout (`policy.lora.dropout`), so f is
-only approximate if the adapters have dropout.
+P is a sum over tokens, so it can be accumulated over micro-batches. f cannot be accumulated in the same way, because
+the gradient of the first micro-batch already depends on the f of the entire step. Therefore all micro-batches except
+the first run through the policy once more before the step, without gradients. The first micro-batch's own forward pass
+then completes f. A step of one micro-batch needs no additional pass. The additional passes have no adapter dropout
+(`policy.lora.dropout`), so f is only approximate if the adapters have dropout.
 """
 
 from __future__ import annotations
@@ -46,16 +46,20 @@ class RouterLoss:
         self.routers = routers
         self.coefficient = coefficient
         self.others: list[RouterLoad] = []
-        """Loads of this rank's micro-batches of the step, without the first."""
+        """Loads of this rank's micro-batches of the step, except the first micro-batch."""
 
         self.step: RouterLoad | None = None
         """Load of the entire step, over all ranks."""
 
         self.latest: Tensor | None = None
-        """The latest micro-batch's share of the loss, before its weight, until `pop`."""
+        """The latest micro-batch's share of the loss, before the loss is multiplied by its weight. None after `pop`."""
 
     def begin(self, others: Sequence[RouterLoad]) -> None:
-        """Begin an optimizer step. Args: others: loads of this rank's micro-batches of the step, without the first."""
+        """Begin an optimizer step.
+
+        Args:
+            others: Loads of this rank's micro-batches of the step, without the first micro-batch.
+        """
         self.others, self.step = list(others), None
 
     def share(self, load: RouterLoad | None) -> Tensor:
@@ -78,8 +82,8 @@ class RouterLoss:
         """Return what is logged of a micro-batch after its `update`.
 
         Returns:
-            The micro-batch's share of the loss, before its weight; and the largest load of an expert in the step,
-            relative to a uniform load.
+            The micro-batch's share of the loss, before it is multiplied by the loss's weight; and the largest load of
+            an expert in the step, relative to a uniform load.
 
         Raises:
             ValueError: If `share` was not called for the micro-batch. Only an overridden `update` can leave it out.

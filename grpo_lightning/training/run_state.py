@@ -1,7 +1,7 @@
-"""State of a run that checkpoints contain besides weights and optimizer.
+"""The part of a run's state that checkpoints contain in addition to weights and optimizer.
 
-The state is the number of rollouts, the pending cycle (a rollout that is only partly trained on) and, if it was
-updated, the reference.
+This part consists of the number of rollouts, the pending cycle (a rollout that is only partly trained on), and the
+reference if the reference was updated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Layout(NamedTuple):
-    """Assigns the groups of a rollout to ranks (`Teams`)."""
+    """The two numbers that determine how the groups of a rollout are assigned to ranks (`Teams`)."""
 
     world_size: int
     ranks_per_group: int
@@ -56,7 +56,8 @@ class StepEnd:
     """The cycle that is only partly trained on; None between two cycles."""
 
     position: int
-    """Micro-steps of `cycle` that were completed at the end of the step. `cycle.position` keeps counting after it."""
+    """Micro-steps of `cycle` that were completed at the end of the step. `cycle.position` continues to count
+    afterwards."""
 
     rollout_index: int
 
@@ -84,7 +85,8 @@ class RunState:
         """The current cycle."""
 
         self.is_redistributed = False
-        """True if the current cycle was cut again after a checkpoint of another number of ranks or micro-batches."""
+        """True if the current cycle was divided again, because the checkpoint had a different number of ranks or
+        micro-batches."""
 
         self.reference: RunReference | None = None
         """The reference policy, set when the policy is loaded; None if the run has no reference."""
@@ -114,7 +116,7 @@ class RunState:
     def last_step_end(self, trainer: L.Trainer) -> StepEnd:
         """Return the state at the end of the latest optimizer step, and record it if that step has just ended.
 
-        Before recording, updates the reference if an update is due. Collective: all ranks call it.
+        Before recording, update the reference if an update is due. Collective: all ranks call it.
         """
         known, batches = self.step_end, trainer.fit_loop.epoch_loop.batch_progress
         if known is None:
@@ -148,9 +150,9 @@ class RunState:
         if ranks.world_size() == 1 or not (end.cycle or self.has_moved):
             return None
         moment = f"step{end.num_steps}-{end.rollout_index}-{end.position}"
-        # The name contains the layout, because a run with another number of ranks may save a checkpoint of the same
-        # name at the same step. If this run is killed before its checkpoint replaces the earlier checkpoint, the rank
-        # files of the earlier checkpoint must still exist.
+        # The prefix contains the layout, because an earlier run with a different number of ranks may have saved a
+        # checkpoint of the same name at the same step. If this run is killed before its checkpoint replaces that
+        # earlier checkpoint, the rank files of the earlier checkpoint must still exist.
         layout = f"w{self.layout.world_size}-r{self.layout.ranks_per_group}"
         return f"{moment}-{layout}" + (f"-a{end.cycle.accumulate}" if end.cycle else "")
 
@@ -201,9 +203,9 @@ class RunState:
             self.cycle = self._pending_cycle(state, checkpoint, shape, pad_id)
 
     def _pending_cycle(self, state: Mapping[str, Any], checkpoint: Path, shape: CycleShape, pad_id: int) -> Cycle:
-        """Read this rank's part of the pending cycle.
+        """Read this rank's part of the cycle that was pending in the checkpoint.
 
-        If the number of ranks or of micro-batches has changed, read all parts and cut the cycle again.
+        If the number of ranks or of micro-batches has changed, read the parts of all ranks and divide the cycle again.
         """
         saved = Layout(state["world_size"], state["ranks_per_group"])
 

@@ -1,8 +1,9 @@
 """Signals that end a training run after its optimizer step: SLURM auto-requeue, Ctrl-C and SIGTERM.
 
-A signal handler only records the signal. At the end of the step, the ranks exchange whether a signal arrived,
-and save a checkpoint together. A handler could not save at once: a checkpoint contains no gradients of an unfinished
-step, and saving is collective, so ranks that were interrupted in different places would wait for each other forever.
+A signal handler only records the signal. At the end of the step, the ranks exchange whether a signal arrived, and save
+a checkpoint together. A handler could not save at once, for two reasons. A checkpoint contains no gradients of an
+unfinished step. And saving is collective, so ranks that were interrupted in different places would wait for each other
+forever.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class RequeueAtStepEnd(L.Callback):
         self.received = signum
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """At the end of a step, if any rank got the signal, requeue on all ranks and end the run."""
+        """At the end of a step, if any rank got the signal, call the requeue handler on all ranks and end the run."""
         if self.answer is None or not is_between_steps(trainer) or not is_any(self.received is not None):
             return
         is_last_epoch = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs

@@ -1,4 +1,4 @@
-"""Multi-device strategies, with fixes for Lightning's own.
+"""Multi-device strategies, with fixes for Lightning's own strategies.
 
 trainer: {strategy: zero3}                                        # zero1, zero2, zero3, zero3_offload, fsdp2, ddp
 trainer: {strategy: {class_path: grpo_lightning.GRPODeepSpeedStrategy, init_args: {stage: 3}}}
@@ -46,7 +46,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
 
     Args:
         stage: 1 shards optimizer states, 2 also gradients, 3 also weights.
-        config: DeepSpeed's own configuration, a mapping or a JSON file, instead of the other arguments. In a
+        config: DeepSpeed's own configuration, as a mapping or a JSON file, given instead of the other arguments. In a
             configuration for transformers' Trainer, each "auto" is replaced by a setting of this run: the setting of
             the Lightning trainer, or the strategy argument of the same name.
         stage3_prefetch_bucket_size: Stage 3: number of elements gathered ahead of their use. The default is 0:
@@ -109,7 +109,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         return self.root_device.type == "cpu"
 
     def _format_config(self) -> None:
-        """As in Lightning, but `enabled: auto` of `bf16` and `fp16` follows from the trainer's precision."""
+        """As in Lightning, but replace `enabled: auto` of `bf16` and `fp16` according to the trainer's precision."""
         for name, prefix in (("bf16", "bf16-"), ("fp16", "16-")):
             block = self.config.get(name, {})
             if block.get("enabled") == AUTO:
@@ -128,8 +128,9 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         if not self.is_on_cpu:
             super().setup_distributed()
             return
-        # DeepSpeed compiles its own CPU collectives in the first run. If the compiler is killed, it leaves a lock file,
-        # for which all later runs silently wait. This line makes DeepSpeed use the collectives of gloo instead.
+        # DeepSpeed compiles its own CPU collectives in the first run. If the compiler is killed, a lock file remains,
+        # and all later runs silently wait for its removal. This line makes DeepSpeed use the collectives of gloo
+        # instead.
         importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
         reset_seed()
         self.set_world_ranks()
@@ -162,7 +163,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         self.model, _ = self._engine_on_cpu(model, config=config, model_parameters=[])
 
     def setup(self, trainer: L.Trainer) -> None:
-        """As in Lightning, but evaluate without inference mode, because training cannot use its tensors."""
+        """As in Lightning, but evaluate without inference mode, because training cannot use tensors made in it."""
         leave_inference_mode(trainer)
         super().setup(trainer)
 
@@ -193,9 +194,9 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         """As in Lightning, but training also loads a universal checkpoint, and evaluation a stage 3 folder or a file.
 
         A stage 3 folder contains the weights only as float32 master weights of the optimizer, and DeepSpeed cannot load
-        master weights without an optimizer. Each rank saves its shard of the optimizer states. If another number of
-        ranks resumes, DeepSpeed has to load the folder into which its own tool has merged the shards, its universal
-        checkpoint (`checkpoint_files.universal_command`).
+        master weights without an optimizer. Each rank saves only its shard of the optimizer states. If a different
+        number of ranks resumes, DeepSpeed has to load its universal checkpoint: the folder into which DeepSpeed's own
+        tool has merged the shards (`checkpoint_files.universal_command`).
         """
         module: Any = self.lightning_module
         is_training = module.trainer.state.fn == TrainerFn.FITTING
@@ -247,7 +248,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
 
 
 AUTO = "auto"
-"""Placeholder in DeepSpeed configurations, which transformers' Trainer replaces by its own settings."""
+"""Placeholder in DeepSpeed configurations. transformers' Trainer replaces it by settings of the Trainer."""
 
 TRAINER_KEYS = (
     "train_batch_size",
@@ -262,9 +263,9 @@ def set_no_leaf_modules(config: dict[str, Any]) -> None:
     """Keep ZeRO-3 from treating blocks of experts as leaf modules, unless the configuration has leaf modules.
 
     By default, DeepSpeed reduces all gradients of a block of Mixtral or Qwen MoE at the end of the block's backward
-    pass. Here a block runs several times per micro-batch, for the prompts and for every chunk, so that its gradients
-    would be reduced several times, which DeepSpeed refuses. Leaf modules are meant for experts that are modules of
-    their own; in transformers, the experts of a block are one tensor.
+    pass. Here a block runs several times per micro-batch, for the prompts and for every chunk. Its gradients would be
+    reduced several times, which DeepSpeed refuses. Leaf modules are meant for experts that are separate modules; in
+    transformers, the experts of a block are one tensor.
 
     Args:
         config: DeepSpeed's configuration, changed in place.
@@ -286,8 +287,8 @@ def fill_auto(config: dict[str, Any], arguments: Mapping[str, Any]) -> None:
         arguments: Arguments of the strategy, including defaults. They replace "auto" in `zero_optimization`.
 
     Raises:
-        ValueError: If the configuration has its own settings of an optimizer or schedule, or an "auto" that no setting
-            of this run replaces.
+        ValueError: If the configuration contains settings of an optimizer or schedule, or an "auto" that no setting of
+            this run replaces.
     """
     for name in TRAINER_KEYS:
         if config.get(name) == AUTO:
@@ -346,7 +347,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         super().setup_environment()
 
     def setup(self, trainer: L.Trainer) -> None:
-        """As in Lightning, but evaluate without inference mode, because training cannot use its tensors."""
+        """As in Lightning, but evaluate without inference mode, because training cannot use tensors made in it."""
         leave_inference_mode(trainer)
         super().setup(trainer)
 

@@ -1,7 +1,8 @@
-"""Choose among the tokens of an optimizer step, of all ranks, by entropy or by covariance of log-prob and advantage.
+"""Choose tokens of an optimizer step, over all ranks, by entropy or by covariance of log-prob and advantage.
 
 The loss of the first micro-batch already depends on which of the step's tokens are chosen, and the choice depends on
-all of them. So before each step, all its micro-batches run through the policy once more, without gradients.
+all tokens of the step. So before each step, all micro-batches of the step run through the policy once more, without
+gradients.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from grpo_lightning.training.actor import Actor
 
 
 class Selection(NamedTuple):
-    """One choice of `Objective.selection`."""
+    """One way to select tokens, for a value of `Objective.selection`."""
 
     features: Callable[[Objective, MicroBatch, TokenScores, int], list[Tensor]]
-    """Returns the features that the choice depends on, each [B, T], from the objective, a micro-batch, its log-probs
-    and entropies, and a seed."""
+    """Computes the features that the choice depends on, each [B, T]. The arguments are the objective, a micro-batch,
+    the micro-batch's log-probs and entropies, and a seed."""
 
     choose: Callable[..., Tensor]
-    """Returns which of the step's M trained tokens are chosen, [M] bool, from the objective and each feature [M]."""
+    """Computes which of the step's M trained tokens are chosen, [M] bool. The arguments are the objective and each
+    feature [M]."""
 
 
 def select_tokens(
@@ -43,7 +45,8 @@ def select_tokens(
         actor: Computes log-probs and entropies with the current weights.
         objective: An objective whose `selection` is not None.
         micro_batches: All micro-batches of this rank in the step.
-        seed: Seed of the random choice by Clip-Cov, and by KL-Cov among equal covariances; the same on all ranks.
+        seed: Seed of the random choices that Clip-Cov makes, and that KL-Cov makes among tokens of equal covariance.
+            All ranks must use the same seed.
 
     Returns:
         Log-probs, entropies and routing of each micro-batch.

@@ -24,7 +24,8 @@ class BatchPlan:
     """Batch arithmetic of a cycle: one rollout and the optimizer steps trained on it.
 
     Args:
-        batch_size: Prompts per rank and rollout; if ranks share groups, per team of `ranks_per_group` ranks.
+        batch_size: Prompts per rank and rollout. If ranks share groups, this is the number per team of
+            `ranks_per_group` ranks.
         num_generations: Completions per prompt.
         accumulate_grad_batches: Micro-batches per optimizer step.
         updates_per_rollout: Optimizer steps per epoch over a rollout.
@@ -43,7 +44,7 @@ class BatchPlan:
 
     @property
     def num_teams(self) -> int:
-        """Teams of ranks that get different prompts; as many as ranks, unless ranks share groups."""
+        """Number of teams of ranks that get different prompts. It is the number of ranks, unless ranks share groups."""
         return self.world_size // self.ranks_per_group
 
     @property
@@ -53,7 +54,7 @@ class BatchPlan:
 
     @property
     def completions_per_rank(self) -> int:
-        """Completions that a rank samples and trains on per rollout; the largest number, if they differ by rank."""
+        """Completions that a rank samples and trains on per rollout; the largest number, if ranks differ."""
         return self.batch_size * -(-self.num_generations // self.ranks_per_group)
 
     @property
@@ -82,7 +83,7 @@ class BatchPlan:
         return self.updates_per_rollout * self.num_iterations
 
     def shapes(self, prompt_length: int, completion_length: int) -> list[MicroBatchShape]:
-        """The micro-batches of one epoch over the rollout, as a run splits them, most expensive first.
+        """The micro-batches into which a run splits one epoch over the rollout, most expensive first.
 
         This is the worst case: all completions have the maximum length, and the micro-batches are those of the rank
         with the largest update. If a rank has fewer completions than micro-batches, empty micro-batches are left out.
@@ -120,7 +121,7 @@ class RunPlan:
     """The configured `max_steps`, if it ends inside a cycle and is rounded up."""
 
     num_prompts: int | None
-    """Number of prompts in all rollouts of the run; a prompt counts once per epoch."""
+    """Number of prompts in all rollouts of the run. A prompt counts once for each epoch."""
 
     epochs: float | None
 
@@ -143,7 +144,7 @@ def plan_run(
         num_prompts: Number of prompts in the training data; None if unknown.
         max_steps: Maximum number of optimizer steps; -1 for no limit. Rounded up to full cycles, as in the run.
         max_epochs: Maximum number of epochs over the data; None or -1 for no limit.
-        limit_train_batches: As in the Trainer: a fraction of an epoch's micro-steps, or a number of them.
+        limit_train_batches: As in the Trainer: a fraction of an epoch's micro-steps, or a number of micro-steps.
 
     Raises:
         ValueError: If there are no prompts, or `limit_train_batches` leaves no prompts.
@@ -188,7 +189,7 @@ def limited_rollouts(rollouts: int, cycle: int, limit: float | None) -> int:
 
 FIRST_WITH_ACCUMULATION = {"trl": (0, 17), "ms-swift": (3, 4)}
 """First version of each trainer in which the completions of a group may be in different micro-steps of an update. In
-VLM-R1, they are always in the same micro-step."""
+VLM-R1, the completions of a group are always in the same micro-step."""
 
 
 def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
@@ -205,12 +206,12 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
       If S is below A, the script samples several times with the same weights; in this package these samples form one
       rollout, so A replaces S.
     - P: prompts of a rollout
-    - T: teams, which are the ranks that share a group
+    - T: number of teams; a team is the ranks that share a group
 
     If W does not divide the prompts of an update, ranks share groups, so that every rank trains in every update. Each
-    rank then needs at least one completion of a group, so W / T must not be above G. If it is, or if an update has a
-    fraction of a prompt, T = gcd(P, W). If W / T is above G even then, no rank shares groups, and `batch_size` is
-    P / W, rounded to at least 1.
+    rank then needs at least one completion of a group, so W / T must not be above G. If W / T is above G, or if an
+    update has a fraction of a prompt, T = gcd(P, W) instead. If W / T is above G even then, no rank shares groups, and
+    `batch_size` is P / W, rounded to at least 1.
 
     Args:
         script: The script's flags, `trainer` and `version`, as `command.parse_script` returns them.

@@ -32,7 +32,7 @@ HF_DEFAULTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 
 """Defaults of Hugging Face's TrainingArguments, which TRL and VLM-R1 keep."""
 
 ASSUMED_DEVICE_GIB = 80.0
-"""Device memory assumed on a machine without a GPU, to decide on `gather_for_generation: auto`."""
+"""Device memory that is assumed on a machine without a GPU to decide about `gather_for_generation: auto`."""
 
 
 def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) -> None:
@@ -45,8 +45,8 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
     Raises:
         ValueError: If a setting is invalid for training or cannot be translated.
         SystemExit: With status 1, after the plan, if the run does not fit.
-        FileNotFoundError: If the data do not exist, and neither --prompt_tokens nor data.prepare is set. If the policy
-            does not exist, and data.prepare is not set; the batch arithmetic is printed before this error.
+        FileNotFoundError: If the data do not exist, and neither --prompt_tokens nor data.prepare is set. Also if the
+            policy does not exist, and data.prepare is not set; the batch arithmetic is then printed before the error.
     """
     if any(arg == "--from" or arg.startswith("--from=") for arg in args):
         from grpo_lightning.cli.plan.batches import translate
@@ -123,7 +123,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
         return
     vllm.check_run(engine, loader, [module.sampling, module.validation_sampling], ranks.world_size)
     is_eager = "eager" in (loader.attention, model.config._attn_implementation)
-    # Chosen without weights: the probe at the start of a run may still choose the dense path.
+    # The path is chosen without weights. The probe at the start of a run may still choose the dense path.
     path: Literal["dense", "extended"] = "dense" if loader.scoring == "dense" or dense_reason(model) else "extended"
     sizes = sizes_of(model, loader)
     division = memory.division_of(config.trainer.strategy, ranks.world_size)
@@ -138,7 +138,8 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
             prompt_tokens,
             completion_tokens,
             path,
-            # All lengths are at their maximum: only the limit of tokens per chunk matters, not the cost of a pass.
+            # All completions have the maximum length, so only the limit of tokens per chunk matters, not the cost of a
+            # pass.
             chunk_size=loader.choose_chunks(model.config, "cpu", is_sharded=False),
             head_chunk_size=loader.head_chunk_size,
         ),
@@ -287,9 +288,9 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(trainer: Namespace, devices: int | None, nodes: int | None, *, has_server: bool = False) -> Ranks:
-    """Count the ranks from the trainer's config, or from `devices` per node and `nodes`.
+    """Count the ranks from `devices` per node and `nodes`; a value of None is taken from the trainer's config.
 
-    Devices of vLLM servers are not counted. `has_server` is true if there is one on this machine.
+    Devices of vLLM servers are not counted. `has_server` is true if a vLLM server is on this machine.
 
     Raises:
         ValueError: If there is no device or node, or the cluster's nodes have unequal numbers of devices.
@@ -320,7 +321,7 @@ def ranks_of(trainer: Namespace, devices: int | None, nodes: int | None, *, has_
 
 
 def count_devices(given: Any) -> int | None:
-    """Count the devices per node in `trainer.devices`: a number or a list of indices; None for all available."""
+    """Count the devices per node in `trainer.devices` (a number or a list of indices); None for all available."""
     if isinstance(given, str):
         given = given.strip()
         with suppress(ValueError):
@@ -350,14 +351,14 @@ def check_environment(environment: Mapping[str, str]) -> None:
 # ------------------------------------------------------------------------------------------------------------ prompts
 
 MEASURED_PROMPTS = 256
-"""Number of prompts that are tokenized: those with the longest texts. The prompt with the most tokens is almost always
-among them."""
+"""Number of prompts that are tokenized. These are the prompts with the longest texts; the prompt with the most tokens
+is almost always among them."""
 
 MEASURED_IMAGES = 10_000
 """Maximum number of prompts whose images are opened to read their sizes."""
 
 LARGEST_IMAGES = 32
-"""Number of prompts with the largest images that are tokenized."""
+"""Number of prompts that are tokenized because they have the largest images."""
 
 ASSUMED_PROMPT_TOKENS = 512
 
@@ -398,7 +399,8 @@ def longest_prompt(
 ) -> tuple[int, str]:
     """Return the tokens of the longest training prompt, and how this number was found.
 
-    The number is `given`, or measured on the prompts, or `max_prompt_length`, or else assumed.
+    The number is `given` if it is not None. Otherwise, it is measured on the prompts if possible; else it is
+    `max_prompt_length`, or else an assumed number.
     """
     if given is not None:
         return given, "set by --prompt_tokens"
@@ -428,7 +430,7 @@ def longest_texts(prompts: list[Prompt]) -> list[Prompt]:
 
 
 def largest_images(prompts: list[Prompt]) -> list[Prompt]:
-    """The prompts with the most pixels, by the headers of their images."""
+    """The prompts with the most pixels, according to the headers of their images."""
     with_images = [prompt for prompt in prompts if prompt.images]
     opened = with_images[:: -(-len(with_images) // MEASURED_IMAGES) or 1]
     sizes = [(sum(width * height for width, height in (image.size() for image in p.images)), p) for p in opened]
@@ -436,7 +438,7 @@ def largest_images(prompts: list[Prompt]) -> list[Prompt]:
 
 
 def positions(loader: PolicyLoader) -> int | None:
-    """Maximum positions of the policy; None if it has no limit, or cannot be found, which is reported later."""
+    """Number of positions of the policy; None if they are unlimited, or if no policy is found (reported later)."""
     from grpo_lightning.policy.hf import num_positions
 
     try:
@@ -453,7 +455,7 @@ def check_lengths(loader: PolicyLoader, prompts: list[Prompt], max_completion_le
     limit = positions(loader)
     if limit is None:
         return
-    # A text has no more tokens than bytes: most prompts need no tokenizer.
+    # A text has no more tokens than bytes, so most prompts need not be tokenized.
     most = limit - TEMPLATE_TOKENS - max_completion_length
     long = [prompt for prompt in longest_texts(prompts) if num_bytes(prompt) > most]
     checked = [*long, *largest_images(prompts)]
@@ -497,10 +499,11 @@ def run_length(trainer: Namespace, batches: BatchPlan, num_prompts: int | None) 
 
 
 def sampling_size(engine: Any, batches: BatchPlan, *, shares_prompts: bool) -> SamplingSize:
-    """The largest numbers of completions and prompts during sampling; 0 with an external engine.
+    """The largest numbers of completions and prompts during sampling; 0 for an external engine.
 
-    With `max_rows` and prompts that share their keys and values, the newest prompt has G open rows, and each other open
-    prompt has at least one: at most 1 + max_rows - G prompts are open.
+    A row is one completion that is being decoded. If `max_rows` is set and completions share the keys and values of
+    their prompt, the newest prompt has G open rows, and every other open prompt has at least one open row. So at most
+    1 + max_rows - G prompts are open.
     """
     from grpo_lightning.cli.plan.memory import SamplingSize
     from grpo_lightning.rollout.local_engine import LocalEngine

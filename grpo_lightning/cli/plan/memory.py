@@ -1,4 +1,4 @@
-"""Memory estimate of a device by part: persistent states, and temporary memory of sampling and updates."""
+"""Memory estimate of a device, by part: persistent states, and temporary memory of sampling and updates."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ SUB_GROUP = 10**9
 
 ADAMW_BYTES = 8.0
 BYTES_OF_8_BIT = 2 + 2 * 4 / 256
-"""Bytes of state per weight in 8-bit AdamW: two 8-bit states, each with a 32-bit scale per block of 256 weights
-(arXiv:2110.02861; the block size is that of bitsandbytes)."""
+"""Bytes of optimizer state per weight in 8-bit AdamW: two 8-bit states, each with a 32-bit scale per block of 256
+weights (arXiv:2110.02861; the block size is that of bitsandbytes)."""
 
 PROBE_WEIGHTS = 64 * 1024
-"""Number of weights in the tensor that `optimizer_bytes` updates. It is above 4,096, because 8-bit optimizers keep the
-states of smaller tensors in 32 bits."""
+"""Number of weights in the tensor on which `optimizer_bytes` runs a step. The number is above 4,096, because 8-bit
+optimizers keep the states of smaller tensors in 32 bits."""
 
 
 class Part(NamedTuple):
@@ -64,7 +64,8 @@ class Part(NamedTuple):
     """False if tensors of the run have exactly this size."""
 
     is_on_cpu: bool = False
-    """True if the part is in CPU memory. A node's CPU memory then holds the part once for each device of the node."""
+    """True if the part is in CPU memory. The CPU memory of a node then contains the part once for each device of the
+    node."""
 
 
 def peak(parts: Iterable[Part], moment: Moment, *, is_on_cpu: bool = False) -> int:
@@ -93,7 +94,7 @@ class Precision:
 
     @property
     def residual(self) -> int:
-        """Bytes per number in the residual stream and in cached keys of scoring: autocast rotates keys in 32 bits."""
+        """Bytes per number in the residual stream and in scoring's cached keys, which autocast rotates in 32 bits."""
         return 4 if self.is_mixed else self.compute
 
 
@@ -121,7 +122,7 @@ def precision_of(precision: str | int | None, dtype: str) -> Precision:
 
 @dataclass(frozen=True)
 class Division:
-    """Number of ranks over which a strategy shards each state (1: a full copy on every device), and CPU offload."""
+    """For each state, the number of ranks over which a strategy shards it (1: not sharded); and CPU offload."""
 
     weights: int = 1
     gradients: int = 1
@@ -144,7 +145,7 @@ class Division:
 
 
 def division_of(strategy: Any, world_size: int) -> Division:
-    """Over how many ranks `trainer.strategy` shards weights, gradients and optimizer states, in a run of W ranks.
+    """Return over how many of W ranks `trainer.strategy` shards weights, gradients and optimizer states.
 
     | strategy            | weights | gradients | optimizer |
     |---------------------|---------|-----------|-----------|
@@ -224,8 +225,9 @@ def optimizer_bytes(
 ) -> tuple[float, list[str]]:
     """Measure the optimizer state per trained weight by a step on a small tensor. Returns: (bytes, remarks).
 
-    AdamW keeps two numbers as wide as the weight: 8 bytes for a 32-bit weight. For optimizers that factorize matrices
-    the result is too high, because they need fewer bytes per weight for the larger matrices of a model.
+    AdamW keeps two numbers of the weight's width: 8 bytes for a 32-bit weight. For optimizers that factorize matrices,
+    the result is too high: they need fewer bytes per weight for larger matrices, and a model's matrices are larger than
+    the small tensor.
 
     Args:
         factory: Function that makes the optimizer.
@@ -253,7 +255,7 @@ def optimizer_bytes(
 
 
 class Pass(NamedTuple):
-    """One forward pass: each row of tokens attends to a context, which includes the row's own tokens."""
+    """One forward pass: each row of tokens attends to a context that includes the tokens of the row itself."""
 
     rows: int
     tokens: int
@@ -286,7 +288,10 @@ class ScoredBatch:
 
     @property
     def passes(self) -> list[Pass]:
-        """The forward passes: the prompts, then one per chunk. On the dense path each row includes its prompt."""
+        """The forward passes: one for all prompts, then one per chunk.
+
+        On the dense path, there is no pass for the prompts: each row of a chunk includes its prompt.
+        """
         total = self.prompt_length + self.completion_length
         if self.path == "dense":
             return [Pass(rows, total, total) for rows in self.chunk_rows]
@@ -302,7 +307,7 @@ class SamplingSize(NamedTuple):
     """Completions decoded at the same time."""
 
     prompts: int = 0
-    """Prompts of which completions are decoded at the same time."""
+    """Number of prompts whose completions are decoded at the same time."""
 
     prefilled: int = 0
     """Prompts prefilled together."""
@@ -325,7 +330,8 @@ class MemorySettings:
     is_eager: bool = False
     has_reference: bool = True
     accumulates: bool = False
-    """True with several micro-batches per step: gradients of earlier micro-batches then exist during later ones."""
+    """True with several micro-batches per step: gradients of earlier micro-batches then exist during later
+    micro-batches."""
 
     gathers_for_sampling: bool = False
     """True if every device gathers all sharded weights to sample."""
@@ -434,7 +440,7 @@ def optimizer_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def share(num_bytes: float, ranks: int = 1) -> int:
-    """Bytes on one rank of memory that is divided among `ranks`, rounded up."""
+    """Bytes per rank of memory that is divided among `ranks`, rounded up."""
     return math.ceil(num_bytes / ranks)
 
 
@@ -444,7 +450,7 @@ def format_ranks(ranks: int) -> str:
 
 
 def offload_part(part: Part, offloaded: frozenset[str]) -> list[Part]:
-    """Split a part named in `model.offload` into its device memory in training and its CPU memory in sampling."""
+    """Split a part that `model.offload` names into device memory during training and CPU memory during sampling."""
     group = {"reference": "reference", "optimizer states": "optimizer", "master weights": "optimizer"}.get(part.name)
     if group not in offloaded or part.is_on_cpu:
         return [part]
@@ -469,7 +475,7 @@ def gathered_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def head_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """The float32 copies of 16-bit head weights that a float32 head makes in every pass, and their gradient.
+    """The float32 copies of 16-bit head weights that a float32 head makes in each pass, and the copies' gradient.
 
     A pass whose logits are not sliced keeps its copy for the backward pass. A trained head gets a gradient in float32,
     which is then converted to the dtype of the weights.
@@ -492,10 +498,10 @@ def head_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 def adapter_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     """Temporary memory of adapters of experts, and of DoRA.
 
-    peft computes the experts of a layer as one sum W + s B A. DoRA computes the norms of the rows of W + s B A, and
-    scales the outputs of W and of B A separately. With E adapted weights of experts, b bytes per weight, L layers, F
-    forward passes that are kept for the backward pass, a bytes per LoRA weight and c bytes per number in matrix
-    products:
+    peft computes the adapted experts of a layer as one sum W + s B A. DoRA computes the norms of the rows of W + s B A,
+    and scales the outputs of W and of B A separately. In the formulas, E is the number of adapted weights of experts, b
+    the bytes per weight, L the number of layers, F the number of forward passes that are kept for the backward pass, a
+    the bytes per LoRA weight, and c the bytes per number in matrix products:
 
         sums of experts    E b F, and E b / L for the gradient of one layer's sum; E b / L while sampling
         norms              a (in^2 + 3 in out) for the largest matrix, in^2 only with gradients; a in out more for its
@@ -548,7 +554,7 @@ def autocast_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def sampling_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """Memory of decoding: the full KV cache, a second copy of one of its layers, and the next-token scores."""
+    """Memory of decoding: the full KV cache, a second copy of one cache layer, and the next-token scores."""
     batch, widths, (rows, prompts, prefilled) = settings.batch, settings.widths, settings.sampling
     longest, layers = batch.completion_length - 1, len(model.windows)  # the last token is never fed back
     cache, how = cache_bytes(model, rows, batch.prompt_length + longest, widths), "repeated for its completions"
@@ -617,9 +623,9 @@ def layer_bytes(model: ModelSizes, size: Pass, precision: Precision, *, is_eager
                       eager attention: its scores                    (4 + c) a per token of the context
         feed-forward  gate, up, activated gate and product           4 c i; without a gate 2 c i
 
-    For Llama and Qwen2, the count is within 2 % of measured bytes, or up to 4 % above them: a prompt pass without a
-    mask keeps keys and values once per key head, not per query head. Models with additional norms (Qwen3, Gemma 3) or
-    experts keep more activations, which are not counted.
+    For Llama and Qwen2, the count is within 2 % of measured bytes, or up to 4 % above them for a prompt pass without a
+    mask, which keeps keys and values once per key head, not per query head. Models with additional norms (Qwen3, Gemma
+    3) or experts keep more activations, which are not counted.
     """
     c, h, heads = precision.compute, model.hidden_size, model.num_heads * model.head_dim
     tokens, pairs = size.rows * size.tokens, size.rows * size.tokens * size.context
@@ -636,15 +642,16 @@ def activation_bytes(
 ) -> int:
     """Bytes kept for the backward pass of a micro-batch, without the logits.
 
-    A chunk is the completions of one forward pass (`policy.chunk_size`). By `policy.activation_checkpointing`:
+    A chunk is the completions of one forward pass (`policy.chunk_size`). The kept tensors depend on
+    `policy.activation_checkpointing`:
 
         none      all layers of all forward passes
         layers    the input of each layer; in addition one layer at a time is recomputed
         chunks    all layers of the prompts' forward pass and of the largest chunk, which is recomputed
 
-    plus the prompts' keys and values, the input and output of the last norm, and the head's input. Images count as
-    tokens of the decoder. The activations of a trained vision tower and of adapters are not counted, except DoRA's
-    (`adapter_parts`). 32-bit adapters in a 16-bit model can add up to half of the counted bytes.
+    In each case, the prompts' keys and values, the input and output of the last norm, and the head's input are kept
+    too. Images count as tokens of the decoder. The activations of a trained vision tower and of adapters are not
+    counted, except DoRA's (`adapter_parts`). 32-bit adapters in a 16-bit model can add up to half of the counted bytes.
     """
     passes = batch.passes
     if mode == "chunks":

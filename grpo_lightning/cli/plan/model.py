@@ -1,4 +1,4 @@
-"""Parameter counts and sizes of a policy, from its config and a model on the meta device: no weights are loaded."""
+"""Parameter counts and sizes of a policy, from its config and a model on the meta device. No weights are loaded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class ModelSizes:
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    """Width of the feed-forward block per token; with experts, summed over the experts that a token is routed to."""
+    """Width of the feed-forward block for one token. With experts, this is the sum over the experts to which a token is
+    routed."""
 
     vocab_size: int
     num_heads: int
@@ -50,7 +51,7 @@ class ModelSizes:
     """True if the local engine keeps the KV cache of each prompt once, not once per completion."""
 
     num_linear_layers: int = 0
-    """Layers with a recurrent state instead of a KV cache; the state is not counted."""
+    """Number of layers with a recurrent state instead of a KV cache. The memory of this state is not counted."""
 
     has_gated_mlp: bool = True
     num_weights: int = 0
@@ -107,7 +108,7 @@ def sizes_of(model: Any, settings: PolicySettings) -> ModelSizes:
     Args:
         model: The policy, on any device. It is changed in place: parameters are frozen as in the run, and the initial
             adapter (`lora.adapter`) is inserted if there is one.
-        settings: The policy's settings, of which those of freezing, LoRA and quantization are used.
+        settings: The policy's settings. Only those of freezing, LoRA and quantization are used.
 
     Raises:
         FileNotFoundError: If the initial adapter does not exist.
@@ -209,7 +210,7 @@ def intermediate_size(config: Any) -> int:
         return int(dense)
     routed = int(getattr(config, "moe_intermediate_size", None) or dense)
     shared = getattr(config, "shared_expert_intermediate_size", None)
-    if shared is None:  # some configs have the number of shared experts instead, each as wide as a routed expert
+    if shared is None:  # some configs instead have a number of shared experts, each as wide as a routed expert
         shared = int(getattr(config, "n_shared_experts", None) or 0) * routed
     return int(experts) * routed + int(shared)
 
@@ -228,7 +229,7 @@ class AdapterSizes(NamedTuple):
 
 
 def adapter_sizes(model: Any, lora: LoRA | None) -> AdapterSizes:
-    """Compute the sizes of LoRA adapters. An initial adapter has its own layers and ranks, and is inserted."""
+    """Compute the sizes of LoRA adapters. An initial adapter (with its own layers and ranks) is inserted in `model`."""
     if lora is None:
         return AdapterSizes()
     if lora.adapter is None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jsonargparse import Namespace
 
 TIGHT = 0.9
-"""Fraction of a device's memory above which fragmentation and the CUDA context decide whether a run fits."""
+"""Fraction of a device's memory above which it depends on fragmentation and the CUDA context whether a run fits."""
 
 
 def print_lines(console: Console, title: str, lines: Sequence[str]) -> None:
@@ -169,7 +169,7 @@ def print_memory(
     device_gib: float | None,
     engine: vllm.VLLMSize | None = None,
 ) -> str | None:
-    """Print the table of parts, the peak, and the comparison with the device; `engine` is the memory of vLLM, if any.
+    """Print the table of parts, the peak, and the comparison with the device. `engine` is the memory of vLLM, if used.
 
     Returns:
         If the run does not fit, or vLLM does not fit its share, an error message that lists settings which reduce
@@ -260,7 +260,7 @@ def verdict(share: float) -> str:
 
 
 def levers(model: ModelSizes, settings: MemorySettings, moment: str) -> list[str]:
-    """Settings that would reduce the memory of a phase; settings that cost the least time come first."""
+    """Settings that would reduce the memory of a phase, ordered by how much time they cost, the least first."""
     division, batch, is_full = settings.division, settings.batch, not model.num_adapters
     has_copy = settings.has_reference and is_full and not division.offloads_weights
     found = [

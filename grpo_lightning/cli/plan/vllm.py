@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from grpo_lightning.policy.loading import PolicyLoader
 
 QUANTIZED_BYTES = 1
-"""Bytes per weight of a linear layer under `engine.quantization`: all values that the engine accepts have 8 bits. Their
-scales are not counted."""
+"""Bytes per weight of a linear layer under `engine.quantization`. All quantisations that the engine accepts have 8
+bits. The memory of their scales is not counted."""
 
 OF_THE_POLICY = frozenset({"16-bit weights", "float32 head", "gathered layers", "DoRA's norms", "experts, one layer"})
-"""Names of the parts that exist during sampling only if the policy itself samples."""
+"""Names of parts that are in memory during sampling only if the policy itself samples."""
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0")  # noqa: S104 - compared, not bound
 
@@ -54,30 +54,30 @@ class VLLMSize:
     """KV cache of one token of a long sequence."""
 
     sequence: int
-    """KV cache of a sequence of the maximum length (`longest`), without which vLLM does not start."""
+    """KV cache of one sequence of the maximum length (`longest`). If this does not fit, vLLM does not start."""
 
     longest: int
     """Maximum tokens of a prompt and its completion."""
 
     rollout: int
-    """KV cache of all completions that one vLLM decodes at the same time, each prompt once."""
+    """KV cache of all completions that one vLLM decodes at once; with prefix caching, each prompt counts once."""
 
     num_completions: int
-    """Number of these completions."""
+    """Number of completions that `rollout` counts."""
 
     device: float | None
     """Memory of the device; None if it is unknown."""
 
     @property
     def share(self) -> int | None:
-        """Bytes that vLLM takes of the device; None in mode `server`, and if the device's memory is unknown."""
+        """Bytes of the device that vLLM takes; None in mode `server`, and if the device's memory is unknown."""
         if self.device is None or self.engine.mode != "colocate":
             return None
         return int(self.engine.gpu_memory_utilization * self.device)
 
     @property
     def cache(self) -> int | None:
-        """Bytes that the weights leave of the share: KV cache and vLLM's working memory. None as `share`."""
+        """Bytes of the share besides the weights, for KV cache and working memory. None if `share` is None."""
         return None if self.share is None else max(0, self.share - self.weights)
 
 
@@ -94,13 +94,13 @@ def size_of(
         weights    bytes per weight x weights / tensor_parallel_size
         KV cache   2 x bytes x head size x key-value heads per rank, per layer and token
 
-    With more ranks than key-value heads, each rank has one of them. In mode `server` the sizes are those of a server
-    without tensor parallelism, in 16 bits, which is the dtype of most checkpoints.
+    With more ranks than key-value heads, each rank has one key-value head. In mode `server`, the sizes are those of a
+    server without tensor parallelism, in 16 bits, the width of most checkpoints.
 
     Args:
         engine: The engine of the run.
         model: The policy on the meta device.
-        sizes: Its sizes.
+        sizes: Sizes of the policy.
         settings: Memory settings of the training processes.
         batches: Batch arithmetic of the run.
         device: Bytes of a device's memory; None if unknown.
@@ -138,7 +138,7 @@ def size_of(
 
 
 def with_vllm(parts: list[Part], model: ModelSizes, settings: MemorySettings, size: VLLMSize | None) -> list[Part]:
-    """Add vLLM to the parts of a device, and leave out what only a policy that samples needs during sampling.
+    """Add vLLM to the parts of a device, and leave out the parts in `OF_THE_POLICY` during sampling.
 
     | engine.sleep_level | while sampling | while training | on the CPU, while training |
     |---|---|---|---|
@@ -168,7 +168,7 @@ def with_vllm(parts: list[Part], model: ModelSizes, settings: MemorySettings, si
 
 
 def problem(size: VLLMSize) -> str | None:
-    """Error message if vLLM's share holds neither its weights nor a sequence of maximum length; None if it does."""
+    """Error message if vLLM's weights and one sequence of maximum length do not fit its share; None if they fit."""
     engine, needed = size.engine, size.weights + size.sequence
     if size.share is None or size.device is None or needed <= size.share:
         return None
@@ -205,7 +205,7 @@ def levers(size: VLLMSize, settings: MemorySettings, moment: Moment) -> list[str
 
 
 def remarks(engine: Any, size: VLLMSize | None) -> list[str]:
-    """Remarks on the memory of vLLM, or of another engine than the policy itself."""
+    """Remarks on the memory of vLLM, or of any other engine that is not the policy itself."""
     if size is None:
         return [] if isinstance(engine, LocalEngine) else ["the memory of the external engine is not counted"]
     if engine.mode == "server":
@@ -234,7 +234,7 @@ def remarks(engine: Any, size: VLLMSize | None) -> list[str]:
 
 
 def batch_lines(engine: Any, batches: BatchPlan, max_staleness: int) -> list[str]:
-    """Format where vLLM samples. The devices of servers are no ranks, and change no number of the batch arithmetic."""
+    """Format where vLLM samples. Devices of servers are not ranks, so they change no number of the batch arithmetic."""
     if not isinstance(engine, VLLMEngine):
         return []
     lines = []
@@ -296,7 +296,7 @@ def check_length(engine: Any, prompt_tokens: int, max_completion_length: int, wh
         why: How the longest prompt was found.
 
     Raises:
-        ValueError: If they do not fit.
+        ValueError: If the longest prompt and a completion do not fit.
     """
     limit = engine.max_model_len if isinstance(engine, VLLMEngine) else None
     if limit is not None and prompt_tokens + max_completion_length > limit:

@@ -19,7 +19,8 @@ Boxes: TypeAlias = Literal["auto", "original", "norm1000", "none"]
 - `norm1000`: as if every image were 1000 wide and 1000 high (VLM-R1's InternVL data). Every row with an image must have
   a box. `check_solution` converts the box to pixels once for the whole run, so `gold_coordinates` of rewards, metrics
   and callbacks must stay at `original`.
-- `auto`: pixels, in rows with one image whose solution is four numbers. Other solutions are not checked.
+- `auto`: pixels. A solution is checked if it is four numbers and its row has one image. Other solutions are not
+  checked.
 - `none`: no solution is checked.
 """
 
@@ -101,7 +102,7 @@ def check_box(value: Any, width: int, height: int) -> None:
             "numbers are shares of the image, from 0 to 1, multiply them by its width and height"
         )
     across, down = min(x2, width) - max(x1, 0), min(y2, height) - max(y1, 0)
-    if not (across > 0 and down > 0 and across * down > 0):  # a product of tiny sides may be 0 where neither is
+    if not (across > 0 and down > 0 and across * down > 0):  # the product of tiny sides may underflow to 0
         raise ValueError(f"the box {list(value)} has no area in its image, which is {width} x {height}")
 
 

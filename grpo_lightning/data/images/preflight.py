@@ -123,7 +123,7 @@ def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:
     """Check that the images of prompts can be read, for prompts that do not come from a mixture.
 
     The boxes of these prompts are checked by the rewards. The images are not read again if all of them have been read
-    in full before. Known sizes are not enough, because a truncated file may have an intact header.
+    in full before. It is not enough that their sizes are known, because a truncated file may have an intact header.
 
     Args:
         prompts: The prompts, the same on every rank.
@@ -142,8 +142,9 @@ def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:
 def survey(images: Iterable[ImageRef], num_workers: int) -> dict[Hashable, Found]:
     """Check every unique image, and get its size.
 
-    The images are divided among the ranks: a rank reads the pixels of its images, and only the headers of the others.
-    If one rank cannot read an image, the image counts as bad on all ranks, because all ranks must drop the same rows.
+    The images are divided among the ranks: a rank reads the pixels of its images, and only the headers of the other
+    images. If one rank cannot read an image, the image counts as bad on all ranks, because all ranks must drop the same
+    rows.
 
     Args:
         images: References to the images, the same on every rank.
@@ -211,7 +212,7 @@ class ImageCounts:
     """Rows without image columns and without images in their messages."""
 
     unread: dict[str, Counter[str]] = field(default_factory=dict)
-    """For each source: how many rows of `without_column` have an image path in another column, by that column."""
+    """For each source and column: the number of rows of `without_column` that have an image path in this column."""
 
     warned: set[tuple[str, str | None]] = field(default_factory=set)
     """Warnings that have been logged, as (source, unread column); the column is None for empty image columns."""
@@ -234,8 +235,8 @@ class ImageCounts:
         Args:
             source: The entry's name.
             image_root: The entry's own `image_root`.
-            run_root: `image_root` of the data module. It replaces a missing `image_root` only for entries with image
-                paths in a column that is not read as images, because other entries may be meant to be text-only.
+            run_root: `image_root` of the data module. It replaces a missing `image_root` only if the entry has image
+                paths in a column that is not read as images. Other entries may be meant to be text-only.
 
         Raises:
             ValueError: If the entry has an `image_root` (its own or `run_root`), but no row with an image column or

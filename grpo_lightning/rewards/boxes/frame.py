@@ -151,7 +151,7 @@ class BoxReward(Reward):
         """Parse the ground truth of a row; None if it has none. Raises: ValueError if it cannot be parsed."""
 
     def boxes_of(self, right: Any) -> Sequence[Box]:
-        """The boxes of a parsed ground truth, for `check_row`; by default none, so that only calls check the boxes."""
+        """The boxes of a parsed ground truth, for `check_row`. By default none: only calls then check boxes."""
         return ()
 
     def given_boxes(self, given: Any) -> Sequence[Box]:
@@ -211,8 +211,8 @@ def check_inside(box: Box, scale: Scale, size: tuple[float, float] | None) -> No
         size: Width and height of the image, in pixels; None if unknown.
 
     Raises:
-        ValueError: If the box lies completely outside the image, has no area, or ends within the first pixel, because
-            its coordinates are then probably fractions from 0 to 1.
+        ValueError: If the box lies completely outside the image, has no area, or ends within the first pixel. In the
+            last case, its coordinates are probably fractions from 0 to 1.
     """
     if size is not None and is_share(box, size):
         raise ValueError(

@@ -30,7 +30,7 @@ START_SECONDS = 30.0
 """Time limit for the start of a launcher, which takes 0.03 s on an idle machine."""
 
 GRACE_SECONDS = 5.0
-"""A launcher that has not answered this long after the time limit of a job is killed."""
+"""A launcher is killed if it has not answered this many seconds after the time limit of a job."""
 
 # Empty modules replace the parent packages, which would import torch.
 START_LAUNCHER = """
@@ -53,7 +53,7 @@ class Limits:
     """Limits and settings of a sandbox."""
 
     memory_bytes: int = 2**29
-    """Address space of a program beyond the interpreter's."""
+    """Address space that a program may reserve in addition to that of the interpreter."""
 
     preamble: str = ""
     """Python code that every program starts with."""
@@ -64,7 +64,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended: one run of the program, or of test code."""
+    """How a job (one run of the program, or of test code) ended."""
 
     how: str
     """"exit", "timeout", "output" (too long), "threads" (too many) or "lost" (its launcher was killed)."""
@@ -100,7 +100,7 @@ class Sandbox:
         program: Python code, untrusted.
         limits: Limits of each run.
         tests: The test code for `judge`: one dictionary per test, with the fields of `code_rows.Code`. The process that
-            runs the program never holds it.
+            runs the program never holds the test code.
 
     Raises:
         SandboxError: If the launcher does not start, or the kernel lacks what the sandbox needs.
@@ -182,7 +182,7 @@ class Sandbox:
             max_output: Limit for the encoded value, in bytes.
 
         Returns:
-            (how the job ended, the returned value, ""); without a value (how the job ended, None, the reason).
+            (how the job ended, the returned value, ""). If there is no value: (how the job ended, None, the reason).
 
         Raises:
             SandboxError: If the sandbox failed.

@@ -8,14 +8,14 @@ the system's shared libraries. The kernel refuses everything else:
 | start a process or program, or leave its process group | seccomp allows `clone` for threads only, and no `execve` |
 | open a socket | seccomp allows `socketpair`, which connects a process with itself, and no `socket` |
 | write, create, delete or rename a file | Landlock, seccomp, and RLIMIT_FSIZE 0 |
-| read files outside the standard library, other processes' memory, environments or `/proc` | Landlock |
+| read `/proc`, the memory or environment of other processes, or files other than those libraries | Landlock |
 | signal or trace another process, or change its limits | seccomp |
 | gain privileges | no_new_privs, and all capabilities are dropped |
 
-Landlock and seccomp work without privileges and in containers. Landlock needs Linux 5.13. Without Landlock (only with
-`allow_file_reads`) a program can read every file that its user can read, `/proc` included; the other rows of the table
-still hold. In every case a program sees the names, sizes and dates of files (`stat`), the time, and the load of the
-machine.
+Landlock and seccomp work without privileges and in containers. Landlock needs Linux 5.13. Without Landlock, which is
+accepted only with `allow_file_reads`, a program can read every file that its user can read, `/proc` included; the other
+rows of the table still hold. In every case a program sees the names, sizes and dates of files (`stat`), the time, and
+the load of the machine.
 
 This module imports only the standard library, because it runs in the launcher (`sandbox/launcher.py`).
 """
@@ -30,13 +30,13 @@ import struct
 import sys
 
 MAX_THREADS = 64
-"""Threads of a program; the launcher stops a program that starts more."""
+"""Maximum number of threads of a program. The launcher stops a program that starts more."""
 
 STACK_BYTES = 64 * 2**20
 """Stack of the main thread, large because contest programs recurse deeply."""
 
 MAX_FILES = 64
-"""Open file descriptors."""
+"""Maximum number of open file descriptors."""
 
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same numbers on all architectures
@@ -98,7 +98,8 @@ _OPEN, _OPENAT, _PRLIMIT, _KILL, _TGKILL = (2, None), (257, 56), (302, 261), (62
 _SOCKETPAIR, _SENDTO = (53, 199), (44, 206)
 
 _CLONE_THREAD = 0x10000
-# Duplicate a descriptor, get and set flags; but not F_SETOWN and F_SETSIG, with which a process can signal others.
+# Commands that duplicate a descriptor, or get or set its flags. F_SETOWN and F_SETSIG are not among them, because a
+# process can use them to signal other processes.
 _FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)
 _IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # isatty, window size, FIONREAD, FIONBIO, FIOCLEX
 _ACCESS_MODE, _O_CREAT, _O_TRUNC = 0o3, 0o100, 0o1000
@@ -172,7 +173,7 @@ class Isolation:
             os._exit(1)
 
     def _drop_privileges(self) -> None:
-        """Drop all capabilities. With Landlock, root keeps the one to read files, which Landlock restricts."""
+        """Drop all capabilities. With Landlock, root keeps the capability to read files: Landlock restricts reading."""
         self._check(self._libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         kept = 1 << _CAP_DAC_READ_SEARCH if self.ruleset is not None and os.geteuid() == 0 else 0
         header = struct.pack("Ii", 0x20080522, 0)
@@ -250,8 +251,8 @@ Instruction = tuple[int, int, int, int]
 def seccomp_filter(arch: str, pid: int, *, has_landlock: bool) -> bytes:
     """Assemble the seccomp filter: a list of allowed system calls, some for certain arguments only.
 
-    All other system calls fail with EPERM, except `clone3`: a filter cannot see its arguments, so it fails with ENOSYS,
-    after which libc uses `clone`.
+    All other system calls fail with EPERM, except `clone3`. A filter cannot see the arguments of `clone3`, so this call
+    fails with ENOSYS, and libc then uses `clone`.
 
     Args:
         arch: "x86_64" or "aarch64".
@@ -309,7 +310,7 @@ def _no_pointer(number: int) -> list[Instruction]:
 
 
 def _read_only(number: int, *, has_landlock: bool) -> list[Instruction]:
-    """Allow opening files for reading only. With Landlock, leave writing to Landlock, which restricts it by path.
+    """Allow opening files for reading. With Landlock, also allow opening for writing, which Landlock restricts by path.
 
     Even with Landlock, opening for reading with O_TRUNC is refused: it truncates the file, and Landlock before Linux
     6.2 does not check truncation.

@@ -53,7 +53,7 @@ TICK_SECONDS = 0.01
 """Interval at which the threads of a program are counted."""
 
 VERDICT_BYTES = 65536
-"""Most bytes of the tests' verdict."""
+"""Maximum size of the tests' verdict, in bytes."""
 
 
 class Child(BaseException):
@@ -233,7 +233,7 @@ class Launcher:
         raise Child(task)
 
     def _run_main(self) -> None:
-        """Run the program as a script. The child then ends as any script: threads, exit handlers, open files."""
+        """Run the program as a script. The child then ends as any script does (threads, exit handlers, open files)."""
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
         sys.argv = ["program.py"]
@@ -303,8 +303,8 @@ class Exchange:
 
     Args:
         take: File descriptor of the output.
-        limit: Most bytes of output.
-        give: File descriptor of the input; -1 without.
+        limit: Maximum size of the output, in bytes.
+        give: File descriptor of the input; -1 if there is no input.
         body: The input.
     """
 

@@ -30,13 +30,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 MAX_ITEMS = 1_000_000
-"""Most items taken from an iterator of the program."""
+"""Maximum number of items taken from an iterator of the program."""
 
 MAX_FRAME = 16 * 2**20
-"""Most bytes of one message between the tests and the program."""
+"""Maximum size of one message between the tests and the program, in bytes."""
 
 MAX_EQUAL_HASHES = 100
-"""Most keys of a dictionary, or items of a set, with the same hash. With more, making it takes quadratic time."""
+"""Maximum number of keys of a dictionary, or of items of a set, with the same hash. With more, making the dictionary or
+set takes quadratic time."""
 
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError)
 """The errors that `decode` raises for data that is not an encoding of a value."""
@@ -49,7 +50,7 @@ class PlainError(Exception):
 
 
 class ProgramError(Exception):
-    """Raised in the tests: the program ended, raised an exception of its own type, or returned what cannot be used."""
+    """Raised in tests: the program ended, raised an exception of a type it defines, or returned an unusable value."""
 
 
 def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
@@ -57,7 +58,8 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
 
     Args:
         value: Any object.
-        keep: Called with every part of `value` that is of no type in the table; returns its encoding, or raises.
+        keep: Function that is called with every part of `value` whose type is not in the table. It returns the encoding
+            of this part, or raises an error.
 
     Raises:
         RecursionError: If `value` is nested too deeply, or contains itself.
@@ -94,7 +96,8 @@ def decode(data: Any, find: Callable[[Any, str], Any]) -> Any:
 
     Args:
         data: The result of `encode` in another process, which is not trusted.
-        find: Called with place and type of every `["o", place, type]`; returns the object, or raises.
+        find: Function that is called with the place and the type of every `["o", place, type]`. It returns the object,
+            or raises an error.
 
     Raises:
         MALFORMED: If `data` is not an encoding of a value.
@@ -242,9 +245,9 @@ def _perform(request: Any, keep: Callable[[Any], Any], find: Callable[[Any, str]
 
 
 class Remote:
-    """Stands for an object of the program, which it names by its global name or its index in the program's process.
+    """Stands for an object of the program, identified by its global name or its index in the program's process.
 
-    Comparing it, or using it as a condition, raises: only values of builtin types decide a test.
+    Comparing a `Remote`, or using it as a condition, raises an error: only values of builtin types may decide a test.
     """
 
     def __init__(self, call_program: Callable[[dict[str, Any]], Any], place: str | int, kind: str) -> None:
@@ -309,7 +312,7 @@ def _receive(data: Any, call_program: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def _update(argument: Any, new: Any) -> None:
-    """Repeat in the tests what a call changed in an argument: replace its items by new ones. Raises: ProgramError."""
+    """Replace the items of an argument in the tests by those after the program's call. Raises: ProgramError."""
     if type(argument) is not type(new) or not isinstance(argument, list | dict | set):
         raise ProgramError("the program's answer is malformed")
     argument.clear()
@@ -345,10 +348,10 @@ _OF_THE_TESTS = (AssertionError, StopIteration, StopAsyncIteration)
 
 
 def raised_error(answer: dict[str, Any]) -> Exception:
-    """The exception that an answer reports, of the same builtin type if it has one, otherwise a `ProgramError`.
+    """The exception that an answer reports: an exception of the same builtin type, otherwise a `ProgramError`.
 
-    An AssertionError is the tests' own, and a StopIteration would end a `map` of the tests early; both become a
-    `ProgramError`.
+    Only the tests may raise an AssertionError, and a StopIteration would end a `map` of the tests early. Both therefore
+    become a `ProgramError`.
     """
     name, text = str(answer["error"]), f"{answer.get('text')!s:.200}"
     kind = getattr(builtins, name, None)

@@ -1,7 +1,7 @@
 """The policy's adapter as vLLM loads it: a folder in peft's format, with a new name for every update.
 
-vLLM ignores an adapter whose name it knows already, and keeps its prefix cache by this name. A name is therefore never
-used twice, not even by another run on the same server.
+vLLM ignores an adapter whose name it already knows, and its prefix cache distinguishes adapters by this name. A name is
+therefore never used twice, not even by another run on the same server.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from uuid import uuid4
 from torch import Tensor
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM takes for its maximum rank."""
+"""Values that vLLM accepts as its maximum LoRA rank."""
 
 
 def largest_rank(rank: int) -> int:
-    """The smallest maximum rank of vLLM that fits. Raises: ValueError if there is none."""
+    """The smallest of vLLM's allowed values that is at least `rank`. Raises: ValueError if there is none."""
     for each in RANKS:
         if rank <= each:
             return each
@@ -31,10 +31,10 @@ def largest_rank(rank: int) -> int:
 
 
 class AdapterFolders:
-    """Writes versions of an adapter, each into a new folder, and removes the folder before the last.
+    """Writes each version of an adapter into a new folder, and removes the folders of earlier versions.
 
     Args:
-        parent: Folder of the folders; None creates a temporary folder.
+        parent: Folder in which the versions' folders are created; None creates a temporary folder.
     """
 
     def __init__(self, parent: Path | None) -> None:
@@ -68,13 +68,13 @@ class AdapterFolders:
         return folder
 
     def remove(self) -> None:
-        """Remove the newest version, which vLLM has loaded."""
+        """Remove the folder of the newest version, which vLLM has already loaded."""
         if self.newest is not None:
             shutil.rmtree(self.newest, ignore_errors=True)
 
 
 def config_of(weights: dict[str, Tensor]) -> dict[str, Any]:
-    """Content of `adapter_config.json`. The scale is 1, as the scale of each layer is in its B."""
+    """Content of `adapter_config.json`. The scale is 1, because B already contains the scale of each layer."""
     rank = max(len(weight) for name, weight in weights.items() if ".lora_A." in name)
     return {
         "peft_type": "LORA",

@@ -24,14 +24,14 @@ from grpo_lightning.rollout.vllm.adapters import AdapterFolders
 from grpo_lightning.rollout.vllm.requests import Answer, Arrivals, Request
 
 OLDEST = (0, 32)
-"""First release of vLLM with the interface to update weights that this package uses."""
+"""First release of vLLM that has the interface for weight updates which this package uses."""
 
 
 NEEDS = {
     "colocate": ("mode colocate", "set mode to server"),
     "server": ("weight_transfer_backend nccl", "set weight_transfer_backend to gloo"),
 }
-"""By mode of the engine: what needs vLLM in this process, and what does not need it."""
+"""For each mode of the engine, text for error messages: what needs vLLM in this process, and what does not need it."""
 
 
 def check_device() -> None:
@@ -96,7 +96,7 @@ class Colocated:
     """An `LLM` of vLLM in this process, on the process's device, with weights from the policy in memory.
 
     Args:
-        policy: The policy. vLLM gets its config. vLLM allocates the weights and fills them in at the first update.
+        policy: The policy. vLLM gets the policy's config, allocates the weights, and fills them in at the first update.
         tokenizer: The policy's tokenizer.
         sharding: How the policy's weights are sharded; vLLM's own weights stay unsharded.
         options: Arguments of `vllm.LLM`.
@@ -115,7 +115,7 @@ class Colocated:
     ) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="grpo-vllm-")
         folder, model = Path(self.folder.name), base_model(policy)
-        # Models that were not loaded from a checkpoint do not name their class in the config.
+        # The config of a model that was not loaded from a checkpoint does not name the model's class.
         model.config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard renames the class
         model.config.save_pretrained(folder)
         if processor is not None:
@@ -148,7 +148,7 @@ class Colocated:
         """vLLM's request for the newest adapter; None without adapters."""
         self.asleep: list[str] = []
         """Parts of vLLM's memory that are not allocated."""
-        # vLLM has no weights yet that level 1 would have to keep.
+        # Level 2 replaces level 1 here, because vLLM has no weights yet that would have to be kept.
         self.sleep(min(2 * sleep_level, 2))
 
     def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> None:
@@ -167,7 +167,7 @@ class Colocated:
             except BaseException:
                 self.end_update()
                 raise
-        self.wake_up("kv_cache")  # after the update, which needs memory itself
+        self.wake_up("kv_cache")  # only after the update, because the update itself needs memory
         self.reset_cache()
 
     def end_update(self) -> None:
@@ -199,7 +199,7 @@ class Colocated:
         self.reset_cache()
 
     def reset_cache(self) -> None:
-        """Drop image features, keys and values of old weights: an update keeps them. Raises: RuntimeError."""
+        """Drop image features, keys and values of old weights, which an update does not drop. Raises: RuntimeError."""
         with untouched_state():
             if self.has_images:
                 self.llm.llm_engine.reset_encoder_cache()
@@ -222,7 +222,7 @@ class Colocated:
         settings = [sampling_params(each.settings, detokenize=needs_text) for each in requests.values()]
         with untouched_state():
             names = self.llm.enqueue(prompts, settings, lora_request=self.adapter, use_tqdm=False)
-        # vLLM appends characters to the name of a request, which its outputs lack.
+        # vLLM appends characters to the name of a request; the names in its outputs may lack these characters.
         open_ = {key: index for name, index in zip(names, requests, strict=True) for key in (name, plain_name(name))}
         engine, done = self.llm.llm_engine, 0
         try:
@@ -257,7 +257,7 @@ class Colocated:
 
 
 def sampling_params(settings: dict[str, Any], *, detokenize: bool) -> Any:
-    """Make vLLM's `SamplingParams` of the settings of a request."""
+    """Make vLLM's `SamplingParams` from the settings of a request."""
     from vllm import SamplingParams
 
     guide = settings["structured_outputs"]
@@ -274,7 +274,7 @@ def plain_name(name: str) -> str:
 
 
 def prompt_of(request: Request) -> dict[str, Any]:
-    """The prompt of a request as vLLM's `TokensPrompt`. vLLM recognises an image by its pixels, and encodes it once."""
+    """The prompt of a request as vLLM's `TokensPrompt`. vLLM encodes each image, identified by its pixels, once."""
     if request.images is None:
         return {"prompt_token_ids": request.prompt_ids}
     images = request.images
@@ -291,7 +291,7 @@ def answer_of(output: Any) -> Answer:
 
 @contextlib.contextmanager
 def explained(options: dict[str, Any]) -> Iterator[None]:
-    """Context that says which settings of ours give vLLM more memory, if it has too little for its KV cache."""
+    """Context in which vLLM's error about too little memory for its KV cache names this engine's settings."""
     try:
         yield
     except ValueError as error:
@@ -317,7 +317,7 @@ def device_options(sleep_level: int) -> dict[str, Any]:
 
 
 def free_unused_memory() -> None:
-    """Return the memory of garbage and of torch's cache to the GPU, on which vLLM and training allocate in turn."""
+    """Return garbage and torch's cached memory to the GPU, because vLLM and training allocate memory in turn."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -330,7 +330,7 @@ def launch_options() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def launched() -> Iterator[None]:
-    """Context in which vLLM finds this process's rank and device where torchrun would write them."""
+    """Context in which the environment variables contain this process's rank and device, as under torchrun."""
     if ranks.world_size() == 1:
         yield
         return
@@ -349,11 +349,11 @@ def launched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def untouched_state() -> Iterator[None]:
-    """Context without autocast and with torch's own default device, after which the process's state is as before.
+    """Context without autocast and with torch's original default device; restores the process's state at the end.
 
-    Lightning connects engines with the training device as torch's default device, on which vLLM would create tensors
-    that it needs on the CPU. Kept are the random states of torch, numpy and Python, torch's default dtype, grad mode,
-    number of threads, and the current CUDA device.
+    When Lightning connects engines, torch's default device is the training device. vLLM would create tensors on that
+    device which it needs on the CPU. The context restores the random states of torch, numpy and Python, torch's default
+    dtype, grad mode, number of threads, and the current CUDA device.
     """
     dtype, threads, own_random = torch.get_default_dtype(), torch.get_num_threads(), random.getstate()
     numpy = sys.modules.get("numpy")  # which this package does not import itself

@@ -54,7 +54,7 @@ SleepLevel = Literal[0, 1, 2]
 TransferBackend = Literal["nccl", "gloo"]
 
 QUANTIZATIONS = ("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8", "int8_per_channel_weight_only")
-"""Quantisations that vLLM computes from full weights. The others need a quantised checkpoint."""
+"""Quantisations that vLLM can compute from full weights. All other quantisations need a quantised checkpoint."""
 
 OF_MODE: dict[str, tuple[str, ...]] = {
     "colocate": (
@@ -66,21 +66,23 @@ OF_MODE: dict[str, tuple[str, ...]] = {
         *("weight_transfer_backend", "group_port", "lora_folder"),
     ),
 }
-"""Settings that only one of the modes has. The server has flags of its own for those of `colocate`."""
+"""For each mode, the settings that apply only to this mode. For the settings of `colocate`, a server has its own
+flags."""
 
 PROBE_TEMPERATURE = 0.5
 """Temperature of the probe. It is not 1, so that log-probs before and after the temperature differ."""
 
 LARGEST_DIFFERENCE = {torch.float32: 0.01, torch.bfloat16: 0.1, torch.float16: 0.1}
-"""Largest mean |difference| between vLLM's and the policy's log-probs in the probe, in nats, by the coarser dtype."""
+"""Largest accepted mean |difference| between vLLM's and the policy's log-probs in the probe, in nats, by the dtype of
+the weights. If vLLM's dtype and the policy's differ, the coarser one counts."""
 
 
 QUANTIZED_DIFFERENCE = 0.5
-"""The same for `quantization`, in nats."""
+"""The same limit if `quantization` is set, in nats."""
 
 
 class Backend(Protocol):
-    """The settings that both modes have in common."""
+    """The interface that both modes implement."""
 
     max_model_len: int
 
@@ -94,7 +96,7 @@ class Backend(Protocol):
         """Take over the result of rank 0's `update` or `load_adapter`."""
 
     def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
-        """Sample one completion per request, and yield them as they end. Some may be missing at the end."""
+        """Sample one completion per request, and yield completions when they end. Some may never be yielded."""
 
     def decode(self, token_ids: list[int]) -> str:
         """Decode tokens as vLLM does when it looks for stop strings."""
@@ -135,7 +137,7 @@ class Batch:
         self.num_tokens = 0
 
     def add(self, index: int, completion: Completion) -> None:
-        """Add a completion; report its group if it is the last one."""
+        """Add a completion; report its group if this completes the group."""
         del self.missing[index]
         self.completions[index] = completion
         self.num_tokens += len(completion.token_ids)
@@ -144,7 +146,7 @@ class Batch:
             self.on_group(number, group)
 
     def report(self, steps: int) -> None:
-        """Report progress: decoding steps or, if they are not known, tokens per completion."""
+        """Report progress as the number of decoding steps or, if that is unknown, of tokens per completion."""
         if self.progress is not None:
             longest = self.sampling.max_completion_length
             self.progress(min(steps or self.num_tokens // len(self.completions), longest), longest)
@@ -197,34 +199,35 @@ class VLLMEngine(RolloutEngine):
         max_model_len: Maximum tokens of a prompt and its completion; null uses the policy's number of positions. A
             smaller number lets vLLM start with less memory.
         max_num_seqs: Maximum completions decoded at the same time.
-        enable_prefix_caching: Compute a prompt once for all its completions, and common beginnings of prompts once.
-        enforce_eager: Do not capture CUDA graphs: starts faster, needs less memory, and decodes more slowly.
+        enable_prefix_caching: True computes a prompt once for all its completions, and the common beginning of several
+            prompts once.
+        enforce_eager: True captures no CUDA graphs: vLLM starts faster, needs less memory, and decodes more slowly.
         dtype: Dtype of vLLM's copy of the weights; "auto" is the dtype of the policy's weights.
-        limit_mm_per_prompt: Maximum images of a prompt, for example {image: 2}; null uses vLLM's own limit. A limit
-            lets vLLM start with less memory.
+        limit_mm_per_prompt: Maximum number of images in a prompt, for example {image: 2}; null uses vLLM's own limit. A
+            lower limit lets vLLM start with less memory.
         tensor_parallel_size: Number of consecutive ranks that share one vLLM: its weights and KV cache are divided
             between them, and they sample their prompts together. Must divide the number of ranks.
-        sleep_level: Use of vLLM's GPU memory while the policy trains. 0 keeps it; 1 moves vLLM's weights to
-            the CPU and discards the KV cache; 2 discards both, so that the weights are sent before every rollout.
-        quantization: vLLM's name of a quantisation of its copy of the weights, for example "fp8", which is computed at
-            every update; null for none. Completions then come from another distribution than the policy's: set
-            `objective.rollout_correction`.
-        enable_lora: Send only A and B of the policy's adapter before each rollout, which vLLM does not merge; the base
-            weights are sent once. False sends merged weights.
+        sleep_level: Use of vLLM's GPU memory while the policy trains. 0 keeps it; 1 moves vLLM's weights to the CPU and
+            discards the KV cache; 2 discards both, so that the weights are sent before every rollout.
+        quantization: Quantisation of vLLM's copy of the weights, by vLLM's name, for example "fp8"; null for none. The
+            quantised weights are computed again at every update. Completions then come from a different distribution
+            than the policy's: set `objective.rollout_correction`.
+        enable_lora: True sends the base weights once, and before each rollout only A and B of the policy's adapter,
+            which vLLM does not merge. False sends merged weights.
         base_url: Address of the server, instead of `host` and `port`; or a list of several servers.
         host: Name or address of the server's machine; or a list of several.
         port: Port of the server; or a list of several.
         timeout: Seconds that a call of the server may take. The call of a completion includes its time in the server's
             queue.
-        max_retries: Times that a request or a weight update is repeated if the connection breaks, the server fails
-            (5xx) or does not answer in time.
-        reconnect_timeout: Seconds that a run waits for a server to come back, if all of them have died.
+        max_retries: Number of times that a request or a weight update is repeated if the connection breaks, or if the
+            server fails (5xx) or does not answer in time.
+        reconnect_timeout: Seconds that a run waits for a server to come back if all servers have died.
         weight_transfer_backend: How weights are sent to the server: "nccl" between GPUs, "gloo" over TCP. With "gloo",
             this package must be installed in the server's environment.
-        group_port: Free port of the training machine, through which the server's workers join the weight transfer. The
-            next servers join through the next ports.
-        lora_folder: Folder that trainer and server see under the same path, for adapters (`enable_lora`); null uses a
-            temporary folder of this machine.
+        group_port: Free port of the training machine, through which the workers of the first server join the weight
+            transfer. The workers of the next servers join through the following ports.
+        lora_folder: Folder for adapters (`enable_lora`), which must have the same path for trainer and server; null
+            uses a temporary folder of this machine.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
@@ -305,21 +308,22 @@ class VLLMEngine(RolloutEngine):
         self._check_mode()
         check_addresses(self.urls, group_port)
         self.group = ranks.Teams(tensor_parallel_size)
-        """The ranks of a tensor-parallel group. Unlike those of `ranks_per_group`, they have prompts of their own."""
+        """The ranks of a tensor-parallel group. Unlike the ranks of a `ranks_per_group` team, they have different
+        prompts."""
         self.backend: Backend | None = None
         self.syncing_thread: int | None = None
-        """Thread that has called `sync_weights` last."""
+        """Thread of the last call of `sync_weights`."""
         self.sent: dict[weights.Kind, dict[str, int]] | None = None
         """Checksums of the weights that vLLM has, by kind; None before the first update and after one that failed."""
         self.is_discarded = False
-        """True if vLLM had the weights, and has discarded them (`sleep_level: 2`)."""
+        """True if vLLM has discarded weights that it had (`sleep_level: 2`)."""
         self.is_held = False
-        """True in the context `hold_weights`."""
+        """True inside the context `hold_weights`."""
         self.updates: dict[weights.Kind, int] = {}
         """Number of the last update of each kind."""
         self.num_updates = 0
         self.announced: Any = None
-        """The state after the last update that the other ranks adopt."""
+        """The result of the last update, which the other ranks adopt."""
         self.decodes_alike: bool | None = None
         self.processor: Any = None
         """The processor of a multimodal policy; None before `check_run`, and for text-only policies."""
@@ -356,7 +360,7 @@ class VLLMEngine(RolloutEngine):
 
     @property
     def max_sequence_length(self) -> int | None:
-        """The `max_model_len` of vLLM; None if it is not known yet, or the policy's number of positions."""
+        """The `max_model_len` of vLLM; None for the policy's number of positions, or if it is not known yet."""
         return self.max_model_len if self.backend is None else self.backend.max_model_len
 
     @property
@@ -418,7 +422,7 @@ class VLLMEngine(RolloutEngine):
         self.check_limit(config, sampling, limit)
 
     def check_limit(self, config: PretrainedConfig, sampling: Sequence[SamplingParams], limit: int | None) -> None:
-        """Check that completions fit vLLM's `max_model_len`, and that the policy has so many positions.
+        """Check that completions fit vLLM's `max_model_len`, and that `max_model_len` fits the policy's positions.
 
         Args:
             config: The policy's config.
@@ -426,7 +430,7 @@ class VLLMEngine(RolloutEngine):
             limit: vLLM's `max_model_len`; None if the policy's number of positions is the limit.
 
         Raises:
-            ValueError: If one of them is too long.
+            ValueError: If `max_model_len` exceeds the positions, or a completion is too long.
         """
         longest = max(each.max_completion_length for each in sampling)
         positions = num_positions(config)
@@ -486,8 +490,8 @@ class VLLMEngine(RolloutEngine):
         if self.enable_lora:
             weights.check_adapter(policy)
         self.policy, self.tokenizer, self.sharding = policy, tokenizer, sharding
-        # Held while completions are sampled, and while weights are sent: each waits for the other. Made here, so that
-        # an engine that is not connected can be pickled.
+        # The lock is held while completions are sampled, and while weights are sent, so that neither happens during the
+        # other. It is created here, so that an engine that is not connected can be pickled.
         self.lock = threading.RLock()
         self.stop_ids = stop_ids(policy, tokenizer)
         if not self.stop_ids:
@@ -506,7 +510,7 @@ class VLLMEngine(RolloutEngine):
         self.sent, self.is_discarded = None, False
 
     def connect_servers(self, policy: str | None) -> Servers:
-        """The servers, after checks; `policy` is the policy's name, None if it is in memory. Raises: `Served.check`."""
+        """Make and check the servers. `policy`: the policy's name, None if in memory. Raises: as `Served.check`."""
         found = Servers(
             self.urls,
             self.timeout,
@@ -560,7 +564,7 @@ class VLLMEngine(RolloutEngine):
         with self.lock:
             self.syncing_thread = threading.get_ident()
             self.is_discarded = False
-            sent, self.sent = self.sent or {}, None  # an update that fails leaves some of the weights behind
+            sent, self.sent = self.sent or {}, None  # a failed update may have replaced only some weights
             changed: list[weights.Kind] = []
             for kind in self.kinds:
                 state = weights.state_of(policy, self.sharding, kind)
@@ -574,7 +578,7 @@ class VLLMEngine(RolloutEngine):
             self.sent = sent
 
     def _send(self, policy: nn.Module, kinds: Sequence[weights.Kind]) -> None:
-        """Send the weights of the last update of some kinds to vLLM, all again if that fails temporarily. Collective.
+        """Send the last update's weights of these kinds to vLLM. If that fails temporarily, send all again. Collective.
 
         Raises:
             RuntimeError: On every rank, if vLLM of any rank cannot load the weights. That rank raises the original
@@ -587,7 +591,7 @@ class VLLMEngine(RolloutEngine):
                 time.sleep(servers.BACKOFF * 2 ** (failures - 1))
 
     def _with_base(self, kinds: Sequence[weights.Kind]) -> Sequence[weights.Kind]:
-        """Add the base to an adapter that is sent, if a server has lost it. Collective.
+        """Add "base" to the kinds to send if the adapter is sent and a server has lost the base weights. Collective.
 
         Raises:
             RuntimeError: On every rank, if no server answers for `reconnect_timeout` seconds. Rank 0 raises the
@@ -612,10 +616,10 @@ class VLLMEngine(RolloutEngine):
 
         Args:
             error: The error of this rank.
-            failures: Number of this attempt.
+            failures: Number of this attempt, counted from 1.
 
         Returns:
-            False if the weights have to be sent again.
+            True if the weights have been sent; False if they have to be sent again.
 
         Raises:
             RuntimeError: On every rank, if the error is not temporary. The rank that has failed raises its own error.
@@ -635,7 +639,7 @@ class VLLMEngine(RolloutEngine):
         return False
 
     def _update(self, policy: nn.Module, kind: weights.Kind) -> Exception | None:
-        """Gather weights on every rank, and send them. Returns: the error that sending raised, of any kind."""
+        """Gather weights on every rank, and send them. Returns: the error that sending raised, or None."""
         assert self.backend is not None
         gathered = weights.gathered_groups(policy, self.sharding, kind)
         error = None
@@ -648,16 +652,17 @@ class VLLMEngine(RolloutEngine):
                     self.announced = self.backend.update(weights.weight_groups(policy, gathered), self.updates[kind])
             except Exception as failure:  # noqa: BLE001 - raised on every rank, once all have gathered all groups
                 error = failure
-        for _ in gathered:  # the other ranks wait for this one in the collectives of the groups that are left
+        for _ in gathered:  # other ranks wait for this rank in the collectives of the remaining groups
             pass
         return error
 
-    # A configuration is accepted only if its class has the annotations of the protocol, so the generator is apart.
+    # A class is accepted in a configuration only if its methods have the annotations of the protocol. So the generator
+    # is a separate method.
     def hold_weights(self) -> contextlib.AbstractContextManager[None]:
         """Context of the calls of `generate` for one rollout, such as the turns of its conversations.
 
-        An update from another thread waits until the context ends, so that all turns are sampled from the same
-        weights. vLLM sleeps at its end, and not after each call.
+        An update from another thread waits until the context ends, so that all turns are sampled from the same weights.
+        vLLM is put to sleep at the end of the context, not after each call.
         """
         return self._held()
 
@@ -695,14 +700,14 @@ class VLLMEngine(RolloutEngine):
 
         In the thread that has called `sync_weights`, the call is collective: the ranks agree on errors and on servers
         that need the weights again. In another thread, weights are never sent, because training may be changing them,
-        and errors are raised on this rank only. If vLLM has discarded its weights (`sleep_level: 2`), the policy's are
-        sent first.
+        and errors are raised on this rank only. If vLLM has discarded its weights (`sleep_level: 2`), the policy's
+        weights are sent first.
 
         Raises:
             ValueError: If a prompt is too long for vLLM or has too many images, or the sampling settings are not
                 supported.
-            RuntimeError: On every rank, if vLLM fails, or computes other token ids for a prompt with images than the
-                policy.
+            RuntimeError: On every rank, if vLLM fails, or if vLLM and the policy's processor compute different token
+                ids for a prompt with images.
         """
         if self.is_discarded:
             self.sync_weights(self.policy)
@@ -735,7 +740,7 @@ class VLLMEngine(RolloutEngine):
                 self._send(self.policy, self.kinds)
 
     def sample(self, batch: Batch, seeds: list[int]) -> None:
-        """Sample the completions that the batch lacks, as far as vLLM has the weights. Raises: as `generate`."""
+        """Sample the completions that the batch lacks; stops early if vLLM loses the weights. Raises: as `generate`."""
         assert self.backend is not None
         own: Exception | None = None
         requests: dict[int, Request] = {}
@@ -754,12 +759,12 @@ class VLLMEngine(RolloutEngine):
             except Exception as raised:
                 if not self.group.is_shared:
                     raise
-                own = raised  # the other ranks of the group need this one in vLLM's collectives, until the last step
+                own = raised  # the group needs this rank in vLLM's collectives until the last step
         if own is not None:
             raise own
 
     def requests(self, batch: Batch, seeds: list[int]) -> dict[int, Request]:
-        """The requests of a batch's completions, by their indices, after checks. Raises: as `generate`."""
+        """Check a batch, and make the requests of its completions, by their indices. Raises: as `generate`."""
         prompts, sampling = batch.prompts, batch.sampling
         if len(seeds) != len(prompts):
             raise ValueError(f"seeds must hold one seed per prompt: {len(prompts)} prompts, {len(seeds)} seeds.")
@@ -782,11 +787,12 @@ class VLLMEngine(RolloutEngine):
     def _answers(self, requests: dict[int, Request], error: Exception | None) -> Iterator[Arrivals]:
         """Sample the completions of this rank's requests. Collective in a tensor-parallel group.
 
-        All ranks of the group hand the requests of all of them to vLLM, in the same order, and keep their own answers.
+        Each rank of the group passes the requests of all ranks of the group to vLLM, in the same order, and keeps only
+        the answers to its own requests.
 
         Args:
             requests: This rank's requests.
-            error: The problem with this rank's requests; the group then samples nothing.
+            error: The problem with this rank's requests, or None. If any rank has a problem, the group samples nothing.
 
         Raises:
             Exception: The error of this rank.
@@ -805,7 +811,7 @@ class VLLMEngine(RolloutEngine):
             yield Arrivals(done, [(index, answer) for member, index, answer in found if member == self.group.member])
 
     def _sleep(self) -> None:
-        """Hand vLLM's memory to training, until the next call of `sync_weights` or `generate`."""
+        """Free vLLM's memory for training, until the next call of `sync_weights` or `generate`."""
         if isinstance(self.backend, colocate.Colocated):
             self.backend.sleep(self.sleep_level)
         if self.sleep_level == 2 and self.sent is not None:
@@ -845,7 +851,7 @@ class VLLMEngine(RolloutEngine):
 
     @property
     def image_remedy(self) -> str:
-        """The advice for the case that vLLM resizes images to other sizes than the policy."""
+        """Advice for the error that vLLM and the policy's processor resize images to different sizes."""
         if self.mode == "colocate" or self.processor is None:
             return "Use a processor that AutoProcessor loads unchanged from its files, or use LocalEngine."
         return (
@@ -867,10 +873,10 @@ class VLLMEngine(RolloutEngine):
             )
 
     def check_decoding(self) -> None:
-        """Check that vLLM decodes tokens to the policy's text, without which it would miss stop strings.
+        """Check that vLLM decodes tokens to the same text as the policy; otherwise it would miss stop strings.
 
         Raises:
-            ValueError: If it does not.
+            ValueError: If the texts differ.
         """
         assert self.backend is not None
         if self.decodes_alike is None:
@@ -917,7 +923,7 @@ class VLLMEngine(RolloutEngine):
 
     @torch.no_grad()
     def probe_difference(self, scorer: Scorer) -> Tensor:
-        """|difference| of vLLM's and the scorer's log-probs, for 2 prompts x 2 completions: [sampled tokens], nats."""
+        """|vLLM's log-probs - scorer's log-probs| for 2 prompts x 2 completions: [sampled tokens], nats."""
         device = compute_device(self.policy)
         prompts, vision = self.probe_prompts(scorer)
         ids, mask = left_pad(prompts, pad_id=0)
@@ -945,7 +951,7 @@ class VLLMEngine(RolloutEngine):
     def probe_prompts(self, scorer: Scorer) -> tuple[list[list[int]], VisionInputs | None]:
         """Make two prompts of random tokens; for a multimodal policy, the second one is an image and a word."""
         size = full_shape(self.policy.get_input_embeddings().weight)[0]  # type: ignore[operator,union-attr]
-        # A prompt without images must not have image tokens.
+        # A prompt without images must not contain image tokens.
         known = torch.tensor(sorted(set(range(size)) - set(scorer.never)), device="cpu")
         generator = torch.Generator().manual_seed(0)
         prompts = known[torch.randint(len(known), (2, 8), generator=generator, device="cpu")].tolist()

@@ -1,7 +1,7 @@
 """Prompts with images for vLLM, which runs the policy's processor on the images itself.
 
-vLLM gets the token ids of the prompt with one placeholder per image, and the images as the policy's processor gets
-them. It must then compute the token ids that the policy's processor computes (`check_prompt_ids`).
+vLLM gets the token ids of the prompt with one placeholder per image, and the same images as the policy's processor.
+From these, vLLM must compute the same token ids as the policy's processor (`check_prompt_ids`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PromptImages:
 
     @property
     def content_parts(self) -> list[dict[str, str]]:
-        """The images as PNG files in URLs, for a server. They are encoded once, in the first thread that reads them."""
+        """The images as PNG files in URLs, for a server. They are encoded once, by the first thread that needs them."""
         with self._lock:
             return self._content_parts
 
@@ -85,7 +85,7 @@ def check_counts(vision: VisionInputs, limit: int | None) -> None:
 
     Args:
         vision: The vision inputs of the prompts.
-        limit: Most images of a prompt that vLLM takes; None if unknown.
+        limit: Maximum number of images per prompt that vLLM accepts; None if unknown.
 
     Raises:
         ValueError: If a prompt has more images.
@@ -99,12 +99,12 @@ def check_counts(vision: VisionInputs, limit: int | None) -> None:
 
 
 def check_prompt_ids(images: PromptImages, prompt_ids: Sequence[int], got: Sequence[int] | None, remedy: str) -> None:
-    """Check that vLLM computed the prompt whose completions are scored.
+    """Check that vLLM has computed the same token ids for a prompt with images as the policy's processor.
 
     Args:
         images: The images of the prompt.
         prompt_ids: [L] tokens of the prompt, as the policy's processor encodes it.
-        got: Tokens of the prompt that vLLM computed.
+        got: Tokens that vLLM has computed for the prompt; None if vLLM did not report them.
         remedy: Advice about different image sizes, for the error message.
 
     Raises:

@@ -20,12 +20,12 @@ LEAST_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this value, except 0 (greedy)."""
 
 SUPPRESSED = -100.0
-"""Logit bias of suppressed tokens, the lowest that vLLM's server accepts. exp(-100) is below the precision of float32,
-so that the log-probs of all other tokens are those of a softmax without the suppressed tokens."""
+"""Logit bias of suppressed tokens. This is the lowest bias that vLLM's server accepts. exp(-100) is below the precision
+of float32, so the log-probs of all other tokens are those of a softmax without the suppressed tokens."""
 
 
 MOST_SUPPRESSED = 1024
-"""Logit biases that vLLM's sampler on GPUs takes per request."""
+"""Maximum number of logit biases per request that vLLM's sampler on GPUs accepts."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Answer:
     finish_reason: str | None
 
     weight_version: int | None = None
-    """Number of the update whose weights sampled the completion; None if vLLM has not reported it."""
+    """Number of the update whose weights sampled the completion; None if vLLM has not reported this number."""
 
     prompt_ids: list[int] | None = None
     """[L] tokens of the prompt that vLLM computed; None if it does not report them."""
@@ -66,7 +66,7 @@ class Arrivals(NamedTuple):
     """The tokens and completions that vLLM has sampled since the last call."""
 
     done: int
-    """Decoding steps that are done, or 0 if vLLM does not report it."""
+    """Number of decoding steps done, or 0 if vLLM does not report this number."""
 
     answers: Sequence[tuple[int, Answer]]
     """Completions that have ended: the index of the request, and the answer."""
@@ -76,9 +76,9 @@ def check_sampling(sampling: SamplingParams) -> None:
     """Check that vLLM samples from exactly the distribution that `LocalEngine` samples from.
 
     Raises:
-        ValueError: If it does not: for more suppressed tokens than vLLM takes, for temperatures that vLLM raises, and
-            for `min_p` together with `top_p`, because vLLM applies `min_p` first, and then takes `top_p` of the mass
-            that is left.
+        ValueError: If the distributions differ. This is the case for more suppressed tokens than vLLM accepts, for
+            temperatures that vLLM raises, and for `min_p` together with `top_p`, because vLLM applies `min_p` first,
+            and then `top_p` to the remaining probability mass.
     """
     if len(set(sampling.suppress_tokens)) > MOST_SUPPRESSED:
         raise ValueError(
@@ -139,7 +139,7 @@ def requests_of(
     images: Sequence[PromptImages | None] | None = None,
     limits: Sequence[int] | None = None,
 ) -> list[Request]:
-    """One request per completion, in the order of the prompts.
+    """Make one request per completion, in the order of the prompts.
 
     The seed of a request follows from the seed of the prompt and the index of the completion in its group. The random
     numbers of a completion therefore depend neither on the other prompts of the batch nor on the part of the group
@@ -171,7 +171,8 @@ def completion_of(answer: Answer, sampling: SamplingParams, tokenizer: PreTraine
     """Convert an answer to a completion. The policy's own tokenizer decodes the text.
 
     Raises:
-        RuntimeError: If the answer was aborted, has another number of log-probs than tokens, or has a suppressed token.
+        RuntimeError: If the request was aborted, or if the answer has different numbers of log-probs and tokens, or
+            contains a suppressed token.
     """
     ids, logprobs, reason = answer.token_ids, answer.logprobs, answer.finish_reason
     if reason not in ("stop", "length"):

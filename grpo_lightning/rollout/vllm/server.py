@@ -1,7 +1,7 @@
 """One external vLLM server (server mode): HTTP requests, weight updates and checks.
 
 The server is a plain `vllm serve` with a weight transfer backend. It may run on other devices or another node.
-`servers.py` has what concerns several of them: balancing, retries, and servers that come back.
+`servers.py` handles several servers: balancing, retries, and servers that come back.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from grpo_lightning.rollout.vllm.requests import Answer, Request
 from grpo_lightning.rollout.vllm.transfer import GROUPS, BroadcastGroup, describe
 
 LOAD_ADAPTER = "/v1/load_lora_adapter"
-"""Route that the server has only if it takes adapters at runtime."""
+"""Route that exists only if the server accepts adapters at runtime."""
 
 PATIENCE = 5
-"""Seconds to wait for an answer that explains a failure, or that says that the server is well."""
+"""Seconds to wait for an answer that explains a failure, or for the answer to a health check."""
 
 REFUSAL = 0.5
-"""Seconds within which a server refuses to open the group for the weights, if it does."""
+"""Seconds to wait for a refusal: a server that refuses to open the weight transfer group does so within this time."""
 
 INCOMPLETE = "incomplete"
 """Version that a server reports during an update, and after an update that did not end."""
@@ -116,7 +116,7 @@ class Client:
             return None
 
     def refusal(self, route: str, error: urllib.error.HTTPError) -> ServerError:
-        """Error for an HTTP status: temporary for 5xx, and with a remedy for requests that vLLM refuses."""
+        """Error for an HTTP status: temporary for 5xx and `BUSY`; with a remedy for requests that vLLM refuses."""
         try:
             text = error.read().decode(errors="replace")
         except (OSError, http.client.HTTPException):  # the server died while it explained the error
@@ -136,7 +136,7 @@ class Client:
 
 
 def remedy(status: int, text: str) -> str:
-    """The advice about a request that vLLM refuses; empty if there is only vLLM's own message."""
+    """Advice about a request that vLLM refuses; empty if there is nothing to add to vLLM's own message."""
     if status == 404 and "does not exist" in text:
         return "The server was started with another model: start it with the policy."
     if "maximum context length" in text or "maximum model length" in text:
@@ -169,7 +169,8 @@ class Served:
         self.adapter: str | None = None
         """Name of this run's newest adapter on the server; None without adapters."""
         self.loaded: set[str] = set()
-        """Names of adapters that the server may have: an answer that got lost leaves it open."""
+        """Names of adapters that the server may have. If the answer to a request to load an adapter got lost, it is
+        unknown whether the adapter was loaded."""
         self.route = COMPLETIONS
         self.has_images = False
         """True if prompts may have images (`check_images`)."""
@@ -234,12 +235,12 @@ class Served:
 
     @property
     def flags(self) -> str:
-        """Flags that the server has to be started with."""
+        """Flags with which the server has to be started."""
         transfer = json.dumps({"backend": self.backend})
         return f"--weight-transfer-config '{transfer}' --logprobs-mode processed_logprobs"
 
     def has_route(self, route: str) -> bool:
-        """True if the server has a route for POST requests: it then finds an empty request invalid."""
+        """True if the server has a route for POST requests. It then answers that an empty request is invalid."""
         try:
             self.client.post(route, {})
         except ServerError as error:
@@ -284,8 +285,9 @@ class Served:
         }
         if self.backend == "gloo":
             info["timeout"] = self.client.timeout
-        # The server's answer comes after its workers have joined, and these wait for rank 0. If the server refuses, no
-        # worker comes, and opening the group would wait for its whole timeout.
+        # The server answers only after its workers have joined, and the workers wait for rank 0. So the request is sent
+        # in the background. If the server refuses, no worker joins, and opening the group would wait for the whole
+        # timeout, so a refusal is awaited first.
         answer = in_background(lambda: self.client.post("/init_weight_transfer_engine", {"init_info": info}))
         wait((answer,), REFUSAL)
         try:
@@ -294,7 +296,8 @@ class Served:
             self.group = GROUPS[self.backend](host, self.group_port, 0, info["world_size"], self.client.timeout)
         except (RuntimeError, OSError) as error:  # torch's errors of stores and process groups; a used port with NCCL
             problem = problem_of(answer)
-            # Without an answer, the workers still try to reach this machine, and would not succeed the next time.
+            # If the server has not answered, its workers still try to join, and another try would fail. The error is
+            # then not temporary.
             raise (ServerError if problem is None else type(problem))(
                 f"model.engine: the workers of the server at {self.url} did not join the weight transfer group at "
                 f"{host}:{self.group_port} (backend {self.backend}): {problem or error} Set model.engine.group_port to "
@@ -309,10 +312,10 @@ class Served:
             self.group = None
 
     def begin_update(self) -> None:
-        """Begin to send weights: the server samples nothing until `finish_update`, and reports that it is incomplete.
+        """Begin to send weights. Until `finish_update`, the server samples nothing and reports version `INCOMPLETE`.
 
-        A server that does not have this run's last weights has restarted, or belongs to another run: its workers then
-        join a new group.
+        A server that does not have this run's last weights has restarted, or another run uses it. Its workers then join
+        a new group.
 
         Raises:
             ServerError: If the server cannot be updated.
@@ -330,19 +333,20 @@ class Served:
             self.end_update()
         try:
             self.client.post("/start_weight_update")
-        except UnavailableError:  # a trainer that was killed, and did not report what it did, left an update active
+        except UnavailableError:  # a killed trainer left an update active without setting the version `INCOMPLETE`
             self.end_update()
             self.client.post("/start_weight_update")
 
     def end_update(self) -> None:
         """End an update that did not finish, so that a new one can start.
 
-        vLLM refuses a new update while one is active. One that failed while weights were received is not active any
-        more, but layers that got some of their weights wait for the others, and would take those of the new update
-        twice. Starting and finishing an update removes both. The layers then have any values, until they are sent.
+        vLLM refuses a new update while one is active. An update that failed while weights were received is not active
+        any more. But layers that received only some of their weights wait for the rest, and would take weights of the
+        new update twice. Starting and finishing an update resolves both problems. Until new weights are sent, these
+        layers have arbitrary values.
         """
         for route in ("/start_weight_update", "/finish_weight_update", "/finish_weight_update"):
-            # In turn: an update is active already; weights are missing; the update has ended.
+            # The possible errors, in turn: an update is already active; weights are missing; the update has ended.
             with contextlib.suppress(UnavailableError):
                 self.client.post(route)
 
@@ -359,7 +363,7 @@ class Served:
             )
 
     def load_adapter(self, folder: Path) -> None:
-        """Load a new version of the adapter, from a folder that the server reads; unload the one before.
+        """Unload the earlier versions of the adapter, and load a new one from a folder that the server can read.
 
         Raises:
             LostWeightsError: If the server has restarted.
@@ -403,7 +407,7 @@ class Served:
             ServerError: If a weight is missing, or the server cannot sample.
         """
         self.client.post("/finish_weight_update", {"weight_version": version})
-        # An update does not invalidate the caches, which have image features, keys and values of the old weights.
+        # The caches are reset, because they contain image features, keys and values of the old weights after an update.
         if self.has_images:
             self.client.post("/reset_encoder_cache")
         if not self.client.post("/reset_prefix_cache")["success"]:
@@ -421,7 +425,7 @@ class Served:
             version: Version of the weights that the server must have.
 
         Raises:
-            LostWeightsError: If it was sampled from other weights.
+            LostWeightsError: If the completion was sampled from other weights.
             UnavailableError: If the server fails, or aborts the request.
             ServerError: If the server refuses the request.
         """
@@ -441,8 +445,8 @@ class Served:
             body = request.settings | {"model": model, "prompt": request.prompt_ids, "return_token_ids": True}
             (choice,) = self._request_tokens(COMPLETIONS, body)["choices"]
             logprobs = choice["logprobs"]["token_logprobs"]
-            # Requested after sampling: every update has a name of its own, so that weights that were replaced
-            # meanwhile are noticed, even if they were replaced by the same values.
+            # The version is requested after sampling. Every update has a unique name, so it is noticed if the weights
+            # were replaced meanwhile, even by the same values.
             versions = {self.reported_version()}
         if choice["finish_reason"] == "abort":
             raise UnavailableError(f"{self.url} aborted a completion: another client may have paused the server.")
@@ -471,9 +475,9 @@ def version_name(run: str, update: int, count: int) -> str:
     """Name of the weights of an update.
 
     Args:
-        run: Identifies this run among all that use the server.
+        run: Identifies this run among all runs that use the server.
         update: Number of the update.
-        count: Number of times that this run has sent weights, so that no two of them have the same name.
+        count: Number of times that this run has sent weights. It makes each name unique.
     """
     return f"grpo-{run}-{update}-{count}"
 
@@ -500,7 +504,7 @@ def is_same_model(policy: str, model: dict[str, Any]) -> bool:
 
 
 def own_address(url: str) -> str:
-    """Address of this machine as seen from the server: that of a connection to the server.
+    """Address of this machine as seen from the server: the local address of a connection to the server.
 
     Raises:
         UnavailableError: If the server cannot be reached.

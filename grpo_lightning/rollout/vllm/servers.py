@@ -1,7 +1,7 @@
 """Several vLLM servers as one: balanced requests, retries, and servers that die and come back.
 
 All servers get all weight updates. A completion does not depend on the server that samples it, because each request has
-a seed of its own: a request that failed is repeated, on the same server or another one, with the same result.
+its own seed. So a failed request can be repeated on any server with the same result.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from grpo_lightning.rollout.vllm.server import (
 log = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 256
-"""Requests that wait for a server at the same time; the server decides how many of them it decodes together."""
+"""Maximum number of requests that are sent to one server at the same time. The server decides how many of them it
+decodes together."""
 
 BACKOFF = 1.0
-"""Seconds before the first retry; the next ones wait twice as long each."""
+"""Seconds before the first retry. Each later retry waits twice as long as the one before."""
 
 POLL = 1.0
-"""Seconds between two looks at servers that have died."""
+"""Seconds between two checks whether servers that have died answer again."""
 
 RESUME = "Start it again, and resume the run from its last checkpoint (on the command line: --ckpt_path auto)."
 
@@ -52,9 +53,9 @@ class Job:
     request: Request
     failures: int = 0
     due: float = 0.0
-    """Time (`time.monotonic`) before which it is not sent again."""
+    """Time (`time.monotonic`) before which the request is not sent again."""
     failed_on: Served | None = None
-    """Server that failed last: another one is tried next, if there is one."""
+    """Server on which the request failed last. If there is another server, the request goes there next."""
 
 
 @dataclass(eq=False)
@@ -62,7 +63,7 @@ class Pending:
     """The requests of a call that are not answered yet.
 
     Args:
-        waiting: Requests that are not sent.
+        waiting: Requests that have not been sent yet, or have to be sent again.
         num_sent: Requests that each server works on, by address.
         homes: Server of each prompt, by the index of the prompt.
     """
@@ -74,8 +75,8 @@ class Pending:
     def take(self, servers: Sequence[Served], now: float) -> Iterator[tuple[Job, Served]]:
         """Iterate over the requests that can be sent now, with their servers, and count them as sent.
 
-        All requests of a prompt go to one server: its prefix cache computes the prompt once. The server of a new
-        prompt is the one that works on the fewest requests; among equals, the first in the list.
+        All requests of a prompt go to one server, so that its prefix cache computes the prompt once. A new prompt goes
+        to the server that works on the fewest requests; among equals, to the first in the list.
         """
         kept = []
         for position, job in enumerate(self.waiting):
@@ -100,7 +101,8 @@ class Announcement(NamedTuple):
     """The weights that the servers have, as broadcast by rank 0 to the other ranks."""
 
     versions: dict[str, tuple[str | None, str | None]]
-    """By address: version of this run's weights and name of its adapter; None for a server that has none."""
+    """By server address: the version of this run's weights and the name of this run's adapter on the server. Each is
+    None if the server does not have it."""
 
     adapter: str | None
     """Name of the adapter that completions are sampled with; None without adapters."""
@@ -113,12 +115,14 @@ class Servers:
         urls: Addresses of the servers.
         timeout: Seconds that a call may take.
         backend: The servers' weight transfer backend, "nccl" or "gloo".
-        group_port: Free port of this machine for the group of trainer and first server; the next servers have the next
-            ports.
-        max_retries: Times that a request is repeated after a temporary failure.
+        group_port: Free port of this machine for the group of the trainer and the first server; the next servers use
+            the following ports.
+        max_retries: Number of times that a request is repeated after a temporary failure.
         reconnect_timeout: Seconds to wait for a server if all of them have died.
-        first: Index of the server that gets the first prompt, so that not all ranks begin with the same one.
-        lora_folder: Folder for adapters, which the servers read; None: a temporary folder of this machine.
+        first: Index of the server that gets this rank's first prompt. It differs between ranks, so that not all begin
+            with the same server.
+        lora_folder: Folder for adapters, which the servers must be able to read; None uses a temporary folder of this
+            machine.
     """
 
     def __init__(
@@ -177,7 +181,7 @@ class Servers:
             The argument of `adopt` on the other ranks.
 
         Raises:
-            UnavailableError: If no server has got the weights, but may get them by another try.
+            UnavailableError: If no server has received the weights, but another try may succeed.
             ServerError: If a server cannot load the weights, or none has answered for `reconnect_timeout` seconds.
         """
         self.num_sends += 1
@@ -224,7 +228,7 @@ class Servers:
             The argument of `adopt` on the other ranks.
 
         Raises:
-            UnavailableError: If no server has got the adapter, but may get it by another try.
+            UnavailableError: If no server has received the adapter, but another try may succeed.
             ServerError: If a server refuses the adapter.
         """
         folder = self.adapters.write(adapter, version)
@@ -259,7 +263,7 @@ class Servers:
         self.adapter = announced.adapter
 
     def wait_for_one(self) -> list[Served]:
-        """Wait until a server answers. Returns: all that answer.
+        """Wait until a server answers. Returns: all servers that answer.
 
         Raises:
             ServerError: If none answers for `reconnect_timeout` seconds.
@@ -288,15 +292,16 @@ class Servers:
     def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
         """Sample one completion per request, and yield each as soon as it has arrived.
 
-        Requests that fail for a temporary reason are repeated on a server that has the weights. If none has them any
-        more, this ends early: the caller sends the weights again (`update`), and requests the missing completions.
+        Requests that fail for a temporary reason are repeated on a server that has the weights. If no server has the
+        weights any more, the iteration ends early. The caller then sends the weights again (`update`), and requests the
+        missing completions.
 
         Args:
             requests: Requests by index.
 
         Raises:
             ServerError: If a server refuses a request, or a request has failed `max_retries` + 1 times. The other
-                requests are dropped, as after Ctrl-C: nothing waits for their answers.
+                requests are then dropped: as after Ctrl-C, nothing waits for their answers.
         """
         jobs = [Job(index, request) for index, request in requests.items()]
         order = [*self.servers[self.first % len(self.servers) :], *self.servers[: self.first % len(self.servers)]]
@@ -320,7 +325,7 @@ class Servers:
             pending.waiting.append(job)
 
     def judge(self, job: Job, server: Served, error: BaseException) -> None:
-        """Decide what follows from a failed request: the loss of the server, or another try.
+        """Decide what follows from a failed request: the server is not used any more, or the request is tried again.
 
         Raises:
             BaseException: The error itself, if it is not temporary.
@@ -329,13 +334,14 @@ class Servers:
         if not isinstance(error, UnavailableError):
             raise error
         job.failed_on = server
-        if server.version is None:  # known from another request
+        if server.version is None:  # found after another request
             return
         if isinstance(error, LostWeightsError) or not server.has_weights():
             log.warning("The server at %s is not used any more until it has the weights again: %s", server.url, error)
             server.version = None
             return
-        # A server that has died is not a failure of the request: the run waits for it, however few retries it has.
+        # A request that was lost because its server died does not count as failed: the run waits for a server even if
+        # `max_retries` is small.
         job.failures += 1
         if job.failures > self.max_retries:
             raise ServerError(f"{error} The request has failed {job.failures} times.") from error
@@ -346,7 +352,7 @@ class Servers:
         job.due = time.monotonic() + seconds
 
     def decode(self, token_ids: list[int]) -> str:
-        """Decode tokens as the servers do when they look for stop strings; empty if they differ."""
+        """Decode tokens as the servers do when they look for stop strings; empty if their texts differ."""
         texts = {server.decode(token_ids) for server in self.able or self.servers}
         return texts.pop() if len(texts) == 1 else ""
 
@@ -357,9 +363,9 @@ def is_at(server: Served, update: int) -> bool:
 
 
 def send_in_background(job: Job, server: Served, arrived: queue.SimpleQueue[Any]) -> None:
-    """Send a request in a thread of its own, which puts the answer or the error into a queue.
+    """Send a request in a separate thread, which puts the answer or the error into a queue.
 
-    The thread is a daemon, so that neither the end of the rollout nor that of the process waits for it.
+    The thread is a daemon, so neither the rollout nor the process waits for it at the end.
     """
     version = server.version
     assert version is not None

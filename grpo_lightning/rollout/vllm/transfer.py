@@ -1,9 +1,9 @@
 """Weight transfer: backends that are registered with vLLM, and the trainer's end of a broadcast.
 
-vLLM receives weights by pluggable backends. Its own backend `nccl` needs GPUs. `register` adds two backends: `tensors`
-hands over tensors within one process, and `gloo` broadcasts over TCP, also without GPUs. `gloo` has the messages and
-the concurrency of `nccl`: the server's workers wait for each tensor while the trainer broadcasts it. The trainer's code
-is the same for both, apart from the process group.
+vLLM receives weights through pluggable backends. Its own backend `nccl` needs GPUs. `register` adds two backends:
+`tensors` passes tensors within one process, and `gloo` broadcasts over TCP, also without GPUs. `gloo` uses the same
+messages as `nccl`, and as with `nccl`, the server's workers wait for each tensor while the trainer broadcasts it. Apart
+from the process group, the trainer's code is the same for `gloo` and `nccl`.
 
 vLLM calls `register` in each of its processes, through the entry point `vllm.general_plugins` of this package.
 """
@@ -29,14 +29,14 @@ class BroadcastGroup(Protocol):
     """A process group of the trainer (rank 0) and the server's workers."""
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Send a tensor of rank 0 to the other ranks, which receive it into theirs."""
+        """Send a tensor of rank 0 to the other ranks, which receive the values into their own `tensor`."""
 
     def close(self) -> None:
         """Close the connections and free the port, even if a traceback still refers to the group."""
 
 
 def call_within(seconds: float, what: str, call: Callable[[], T]) -> T:
-    """Call a function in another thread, which is left behind if it takes too long. Raises: RuntimeError then."""
+    """Call a function in another thread. Raises: RuntimeError if it takes too long; the thread then runs on."""
     future = in_background(call)
     wait((future,), seconds)
     if not future.done():
@@ -45,7 +45,7 @@ def call_within(seconds: float, what: str, call: Callable[[], T]) -> T:
 
 
 class GlooGroup:
-    """A group over TCP, next to the global process groups of torch and vLLM.
+    """A group over TCP, separate from the global process groups of torch and vLLM.
 
     Args:
         host: Address of rank 0.
@@ -62,7 +62,7 @@ class GlooGroup:
         self.group: Any = distributed.ProcessGroupGloo(store, rank, world_size, limit)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Broadcast a tensor of the CPU, or a copy of another tensor."""
+        """Broadcast a CPU tensor directly, and a tensor of another device as a CPU copy."""
         options: Any = torch.distributed.BroadcastOptions()
         options.rootRank = 0
         self.group.broadcast([tensor.cpu().contiguous()], options).wait()
@@ -80,8 +80,8 @@ class NCCLGroup:
         port: Free port of the trainer.
         rank: This process: 0 is the trainer.
         world_size: Number of processes in the group.
-        timeout: Seconds that opening the group and each broadcast may take. NCCL itself has no limit: it waits for a
-            server that has died.
+        timeout: Seconds that opening the group may take, and seconds that each broadcast may take. NCCL itself has no
+            limit and would wait forever for a server that has died.
     """
 
     def __init__(self, host: str, port: int, rank: int, world_size: int, timeout: float) -> None:
@@ -138,7 +138,7 @@ def register() -> None:
     try:
         from vllm.distributed.weight_transfer.base import WeightTransferEngine
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-    except ImportError:  # an older vLLM in whose environment this package is installed: it must start nevertheless
+    except ImportError:  # an older vLLM in the same environment must still start
         return
     for name, kind in (("tensors", InProcess), ("gloo", Broadcast)):
         backend = type(kind.__name__, (kind, WeightTransferEngine), {})
@@ -200,9 +200,9 @@ class Reload:
         """Start to collect the weights of each layer."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        computed = self.names()  # a tied weight has one name here, and several afterwards
+        computed = self.names()  # a tied weight has one name before the next line, and several after it
         initialize_layerwise_reload(self.model)
-        # Without the weights that vLLM computes from others, for example the scales of quantised weights.
+        # Weights that vLLM computes from other weights, for example the scales of quantised weights, are not expected.
         self.expected, self.loaded = computed & self.names(), set()
 
     def names(self) -> set[str]:
@@ -214,7 +214,7 @@ class Reload:
         self.loaded |= set(map(plain, self.model.load_weights(self.receive(update_info)) or ()))
 
     def finish_weight_update(self) -> None:
-        """Put the collected weights into place. Raises: RuntimeError if a weight is missing, the first time only.
+        """Put the collected weights into place. Raises: RuntimeError if a weight is missing, in the first call only.
 
         vLLM considers an update active until this method succeeds. The second call ends an update that has failed, so
         that the trainer can start a new one (`Served.end_update`).
@@ -284,9 +284,9 @@ def plain(name: str) -> str:
 
 
 def repack_heads(model: nn.Module) -> None:
-    """On a CPU, repack the weights of the vocabulary heads, which vLLM does only for heads that received weights.
+    """On a CPU, repack the weights of all vocabulary heads; vLLM does this only for heads that received weights.
 
-    A head that is tied to the embeddings receives none, and its packed copy would keep the old values.
+    A head that is tied to the embeddings receives no weights, so its packed copy would keep the old values.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.platforms import current_platform

@@ -21,10 +21,10 @@ from grpo_lightning.policy.reference import BITS
 from grpo_lightning.policy.sharding import Sharding, full_shape, is_partitioned
 
 Kind = Literal["merged", "base", "adapter"]
-"""The kind of weights that is sent: full weights W + s B A, or W and the adapter A, B separately."""
+"""The kind of weights that is sent: "merged" for full weights W + s B A, "base" for W, "adapter" for A and B."""
 
 PART = 2**22
-"""How many numbers are hashed at once. Limits memory, because each takes 16 bytes meanwhile."""
+"""How many numbers are hashed at once. This limits memory, because each number needs 16 bytes while it is hashed."""
 
 LAYER = re.compile(r"\.(\d+)\.")
 """The number of a decoder layer in the name of a weight."""
@@ -44,7 +44,7 @@ class Gathered:
 
 
 def gathered_groups(policy: nn.Module, sharding: Sharding, kind: Kind = "merged") -> Iterator[Gathered]:
-    """Gather the policy's full weights, one decoder layer at a time; the others (embeddings, norm, head) last.
+    """Gather the policy's full weights, one decoder layer at a time, and the rest (embeddings, norm, head) last.
 
     Collective: all ranks must iterate to the end.
 
@@ -73,8 +73,9 @@ def weight_groups(policy: nn.Module, gathered: Iterable[Gathered] | None = None)
     """Iterate over the policy's full weights as vLLM loads them, group by group.
 
     Args:
-        policy: The policy; a model with adapters yields W + s B A for each adapted layer, or W for the kind "base".
-        gathered: Result of `gathered_groups`; None: merged weights of a policy that is not sharded.
+        policy: The policy. The weight of an adapted layer is W + s B A, or W if the weights were gathered for the kind
+            "base".
+        gathered: Result of `gathered_groups`. If it is None, the policy must not be sharded, and adapters are merged.
 
     Yields:
         The (name, weight) pairs of one group. Tied weights appear once.
@@ -88,7 +89,7 @@ def weight_groups(policy: nn.Module, gathered: Iterable[Gathered] | None = None)
 
 @torch.no_grad()
 def adapter_weights(policy: nn.Module, gathered: Iterable[Gathered]) -> dict[str, Tensor]:
-    """A and s B of all adapted layers by peft's names, on the CPU. The scale s is in B, so that its rule is ours.
+    """A and s B of all adapted layers by peft's names, on the CPU. B contains the scale s, so vLLM needs no scale.
 
     Args:
         policy: Model with adapters.
@@ -119,7 +120,7 @@ def _holders(policy: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _weights_to_send(module: Any, adapter: str | None, kind: Kind) -> Iterator[Tensor]:
-    """Iterate over the parameters of one module that are needed to send it."""
+    """Iterate over the parameters of one module that must be gathered to send the module."""
     if is_adapter_layer(module):
         if kind != "adapter":
             yield from module.get_base_layer().parameters()
@@ -134,7 +135,7 @@ def _weights_to_send(module: Any, adapter: str | None, kind: Kind) -> Iterator[T
 
 
 def _factors(layer: Any, adapter: str | None) -> tuple[Tensor, Tensor]:
-    """A and B of a layer, taken from iterators: ZeRO-3 would gather a weight that is read as an attribute."""
+    """A and B of a layer. They are read from iterators: ZeRO-3 would gather a weight that is read as an attribute."""
     if adapter in layer.lora_embedding_A:
         both = layer.lora_embedding_A, layer.lora_embedding_B
         A, B = (dict(factors.named_parameters())[adapter] for factors in both)
@@ -181,9 +182,9 @@ def merged_weight(weight: Tensor, layer: Any, adapter: str | None, values: dict[
 
 
 def state_of(policy: nn.Module, sharding: Sharding, kind: Kind = "merged") -> dict[str, int]:
-    """Hashes of this rank's shards of all weights by dtype, or of those of the base or the adapter.
+    """Hashes, by dtype, of this rank's shards of the weights of a kind ("merged": all weights).
 
-    If no weight has changed, every rank has the hashes of its earlier call. Not collective.
+    If no weight has changed, each rank gets the same hashes as in its earlier call. Not collective.
     """
     sharding.reshard(policy)
     own: set[int] = set()
@@ -216,7 +217,7 @@ def hashes(tensors: Iterable[Tensor]) -> dict[str, int]:
 
 
 def factors(count: int, device: torch.device) -> Tensor:
-    """Odd pseudo-random numbers, always the same ones: int64 [count]. Products and sums wrap around at 2^64."""
+    """Odd pseudo-random numbers, the same in every call: int64 [count]. Products and sums wrap around at 2^64."""
     numbers = torch.arange(1, count + 1, device=device) * -7046029254386353131
     numbers ^= numbers >> 29
     numbers *= -4658895280553007687
@@ -228,7 +229,7 @@ def check_policy(policy: Any) -> None:
     """Check that vLLM can load the weights of a policy under the names that `weight_groups` gives them.
 
     Raises:
-        ValueError: For mixtures of experts with other names of experts in checkpoints than in transformers; for
+        ValueError: For mixtures of experts whose experts have different names in checkpoints than in transformers; for
             quantised weights; and for adapters that are not W + s B A.
     """
     model = base_model(policy)
@@ -260,7 +261,7 @@ def check_adapter(policy: Any) -> None:
     """Check that vLLM can sample with the policy's adapter, without merging it.
 
     Raises:
-        ValueError: If there is no adapter, or it has more than A and B of layers inside the decoder.
+        ValueError: If there is no adapter, or if the adapter has anything besides A and B of layers inside the decoder.
     """
     if not is_adapted(policy):
         raise ValueError("engine.enable_lora is true, and the policy has no adapters: set policy.lora, or remove it.")
