@@ -392,21 +392,6 @@ class Objective:
         others = "all others" if self.pass_k is None else f"{self.pass_k - 1} others"
         return f"no completion whose reward is above those of {others} (objective.baseline pass_at_k)"
 
-    def _check_batch(self, batch: MicroBatch) -> None:
-        """Check that a micro-batch has all that the loss needs. Raises: ValueError if it lacks a part."""
-        if batch.old_logprobs is None:
-            raise ValueError("The micro-batch has no old_logprobs; set them before computing the objective.")
-        if self.selection is not None and batch.selected is None:
-            raise ValueError(
-                f"The micro-batch has no selected tokens, which the objective needs ({self.selection}); set `selected` "
-                "of all micro-batches of the optimizer step (training.token_selection.select_tokens)."
-            )
-        if self.has_kl_loss and batch.ref_logprobs is None:
-            raise ValueError(
-                f"The loss has a KL (objective.beta {self.beta:g}), but the micro-batch has no ref_logprobs; set them "
-                "before computing the objective, or set beta to 0."
-            )
-
     def __call__(
         self,
         logprobs: Tensor,
@@ -421,8 +406,9 @@ class Objective:
 
         Args:
             logprobs: [B, T] nats, of the current policy, with gradients.
-            batch: The micro-batch. It must have `old_logprobs`, `ref_logprobs` if the loss has a KL, and `selected` if
-                the objective has a `selection`.
+            batch: The micro-batch. It must have `old_logprobs`, `selected` if the objective has a `selection`, and
+                `ref_logprobs` if the loss has a KL. Only a micro-batch without trained tokens may lack `ref_logprobs`:
+                the KL is then 0.
             counts: Numbers of trained tokens and completions in the entire optimizer step over all ranks, used as
                 divisors.
             max_completion_length: Tokens; the divisor of the "constant" aggregation.
@@ -431,11 +417,16 @@ class Objective:
                 if there is no load-balancing loss.
 
         Raises:
-            ValueError: If the batch lacks old log-probs, the selected tokens, or the reference's log-probs for a KL in
-                the loss; or if `trains_entropy` is True and no entropy is given.
+            ValueError: If the batch lacks old log-probs or the selected tokens, or if `trains_entropy` is True and no
+                entropy is given.
         """
-        self._check_batch(batch)
-        assert batch.old_logprobs is not None
+        if batch.old_logprobs is None:
+            raise ValueError("The micro-batch has no old_logprobs; set them before computing the objective.")
+        if self.selection is not None and batch.selected is None:
+            raise ValueError(
+                f"The micro-batch has no selected tokens, which the objective needs ({self.selection}); set `selected` "
+                "of all micro-batches of the optimizer step (training.token_selection.select_tokens)."
+            )
         mask = batch.completion_mask
         tokens = self._tokens(logprobs, batch)
         ratio = tokens.ratio

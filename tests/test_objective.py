@@ -472,15 +472,6 @@ def test_unknown_old_logprobs_are_an_error():
         Objective()(logprobs, batch, COUNTS, LONGEST)
 
 
-def test_a_kl_without_a_reference_is_an_error_not_0():
-    logprobs, batch = make_batch()
-    batch.ref_logprobs = None
-    with pytest.raises(ValueError, match=r"The loss has a KL \(objective.beta 0.04\), but the micro-batch has no ref_"):
-        Objective(beta=0.04)(logprobs, batch, COUNTS, LONGEST)
-    for objective in (Objective(beta=0.0), Objective(beta=0.04, kl_in="reward")):
-        assert objective(logprobs, batch, COUNTS, LONGEST).kl.eq(0).all()
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

@@ -2,8 +2,8 @@
 
 vLLM receives weights through pluggable backends. Its own backend `nccl` needs GPUs. `register` adds two backends:
 `tensors` passes tensors within one process, and `gloo` broadcasts over TCP, also without GPUs. `gloo` uses the same
-messages as `nccl`, and as with `nccl`, the server's workers wait for each tensor while the trainer broadcasts it. Apart
-from the process group, the trainer's code is the same for `gloo` and `nccl`.
+messages as `nccl`, and as with `nccl`, the server's workers wait for each tensor while the trainer broadcasts it. The
+trainer's code is the same for `gloo` and `nccl`, except for the process group.
 
 vLLM calls `register` in each of its processes, through the entry point `vllm.general_plugins` of this package.
 """
