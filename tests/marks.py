@@ -1,7 +1,8 @@
 """Which cases of a matrix run in `make test`; the others are slow (`make test-slow`), or nightly (`test-nightly`)."""
 
 import ctypes
-from collections.abc import Collection, Iterable
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -36,6 +37,11 @@ def only(fast: Collection[str], cases: Iterable[Any], *, nightly: Collection[str
         raise ValueError(f"no case is called {sorted(unknown)}; there are {sorted(names)}")
     marks: dict[str, Any] = dict.fromkeys(fast, ()) | dict.fromkeys(nightly, NIGHTLY)
     return [pytest.param(case, id=name, marks=marks.get(name, SLOW)) for name, case in names.items()]
+
+
+def by_turns(cases: Iterable[str], strategies: Sequence[str]) -> dict[str, str]:
+    """The strategy under which each case runs: the strategies take turns. Under the others the case is nightly."""
+    return dict(zip(cases, itertools.cycle(strategies), strict=False))
 
 
 def mark_cases(items: Iterable[pytest.Item]) -> None:

@@ -108,7 +108,7 @@ def token_covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
 
 def _highest(values: Tensor, count: int, keys: Tensor) -> Tensor:
-    """True at the `count` highest of the values [M]. Equal values are ordered by their keys [M]."""
+    """True at the `count` highest of the values [M]. Smaller keys [M] come first among equal values."""
     order = keys.argsort(stable=True)
     order = order[values[order].argsort(descending=True, stable=True)]
     return torch.zeros_like(values, dtype=torch.bool).scatter(0, order[:count], True)

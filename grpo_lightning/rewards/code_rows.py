@@ -88,8 +88,8 @@ def read_tests(value: Any, column: str, setup: str = "", entry_point: str | None
         value: The value of a column, in one of the formats that this module's docstring lists.
         column: The column's name, for errors.
         setup: Code to run before test code.
-        entry_point: For test code, the argument of its `check`, as Python code. For cases, the function to call if the
-            case names no function.
+        entry_point: For test code, the argument of its `check`, as Python code. For cases that call a
+            function, its name if the case itself names none.
 
     Raises:
         ValueError: If `value` has another format.

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.distributed import runs, steps
 from tests.distributed.harness import once, run_ranks
-from tests.marks import NIGHTLY, SLOW, selected
+from tests.marks import NIGHTLY, SLOW, by_turns, selected
 
 STRATEGIES = [name for name in runs.STRATEGIES if name != "one"]
 FAST = [
@@ -22,18 +22,21 @@ FAST = [
     "shared groups, kl",
 ]
 """Cases that run in `make test`, under DDP and ZeRO-3."""
-OF_THE_LOSS = [
-    "clip-cov",
-    "kl in the reward",
-    "gspo, corrected",
-    "cispo, entropy",
-    "high entropy",
-    "kl-cov",
-    "length-weighted",
-    "sequence",
-    "shared groups, clip-cov",
-    "shared groups, kl in the reward",
-]
+OF_THE_LOSS = by_turns(
+    [
+        "clip-cov",
+        "kl in the reward",
+        "gspo, corrected",
+        "cispo, entropy",
+        "high entropy",
+        "kl-cov",
+        "length-weighted",
+        "sequence",
+        "shared groups, clip-cov",
+        "shared groups, kl in the reward",
+    ],
+    ("zero3", "fsdp2"),
+)
 """Cases that differ in what the ranks gather for the loss, which no strategy takes part in: they run under DDP, and by
 turns under the two strategies that shard the weights."""
 OF_A_FORWARD_PASS = ["chunks", "layers", "dense", "sliced head", "float32 head, kl", "reward model"]
@@ -51,26 +54,29 @@ OF_GRADIENTS = [
     "shared groups, lora, equal and truncated ones",
 ]
 """Cases of all that ZeRO-2 does otherwise than DDP, which is to divide gradients: the others are nightly under it."""
-BY_TURNS = [
-    "accumulate 2",
-    "a rank of equals",
-    "a rank of truncated, much longer ones",
-    "fewer prompts",
-    "chunks",
-    "layers",
-    "dense",
-    "float32 head, kl",
-    "lora, kl, two updates",
-    "lora, kl, accumulate 4, clipped",
-    "copies, kl",
-    "lora of the head",
-    "lora, fewer prompts",
-    "reference follows",
-    "reward model, a rank without prompts",
-    "a shared group, two updates",
-    "shared groups, reward model",
-    "experts, a rank without prompts",
-]
+BY_TURNS = by_turns(
+    [
+        "accumulate 2",
+        "a rank of equals",
+        "a rank of truncated, much longer ones",
+        "fewer prompts",
+        "chunks",
+        "layers",
+        "dense",
+        "float32 head, kl",
+        "lora, kl, two updates",
+        "lora, kl, accumulate 4, clipped",
+        "copies, kl",
+        "lora of the head",
+        "lora, fewer prompts",
+        "reference follows",
+        "reward model, a rank without prompts",
+        "a shared group, two updates",
+        "shared groups, reward model",
+        "experts, a rank without prompts",
+    ],
+    ("zero3", "fsdp2", "fsdp2"),
+)
 """Cases whose parts run under both strategies that shard the weights. They run under one of them by turns, every third
 under ZeRO-3, which takes three times as long, and are nightly under the other."""
 
@@ -78,7 +84,7 @@ under ZeRO-3, which takes three times as long, and are nightly under the other."
 def is_run(strategy: str, case: str) -> bool:
     """Whether a case runs under a strategy."""
     if case in OF_THE_LOSS:
-        return strategy in ("ddp", ("zero3", "fsdp2")[OF_THE_LOSS.index(case) % 2])
+        return strategy in ("ddp", OF_THE_LOSS[case])
     return strategy != "zero1" or case not in OF_A_FORWARD_PASS
 
 
@@ -90,7 +96,7 @@ def is_fast(strategy: str, case: str) -> bool:
 def is_nightly(strategy: str, case: str) -> bool:
     """Whether the parts of a case run under a strategy in other cases."""
     if case in BY_TURNS and strategy in ("zero3", "fsdp2"):
-        return strategy != ("zero3", "fsdp2", "fsdp2")[BY_TURNS.index(case) % 3]
+        return strategy != BY_TURNS[case]
     return strategy == "zero1" or (strategy == "zero2" and case not in OF_GRADIENTS)
 
 

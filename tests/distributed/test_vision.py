@@ -9,7 +9,7 @@ import torch
 from grpo_lightning.policy.families import FAMILIES
 from tests.distributed import vision
 from tests.distributed.harness import once, run_ranks
-from tests.marks import NIGHTLY, SLOW, selected
+from tests.marks import NIGHTLY, SLOW, by_turns, selected
 
 OF_SHARDED_WEIGHTS = [
     "sampled layer by layer",
@@ -22,18 +22,21 @@ OF_A_FORWARD_PASS = ["dense", "layers", "sampled, gathered"]
 """Cases that say nothing of how gradients are divided, all that tells ZeRO-2 from DDP: they do not run under ZeRO-2."""
 OF_GRADIENTS = ["a rank without images, kl", "images in some micro-batches", "a rank without prompts"]
 """Cases of all that ZeRO-2 does otherwise than DDP, which is to divide gradients: the others are nightly under it."""
-BY_TURNS = [
-    "images in observations, layer by layer",
-    "no image anywhere",
-    "images everywhere",
-    "lora",
-    "sampled by a frozen tower layer by layer",
-    "dense",
-    "layers",
-    "shared groups, kl",
-    "sampled layer by layer",
-    "images in observations, frozen tower, layer by layer",
-]
+BY_TURNS = by_turns(
+    [
+        "images in observations, layer by layer",
+        "no image anywhere",
+        "images everywhere",
+        "lora",
+        "sampled by a frozen tower layer by layer",
+        "dense",
+        "layers",
+        "shared groups, kl",
+        "sampled layer by layer",
+        "images in observations, frozen tower, layer by layer",
+    ],
+    ("zero3", "fsdp2"),
+)
 """Cases whose parts run under both strategies that shard the weights. They run under one of them by turns, and are
 nightly under the other."""
 
@@ -48,7 +51,7 @@ def is_run(strategy: str, case: str) -> bool:
 def is_nightly(strategy: str, case: str) -> bool:
     """Whether the parts of a case run under a strategy in other cases."""
     if case in BY_TURNS and strategy in ("zero3", "fsdp2"):
-        return strategy != ("zero3", "fsdp2")[BY_TURNS.index(case) % 2]
+        return strategy != BY_TURNS[case]
     return strategy == "zero2" and case not in OF_GRADIENTS
 
 

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.distributed import vllm_colocate
 from tests.distributed.harness import once, run_ranks
 from tests.distributed.steps import save_policy
 from tests.distributed.vllm import STEPS, train
-from tests.marks import NIGHTLY, SLOW, only, selected
+from tests.marks import NIGHTLY, SLOW, by_turns, only, selected
 from tests.vllm.fakes import serving
 
 
@@ -161,17 +161,12 @@ def results(tmp_path_factory, request):
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2")
 
 
-def by_turns(names: Iterable[str], first: int = 0) -> pytest.MarkDecorator:
-    """All strategies and cases: a case runs under ZeRO-3 or FSDP2, by turns, and is nightly under the others.
-
-    Args:
-        names: Names of the cases.
-        first: Of the two strategies, the place of that under which the first case runs.
-    """
+def matrix(runs_under: Mapping[str, str]) -> pytest.MarkDecorator:
+    """All strategies and cases. Args: runs_under: Cases, and the strategy under which each is not nightly."""
     cases = [
-        pytest.param(strategy, name, marks=() if strategy == ("zero3", "fsdp2")[(first + i) % 2] else NIGHTLY)
+        pytest.param(strategy, name, marks=() if strategy == own else NIGHTLY)
         for strategy in STRATEGIES
-        for i, name in enumerate(names)
+        for name, own in runs_under.items()
     ]
     return pytest.mark.parametrize(("strategy", "name"), cases)
 
@@ -181,7 +176,7 @@ TWO = pytest.mark.parametrize("world_size", [2])
 
 @SLOW
 @TWO
-@by_turns(EXACT)
+@matrix(by_turns(EXACT, ("zero3", "fsdp2")))
 def test_two_ranks_with_a_vllm_each_train_as_one_device(results, strategy, name, world_size):
     """Also the completions are those of one device: they follow from the seeds of the prompts."""
     compare(results("one", name, 1), results(strategy, name, world_size))
@@ -189,7 +184,7 @@ def test_two_ranks_with_a_vllm_each_train_as_one_device(results, strategy, name,
 
 @SLOW
 @TWO
-@by_turns(TOGETHER, first=1)
+@matrix(by_turns(TOGETHER, ("fsdp2", "zero3")))
 def test_tensor_parallel_groups_train_as_one_device(results, strategy, name, world_size):
     """The fake asserts that the ranks of a group sample the same requests."""
     compare(results("one", TOGETHER[name], 1), results(strategy, name, world_size))
@@ -217,7 +212,7 @@ def compare(of_one: Any, of_several: Any) -> None:
 
 @SLOW
 @TWO
-@by_turns(["late"])
+@matrix({"late": "zero3"})
 def test_weights_that_come_late_are_found_with_two_ranks(results, strategy, name, world_size):
     first, *later = (step["policy/rollout_difference_max"] for step in results(strategy, name, world_size)[0]["steps"])
     assert first < 1e-4
@@ -226,7 +221,7 @@ def test_weights_that_come_late_are_found_with_two_ranks(results, strategy, name
 
 @SLOW
 @TWO
-@by_turns(["dropped"], first=1)
+@matrix({"dropped": "fsdp2"})
 def test_a_missing_group_of_layers_is_found_with_two_ranks(results, strategy, name, world_size):
     for error in results(strategy, name, world_size)[0]["errors"]:
         assert "The trainer sent no value for model.layers.0." in error
@@ -234,7 +229,7 @@ def test_a_missing_group_of_layers_is_found_with_two_ranks(results, strategy, na
 
 @SLOW
 @TWO
-@by_turns(["failing"])
+@matrix({"failing": "zero3"})
 def test_an_error_of_one_rank_raises_on_all_ranks(results, strategy, name, world_size):
     """The other ranks would otherwise wait in the collective of the next layer."""
     first, last = results(strategy, name, world_size)[0]["errors"]
