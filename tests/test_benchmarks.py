@@ -213,7 +213,7 @@ def test_a_child_measures_one_run(build: Any, name: str, side: str, accumulation
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["w1", "w3"])
+@pytest.mark.parametrize("name", [pytest.param("w1", marks=NIGHTLY), "w3"])
 def test_both_sides_have_one_loss(build: Any, name: str):
     pytest.importorskip("trl", minversion="1.16")
     losses = build(minute(name)).losses()

@@ -78,7 +78,8 @@ def test_no_good_group_gives_way(folder: Path):
     ("strategy", "hook", "rank"),
     [
         pytest.param("ddp", "on_after_backward", 1, id="ddp, one rank", marks=NIGHTLY),
-        pytest.param("zero3", "on_train_batch_start", None, id="zero3, all ranks", marks=SLOW),
+        pytest.param("zero3", "on_train_batch_start", None, id="zero3, all ranks", marks=NIGHTLY),
+        pytest.param("fsdp2", "on_train_batch_start", None, id="fsdp2, all ranks", marks=SLOW),
     ],
 )
 def test_a_killed_run_resumes_exactly(tmp_path: Path, strategy, hook, rank):

@@ -96,7 +96,7 @@ def test_a_killed_run_on_images_resumes_exactly(tmp_path: Path, strategy, hook, 
 
 
 @SLOW
-@pytest.mark.parametrize("strategy", only([], ["ddp", "zero3"], nightly=["ddp"]))
+@pytest.mark.parametrize("strategy", only([], ["ddp", "zero3", "fsdp2"], nightly=["ddp", "zero3"]))
 def test_a_killed_run_with_conversations_resumes_exactly(tmp_path: Path, strategy):
     outcome = kill_and_resume(
         strategy, tmp_path, micro_step=MICRO_STEP, hook="on_after_backward", rank=1, subject="conversations"

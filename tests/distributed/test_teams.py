@@ -48,7 +48,7 @@ CASES = {
     Layout("ddp", 2, 1): ["nothing but equals, fixed, kl", "images of equals, dynamic, kl"],
 }
 
-FURTHER = {Layout("ddp", 4, 2), Layout("ddp", 4, 4), Layout("fsdp2", 4, 2)}
+FURTHER = {Layout("ddp", 4, 2), Layout("ddp", 4, 4), Layout("fsdp2", 4, 2), Layout("zero3", 3, 3)}
 """Layouts of which the others have the strategies and the sizes of teams."""
 
 

@@ -34,11 +34,17 @@ BY_TURNS = by_turns(
         "shared groups, kl",
         "sampled layer by layer",
         "images in observations, frozen tower, layer by layer",
+        "images in observations",
+        "a rank without images",
+        "images in observations of shared groups",
+        "sampled, gathered",
+        "sampled by a frozen tower",
+        "shared groups, sampled by a frozen tower",
     ],
-    ("zero3", "fsdp2"),
+    ("zero3", "fsdp2", "fsdp2"),
 )
-"""Cases whose parts run under both strategies that shard the weights. They run under one of them by turns, and are
-nightly under the other."""
+"""Cases whose parts run under both strategies that shard the weights. They run under one of them by turns, every third
+under ZeRO-3, which takes three times as long, and are nightly under the other."""
 
 
 def is_run(strategy: str, case: str) -> bool:
