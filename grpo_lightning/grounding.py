@@ -35,7 +35,7 @@ class Target(NamedTuple):
         return as_box(self.frame.gold_boxes([self.right]))
 
     def predicted_box(self, text: str) -> Box | None:
-        """The last box of a completion, in pixels of the original image; None if missing or outside of the image."""
+        """The last box of a completion, in pixels of the original image; None if it is missing or outside the image."""
         found = last_box(text)
         given = self.frame.answer_boxes([found])
         return None if found is None or not (given[0, 2:] > given[0, :2]).all() else as_box(given)
@@ -77,7 +77,7 @@ def prompt_box(prompt: Prompt, answer_column: str) -> Box | None:
 
 
 class BoxMetric(Metric, ABC):
-    """Base class of metrics that average a score, on all ranks, over completions whose prompt has a ground-truth box.
+    """Base class of metrics: mean score, over all ranks, of the completions of prompts with a ground-truth box.
 
     A prompt counts only if it has exactly one image and one box in `answer_column`. Other prompts are skipped with a
     warning. A completion without a box is not skipped: it counts as wrong.
@@ -198,5 +198,9 @@ class RECAccuracy(BoxMetric):
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Log a warning once, although every validation creates a new metric for each loader and kind of completion."""
+    """Log a warning only once.
+
+    A metric cannot remember its warnings: every validation creates a new metric for each loader and each kind of
+    completion.
+    """
     log.warning("%s", message)

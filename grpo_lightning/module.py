@@ -5,11 +5,13 @@ within their group. The rollout is split into micro-batches, and each `training_
 micro-batch. The module uses Lightning's automatic optimization, so gradient accumulation, gradient clipping,
 learning-rate schedules, `max_steps` and callbacks work as usual.
 
-The defaults depart from the paper (arXiv:2402.03300) in two ways: the loss is a mean over all tokens of the optimizer
-step instead of a mean of per-completion means (`Objective.aggregate`), and the log-ratio and the KL estimator k3 are
-bounded (`functional.losses`). Two optimizations save time without changing the loss or its gradient. First, the model
-runs on each prompt once for the whole group, not once per completion. Second, the model does not run on completions of
-advantage 0, unless the objective has a KL or entropy term, selects tokens, or has a load-balancing loss.
+The defaults differ from the paper (arXiv:2402.03300) in two ways. First, the loss is the mean over all tokens of the
+optimizer step, not the mean of per-completion means (`Objective.aggregate`). Second, the log-ratio and the KL estimator
+k3 are bounded (`functional.losses`).
+
+Two optimizations save time without changing the loss or its gradient. First, the model runs on each prompt once for the
+whole group, not once per completion. Second, the model does not run on completions of advantage 0, unless the objective
+selects tokens, or has a KL term, an entropy term or a load-balancing loss.
 """
 
 from __future__ import annotations
@@ -136,16 +138,16 @@ class GRPOLightningModule(L.LightningModule):
 
     Args:
         policy: The model to train: a hub name, a folder, a `PolicyLoader`, or a transformers model or config in memory.
-            The LoRA adapter of a `PeftModel` in memory is trained.
+            If it is a `PeftModel`, its LoRA adapter is trained.
         rewards: Reward functions, `Reward`s or `WeightedReward`s.
         reward_weights: One weight per reward; null uses each reward's own weight (1 by default).
         reward_workers: Number and limits of the worker processes that run the rewards.
         tokenizer: The tokenizer, or the processor of a multimodal policy. Required if the policy is a model or config
             in memory; otherwise this argument replaces the tokenizer or processor of the policy.
         engine: Samples the completions; null uses `LocalEngine`, which samples with the policy itself.
-        environment: Answers the policy over several turns: an `Environment`; functions that the policy can call
-            (tools); a multi-turn function of ms-swift; or a class whose methods are tools, like TRL's environments.
-            null samples completions of one turn.
+        environment: Answers the policy in conversations of several turns. Give an `Environment`, functions that the
+            policy can call (tools), a multi-turn function of ms-swift, or a class whose methods are tools, like TRL's
+            environments. Null samples completions of one turn.
         conversation: Limits of turns and observations, and what happens if the environment fails.
         sampling: Sampling distribution and maximum completion length.
         objective: Settings of the loss.
@@ -156,15 +158,15 @@ class GRPOLightningModule(L.LightningModule):
         optimizer: Builds the optimizer for the trainable parameters.
         scheduler: Builds the learning-rate schedule for the optimizer; null keeps the rate constant.
         num_generations: G, completions per prompt.
-        ranks_per_group: Number of ranks that share the completions of a prompt: each rank samples and trains on its
-            part of the G completions. Meant for rollouts with fewer prompts than ranks.
+        ranks_per_group: Number of ranks that share the completions of a prompt: each rank samples its part of the G
+            completions and trains on it. This is meant for rollouts with fewer prompts than ranks.
         num_iterations: Epochs over each rollout (mu in the GRPO paper).
         updates_per_rollout: Optimizer steps per epoch over a rollout.
-        max_staleness: S, maximum number of rollouts by which sampling is ahead of training. 0 samples each rollout from
-            the current weights. 1 samples the next rollout in the background while the policy trains on the current
-            one. When the policy then trains on the next rollout, its weights are one rollout newer than the weights
-            that sampled this rollout. A value above 0 needs an engine that has a copy of the weights: `VLLMEngine` in
-            mode "server".
+        max_staleness: S, maximum number of rollouts by which sampling is ahead of training. With 0, each rollout is
+            sampled from the current weights. With 1, the next rollout is sampled in the background while the policy
+            trains on the current one. When the policy then trains on that next rollout, its weights are one rollout
+            newer than the weights that sampled it. A value above 0 needs an engine that has a copy of the weights:
+            `VLLMEngine` in mode "server".
         old_logprobs: Source of the old log-probs: "recompute" computes them with the policy's weights at the start of
             training on the rollout; "rollout" uses the engine's log-probs.
         dynamic_sampling: Settings for replacing the prompts of groups without a gradient (zero reward variance, or all
@@ -181,7 +183,7 @@ class GRPOLightningModule(L.LightningModule):
     encoder: Encoder
     scorer: Scorer
     sharding: Sharding
-    # The first is set by `configure_optimizers`, the second at the start of a validation
+    # `configure_optimizers` sets `optimizer_settings`. `on_validation_epoch_start` sets `tables`.
     optimizer_settings: list[dict[str, Any]]
     tables: list[dict[str, EvaluationTable]]
 
@@ -227,7 +229,7 @@ class GRPOLightningModule(L.LightningModule):
             longest = limits.max_observation_length * CHARACTERS_PER_TOKEN
             runner = EnvironmentRunner(as_environment(environment), workers, longest)
             self.conversations = Conversations(runner, limits)
-            arguments["conversation"] = limits  # in checkpoints, too: loading without the environment is then refused
+            arguments["conversation"] = limits  # in checkpoints too, so that loading without the environment is refused
         self.sampling = settings_of(SamplingParams, sampling, "model.sampling")
         settings = settings_of(Objective, objective, "model.objective")
         self.objective = settings.resolve(is_off_policy=max_staleness > 0 and old_logprobs == "recompute")
@@ -368,7 +370,7 @@ class GRPOLightningModule(L.LightningModule):
         return Cycle(micro_batches, counts, self.num_iterations)
 
     def update(self, micro_step: MicroStep) -> Tensor:
-        """Compute the loss of one micro-batch, scaled for Lightning's mean over micro-batches and ranks."""
+        """Compute the loss of one micro-batch, scaled to undo Lightning's mean over micro-batches and ranks."""
         batch = micro_step.batch
         position = self.trainer.fit_loop.epoch_loop.total_batch_idx
         with seeded_dropout(self.policy, run_seed(self.seed), "dropout", ranks.rank(), position):
@@ -444,15 +446,16 @@ class GRPOLightningModule(L.LightningModule):
         return [derived_seed(run_seed(self.seed), "rollout", rollout_index, index) for index in indices]
 
     def take_in_flight(self, prompts: Sequence[Prompt], seeds: list[int], in_flight: InFlight) -> Rollout:
-        """Take the groups of N prompts that were sampled in the background, and request those of the next cycles.
+        """Take the groups of N prompts that were sampled in the background, and request the groups of the next cycles.
 
-        Prompts that are not in flight are sampled now. There are such prompts at the start of a run (also of a resumed
-        run), if dynamic sampling has already used prompts of this cycle, or if sampling in the background has failed.
-        Collective.
+        Prompts that are not in flight are sampled now. There are such prompts if the run has just started or resumed,
+        if dynamic sampling has already used prompts of this cycle, or if sampling in the background has failed.
+
+        Collective: all ranks must call this.
 
         Raises:
-            Exception: If sampling fails now; raised on every rank. The error also shows the error of sampling in the
-                background.
+            Exception: If sampling fails now. The error is raised on every rank, and also shows the error of sampling in
+                the background.
         """
         in_flight.forget(self.run.rollout_index - self.max_staleness)
         groups = in_flight.take(prompts, functools.partial(self.notify, "on_decode"))
@@ -470,7 +473,10 @@ class GRPOLightningModule(L.LightningModule):
         return Rollout([group for group in groups if group is not None])
 
     def request_next_cycles(self, in_flight: InFlight) -> None:
-        """Start sampling the prompts of the next cycles in the background, from the engine's weights. Collective."""
+        """Start sampling the prompts of the next cycles in the background, from the engine's weights.
+
+        Collective: all ranks must call this.
+        """
         trainer = self.trainer
         source: Any = trainer.train_dataloader  # a PromptSource: `check_asynchronous` refuses others
         count = int(min(self.max_staleness, self.cycle_shape.cycles_left(trainer.max_steps, trainer.global_step)))
@@ -695,8 +701,9 @@ class GRPOLightningModule(L.LightningModule):
     def evaluate(self, prompts: Sequence[Prompt], *, is_greedy: bool) -> Evaluation:
         """Sample completions of N prompts, with the settings of `validation` or greedily, and score them.
 
-        No loss is computed. The seed of a prompt follows from the run's seed and the prompt's index in the dataset, or
-        from its content if it has no index. The seed does not depend on the batch or the rank.
+        No loss is computed. The seed of a prompt follows from the run's seed and from the prompt's index in the
+        dataset. If the prompt has no index, its content is used instead. The seed does not depend on the batch or the
+        rank.
         """
         num_generations, sampling = self.validation.sampling_settings(self.sampling, is_greedy=is_greedy)
         self.engine.sync_weights(self.policy)
@@ -734,7 +741,7 @@ class GRPOLightningModule(L.LightningModule):
     # ---------------------------------------------------------------------------------------------------- Lightning
 
     def setup(self, stage: str) -> None:
-        """Before loading weights, check the engine and the data against cycle length, rewards, tokenizer and model."""
+        """Check, before weights are loaded, that engine and data fit the cycle length, rewards, tokenizer and model."""
         if not self.is_connected:
             sampling = [self.sampling, self.validation_sampling]
             sharding, world_size = sharding_of(self.trainer.strategy), self.trainer.world_size
@@ -829,7 +836,7 @@ class GRPOLightningModule(L.LightningModule):
         self.is_connected = True
 
     def load_policy(self) -> None:
-        """Load the policy and copy the reference, once."""
+        """Load the policy and make its reference, unless this was done before."""
         if hasattr(self, "tokenizer"):
             return
         self.sharding = sharding_of(self._trainer.strategy) if self._trainer else Sharding()

@@ -133,22 +133,22 @@ class Objective:
     """The policy loss of a token. `clip` is minus the clipped ratio times the advantage (PPO). `cispo` is minus the
     capped, detached ratio times advantage times log-prob (CISPO). `sapo` is minus a sigmoid of the ratio (a soft gate)
     times the advantage (SAPO). `gmpo` is minus the geometric mean of the completion's clipped ratios times the
-    advantage (GMPO). `vespo` is minus a detached weight times advantage times log-prob; the weight is a function of the
-    product of the completion's ratios, and fades out products far from 1 (VESPO). `dppo_tv` and `dppo_kl` are minus the
-    detached ratio times advantage times log-prob, but 0 for tokens that have moved too far in the direction of their
-    advantage, measured by total variation or KL (DPPO). `reinforce` is minus the advantage times log-prob (GPG).
-    `clip_cov` is `clip` without some of the tokens that lower the entropy most. `kl_cov` is minus the unclipped ratio
-    times the advantage, plus a penalty for changing the log-prob of the tokens that lower the entropy most
-    (`covariance_fraction`)."""
+    advantage (GMPO). `vespo` is minus a detached weight times advantage times log-prob (VESPO). The weight is a
+    function of the product of the completion's ratios, and is small for products far from 1. `dppo_tv` and `dppo_kl`
+    are minus the detached ratio times advantage times log-prob, but 0 for tokens that have moved too far in the
+    direction of their advantage (DPPO). The distance is the total variation (`dppo_tv`) or the KL (`dppo_kl`).
+    `reinforce` is minus the advantage times log-prob (GPG). `clip_cov` is `clip` without some of the tokens that lower
+    the entropy most. `kl_cov` is minus the unclipped ratio times the advantage, plus a penalty for changing the
+    log-prob of the tokens that lower the entropy most (`covariance_fraction`)."""
 
     epsilon: float = 0.2
-    """Lower clip limit: the ratio is clipped from below at 1 - epsilon (an epsilon of 1 means no limit), or, with GMPO,
-    at exp(-epsilon). CISPO has a lower limit only with `cispo_lower_bound`. For DPPO, epsilon is the maximum divergence
-    of tokens that become less likely."""
+    """Lower clip limit: the ratio is clipped from below at 1 - epsilon; an epsilon of 1 means no limit. GMPO clips it
+    at exp(-epsilon) instead. CISPO has a lower limit only with `cispo_lower_bound`. For DPPO, epsilon is the maximum
+    divergence of tokens that become less likely."""
 
     epsilon_high: float | None = None
-    """Upper clip limit: the ratio is clipped from above at 1 + epsilon_high, or, with GMPO, at exp(epsilon_high). For
-    DPPO, epsilon_high is the maximum divergence of tokens that become more likely. Null uses epsilon."""
+    """Upper clip limit: the ratio is clipped from above at 1 + epsilon_high. GMPO clips it at exp(epsilon_high)
+    instead. For DPPO, epsilon_high is the maximum divergence of tokens that become more likely. Null uses epsilon."""
 
     dual_clip: float | None = None
     """Maximum ratio where the advantage is negative; must be above 1 + epsilon_high. Null means no limit."""
@@ -192,8 +192,8 @@ class Objective:
     baseline: Literal["group_mean", "leave_one_out", "length_weighted", "pass_at_k"] = "group_mean"
     """The value subtracted from a completion's reward. `group_mean` is the mean reward of the group. `leave_one_out` is
     the mean reward of the other completions in the group (RLOO). `length_weighted` is the mean reward of the group,
-    with completions weighted by their lengths (OPO). `pass_at_k` subtracts nothing, but replaces the reward by how much
-    the completion adds to the best of k - 1 others in the group, averaged over all choices of these others."""
+    with completions weighted by their lengths (OPO). `pass_at_k` subtracts nothing. It replaces the reward by what the
+    completion adds to the best reward of k - 1 others in the group, averaged over all choices of the others."""
 
     pass_k: int | None = None
     """k of the baseline `pass_at_k`, from 2 to `num_generations`. Groups with fewer than k scorable completions get
@@ -206,8 +206,8 @@ class Objective:
     scale: Literal["group_std", "batch_std", "batch_advantage_std", "group_mean", "nonzero_fraction", "none"] = (
         "group_std"
     )
-    """Divisor of reward minus baseline. `group_std` is the std of the rewards in the group, `batch_std` the std of the
-    rewards in the rollout, and `batch_advantage_std` the std of reward minus baseline in the rollout
+    """Divisor of reward minus baseline. `group_std` is the std of the rewards in the group. `batch_std` is the std of
+    the rewards in the rollout. `batch_advantage_std` is the std of reward minus baseline in the rollout
     (REINFORCE++-baseline). Each std is unbiased, and 1e-4 is added to it. `group_mean` is the group's mean reward
     (MaxRL); negative rewards raise an error. `nonzero_fraction` is the fraction of groups in the rollout that have an
     advantage other than 0 (GPG). `none` does not divide."""
@@ -277,11 +277,11 @@ class Objective:
         "geometric_truncate",
         "geometric_mask",
     ] = "auto"
-    """Off-policy correction: multiply the surrogate by a weight, the policy's probability of the sampled token divided
-    by the engine's. `token` is one weight per token. `sequence` is one weight per completion, the product of its
-    tokens' weights. `geometric` is one weight per completion, the geometric mean of its tokens' weights. `truncate`
-    clips weights to the range from `rollout_correction_low` to `rollout_correction_high`. `mask` masks the tokens or
-    completions whose weights are outside of this range. `auto` is "none", except for asynchronous rollouts
+    """Off-policy correction: the surrogate is multiplied by a weight. The weight of a token is the policy's probability
+    of the token, divided by the engine's. `token` is one weight per token. `sequence` is one weight per completion, the
+    product of its tokens' weights. `geometric` is one weight per completion, the geometric mean of its tokens' weights.
+    `truncate` clips weights to the range from `rollout_correction_low` to `rollout_correction_high`. `mask` masks the
+    tokens or completions whose weights are outside of this range. `auto` is "none", except for asynchronous rollouts
     (`max_staleness`) with `old_logprobs: recompute`: there it is "token_truncate", or "sequence_truncate" if the loss
     needs one weight per completion. With `geometric`, set a narrow range, such as 0.99 to 1.01. VESPO does not multiply
     its loss by the token weights, but includes them in the product of the completion's ratios. GMPO and the ratio
@@ -406,9 +406,9 @@ class Objective:
 
         Args:
             logprobs: [B, T] nats, of the current policy, with gradients.
-            batch: The micro-batch. It must have `old_logprobs`, `selected` if the objective has a `selection`, and
-                `ref_logprobs` if the loss has a KL. Only a micro-batch without trained tokens may lack `ref_logprobs`:
-                the KL is then 0.
+            batch: The micro-batch. It must have `old_logprobs`. It must also have `selected` if the objective has a
+                `selection`, and `ref_logprobs` if the loss has a KL. Only a micro-batch without trained tokens may lack
+                `ref_logprobs`: the KL is then 0.
             counts: Numbers of trained tokens and completions in the entire optimizer step over all ranks, used as
                 divisors.
             max_completion_length: Tokens; the divisor of the "constant" aggregation.
@@ -488,7 +488,7 @@ class Objective:
         return Tokens(logprobs, old, mask, batch.token_advantages, ratio, selected, weights)
 
     def _rollout_weights(self, old_logprobs: Tensor, batch: MicroBatch, *, bounded: bool = True) -> Tensor | None:
-        """Off-policy weights [B, T] or [B, 1], None without a `rollout_correction`. `bounded` applies their range."""
+        """Off-policy weights [B, T] or [B, 1], limited to their range if `bounded`; None without a correction."""
         if self.rollout_correction in ("auto", "none"):
             return None
         level: Any
@@ -572,10 +572,11 @@ class Surrogate(NamedTuple):
     """How the surrogate selects tokens before an optimizer step; None if it selects none."""
 
     folds_rollout_weights: bool = False
-    """True if the loss itself applies the off-policy weights, which then must be one per token."""
+    """True if the loss itself applies the off-policy weights. There must then be one weight per token."""
 
     is_per_completion: bool = False
-    """True if the loss is one per completion, [B, 1]. Off-policy weights then must be one per completion."""
+    """True if there is one loss per completion, [B, 1]. There must then also be one off-policy weight per
+    completion."""
 
 
 def _clip(objective: Objective, tokens: Tokens) -> Tensor:
@@ -818,8 +819,8 @@ def _check_scale(objective: Objective) -> None:
 def _check_correction(objective: Objective) -> None:
     """Refuse off-policy weights of a level that the loss cannot use. Raises: ValueError.
 
-    If the loss is one per completion, its gradient reaches all tokens, so a weight of a token could not mask this token
-    or correct its gradient: it would only scale the loss of the completion.
+    If there is one loss per completion, its gradient reaches all tokens. The weight of a single token could then
+    neither mask this token nor correct its gradient: it would only scale the loss of the completion.
     """
     levels, reason = correction_levels(objective)
     allowed = ["auto", "none", *(f"{level}_{outside}" for level in levels for outside in ("truncate", "mask"))]

@@ -98,7 +98,7 @@ class BeforeAfter(L.Callback):
         self.write(folder / "summary.json", summary)
 
     def on_decode(self, trainer: L.Trainer, done: int, total: int) -> None:
-        """Show how many tokens are sampled so far, because there may be only one batch to count."""
+        """Show how many tokens are sampled so far. A count of batches is not enough, because there may be only one."""
         if self.progress is not None and (done % 8 == 0 or done == total):
             self.progress.tokens = f"token {done}/{total}"
             self.progress.show()

@@ -36,7 +36,7 @@ class ExportPolicy(L.Callback):
         self.written_at = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Remember the current step: a resumed run has exported its policy before it was interrupted."""
+        """Remember the current step, so that a resumed run does not export the policy of this step again."""
         self.written_at = trainer.global_step
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:

@@ -50,9 +50,9 @@ class ProgressBar(LightningProgressBar):
 
     The line fits 80 columns. A wider terminal also shows completion length, sampling speed, KL, epoch and elapsed time.
     Metrics that the module logs with `prog_bar=True` are shown too. Rate and ETA are computed over the latest 100
-    steps. The arrow compares the rewards of the latest rollouts (at most 20) with those of as many rollouts before. The
-    small bars show the rewards of the entire run. During validation, test and prediction, the line shows batches, and
-    how many tokens per completion are sampled.
+    steps. The arrow compares the rewards of the latest rollouts (at most 20) with those of the same number of rollouts
+    before them. The small bars show the rewards of the entire run. During validation, test and prediction, the line
+    shows how many batches are finished, and how many tokens per completion are sampled.
 
     In a file (e.g. in a SLURM job), a line is printed at the start, every minute and at the end, without escape codes.
 

@@ -23,8 +23,8 @@ Trend = Literal["rising", "falling", "level"]
 def trend_of(values: Sequence[float]) -> Trend | None:
     """Direction of the latest values of a metric; None if there are too few.
 
-    The mean of the last k values is compared with the mean of the k values before, k = min(20, n / 2). The difference
-    counts if it is larger than its standard error, sqrt((var_1 + var_2) / k).
+    The mean of the last k of n values is compared with the mean of the k values before them, where k = min(20, n / 2).
+    The difference counts if it is larger than its standard error, sqrt((var_1 + var_2) / k).
     """
     k = min(len(values) // 2, MAX_WINDOW)
     if k < MIN_WINDOW:

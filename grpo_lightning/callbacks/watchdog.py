@@ -36,7 +36,8 @@ LOOKS = 20
 class StallInterrupt(SystemExit):
     """Ends a rollout that makes no progress; the process then prints the message, and exits with status 1.
 
-    Like KeyboardInterrupt, it is not caught by code that catches every `Exception`, as engines and rewards may do.
+    Engines and rewards may catch every `Exception`. Like KeyboardInterrupt, this class is no `Exception`, so they do
+    not catch it.
     """
 
 

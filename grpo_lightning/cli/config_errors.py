@@ -279,7 +279,7 @@ def unknown_key(key: str, allowed: Iterable[str], keys: Mapping[str, Key] | None
     group, _, name = key.rpartition(".")
     allowed = sorted(allowed)
     near = [f"{group}.{other}" if group else other for other in difflib.get_close_matches(name, allowed)]
-    # The key may belong to another section, or have its name from another trainer.
+    # The key may belong to another section, or be another trainer's name for a setting.
     known = [
         *(keys or ()),
         *(below for key, own in (keys or {}).items() for below in nested_keys(key, own.hint, own.default)),

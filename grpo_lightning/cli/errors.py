@@ -30,8 +30,8 @@ class ConfigurationError(ValueError):
 def rank() -> int:
     """Global rank of this process, from the launcher's environment variables; 0 without a launcher.
 
-    If only local rank and node rank are known, the result is the larger of the two: 0 only for the first process of the
-    first node.
+    If only local rank and node rank are known, the result is the larger of the two. It is 0 only for the first process
+    of the first node.
     """
     given = {name: int(os.environ[name]) for name in ("RANK", *RANKS) if os.environ.get(name, "").isdigit()}
     return given.get("RANK", max(given.values(), default=0))
@@ -117,7 +117,7 @@ def is_inside_a_loop(tb: TracebackType | None) -> bool:
 
 
 def plain_refusal(raised: BaseException) -> BaseException | None:
-    """Return the error if this package refuses a setting with it, else None.
+    """Return the error if it says that this package refuses a setting, else None.
 
     Such an error has no cause, and is not raised inside Lightning's loops.
     """

@@ -186,7 +186,7 @@ def settings_below(text: str, key: str) -> str:
 # ------------------------------------------------------------------------------------------------------- on one screen
 
 WIDTHS = range(80, 121)
-"""Columns that the help may use: those of the terminal, within these limits."""
+"""Limits of the help's width in columns. Between them, the help is as wide as the terminal."""
 
 FIRST_SENTENCE = re.compile(r"(?<=[.!?])\s")
 CLAUSES = re.compile(r" \(|[;:,] ")
@@ -241,7 +241,7 @@ def row(setting: Setting, text: str, column: int, width: int) -> str:
 
 
 def more(name: str) -> list[str]:
-    """How to get the rest: all settings, those of a class, and the recipes."""
+    """Lines that say how to show all settings, the settings of a class, and the recipes."""
     texts = {
         "Set one": "--model.sampling.temperature=0.8 (any recipe key is a flag)",
         "All settings": f"{name} {ALL}, or {ALL} model.policy",

@@ -82,7 +82,10 @@ def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModu
 
 
 def log_versions() -> None:
-    """Log the versions of the package and its main dependencies, before importing them, which takes seconds."""
+    """Log the versions of the package and its main dependencies.
+
+    They are logged before the packages are imported, because importing takes seconds.
+    """
     from grpo_lightning.core.messages import show_messages
 
     show_messages()

@@ -28,8 +28,8 @@ SHOWN = 20
 def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
     """Return why a checkpoint cannot be loaded or, with `to_train`, resumed from; None if it is usable.
 
-    Only DeepSpeed itself can read a DeepSpeed checkpoint. So for such a checkpoint, only its mark is checked: that all
-    files are complete and, with `to_train`, that no error interrupted the optimizer step.
+    Only DeepSpeed itself can read a DeepSpeed checkpoint. Therefore only the mark of such a checkpoint is checked. It
+    shows whether all files are complete and, for `to_train`, whether an error interrupted the optimizer step.
     """
     if why := why_incomplete(path):
         return why

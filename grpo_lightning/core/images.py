@@ -73,7 +73,7 @@ class ImageRef:
             return _rgb(_upright(image))
 
     def size(self) -> tuple[int, int]:
-        """(width, height) in pixels, upright. Raises: ImageError as in `read`.
+        """(width, height) in pixels, upright. Raises: ImageError if the image cannot be read.
 
         The size is read only once: from the header, or from the pixels if the format requires it (TIFF).
         """
@@ -88,7 +88,7 @@ class ImageRef:
         self.known_size, self.is_whole = size, self.is_whole or is_whole
 
     def check(self) -> tuple[int, int]:
-        """Check that all pixels can be read. Returns: (width, height). Raises: ImageError as in `read`."""
+        """Check that all pixels can be read. Returns: (width, height). Raises: ImageError if not."""
         with self._open() as image:
             size = _upright_size(image)
             if image is not self.source:

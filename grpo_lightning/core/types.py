@@ -223,8 +223,8 @@ class Group:
     """Vision inputs of the prompt; None for a text-only policy."""
 
     number: int = -1
-    """Index of the group among all groups that its team of ranks has sampled in this cycle (see `core.ranks.Teams`); -1
-    if one rank has sampled the group alone."""
+    """Index of the group among all groups that its team of ranks has sampled in this cycle (see `core.ranks.Teams`). It
+    is -1 if one rank has sampled the group alone."""
 
 
 @dataclass
@@ -347,8 +347,8 @@ class SamplingParams:
     """Sampling settings of completions.
 
     The log-probs of completions are those of the distribution that the tokens are sampled from. With `top_p`, `top_k`,
-    `min_p`, `repetition_penalty` or `suppress_tokens`, this distribution differs from the one that is trained, the full
-    softmax at `temperature`.
+    `min_p`, `repetition_penalty` or `suppress_tokens`, this distribution differs from the distribution that is trained,
+    which is the full softmax at `temperature`.
     """
 
     max_completion_length: int = 512
@@ -379,7 +379,7 @@ class SamplingParams:
     """A completion ends with the token that completes one of these strings."""
 
     guided_regex: str | None = None
-    """Regular expression that the whole text of each completion matches (only `VLLMEngine`). Tokens after which the
+    """Regular expression that the whole text of each completion must match (only `VLLMEngine`). Tokens after which the
     text could not become a match are never sampled, and the log-probs are those of the distribution over the remaining
     tokens."""
 
@@ -557,7 +557,7 @@ def settings_of(kind: type[Settings], value: Settings | Mapping[str, Any] | None
 
 
 def optional_settings(kind: type[Settings], value: Settings | Mapping[str, Any] | None, key: str) -> Settings | None:
-    """Convert a value like `settings_of`, but keep None. Raises: ValueError as in `settings_of`."""
+    """Convert a value like `settings_of`, but keep None. Raises: ValueError where `settings_of` raises one."""
     return None if value is None else settings_of(kind, value, key)
 
 

@@ -85,7 +85,7 @@ class LengthLimit:
         return Measured(kept, num_tokens, where)
 
     def measure_kept(self, measured: Measured) -> Measured:
-        """Measure a prompt unless it has been dropped. Raises: ValueError as `measure`."""
+        """Measure a prompt unless it has been dropped. Raises: ValueError where `measure` raises one."""
         return measured if measured.prompt is None else self.measure(measured.prompt, measured.where)
 
     def cut(self, prompt: Prompt, where: str) -> Prompt:

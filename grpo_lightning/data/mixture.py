@@ -123,7 +123,7 @@ def stream_mixture(
     preflight: Preflight | None = None,
     image_root: str | None = None,
 ) -> PromptStream:
-    """Create a stream of a mixture, which reads each row when it is used.
+    """Create a stream of a mixture, in which the rows of streaming entries are read when they are used.
 
     Unless the stream is shuffled, the rows have the same order as in `load_mixture`. An entry that does not set
     `streaming` is loaded completely when the stream reaches it, and supports every sampling strategy. The images of a
@@ -157,7 +157,12 @@ def download(entries: Entries) -> None:
 
 
 def as_entries(entries: Entries) -> list[DatasetEntry]:
-    """Parse the entries of a mixture. Raises: as `read_mixture_yaml`; ValueError if an entry is invalid."""
+    """Parse the entries of a mixture.
+
+    Raises:
+        FileNotFoundError: Where `read_mixture_yaml` raises one.
+        ValueError: If an entry is invalid. Also where `read_mixture_yaml` raises one.
+    """
     if isinstance(entries, str | os.PathLike):
         is_data = Path(entries).suffix.lower() in DATA_FILES
         return [DatasetEntry(os.fspath(entries))] if is_data else read_mixture_yaml(entries)

@@ -65,7 +65,7 @@ class RowReader:
     with images after that check."""
 
     def __call__(self, row: Row, index: int) -> Measured:
-        """Convert, check and measure a row. Raises: ValueError as `prompt`, `Preflight.one` and `measure`."""
+        """Convert, check and measure a row. Raises: ValueError where `prompt`, `Preflight.one` or `measure` does."""
         prompt = self.prompt(row, index)
         measured = Measured(prompt, where=row.where)
         if prompt.images:

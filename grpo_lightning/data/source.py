@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 class PromptSource:
     """Yields prompts, cycle by cycle, in a seeded order.
 
-    An epoch is one pass over the data. It ends when all prompts are used, so its last cycle may have fewer prompts. The
-    number of cycles in an epoch is not known in advance if the data is a stream, or with dynamic sampling, where a
-    cycle may use more prompts than `batch_size`. A run on a stream needs `trainer.max_steps`.
+    An epoch is one pass over the data. It ends when all prompts are used, so its last cycle may have fewer prompts. If
+    the data is a stream, the number of cycles in an epoch is not known in advance. With dynamic sampling it is not
+    known either, because a cycle may use more prompts than `batch_size`. A run on a stream needs `trainer.max_steps`.
 
     An image shared by several prompts of a cycle is read once. Before a run loads any weights, it checks that images
     can be read: all images if the prompts are a list, otherwise only those of the first prompts. A `PromptSource`
@@ -40,7 +40,7 @@ class PromptSource:
     Args:
         prompts: The dataset: prompts, texts or rows with a prompt column, in a list, a `datasets.Dataset`, or a
             `datasets.IterableDataset` (a stream).
-        batch_size: Prompts per rank and rollout; with `ranks_per_group` above 1, prompts per team and rollout.
+        batch_size: Prompts per rank and rollout. If `ranks_per_group` is above 1, this is the number per team.
         cycle: Micro-steps per rollout, as returned by `GRPOLightningModule.cycle_length(accumulate_grad_batches)`.
         shuffle: Shuffle the prompts in a new order every epoch; False keeps the order of the data.
         seed: Seed of the order.
@@ -187,7 +187,7 @@ class PromptSource:
         while is_first or not self.is_epoch_over():
             batch = LaterBatch(self.cycle, functools.partial(self.step, is_first=is_first))
             if self.has_length:
-                batch.use()  # with a length, Lightning fetches no batch ahead
+                batch.use()  # if the source has a length, Lightning fetches no batch ahead
             yield batch
             batch.use()
             is_first = False
@@ -213,7 +213,7 @@ class PromptSource:
             ValueError: If a stream has no prompts, or the checkpoint was saved with another `shuffle`.
         """
         resume, self.resume_from = self.resume_from, None
-        # Not checked in load_state_dict: `overfit_batches` turns off shuffling only after that.
+        # Not checked in load_state_dict: `overfit_batches` turns off shuffling only after that call.
         if resume is not None and _is_inside(resume) and resume.get("shuffle") != self.shuffle:
             raise ValueError(_other_settings([f"shuffle was {resume.get('shuffle')}, is {self.shuffle}"]))
         if resume is None:
@@ -242,7 +242,7 @@ class PromptSource:
         return self.order.share(block[self.rank :: self.world_size])  # type: ignore[arg-type]
 
     def next_cycles(self, count: int, *, epochs_left: int | None = None) -> list[list[Prompt]]:
-        """Peek at this rank's prompts in each of the next cycles, also those of the next epochs.
+        """Peek at this rank's prompts in each of the next cycles, including cycles of the next epochs.
 
         The cycles of a stream are known for this epoch only. With dynamic sampling, a cycle may get other prompts than
         returned here, because earlier cycles may take further prompts from the same order.
@@ -341,10 +341,10 @@ class PromptSource:
         `begin` compares `shuffle` with the checkpoint when the epoch begins; the other settings are compared here.
 
         Raises:
-            ValueError: If the checkpoint was saved inside an epoch, and the number of prompts (for a stream:
-                `shuffle_buffer`) or the seed differs; or if it was saved inside a cycle, and the number of prompts per
-                rollout differs, or the finished part of the cycle is no whole number of micro-batches of the new
-                `cycle`.
+            ValueError: For a checkpoint saved inside an epoch, if the number of prompts (for a stream:
+                `shuffle_buffer`) or the seed differs. For a checkpoint saved inside a cycle, also if the number of
+                prompts per rollout differs, or if the finished part of the cycle is no whole number of micro-batches of
+                the new `cycle`.
         """
         self._check_state(state)
         sizes, was = self._sizes(), self._sizes_of(state)
@@ -364,7 +364,7 @@ class PromptSource:
         self.epochs_ahead = 0
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        """Check that this source can resume at the position in `state`. Raises: as `load_state_dict`."""
+        """Check that this source can resume at the position in `state`. Raises: ValueError if not."""
         if not _is_inside(state):
             return
         now, was = self._identity(), self._sizes_of(state)

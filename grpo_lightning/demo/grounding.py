@@ -265,7 +265,7 @@ def varied_scenes(task: SceneTask, purpose: str, number: int) -> list[Scene]:
 
 
 def learning_rate_share(step: int, num_steps: int, settings: GroundingWarmUp) -> float:
-    """Fraction of the peak learning rate: linear warm-up, constant phase, cosine decay to zero."""
+    """Fraction of the peak learning rate: it rises linearly, stays at 1, then decays to zero along a cosine."""
     ramp = min(1.0, (step + 1) / settings.num_ramp_steps)
     held = settings.held_share * num_steps
     past = max(0.0, step - held) / (num_steps - held) if num_steps > held else 0.0
@@ -444,7 +444,7 @@ class GroundingRecipe(Recipe):
 
 
 class GroundingQuickstart(PrepareDemo):
-    """Builds the demo's model and data for the grounding recipe; to be passed to `PromptDataModule` as `prepare`.
+    """Builds the demo's model and data for the grounding recipe. Pass an instance to `PromptDataModule` as `prepare`.
 
     Args:
         folder: Output folder of `model/`, `images/`, `train.jsonl` and `heldout.jsonl`; these files depend on the run's

@@ -90,7 +90,7 @@ class GuessingRecipe(Recipe):
 
 
 class GuessingGame(PrepareDemo):
-    """Builds the game's model and rows; to be passed to `PromptDataModule` as `prepare`.
+    """Builds the game's model and rows. Pass an instance to `PromptDataModule` as `prepare`.
 
     Args:
         folder: Output folder of `model/`, `train.jsonl` and `heldout.jsonl`; these files depend on the run's seed.

@@ -1,4 +1,4 @@
-"""Multi-turn functions of ms-swift and environments of TRL, unchanged, as environments."""
+"""Environments made from unchanged multi-turn functions of ms-swift and unchanged environments of TRL."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ class MultiTurnFunction(Environment):
 
     The function gets a list with one dict, which has the data columns and `messages`, the chat up to and including the
     policy's turn. It returns the list with `finished` set in each dict. To continue the conversation, the function
-    either appends messages, which become the observation, or changes the policy's last message. In the second case, the
-    new message must consist of an unchanged beginning of the policy's message and added text; the policy then continues
-    after the added text.
+    either appends messages, which become the observation, or changes the policy's last message. In the second case, it
+    must keep the policy's message, or its beginning, and add text. The policy then continues after the added text.
 
     Args:
         function: The function.
@@ -84,8 +83,8 @@ class ToolObject(Tools):
     method `get_reward`, if it has one, gives the reward at the end of every conversation. All methods may be async.
 
     `reset` is called once per prompt, and the G conversations of the prompt begin with copies of the object. An object
-    that cannot be pickled (with a lock or a client) runs in the training process. If it cannot be copied either, the
-    factory makes an object per conversation, and `reset` is called on each of them.
+    that cannot be pickled (for example because it has a lock or a client) runs in the training process. If it cannot be
+    copied either, the factory makes an object per conversation, and `reset` is called on each of these objects.
 
     Args:
         factory: Class, or function without arguments, that makes the object.
@@ -107,8 +106,8 @@ class ToolObject(Tools):
         self.is_new = True
         """True until `reset` or a tool is called."""
         self.columns: dict[str, Any] | None = None
-        """The arguments of `reset`. None before `reset` is called, and after unpickling, which happens between calls in
-        workers."""
+        """The arguments of `reset`. None before `reset` is called, and after unpickling. In workers, the environment is
+        pickled between calls."""
         self.first: Any = None
         """The observation that `reset` returned."""
         super().__init__(methods, format, max_calls)
@@ -150,7 +149,7 @@ class ToolObject(Tools):
             RuntimeError: If the object cannot be copied, and the `reset` of the new one returns a different
                 observation.
         """
-        new = copy.copy(self)  # the factory may hold what cannot be copied
+        new = copy.copy(self)  # shallow, because the factory may hold something that cannot be copied
         vars(new).update(
             {name: copy.deepcopy(value, memo) for name, value in self.__getstate__().items() if name not in _SHARED}
         )
@@ -188,9 +187,9 @@ def as_environment(value: EnvironmentLike) -> Any:
     """Make an environment from the value of `model.environment`.
 
     Args:
-        value: An object with a method `step`; a list of functions, which become `Tools`; a function in ms-swift's style
-            (`MultiTurnFunction`), which takes the list of conversations; or a class or function without arguments that
-            makes an object with tools, as TRL's `environment_factory` (`ToolObject`).
+        value: One of four: an object with a method `step`; a list of functions, which become `Tools`; a function of
+            ms-swift that takes the list of conversations (`MultiTurnFunction`); or a class or function without
+            arguments that makes an object with tools, like TRL's `environment_factory` (`ToolObject`).
 
     Raises:
         ValueError: If the value is none of these.
@@ -217,7 +216,7 @@ def as_environment(value: EnvironmentLike) -> Any:
 
 
 def _of_function(function: Callable[..., Any]) -> Environment:
-    """Wrap a function: with one argument, it is a multi-turn function of ms-swift; with none, a factory of TRL."""
+    """Wrap a multi-turn function of ms-swift (one argument) or a factory of TRL (no arguments)."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # it has no signature

@@ -16,12 +16,12 @@ until the environment ends the conversation. Only what the policy wrote is train
 Every conversation has a separate environment. For each prompt, the object in `model.environment` is copied, and `reset`
 is called once on this copy, with the data columns of the prompt. The G conversations of the group all begin with copies
 of the environment after `reset`, because GRPO compares completions of one prompt. After that, `step` gets the text of
-each turn of the policy. If the environment does not end the conversation, but a limit of the run does (`max_turns`,
-`max_completion_length`), `end` is called for a last reward.
+each turn of the policy. If a limit of the run (`max_turns`, `max_completion_length`) ends the conversation before the
+environment does, `end` is called for a last reward.
 
 The environment must keep all of its state in this object. By default, its methods run in worker processes with the
-limits of `model.reward_workers` (`environments/runner.py`), and the object is pickled between two calls. An environment
-runs in the training process if it cannot be pickled, has `in_process = True`, or has an async method.
+limits of `model.reward_workers` (`environments/runner.py`). The object is then pickled between two calls. An
+environment runs in the training process if it cannot be pickled, has `in_process = True`, or has an async method.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ from grpo_lightning.core.types import IMAGE_MARK, Message
 from grpo_lightning.data.images.references import ImageFinder
 
 Observation = str | Message | Sequence[Message] | None
-"""Text, which becomes a message of the environment's `observation_role`; one or more messages; or None for nothing.
+"""An environment's answer to the policy: text, one message, several messages, or None for nothing.
 
+Text becomes a message whose role is the environment's `observation_role`.
 The content of a message is text, or a list of parts: {"type": "text", "text": ...} and, for a vision-language policy,
 {"type": "image", "image": ...} with a PIL image, a path, the bytes of a file or a data: URL."""
 
@@ -61,16 +62,15 @@ class Step:
     """True if the conversation has ended. The policy then does not get the observation, but logs show it."""
 
     reward: float | None = None
-    """The environment's reward for the turn; None for none. The reward `EnvironmentReward` and
+    """The environment's reward for the turn, or None. The reward function `EnvironmentReward` and the setting
     `model.conversation.turn_credit` use it."""
 
     keep: int | None = None
-    """For an observation that continues the policy's message: the number of characters of the turn to keep. The tokens
-    after these characters are dropped, and the observation, which must be text, follows in the same message. With None,
-    the observation opens a new message."""
+    """None: the observation opens a new message. A number: the observation, which must be text, continues the policy's
+    message after the first `keep` characters of the turn. The tokens after these characters are dropped."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to log. They are summed over a conversation; `environment/<name>` is the mean over conversations."""
+    """Numbers to log. They are summed over a conversation; `environment/<name>` is the mean of these sums."""
 
 
 class InvalidStepError(ValueError):
@@ -84,7 +84,7 @@ class Environment(ABC):
     """The role of observations that are text, in a chat."""
 
     in_process: bool = False
-    """True if the environment runs in the training process, because it has a connection or a device."""
+    """True if the environment must run in the training process, for example because it has a connection or a device."""
 
     @property
     def tools(self) -> Sequence[Callable[..., Any]]:
@@ -101,14 +101,14 @@ class Environment(ABC):
                 The prompt itself is passed in the same way, as `prompt`.
 
         Returns:
-            An `Observation` at the end of the prompt: it is appended to the prompt's last user message, or becomes a
-            separate message if it has a role. None adds nothing.
+            An `Observation`, which is placed at the end of the prompt. Text is appended to the prompt's last user
+            message. A message becomes a separate message. None adds nothing.
         """
         return None
 
     @abstractmethod
     def step(self, completion: str) -> Any:
-        """Answer a turn of the policy. Args: completion: its text. Returns: what `as_step` takes."""
+        """Answer a turn of the policy. Args: completion: the turn's text. Returns: a value that `as_step` takes."""
 
     def end(self) -> Any:
         """Give a last reward, if a limit of the run ends the conversation before `step` has ended it.
@@ -126,15 +126,15 @@ class Environment(ABC):
     def on_failure(self, kind: str, problem: str) -> Any:
         """Answer in place of a call of `step` that failed.
 
-        In workers, the environment is in the state before the failed call. In the training process, it is in the state
-        in which the failed call has left it.
+        In workers, the environment is in the state before the failed call. In the training process, changes made by the
+        failed call remain.
 
         Args:
             kind: See `environments.runner.FAILURES`.
             problem: The failure in words.
 
         Returns:
-            A value for `as_step`. If it is None, `model.conversation.on_error` decides.
+            A value for `as_step`. If it is None, `model.conversation.on_error` decides what happens.
         """
         return None
 
@@ -209,7 +209,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def messages_of(observation: Any, role: str) -> list[Message]:
-    """Convert an observation to messages. Args: role: the role of text. Raises: InvalidStepError.
+    """Convert an observation to messages. Args: role: the role of a message made from text. Raises: InvalidStepError.
 
     The content of a message is text if it has no images, else a list of parts.
     """
@@ -254,7 +254,7 @@ def images_of(messages: Sequence[Message]) -> list[Any]:
 
 
 def with_kept_images(message: Message) -> Message:
-    """Replace the images of a message by copies: the environment may draw on an image, or overwrite a file, later.
+    """Replace the images of a message by copies, because the environment may change an image or its file later.
 
     Raises:
         InvalidStepError: If an image cannot be read.
@@ -283,7 +283,7 @@ def text_of(message: Message) -> str:
 
 
 def without_image_data(message: Message) -> Message:
-    """A message whose image parts are only {"type": "image"}, as chat templates and prompts have them."""
+    """Reduce the image parts of a message to {"type": "image"}, which is their form in chat templates and prompts."""
     content = message["content"]
     if isinstance(content, str):
         return message
@@ -311,7 +311,7 @@ def kept_observation(observation: Any) -> list[Message]:
 
 
 def named_columns(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the columns that the signature of a function names; all of them if it has `**kwargs`.
+    """Select the columns that the signature of a function names, or all columns if it has `**kwargs`.
 
     Raises:
         ValueError: If the function needs a column that the row does not have.

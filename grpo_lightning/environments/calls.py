@@ -75,7 +75,7 @@ class EnvironmentCalls:
         """Do nothing, because there is nothing to prepare."""
 
     def __call__(self, method: Method, state: bytes | None, arguments: Any) -> tuple[bytes, Any]:
-        """Call a method in a worker, where the environment arrives and leaves pickled. Args: as `call`."""
+        """Call a method in a worker, with the environment pickled before and after the call. Args: see `call`."""
         after, value = self.call(method, None if state is None else pickle.loads(state), arguments)  # noqa: S301 (our own)
         try:
             return pickle.dumps(after), value

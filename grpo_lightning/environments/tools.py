@@ -1,7 +1,8 @@
 """Tools: the policy calls functions, and gets what they return.
 
-The chat template describes the functions to the policy, from their type hints and docstrings. A call is read in the
-formats in which chat templates show calls. An error in a call is an observation: the policy can try again.
+The chat template describes the functions to the policy, from their type hints and docstrings. Calls are parsed from the
+policy's text, in any of the formats that chat templates use. An error in a call becomes an observation, so that the
+policy can try again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from grpo_lightning.environments.base import MOST_MESSAGES, Environment, Step
 
 ToolFormat = Literal["auto", "json", "python"]
 """`json`: `{"name": ..., "arguments": {...}}`, as Qwen, Hermes, Llama 3.1 and Mistral write calls. `python`:
-`[name(argument=value)]`, as Llama 3.2 and 4, and LFM2 do. `auto`: both."""
+`[name(argument=value)]`, as Llama 3.2, Llama 4 and LFM2 write calls. `auto`: both formats are read."""
 
 OUTCOMES = ("ok", "malformed", "unknown_tool", "wrong_arguments", "exception", "timeout", "crash", "too_many")
 """The outcomes of a call; `environment/calls/<outcome>` counts each."""
@@ -63,11 +64,12 @@ class Tools(Environment):
     """Lets the policy call functions. A turn without a call ends the conversation.
 
     A function needs type hints and a docstring in Google's style, from which the chat template describes it. It runs in
-    a worker process, so that it can be killed. Its result becomes a message of the role "tool". An unknown tool,
-    wrong arguments, an exception and a timeout become messages too, and are counted. An async function is awaited.
+    a worker process, so that it can be killed. Its result becomes a message of the role "tool". An error (an unknown
+    tool, wrong arguments, an exception or a timeout) becomes a message too, and is counted. An async function is
+    awaited.
 
-    A timeout or a crash stops all calls of the turn: the policy gets one message about it, without the name of a tool,
-    and the answers and counts of the turn's other calls are lost.
+    A timeout or a crash stops all calls of the turn. The policy then gets one message about it, without the name of a
+    tool. The answers and counts of the turn's other calls are lost.
 
     Args:
         tools: The functions.
@@ -160,13 +162,13 @@ def call_metrics(outcomes: Counter[str]) -> dict[str, float]:
 
 
 def read_calls(text: str, names: Mapping[str, Any], style: ToolFormat = "auto") -> Iterator[ToolCall]:
-    """Find the calls in a turn, in order. Reasoning (`<think>...</think>`) has no calls.
+    """Find the calls in a turn, in order. Calls inside reasoning (`<think>...</think>`) are ignored.
 
-    Calls are inside `<tool_call>...</tool_call>` or a fence of `tool_code`, or after the marker of a model. Many
+    A call is marked by `<tool_call>...</tool_call>`, by a fence of `tool_code`, or by a marker of the model. Many
     tokenizers remove these markers from the text. Without markers, a call in JSON may have text around it, and a list
     of calls in Python may have text after it. If there is such text, a call counts only if it names a known tool. If
-    the turn has no other text, a call of an unknown tool counts too. With the style "auto", such a call counts only if
-    it has arguments.
+    the turn has no other text, a call of an unknown tool counts too. With the style "auto", however, a call of an
+    unknown tool counts only if it has arguments.
 
     Args:
         text: The turn.
@@ -194,7 +196,7 @@ _EXPECTED: Mapping[ToolFormat, str] = {
 def _calls_in(text: str, style: ToolFormat) -> Iterator[tuple[ToolCall, bool]]:
     """Yield each call in a text, and whether the text has nothing but calls."""
     text = text.strip()
-    if style in ("auto", "python"):  # Python first: its arguments may be texts that have JSON
+    if style in ("auto", "python"):  # Python first, because its arguments may be texts in JSON
         whole = list(_python_calls(text))
         found = whole or list(_python_calls(_first_list(text)))
         yield from ((call, bool(whole)) for call in found)
@@ -240,7 +242,7 @@ def _calls_of(value: Any) -> Iterator[ToolCall]:
         if not isinstance(item, dict) or not isinstance(item.get("name"), str):
             return
         arguments = item.get("arguments", item.get("parameters"))
-        if isinstance(arguments, str):  # some models write the arguments as a text of JSON
+        if isinstance(arguments, str):  # some models write the arguments as a string of JSON
             try:
                 arguments = json.loads(arguments)
             except (ValueError, RecursionError):
@@ -256,7 +258,7 @@ def _calls_of(value: Any) -> Iterator[ToolCall]:
 def _python_calls(text: str) -> Iterator[ToolCall]:
     """Calls in Python's syntax. They are parsed, never executed."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of syntax that will be an error in later versions
+        with warnings.catch_warnings(action="ignore"):  # warnings of syntax that will be an error later
             tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return

@@ -1,8 +1,8 @@
-"""The mathematics of GRPO: tensors in, tensors out; no state, no logging, no in-place writes.
+"""The mathematics of GRPO: functions of tensors, without state, logging or in-place writes.
 
-These lines compute the loss of N prompts with G completions each. Given are rewards [N, G], logits [N * G, T, V] of the
-T completion tokens `ids`, the mask of these tokens, and their log-probs under the policy that sampled them (`old`) and
-under the reference (`ref`):
+These lines compute the loss of N prompts with G completions each. The inputs are the rewards [N, G], and the logits
+[N * G, T, V], mask and log-probs of the T completion tokens `ids`. The log-probs are those under the policy that
+sampled the tokens (`old`), and those under the reference (`ref`).
 
     advantages = group_relative_advantages(rewards).view(-1, 1)
     logprobs = token_logprobs(logits, ids)

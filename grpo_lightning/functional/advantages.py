@@ -39,7 +39,7 @@ def group_relative_advantages(
         other baselines:       gain[n, g] = r[n, g] - baseline[n, g]
 
     A completion whose reward is nan is not scorable: its reward is excluded from every mean and std, and its advantage
-    is 0. In zero-variance groups (all scorable rewards are equal, or fewer than two are scorable) the advantages are
+    is 0. In zero-variance groups, all scorable rewards are equal, or fewer than two are scorable. Their advantages are
     set to exactly 0: a rounding error divided by another rounding error would be noise.
 
     Args:
@@ -54,9 +54,9 @@ def group_relative_advantages(
               proportional to the completion's length.
             - "pass_at_k" trains the best of k completions (arXiv:2503.19595): a completion's advantage is how much it
               adds to the best of k - 1 others. With k = None, the best completion gets its lead over the second best,
-              and all others get 0 (verl's `grpo_passk`). With the scale "none" and any k, average the policy gradient
-              with these advantages over the group: k times this average is an unbiased estimate of the gradient of the
-              expected maximum of k rewards.
+              and all others get 0 (verl's `grpo_passk`). With the scale "none", take the policy gradient with these
+              advantages, and average it over the group. For any k, k times this average is an unbiased estimate of the
+              gradient of the expected maximum of k rewards.
         scale: The divisor of the gain. Every std is unbiased (K - 1 in the denominator). For "batch_std",
             "batch_advantage_std" and "nonzero_fraction", pass the rewards of all ranks, because otherwise each rank
             would have a different divisor.
@@ -78,12 +78,12 @@ def group_relative_advantages(
 
     Returns:
         [N, G] float32, or float64 if the rewards are float64. With the baselines "group_mean" and "leave_one_out", each
-        row sums to 0; with "length_weighted", each row sums to 0 after multiplying it by the lengths. With "pass_at_k",
-        no advantage is negative.
+        row sums to 0; with "length_weighted", the sum of each row, weighted by the lengths, is 0. With "pass_at_k", no
+        advantage is negative.
 
     Raises:
-        ValueError: If the rewards are not [N, G] with G >= 2, if the baseline or scale is unknown, if a reward is below
-            0 and the scale is "group_mean", if the lengths are missing or k is out of range, or if the scale
+        ValueError: If the rewards are not [N, G] with G >= 2, the baseline or scale is unknown, the lengths are
+            missing, or k is out of range. If a reward is below 0 and the scale is "group_mean". If the scale
             "batch_advantage_std" is combined with the baseline "length_weighted" or "pass_at_k".
     """
     _check_shape(rewards)

@@ -1,8 +1,8 @@
 """The policy loss in pieces: ratio, surrogate, off-policy correction, KL to the reference, and the mean over tokens.
 
 The caller combines the pieces; the method of each paper is one choice of pieces. The loss is not averaged over a
-micro-batch. Instead, each micro-batch contributes its share of the mean over the entire optimizer step, so that the
-gradient does not depend on how a step is split into micro-batches and ranks.
+micro-batch. Instead, each micro-batch contributes its share of the mean over the entire optimizer step. The gradient
+therefore does not depend on how a step is split into micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def importance_ratio(
         logprobs: [B, T] nats, of the current policy.
         old_logprobs: [B, T] nats, under the policy that sampled the tokens; treated as a constant.
         mask: [B, T] bool, True where a token is trained on. Masked tokens have log-ratio 0, whatever their log-probs.
-        level: "token" is PPO and GRPO; "sequence" is the length-normalised ratio of GSPO (arXiv:2507.18071, eq. 7);
-            "sequence_token" has the value of "sequence" and the gradient of each token's own log-prob, so that
-            advantages may differ between tokens (GSPO-token, eq. 14).
+        level: "token" is the ratio of PPO and GRPO. "sequence" is the length-normalised ratio of GSPO
+            (arXiv:2507.18071, eq. 7). "sequence_token" has the value of "sequence", but the gradient of each token's
+            own log-prob, so that advantages may differ between tokens (GSPO-token, eq. 14).
 
     Returns:
         [B, T], or [B, 1] for "sequence"; exactly 1 where `logprobs` equals `old_logprobs`.
@@ -92,7 +92,7 @@ def clipped_surrogate(
         loss = -min( min(r, dual_clip) A, clip(r, 1 - epsilon, 1 + epsilon_high) A )
 
     PPO (arXiv:1707.06347, eq. 7) has no `dual_clip`. The loss of a token of negative advantage then has no limit: it
-    grows with the token's ratio. `dual_clip` = c bounds this loss by -c A, with a gradient of 0 beyond the bound. For
+    grows with the token's ratio. `dual_clip` = c bounds this loss by -c A, and the gradient is 0 beyond the bound. For
     A < 0 the objective is then max(min(r A, clip(r) A), c A), as in dual-clip PPO (arXiv:1912.09729). c is the delta of
     INTELLECT-2's two-sided clipping (arXiv:2505.07291).
 
@@ -131,9 +131,9 @@ def cispo_surrogate(
 
         loss = -stop_gradient( min(max(r, 1 - epsilon), 1 + epsilon_high) ) A logprob
 
-    CISPO (MiniMax-M1, arXiv:2506.13585). Its authors do not use the lower bound, nor does TRL; verl does. The cap is
-    1 + `epsilon_high`. Some other implementations cap at their `epsilon_high` itself: for the same cap, subtract 1 from
-    their value.
+    CISPO is the loss of MiniMax-M1 (arXiv:2506.13585). Its authors and TRL do not use the lower bound; verl does. The
+    cap is 1 + `epsilon_high`. Some other implementations cap at their `epsilon_high` itself: for the same cap, subtract
+    1 from their value.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences; treated as a constant.
@@ -158,8 +158,8 @@ def reinforce_surrogate(advantages: Tensor, logprobs: Tensor) -> Tensor:
 
         loss = -A logprob
 
-    Williams 1992; the loss of GPG (arXiv:2504.02546). Its gradient is the policy gradient only if the current policy
-    sampled the tokens, so make one optimizer step per rollout.
+    The loss is that of Williams 1992, and of GPG (arXiv:2504.02546). Its gradient is the policy gradient only if the
+    current policy sampled the tokens, so make one optimizer step per rollout.
 
     Args:
         advantages: [B, 1], or [B, T].
@@ -182,8 +182,8 @@ def sapo_surrogate(
 
         loss = -(4 / tau) sigmoid( tau (r - 1) ) A,   where tau depends on the sign of A
 
-    SAPO (soft adaptive policy optimization, arXiv:2511.20347, eq. 5-6). At r = 1 the gradient is that of -r A, the loss
-    without a gate. Only the gradient is meaningful, not the value of the loss.
+    SAPO is soft adaptive policy optimization (arXiv:2511.20347, eq. 5-6). At r = 1 the gradient is that of -r A, the
+    loss without a gate. Only the gradient is meaningful, not the value of the loss.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences.
@@ -217,8 +217,8 @@ def gmpo_surrogate(
         c = min(d, epsilon_high) where A > 0, else max(d, -epsilon)
         loss = -exp( mean over trained t of c ) A
 
-    GMPO (geometric-mean policy optimization, arXiv:2507.20673). The clip limits are in nats: a token's ratio counts as
-    at most exp(epsilon_high) where A > 0, and as at least exp(-epsilon) elsewhere. The mean of c is clipped to
+    GMPO is geometric-mean policy optimization (arXiv:2507.20673). The clip limits are in nats: a token's ratio counts
+    as at most exp(epsilon_high) where A > 0, and as at least exp(-epsilon) elsewhere. The mean of c is clipped to
     [-20, 20] (`bounded_exp`).
 
     Args:
@@ -256,7 +256,7 @@ def kl_cov_surrogate(
         d = logprobs - old_logprobs
         loss = -exp(d) A + (coefficient |d| where selected, else 0)
 
-    KL-Cov (arXiv:2505.22617). The penalty is the absolute log-ratio, as in the authors' code and in verl.
+    The penalty is the absolute log-ratio, as in the code of KL-Cov's authors (arXiv:2505.22617) and in verl.
 
     Args:
         logprobs: [B, T] nats, of the current policy.
@@ -293,7 +293,7 @@ def dppo_surrogate(
         loss = 0 where outside, else -stop_gradient( min(r, max_ratio) ) A logprob
 
     A token that goes from probability 0.001 to 0.005 (ratio 5) changes the policy less than one that goes from 0.5 to
-    0.6 (ratio 1.2), but a limit on the ratio stops the first token earlier. DPPO is divergence proximal policy
+    0.6 (ratio 1.2). But a limit on the ratio stops the first token earlier. DPPO is divergence proximal policy
     optimization (arXiv:2602.04879, eq. 12), with the loss as in verl. Its old policy is the one that the engine sampled
     from, so pass the engine's log-probs as `old_logprobs`.
 
@@ -492,17 +492,17 @@ def rollout_weights(
 
     A "sequence" weight is a product over tokens, so that long completions have very large or very small weights. The
     size of a "geometric" weight does not depend on the length, but it is not a ratio of completion probabilities. It
-    serves to mask completions that the policy would not have sampled, with a narrow range such as 0.99 to 1.01.
-    ms-swift's sequence modes use this weight; verl's `seq_mean_k1` keeps the same completions, but with weight 1.
+    serves to mask completions that the policy would not have sampled; this needs a narrow range, such as 0.99 to 1.01.
+    ms-swift's sequence modes use this weight. verl's `seq_mean_k1` keeps the same completions, but with weight 1.
     Exponents are clipped to [-20, 20] (`bounded_exp`).
 
     Args:
         old_logprobs: [B, T] nats, under the policy that sampled the tokens, computed by the training code.
         rollout_logprobs: [B, T] nats, of the engine when it sampled the tokens.
         mask: [B, T] bool, True where a token is trained on; masked tokens have d = 0.
-        level: "token" gives one weight per token; "sequence" one per completion, the product of its tokens' weights;
-            "geometric" one per completion, the geometric mean of its tokens' weights.
-        outside: "truncate" clips the weights to [low, high]; "mask" sets weights outside of [low, high] to 0.
+        level: "token" gives one weight per token. "sequence" gives one weight per completion, the product of its
+            tokens' weights. "geometric" gives one weight per completion, the geometric mean of its tokens' weights.
+        outside: "truncate" clips the weights to [low, high]. "mask" sets weights outside of [low, high] to 0.
         low: Minimum weight.
         high: Maximum weight.
 
@@ -543,7 +543,8 @@ def keeps_sequence(
         rollout_logprobs: [B, T] nats, of the engine when it sampled the tokens.
         mask: [B, T] bool, True where a token is trained on.
         advantages: [B, 1].
-        threshold: How many nats per token the mean log-prob of a completion with A < 0 may have fallen since sampling.
+        threshold: By how many nats the mean log-prob per token of a completion with A < 0 may have fallen since it was
+            sampled.
 
     Returns:
         [B, 1] bool, True where a completion is trained on.
@@ -573,7 +574,7 @@ def kl_divergence(
     For tokens sampled from the policy, k1 and k3 are unbiased estimates of the KL, and k2 is biased. k2 and k3 are
     never negative (Schulman 2020, http://joschu.net/blog/kl-approx.html). The gradients differ: of the three, only the
     gradient of k2 is an unbiased estimate of the gradient of the KL. GRPO uses k3 (arXiv:2402.03300, eq. 4). Unlike in
-    GRPO, the exponent d of k3 is clipped to [-20, 20] and k3 to at most 10, with a gradient of 0 beyond these bounds;
+    GRPO, the exponent d of k3 is clipped to [-20, 20] and k3 to at most 10, with a gradient of 0 beyond these bounds.
     `is_k3_clamped` finds the clipped tokens. k3 is unbiased only if no token is clipped.
 
     Args:
@@ -652,12 +653,12 @@ def aggregate(
     multiply it by the number of micro-batches as well.
 
     Args:
-        values: [B, T] loss of each token, or [B, 1] if the loss is the same for every token of a row; may be nan or
+        values: [B, T] loss of each token, or [B, 1] if the loss is the same for every token of a row. It may be nan or
             infinite where the mask is False.
         mask: [B, T] bool, True where a token is trained on.
-        by: "token" weights all tokens equally (DAPO, arXiv:2503.14476, sec. 3.3), "sequence" all completions equally
-            (GRPO, arXiv:2402.03300, eq. 3), "constant" divides by a constant that does not depend on the lengths
-            (Dr. GRPO, arXiv:2503.20783, sec. 3.2).
+        by: "token" weights all tokens equally (DAPO, arXiv:2503.14476, sec. 3.3). "sequence" weights all completions
+            equally (GRPO, arXiv:2402.03300, eq. 3). "constant" divides by a constant that does not depend on the
+            lengths (Dr. GRPO, arXiv:2503.20783, sec. 3.2).
         num_tokens: Number of trained tokens of the step, over all micro-batches and ranks.
         num_sequences: Number of completions of the step with at least one trained token.
         max_completion_length: The length limit of sampling, in tokens.

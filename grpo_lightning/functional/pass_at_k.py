@@ -76,7 +76,7 @@ def interval(values: Tensor, confidence: float = 0.95, num_generations: int = 1)
     Wilson's score interval (1927) stays inside [0, 1] and does not shrink to a point if every prompt is solved. p is
     the mean of the values, and z is the two-sided normal quantile of `confidence`. n is the effective sample size: the
     number of independent attempts that would be as informative as the N prompts with G completions each. It is
-    estimated as n = N p (1 - p) / v, where p (1 - p) is the variance of a single attempt, and v is the variance of the
+    estimated as n = N p (1 - p) / v. Here p (1 - p) is the variance of a single attempt, and v is the variance of the
     values. The estimate is limited to the range from N (all completions of a prompt are equal) to N x G (they are
     independent). Miller 2024 (arXiv:2411.00640) treats such clustered samples.
 

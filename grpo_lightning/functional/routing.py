@@ -28,7 +28,7 @@ def router_load(logits: Sequence[Tensor], weights: Tensor, *, top_k: int) -> Rou
     A token is sent to the k experts with the highest logits. The router probabilities are the softmax of the logits.
 
     Args:
-        logits: [R, E] per router, of R tokens.
+        logits: For each router, the logits [R, E] of R tokens.
         weights: [R] how often each token counts; 0 for padding. The logits of padding are not read.
         top_k: k, the number of experts that a token is sent to.
     """

@@ -4,9 +4,9 @@ extended: The prompt pass runs each prompt once, and keeps its KV cache in the a
 the completions with this cache. With full attention, prompts of different lengths are padded at the end in the prompt
 pass, so that this pass needs no mask. In the cache, they are padded at the front.
 
-dense: Every row is [prompt | completion]. This path is for models that do not support the extended path, for
-verifying the extended path in tests, and for completions that contain images (observations of an environment): the
-images' positions, and the attention between their tokens, need the whole row.
+dense: Every row is [prompt | completion]. This path has three uses: models that do not support the extended path, tests
+that verify the extended path, and completions that contain images (observations of an environment). The positions of
+these images, and the attention between their tokens, need the whole row.
 
 Both paths give the same values and gradients, up to rounding. A completion is on the same path throughout a run:
 otherwise the two log-probs of an importance ratio could differ by rounding alone.
@@ -78,7 +78,7 @@ class Scorer:
     """Computes log-probs and entropies of micro-batches under a model.
 
     Args:
-        path: "extended" or "dense": whether a prompt runs once, or once per completion.
+        path: "extended" runs a prompt once, "dense" runs it once per completion.
         chunk_size: Completions per chunk. Each chunk is one forward pass: a completion pass, or a pass of the dense
             path. Completions are sorted by length first, to reduce padding. `AutoChunks` chooses chunks by the lengths.
             None runs all rows in one chunk.
@@ -301,8 +301,8 @@ def text_dummy_of(batch: MicroBatch) -> MicroBatch:
 # -------------------------------------------------------------------------------------------------------------- chunks
 
 CPU_PASS_TOKENS = 32
-"""Tokens that a CPU computes in the time that it needs for launching a forward and backward pass: measured 22 to 46 for
-models of 0.4 to 26 million weights, on one core."""
+"""Tokens that a CPU computes in the time that it needs for launching a forward and backward pass. It was measured as 22
+to 46 for models of 0.4 to 26 million weights, on one core."""
 
 GATHER_TOKENS = 4_000
 """Tokens that a GPU computes in the time that it takes to gather the sharded weights for a forward and backward pass.
@@ -317,8 +317,8 @@ GPU_OPERATIONS = 3e14
 """Operations per second in matrix products of 16 bits."""
 
 CHECKPOINTED_NUMBERS = 8_000_000
-"""Hidden-state numbers (tokens times hidden size) of a chunk whose activations are recomputed in the backward pass.
-With about 40 numbers of 16 bits per hidden-state number and layer, these are 15 GB of activations in 24 layers."""
+"""Limit of tokens times hidden size, for a chunk whose activations are recomputed in the backward pass. Activations
+take about 40 numbers of 16 bits per layer for each of these 8 million, which is 15 GB in 24 layers."""
 
 
 @dataclass(frozen=True)
@@ -327,8 +327,8 @@ class AutoChunks:
 
     Args:
         pass_tokens: Cost of one more forward and backward pass, in tokens that are computed in the same time.
-        max_tokens: Maximum tokens per chunk, padding included; a chunk of a single completion may have more. None: no
-            limit.
+        max_tokens: Maximum tokens per chunk, padding included; a chunk of a single completion may have more. None means
+            no limit.
     """
 
     pass_tokens: float = CPU_PASS_TOKENS
@@ -366,7 +366,7 @@ def chunk_sizes(lengths: Sequence[int], chunk_size: int | AutoChunks | None, num
 
     Args:
         lengths: [B] tokens of each completion, longest first.
-        chunk_size: Maximum completions per chunk (all chunks then have the same size), or `AutoChunks`. None: one
+        chunk_size: Maximum completions per chunk (all chunks then have the same size), or `AutoChunks`. None makes one
             chunk.
         number: Number of chunks that another rank needs. All ranks run equally many passes, because each pass gathers
             sharded weights from all ranks.
@@ -420,10 +420,11 @@ def auto_chunks(config: PretrainedConfig, device_type: str, *, is_sharded: bool,
 # --------------------------------------------------------------------------------------------------------------- paths
 
 ScoreChunk = Callable[[Tensor | None], tuple[Tensor, RouterLoad | None]]
-"""Computes a chunk, given its rows of the micro-batch (None: all).
+"""Computes a chunk, given its rows of the micro-batch (None for all).
 
-Returns two things: the log-prob and entropy of each token, [rows, T, 2], and the routing of the forward pass, or None
-if it is not recorded. T is the length of the chunk's longest completion; padding has arbitrary values."""
+Returns two values. The first holds the log-prob and entropy of each token, [rows, T, 2]. The second is the routing of
+the forward pass, or None if it is not recorded. T is the length of the chunk's longest completion; padding has
+arbitrary values."""
 
 
 def rows_of(batch: MicroBatch, rows: Tensor | None) -> tuple[Tensor, Tensor, Rows]:
@@ -531,13 +532,13 @@ def extended_chunks(
 def columns_of_prompts(
     model: nn.Module, prefix: PrefixCache, batch: MicroBatch, placed: PlacedPrompts, head: Head
 ) -> Tensor | None:
-    """[N, L] order of columns, with each prompt's padding behind the prompt, for the prompt pass; None: no reordering.
+    """Order of columns [N, L] that puts each prompt's padding behind the prompt; None if the order is to stay as it is.
 
-    For example, the order is 2, 3, 0, 1 for a prompt of two tokens in four columns. Padding behind the prompts needs no
-    mask, because no token attends to later ones. Attention is then computed by causal kernels, which skip half of the
-    scores. This needs full attention in all layers, and a sliced head: a full head would compute the logits of all
-    prompt tokens. Prompts with images also need a model with positions in three dimensions: other models may let image
-    tokens attend to later ones.
+    The order is for the prompt pass. For example, it is 2, 3, 0, 1 for a prompt of two tokens in four columns. Padding
+    behind the prompts needs no mask, because no token attends to later ones. Attention is then computed by causal
+    kernels, which skip half of the scores. The new order needs full attention in all layers, and a sliced head: a full
+    head would compute the logits of all prompt tokens. Prompts with images also need a model with positions in three
+    dimensions: other models may let image tokens attend to later ones.
     """
     if not (prefix.is_full_attention and isinstance(head, SlicedHead)):
         return None
@@ -545,7 +546,7 @@ def columns_of_prompts(
         return None
     mask = batch.prompt_mask
     if mask.device.type != "cpu" and not (runs_in_16_bits(model, mask.device) or leaves_out_masks.get()):
-        return None  # in 32 bits, the only kernel for grouped heads without a mask stores all scores
+        return None  # in 32 bits, grouped heads without a mask only have a kernel that stores all scores
     if bool(mask.all()):
         return None
     length = mask.shape[1]

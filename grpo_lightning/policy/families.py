@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 Resizing = Literal["pixels", "tiles", "fixed"]
 """How the number of tokens per image can be limited: by the image's number of `pixels`, by its number of `tiles`, or
-not at all (`fixed`), because all images are resized to the same size."""
+not at all (`fixed`). It is fixed if all images are resized to the same size."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Family:
     media_tokens: tuple[str, ...]
     """Placeholder and delimiter tokens of images and videos. They are never sampled, and are escaped in prompt texts.
 
-    There would be no image for a sampled placeholder, and the next forward pass would fail.
+    A sampled placeholder would have no image, and the next forward pass would fail.
     """
 
     coordinates: Coordinates
@@ -114,7 +114,7 @@ def native_checkpoints(name: str) -> str:
 
 
 def unknown_reason(config: Any) -> str | None:
-    """Reason why images cannot be encoded once per prompt and reused; None if they can, or the model is text-only."""
+    """Reason why images cannot be encoded once per prompt and reused; None if they can, or for a text-only model."""
     if not is_multimodal(config) or family_of(config) is not None:
         return None
     return (

@@ -7,8 +7,8 @@ Scoring. `PrefixCache` is a write-once cache: the states of each prompt are stor
     model(**completions, cache=prefix.extend(rows), use_cache=True)      # the completion pass only reads
 
 The prompt pass runs the prompts, and the completion pass runs the completions with the cache. The passes have separate
-cache objects, because activation checkpointing recomputes the prompt pass in the backward pass, after the completion
-pass has run: the recompute must find the prompt pass's cache unchanged. Because no state is written twice, both passes
+cache objects because of activation checkpointing. It recomputes the prompt pass in the backward pass, after the
+completion pass has run, and must find the prompt pass's cache unchanged. Because no state is written twice, both passes
 can be checkpointed. For the same reason, linear-attention layers are differentiable; the cache of transformers
 overwrites their states in place.
 
@@ -56,7 +56,10 @@ class LostCacheError(RuntimeError):
 
 
 def fan_out(states: Tensor, rows: Rows) -> Tensor:
-    """Repeat prompt states [N, ...] for their completions, [B, ...]; deterministic in backward if `rows` is an int."""
+    """Repeat prompt states [N, ...] for their completions: [B, ...].
+
+    The backward pass is deterministic if `rows` is an int.
+    """
     return states.repeat_interleave(rows, 0) if isinstance(rows, int) else states.index_select(0, rows)
 
 
@@ -231,7 +234,7 @@ class PrefixCache(Cache):
 
     @property
     def is_full_attention(self) -> bool:
-        """True if all layers have full attention: a token's state then depends on no later token and no column."""
+        """True if all layers have full attention: a token's state then depends on no later token, nor on its column."""
         return all(type(layer) is StoredAttention for layer in self.layers)
 
     def check_filled(self) -> None:
@@ -292,12 +295,12 @@ FIRST_CAPACITY = 64
 """Tokens per completion that `SharedPrompts` has room for at first. The room doubles when it is full."""
 
 KEY_MULTIPLE = {"cuda": 8}
-"""The number of keys whose bias attention kernels read at once, by device type; 1 on other devices. The padded length
-of prompts is a multiple of this number."""
+"""Number of keys for which attention kernels read the bias at once, by device type; 1 on other devices. The padded
+length of prompts is a multiple of this number."""
 
 WINDOWS = (64, 128, 256, 512)
-"""Numbers of columns of own tokens that a step with fixed shapes attends to, whether they are filled or not. Above the
-last number, multiples of the last number are used."""
+"""Possible numbers of columns of own tokens that a step with fixed shapes attends to, whether they are filled or not.
+Above the last number, its multiples are used."""
 
 ATTENTION = "grpo_lightning_shared_prompts"
 """The name of `SharedPrompts.attend` among transformers' attention functions. It has no mask function there, so
@@ -351,7 +354,7 @@ class RepeatedPrompts:
         prefilled: The states of N prompts.
         mask: [N, L] bool, False at padding.
         prompt_of: [rows] index of each row's prompt.
-        longest: Most tokens per row that will be stored; not needed here.
+        longest: Maximum number of tokens per row that will be stored; not needed here.
     """
 
     def __init__(
@@ -399,13 +402,12 @@ class SharedPrompts(Cache):
         prefilled: The states of N prompts.
         mask: [N, L] bool, False at padding.
         prompt_of: [rows] index of each row's prompt.
-        longest: Most tokens per row that will be stored.
+        longest: Maximum number of tokens per row that will be stored.
     """
 
     has_fixed_shapes = False
-    """True if every step uses the same tensors, with the same shapes, as the step before, as long as `layout` does not
-    change. A CUDA graph can then compute the steps. Attention masks the columns of the window that are not filled
-    yet."""
+    """True if every step uses the same tensors, with the same shapes, until `layout` changes. A CUDA graph can then
+    compute the steps. Attention masks the columns of the window that are not filled yet."""
 
     def __init__(
         self, policy: nn.Module, prefilled: SamplingCache, mask: Tensor, prompt_of: Tensor, longest: int
@@ -522,8 +524,8 @@ class SharedPrompts(Cache):
 
         Args:
             row: The row.
-            num_prompt: Tokens of its prompt.
-            num_own: Own tokens.
+            num_prompt: Number of tokens of its prompt.
+            num_own: Number of own tokens to copy.
 
         Returns:
             Per layer, keys and values [key heads, num_prompt + num_own, head size].
@@ -543,7 +545,8 @@ class SharedPrompts(Cache):
     def join(self, other: SharedPrompts) -> None:
         """Append the prompts and rows of another cache. Its rows must not have completion tokens yet.
 
-        The other cache must not be used afterwards. The prompts' padded length becomes that of the longest open prompt.
+        The other cache must not be used afterwards. The prompts are then padded to the length of the longest open
+        prompt.
         """
         assert not other.num_steps, "the rows of the other cache have own tokens already"
         lengths = torch.cat([self.mask.sum(1), other.mask.sum(1)]).tolist()
@@ -711,7 +714,7 @@ def attention(
         scaling: Factor of the scores; None for 1 / sqrt(head size).
 
     Returns:
-        [B, heads, q, head size], and [B, heads, q] in at least float32.
+        The output [B, heads, q, head size], and the log-sum-exp [B, heads, q] in at least float32.
     """
     kernel = attention_kernel(query.device.type, query.dtype, query.shape[-1])
     return kernel(query, keys, values, bias, query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -781,7 +784,7 @@ def fit_left(states: Tensor, length: int) -> Tensor:
 
 
 Moves = tuple[Tensor, Tensor] | None
-"""Places, and the rows that move there; None if none moves."""
+"""Places, and the rows that move there; None if no row moves."""
 
 
 def moves_to(rows: list[int], device: torch.device) -> Moves:
@@ -814,7 +817,8 @@ def move_rows(states: Tensor, moves: Moves, count: int, length: int) -> Tensor:
 def pack_rows(kept: list[int]) -> list[int]:
     """Assign the kept rows to the first len(kept) places, so that as few rows as possible move.
 
-    A place keeps its own row if that row is kept. Otherwise it gets a kept row from behind the first len(kept) places.
+    A place keeps its own row if that row is kept. Otherwise it gets a kept row from one of the places after the first
+    len(kept).
 
     Args:
         kept: Rows to keep, ascending.

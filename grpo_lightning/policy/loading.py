@@ -55,7 +55,7 @@ class Policy:
     sharded model cannot run earlier."""
 
     converted_dtype: torch.dtype | None = None
-    """Dtype that the strategy will convert all weights to; None: it converts none."""
+    """Dtype that the strategy will convert all weights to; None if it converts none."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -99,11 +99,11 @@ class PolicyLoader(PolicySettings):
         """Load the tokenizer first and then the weights, and choose how log-probs are computed.
 
         Args:
-            sharding: How the weights will be sharded over the ranks; None: unsharded.
+            sharding: How the weights will be sharded over the ranks; None if they are not sharded.
             longest_row: Number of tokens of the longest prompt plus completion of the run. The frequencies of longrope
                 and dynamic rope are fixed to this length. None uses all positions of the model.
-            compute_dtype: Dtype that the run computes in (`trainable.compute_dtype`); None: the weights' dtype.
-            device_type: Device type of the run; None: CUDA if available.
+            compute_dtype: Dtype that the run computes in (`trainable.compute_dtype`); None means the weights' dtype.
+            device_type: Device type of the run; None means CUDA if available.
         """
         sharding = sharding or Sharding()
         with sharding.unsharded():  # the checks build models without weights, which are not to be partitioned
@@ -157,7 +157,7 @@ class PolicyLoader(PolicySettings):
         return scorer
 
     def choose_chunks(self, config: PretrainedConfig, device_type: str, *, is_sharded: bool) -> int | AutoChunks | None:
-        """The scorer's `chunk_size`: the setting; if it is "auto", chosen by the cost of this model's forward pass."""
+        """The scorer's `chunk_size`: the setting, or with "auto" a choice by the cost of this model's forward pass."""
         if self.chunk_size != "auto":
             return self.chunk_size
         is_checkpointed = self.activation_checkpointing == "chunks"
@@ -194,10 +194,10 @@ class PolicyLoader(PolicySettings):
         """Load the model in eval mode with weights in `dtype`, before freezing layers and adding adapters.
 
         Args:
-            sharding: How the weights will be sharded over the ranks; None: unsharded.
-            attention: Kernel to request from transformers; None uses `self.attention`, or the model's default for
-                "auto".
-            device_type: Device type that quantised weights are stored on; None: CUDA if available.
+            sharding: How the weights will be sharded over the ranks; None if they are not sharded.
+            attention: Kernel to request from transformers. None uses `self.attention`; if that is "auto", the model's
+                default kernel is used.
+            device_type: Device type that quantised weights are stored on; None means CUDA if available.
         """
         from transformers import PreTrainedModel
 
@@ -325,7 +325,7 @@ def choose_attention(
     device_type: str,
     no_flash_reason: Callable[[], str | None] = lambda: None,
 ) -> str | None:
-    """Choose the attention kernel to request from transformers; None: the model's default, mostly sdpa.
+    """Choose the attention kernel to request from transformers; None means the model's default, mostly sdpa.
 
     Args:
         requested: `policy.attention`.
@@ -364,9 +364,9 @@ def choose_attention(
 def disable_cudnn_attention() -> None:
     """Keep `scaled_dot_product_attention` from using cuDNN, which torch prefers on Hopper and later GPUs.
 
-    cuDNN makes a new plan for every shape, which takes tens of milliseconds, and every decoding step and micro-batch
-    has a different shape. Without cuDNN, torch uses FlashAttention if there is no mask, and the memory-efficient kernel
-    if there is one.
+    cuDNN makes a new plan for every shape, which takes tens of milliseconds. Every decoding step and micro-batch has a
+    different shape. Without cuDNN, torch uses FlashAttention if there is no mask, and the memory-efficient kernel if
+    there is one.
     """
     if torch.backends.cuda.cudnn_sdp_enabled():
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -396,8 +396,8 @@ def disable_router_loss(model: nn.Module) -> None:
     """Keep a mixture of experts from computing its own load-balancing loss (`output_router_logits`).
 
     Models compute this loss from the attention mask, which covers all tokens, and the routing, which covers only the
-    tokens of one forward call. With a KV cache, these are different numbers of tokens, so the loss cannot be computed.
-    `training.router_loss` computes it instead.
+    tokens of one forward call. With a KV cache, these are different numbers of tokens, so the models cannot compute the
+    loss. `training.router_loss` computes it instead.
     """
     configs: list[Any] = [model.config, text_config(model)]
     for config in configs:
@@ -440,9 +440,9 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
     Raises:
         FileNotFoundError: If the policy's config or the initial adapter does not exist.
         ModuleNotFoundError: If a package is missing.
-        ValueError: If the strategy cannot shard the weights (quantised weights, or those of DoRA or adapted experts);
-            if the adapter cannot be used, or its settings have names that match nothing; if the model does not support
-            a setting of images or vision; or if more layers are to be frozen than the model has.
+        ValueError: If the strategy cannot shard the weights, because they are quantised, or because of DoRA or adapted
+            experts. If the adapter cannot be used, or its settings have names that match nothing. If the model does not
+            support a setting of images or vision. If more layers are to be frozen than the model has.
     """
     if loader.quantization != "none":
         if sharding.is_sharded:

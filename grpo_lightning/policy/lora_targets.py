@@ -35,7 +35,7 @@ def expert_tensors(model: Any) -> list[str]:
 
 
 def all_experts(model: Any) -> dict[str, nn.Parameter]:
-    """Parameters by name that hold all experts of a layer in one tensor, [experts, ..., ...]."""
+    """Parameters, by name, that each hold all experts of a layer in one tensor [experts, ..., ...]."""
     if not _has_experts(model.get_decoder().config.to_dict()):
         return {}
     return {
@@ -85,8 +85,8 @@ def names_mistaken_for_experts(model: nn.Module, names: Iterable[str]) -> set[st
     """Names of linear layers that peft mistakes for experts, so that these layers would get no adapter.
 
     Before all experts were fused into one tensor, each expert had its own `gate_proj`, `up_proj` and `down_proj`. To
-    load adapters from before the fusion, peft redirects these names to the fused tensor. A dense layer or a shared
-    expert with one of these names would then get no adapter.
+    load adapters from before the fusion, peft redirects these names to the fused tensor. It also redirects the name of
+    a dense layer or a shared expert that has one of these names.
 
     Args:
         model: The base model.
@@ -144,8 +144,8 @@ def saved_modules(
 
     Raises:
         ValueError: If a suffix matches no module, or matches a module whose weights are quantised or tied to those of
-            other modules; or if peft would also select other modules, because peft accepts a suffix that begins in the
-            middle of a part of a name.
+            other modules. Also if peft would select more modules: it accepts a suffix that begins in the middle of a
+            part of a name.
     """
     found: dict[str, nn.Module] = {}
     modules = dict(model.named_modules(remove_duplicate=False))

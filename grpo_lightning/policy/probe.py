@@ -3,7 +3,7 @@
 Two things are chosen: the path (extended or dense) and the vocabulary head (full or sliced).
 `policy/completion_logprobs.py` describes them. The choice is made once per run and is the same on every rank. A probe
 runs the model on a few tokens in eval mode. In a probe, 32-bit weights compute in full float32 (except with
-FlashAttention), whatever the precision of the run, because TF32 and autocast change log-probs by more than the errors
+FlashAttention), whatever the precision of the run. TF32 and autocast would change log-probs by more than the errors
 that a probe has to detect.
 """
 
@@ -205,8 +205,8 @@ def probe_mode(model: nn.Module) -> Iterator[None]:
 
 def uses_flash_attention(model: nn.Module) -> bool:
     """True if the decoder's attention is a FlashAttention kernel."""
-    # The name is "flash_attention_2" for the package flash-attn, "kernels-community/flash-attn2" for a build of the
-    # hub.
+    # The name is "flash_attention_2" for the package flash-attn, and "kernels-community/flash-attn2" for a build from
+    # the hub.
     return "flash" in attention_kernel(model)
 
 

@@ -60,7 +60,7 @@ class FrozenCopy(nn.Module):
 
 
 class OtherAdapter:
-    """The policy with its initial adapter, or without adapters, as the reference; needs no second model.
+    """A reference without a second model: the policy with its initial adapter, or without adapters.
 
     Args:
         adapter: Name of the initial adapter; None if the reference is the base without adapters.
@@ -94,8 +94,8 @@ def make_reference(
     Args:
         policy: Result of `loader.load(sharding)`.
         loader: The loader of the policy.
-        sharding: How the policy's weights will be sharded over the ranks; None: unsharded.
-        converted_dtype: Dtype that the strategy converts all weights to; None: it converts none.
+        sharding: How the policy's weights will be sharded over the ranks; None if they are not sharded.
+        converted_dtype: Dtype that the strategy converts all weights to; None if it converts none.
     """
     sharding = sharding or Sharding()
     if is_adapted(policy):
@@ -151,8 +151,8 @@ def checksums(weights: Iterable[Tensor]) -> dict[str, int]:
 def frozen_copy(policy: nn.Module, *, shares_frozen: bool = True) -> nn.Module:
     """Copy the policy with its current weights, frozen.
 
-    The policy is copied, not loaded again by name, because a policy that was built in memory, or changed after loading,
-    cannot be loaded by name.
+    The policy is copied, not loaded again by name: a policy that was built in memory or changed after loading cannot be
+    loaded by name.
 
     Args:
         policy: The model to copy.
@@ -201,9 +201,10 @@ class RunReference:
         return bool(getattr(self.reference, "has_moved", False))
 
     def move_if_due(self, step: int) -> None:
-        """Update the reference if the number of the optimizer step that just ended is a multiple of `every_n_steps`.
+        """Update the reference after every `every_n_steps` optimizer steps.
 
-        The KL of the next rollout uses the new reference. Collective: all ranks must call this.
+        `step` is the number of the optimizer step that just ended. The KL of the next rollout uses the new reference.
+        Collective: all ranks must call this.
         """
         if self.sync is not None and step % self.sync.every_n_steps == 0:
             assert isinstance(self.reference, FrozenCopy)
@@ -226,10 +227,10 @@ class RunReference:
             )
 
     def moved_weights(self) -> dict[str, Tensor] | None:
-        """The full weights, on the CPU, of a reference that was updated; None for a reference that was not.
+        """Copy the full weights of an updated reference to the CPU; None if the reference was not updated.
 
-        Collective: all ranks must call this; rank 0 gets the weights, the other ranks an empty dict. Weights that the
-        policy does not train have not changed and are left out.
+        Collective: all ranks must call this. Rank 0 gets the weights, and the other ranks get an empty dict. Weights
+        that the policy does not train have not changed and are left out.
         """
         if not isinstance(self.reference, FrozenCopy) or not self.reference.has_moved:
             return None

@@ -51,7 +51,7 @@ class Routers:
         """Sum up the routing of a forward pass.
 
         Args:
-            logits: Recorded from one forward pass.
+            logits: The routers' logits, recorded from one forward pass.
             weights: [rows, L] how often each input token counts.
 
         Raises:

@@ -29,9 +29,9 @@ class PolicySettings:
 
     Args:
         name: Hub name or local folder. Not needed when `model` is given.
-        model: A transformers model in memory, trained in place, or a config for random weights. For a `PeftModel`, its
-            one LoRA adapter is trained, and the reference is the PeftModel as it was given. `torch.compile(model)` is
-            trained without compilation.
+        model: A transformers model in memory, which is trained in place; or a config, for random weights. If it is a
+            `PeftModel`, its one LoRA adapter is trained, and the reference is the `PeftModel` as it was given.
+            `torch.compile(model)` is trained without compilation.
         tokenizer: The tokenizer, or the processor of a multimodal policy: an object, a hub name or a folder. None uses
             the tokenizer or processor of `name`.
         dtype: Dtype of the weights; adapters are always float32. Without adapters, keep float32 unless the strategy
@@ -40,8 +40,8 @@ class PolicySettings:
             precision of the run. This applies to sampling, to log-probs and to the reference. "auto" computes the
             logits in the run's precision.
         attention: Attention kernel. "auto" uses the model's default (mostly sdpa), or flash_attention_2 if three
-            conditions hold: it is installed, it supports the model, and the run computes in 16 bits on CUDA
-            (`trainer.precision` bf16-mixed, DeepSpeed's bf16, or 16-bit weights).
+            conditions hold: it is installed, it supports the model, and the run computes in 16 bits on CUDA. A run
+            computes in 16 bits with `trainer.precision` bf16-mixed, DeepSpeed's bf16, or 16-bit weights.
         from_scratch: Build the architecture of `name` with random weights.
         scoring: How log-probs are computed: "extended" runs each prompt once for all its completions, "dense" once per
             completion. "auto" uses "extended" if the model supports it, else "dense".
@@ -190,8 +190,8 @@ def model_or_config(given: Any) -> Any:
     """Check a policy given as a transformers model or config, and unwrap `torch.compile(model)`.
 
     Raises:
-        ValueError: If the policy is not a transformers model or config, for example another wrapper of a model; or if
-            its adapters cannot be trained (`lora.check_given`).
+        ValueError: If the policy is not a transformers model or config, for example another wrapper of a model. If its
+            adapters cannot be trained (`lora.check_given`).
     """
     from transformers import PretrainedConfig, PreTrainedModel
 

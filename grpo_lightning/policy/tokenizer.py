@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SETTINGS = {"max_pixels": "pixels", "min_pixels": "pixels", "max_anyres_num": "tiles"}
-"""Settings that limit the tokens per image, and the `Resizing` of the families that support each."""
+"""Settings that limit the number of tokens per image, each with the `Resizing` of the families that support it."""
 
 
 def load_tokenizer(
@@ -94,7 +94,7 @@ def load_processor(loader: PolicySettings, config: PretrainedConfig) -> Any:
 
 @contextlib.contextmanager
 def naming_extra() -> Iterator[None]:
-    """Name the extra to install if a package of the processor is missing. Raises: ImportError."""
+    """Context in which the error for a missing package names the extra to install. Raises: ImportError."""
     try:
         yield
     except ImportError as error:

@@ -1,8 +1,8 @@
 """Run a model with images: each image is encoded once per prompt, and features of a frozen vision tower are kept.
 
 All vision-language models of transformers call their method `get_image_features` in their forward. The method is
-replaced while a forward pass runs: to return features that are known already, to store new features, or to run the
-vision tower on a blank image and discard the features.
+replaced while a forward pass runs. The replacement returns features that are known already, stores new features, or
+runs the vision tower on a blank image and discards the features.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def place(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: Vis
 
     Args:
         model: The policy.
-        prompt_ids: [N, L], left-padded; or conversations, padded on both sides.
+        prompt_ids: [N, L] prompts, left-padded; or conversations, padded on both sides.
         prompt_mask: [N, L] bool.
         vision: Vision inputs of the prompts.
     """

@@ -152,7 +152,7 @@ def read_lines(path: Path, end: int) -> Iterator[Line]:
 
 
 def json_lines(path: Path, is_valid: Callable[[Line], bool], end: float = math.inf) -> Iterator[Line]:
-    """Yield the JSON lines of a file, except an incomplete last line. Raises: ValueError as `read_lines`."""
+    """Yield the JSON lines of a file, except an incomplete last line. Raises: ValueError if a line is not valid."""
     if not path.is_file():
         return
     place = 0
@@ -265,8 +265,8 @@ def histograms(lines: Iterable[Line], statistics: Mapping[int, Mapping[str, Any]
     """Histogram of each reward and of the lengths, for every rollout.
 
     Returns:
-        By metric: low and high, the ends of `NUM_BINS` equal bins; and counts, one list of `NUM_BINS` per rollout. All
-        histograms also have the steps of the rollouts.
+        For each metric: low and high (the ends of the range that is divided into `NUM_BINS` equal bins), counts (a list
+        of `NUM_BINS` numbers for each rollout), and the steps of the rollouts.
     """
     names = list(dict.fromkeys(name for own in statistics.values() for name in own["values"]))
     places = {rollout: place for place, rollout in enumerate(statistics)}
@@ -387,7 +387,8 @@ def read_tokens(path: Path, lines: Sequence[Line]) -> dict[str, Any]:
 def read_images(lines: Sequence[Line]) -> dict[str, str]:
     """Thumbnails of the prompts' images by name, as data: URIs; at most `MAX_IMAGES`, chosen at equal distances.
 
-    Images that are not files, or cannot be read any more, are left out: the report then shows their frame.
+    Images that are not files, or cannot be read any more, are left out. The report shows an empty frame in the place of
+    each.
     """
     names = list(dict.fromkeys(str(image["name"]) for line in lines for image in line.get("images") or ()))
     chosen = names[:: max(1, -(-len(names) // MAX_IMAGES))]

@@ -24,7 +24,7 @@ HIDDEN = ("trainer.logger", "trainer.default_root_dir")
 """Settings that the command line fills in."""
 
 CLI_DEFAULTS: dict[str, Any] = {
-    # Set here so that the engine's arguments are keys of the parser, as are those of the optimizer.
+    # Set here so that the engine's arguments are keys of the parser, like the optimizer's arguments.
     "model.engine": {"class_path": "grpo_lightning.LocalEngine"},
     # With Lightning's default of 50, short runs would log nothing.
     "trainer.log_every_n_steps": 1,

@@ -91,8 +91,8 @@ class Accuracy(AnswerReward):
     mathematics, or if the comparison fails or times out; a warning is then logged.
 
     math-verify (install the extra `math`) runs in a separate process, so the reward can be called from any thread. If
-    four comparisons with the same ground truth have failed or timed out in a call, no further answers are compared with
-    this ground truth, to bound the time of the call. These answers are not scorable.
+    four comparisons with the same ground truth have failed or timed out in a call, the remaining answers are not
+    compared with this ground truth and are not scorable. This bounds the time of the call.
 
     Args:
         answer_column: The data column with the ground truth, text or a number. If the text has a part after `####`,
@@ -138,13 +138,13 @@ class Accuracy(AnswerReward):
         start_comparing()
 
     def compare(self, gold: str, answer: str) -> bool | None:
-        """Compare an answer with the ground truth: the module's function `compare`, with the settings of this reward.
+        """Call the module's function `compare` with the settings of this reward.
 
         Args:
             gold: The ground truth. If it is longer than `max_answer_characters`, the result is None.
             answer: An answer. If it is longer than `max_answer_characters`, it is wrong.
 
-        Returns and raises the same as the module's function `compare`.
+        Return value and errors are those of the function.
         """
         limit = self.max_answer_characters
         if len(gold) > limit:
@@ -177,7 +177,7 @@ class UndecidedError(RuntimeError):
 
 
 class Comparison(Reward):
-    """Compares two expressions; a `Reward`, so that a `WorkerPool` can run it.
+    """Compares two expressions; it is a `Reward`, so that a `WorkerPool` can run it.
 
     Importing math-verify is slow, so only a call imports it.
     """
@@ -187,7 +187,7 @@ class Comparison(Reward):
         return _ready_comparison, ()
 
     def __call__(self, gold: str, answer: str) -> bool | None:
-        """Compare. Args, Returns: as the function `compare`."""
+        """Compare. Args, Returns: as in the function `compare`."""
         from math_verify import verify
 
         expected = parse_short(gold)

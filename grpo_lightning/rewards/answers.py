@@ -18,7 +18,7 @@ _UNSPACED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
     "\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"  # Chinese, Japanese, Korean
 )
-"""Letters of scripts without spaces between words, or between words and numbers, for use in `[...]`."""
+"""Letters of scripts without spaces between words, or between words and numbers, for use in `[...]` of a pattern."""
 
 _FULL_WIDTH = str.maketrans(
     {0xFF01 + place: chr(0x21 + place) for place in range(94)} | {"\u3000": " ", "\u3001": ",", "\u3002": "."}
@@ -299,7 +299,7 @@ _REFUSED = re.compile(
     re.IGNORECASE,
 )
 _REFUSED_CHARACTERS = 80
-"""Number of characters before a letter in which `_REFUSED` is searched."""
+"""Number of characters before a letter that are searched for `_REFUSED`."""
 
 _WRONG = re.compile(
     r"[)\]*_\"'.]{0,4}\s{1,8}(?:is|would\s{1,8}be|must\s{1,8}be|seems)\s{1,8}"
@@ -320,8 +320,8 @@ def choice(text: str) -> str | None:
     3. the marked letter at the start of the text ("B) because", "A, because I ..."); if other letters have the same
        mark ("(A) 1 (B) 2"), the result is None;
     4. the letters that are marked ("(B)") or called an option; if they are different letters, the result is None;
-    5. the capital letters, except "I", that are words of their own; if they are different letters, or one is "A" before
-       a word in small letters, which may be the article ("A cat"), the result is None.
+    5. the capital letters, except "I", that are separate words; if they are different letters, or if one of them may
+       be the article ("A" before a word in small letters, as in "A cat"), the result is None.
 
     If another letter directly follows the letter of rule 2 or 3 ("A, B", "A or B"), the letters are a list, and the
     result is None. A letter that is called wrong ("not B", "B is wrong") is ignored.
@@ -367,7 +367,7 @@ def _is_article(found: re.Match[str], text: str) -> bool:
 
 
 def _is_listed(found: re.Match[str], text: str) -> bool:
-    """Whether another letter follows directly, unless that letter starts a clause of its own ("A. B is wrong")."""
+    """Whether another letter follows directly, and does not start a new clause ("A. B is wrong")."""
     following = _NEXT.match(text, found.end())
     if following is None or _WORD_FOLLOWS.match(text, following.end()):
         return False

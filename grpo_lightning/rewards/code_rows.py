@@ -11,11 +11,11 @@
 | HumanEval | `test`: `def check(candidate): ...`, and `entry_point` |
 
 A case is `{"type": "stdin_stdout", "input": ..., "output": ...}`. A case of the type `"function_call"` also has the
-function's name in `fn_name`. A case without a type is a call if it names a function. In LiveCodeBench the key is
-`testtype`, the types are `stdin` and `functional`, and the function's name is in the `metadata` of the case or of the
-row.
+function's name in `fn_name`. A case without a type is a call if it names a function. In LiveCodeBench, the key of the
+type is `testtype`, the types are `stdin` and `functional`, and the function's name is in the `metadata` of the case or
+of the row.
 
-Instead of an object or a list, a column may hold its JSON text.
+A column may also hold the JSON text of such an object or list.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def read_tests(value: Any, column: str, setup: str = "", entry_point: str | None
         value: The value of a column, in one of the formats that this module's docstring lists.
         column: The column's name, for errors.
         setup: Code to run before test code.
-        entry_point: For test code, the argument of its `check`, as Python code. For cases that call a
-            function, its name if the case itself names none.
+        entry_point: In test code, the argument of the function `check`, as Python code. In a case that calls a
+            function, the name of this function, if the case itself names none.
 
     Raises:
         ValueError: If `value` has another format.
@@ -394,7 +394,10 @@ def same_word(given: str, expected: str, tolerance: float) -> bool:
 
 
 def same_value(given: Any, expected: Any, tolerance: float) -> bool:
-    """Compare a returned value with one from JSON: tuples equal lists, keys are compared as text, floats may differ.
+    """Compare a returned value with a value from JSON.
+
+    A tuple equals a list with equal items. The keys of dictionaries are compared as text. Floats may differ by the
+    tolerance.
 
     Args:
         given: A value of builtin types.
@@ -432,7 +435,7 @@ def accepts(call: Call, value: Any, tolerance: float) -> bool:
 
 
 def largest_output(test: Stdin | Call) -> int:
-    """Maximum output of a test, in bytes; it has room for spaces, and for a different encoding of the values."""
+    """Maximum output of a test, in bytes. It leaves room for spaces, and for a different encoding of the values."""
     if isinstance(test, Stdin):
         return 65536 + 12 * len(test.expected.encode("utf-8", "surrogatepass"))
     return 65536 + 3 * max(len(values.pack_frame(values.encode(value, values.refuse))) for value in test.accepted)

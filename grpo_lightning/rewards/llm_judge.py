@@ -67,8 +67,8 @@ class LLMJudge(AnswerReward):
     The judge gets the question (the text of the prompt's last turn), the ground truth and the answer of the completion.
     The answer is the content of the last `<answer>...</answer>`; without these tags, the content of the last
     `\boxed{...}` after the reasoning; without a box, the whole text after the reasoning. The judge is queried
-    concurrently for all completions of a batch, while other rewards run; the queries of a prompt start when its
-    completions have ended, while other prompts are still being sampled.
+    concurrently for all completions of a batch, while other rewards run. The queries of a prompt start as soon as its
+    completions have ended, even if other prompts are still being sampled.
 
     If a query fails, or the reply has no score, the completion is not scorable (None). A warning is logged, and the
     fraction of such completions is logged as `llm_judge/failed`. If all queries of a batch fail (wrong address, key or
@@ -163,7 +163,7 @@ class LLMJudge(AnswerReward):
                 early.setdefault(question, []).append(query)
             try:
                 await asyncio.gather(*(query for _, query in queries), return_exceptions=True)
-                await asyncio.Future()  # keeps the replies until the batch is scored, and this coroutine is cancelled
+                await asyncio.Future()  # keeps the replies: this coroutine is cancelled when the batch is scored
             finally:
                 for question, query in queries:
                     query.cancel()

@@ -65,8 +65,8 @@ class ReasoningGym(Reward):
             [B] values, 0 to 1; None where the row has no task, `failed_value` where the verifier fails.
 
         Raises:
-            ValueError: If a row does not have the format of `ReasoningGymTasks`, or the verifier of its task executes
-                answers and `evaluate_answers` is not set.
+            ValueError: If a row does not have the format of `ReasoningGymTasks`. Also if the verifier of its task
+                executes answers and `evaluate_answers` is not set.
         """
         values: list[float | None] = []
         problems: list[str] = []
@@ -88,12 +88,12 @@ class ReasoningGym(Reward):
         return values
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Check the task, settings and item of a row. Raises: ValueError as a call does."""
+        """Check the task, settings and item of a row. Raises: ValueError where a call raises one."""
         if columns.get("task") is not None:
             self._item(*(columns.get(name) for name in COLUMNS))
 
     def _item(self, task: Any, config: Any, text: Any) -> tuple[Any, Entry]:
-        """Load the task and the item of a row. Raises: ValueError as a call does."""
+        """Load the task and the item of a row. Raises: ValueError where a call raises one."""
         for name, value in zip(COLUMNS, (task, config, text), strict=True):
             if not isinstance(value, str):
                 raise ValueError(f"column {name!r} must hold text written by ReasoningGymTasks, got {value!r:.80}.")

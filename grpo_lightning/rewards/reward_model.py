@@ -152,8 +152,8 @@ class RewardModel(Reward):
     GB for 7 billion weights) and 4 bytes in float32; with `offload`, it takes this memory only during calls. The
     activations of `batch_size` sequences take additional memory, which `grpo-lightning plan` does not count.
 
-    The model is frozen, and it is not a submodule of the LightningModule, so it is in no optimizer, strategy or
-    checkpoint. Automatic mixed precision is off while the model scores.
+    The model is frozen, and it is not a submodule of the LightningModule, so no optimizer, strategy or checkpoint
+    includes it. Automatic mixed precision is off while the model scores.
 
     Args:
         model: Hub name, folder, or a model in memory. A model in memory is frozen and moved to the device.
@@ -249,7 +249,7 @@ class RewardModel(Reward):
         prompt = columns.get("prompts", "")
         if isinstance(prompt, str):
             return
-        # Templates may refuse roles, or their order. Therefore one prompt of each sequence of roles is rendered.
+        # Templates may refuse a role, or an order of roles. Therefore one prompt per sequence of roles is rendered.
         roles = tuple(message.get("role") for message in prompt)
         if roles not in self._rendered_roles:
             self._render(prompt, "")

@@ -78,7 +78,7 @@ class RewardSet:
 
     @property
     def success(self) -> str:
-        """The reward that decides what is solved: the first one with `says_solved`; if there is none, the first one."""
+        """The reward that decides what is solved: the first one with `says_solved`, otherwise the first reward."""
         return next((reward.name for reward in self.rewards if reward.says_solved), self.rewards[0].name)
 
     def validate_prompts(self, prompts: Iterable[Prompt]) -> None:
@@ -130,7 +130,7 @@ class RewardSet:
                 reward.connect(device)
 
     def score(self, groups: Sequence[Group], **settings: Any) -> Scores:
-        """Run all rewards and wait for them. Args, Raises: as `begin` and `Scoring.finish`."""
+        """Run all rewards and wait for them. Args: as in `begin`. Raises: where `begin` or `Scoring.finish` raises."""
         return self.begin(groups, **settings).finish()
 
     def begin(
@@ -145,8 +145,8 @@ class RewardSet:
             total[n, g] = sum over rewards r that apply to group n of weight[r] * value[r, n, g]
 
         A reward applies to a group if the prompt does not exclude the reward and at least one completion has a value.
-        In such a group, a completion without a value is not scorable: its total is NaN. If no reward applies to a
-        group, all its totals are NaN. Rewards of weight 0 are ignored in these rules.
+        In such a group, a completion to which the reward gives no value is not scorable: its total is NaN. If no reward
+        applies to a group, all its totals are NaN. Rewards of weight 0 are ignored in these rules.
 
         Without groups (a rank without prompts), no reward is called.
 
@@ -240,8 +240,8 @@ log = logging.getLogger(__name__)
 def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> None:
     """Run `check_row` of every reward on the rows to which the reward applies.
 
-    If a reward cannot score a row and its `on_error` is not "raise", only a warning is logged: the reward will fail for
-    every call with such a row.
+    If a reward cannot score a row and its `on_error` is not "raise", only a warning is logged. Each call of the reward
+    with such a row then fails.
 
     Args:
         prompts: The prompts. A row used for both training and validation counts once.
@@ -252,7 +252,7 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
     """
     refused: dict[tuple[str | int, str], str] = {}
     """Problems by row and reward. A row is identified by its file and line, because it may be in both training and
-    validation data; a row without file and line is identified by the id of the prompt."""
+    validation data. A row without file and line is identified by the id of its prompt."""
     accepted: dict[tuple[str | int, str], str] = {}
     have: Counter[tuple[str, str, str]] = Counter()
     lack: Counter[tuple[str, str, str]] = Counter()

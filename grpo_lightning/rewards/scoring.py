@@ -1,9 +1,9 @@
 """Score a rollout: call every reward and add up the values to one total per completion.
 
-A call gets the completions of one prompt, and runs in a worker process or in this process. Workers run several calls at
-a time, and a call that hangs or crashes does not affect other calls. An async reward, or a reward with
-`in_process = True`, gets the whole batch in one call. Calls in workers start as soon as a group is sampled, while other
-groups of the batch are still being sampled (`EarlyCalls`).
+By default, a call gets the completions of one prompt. An async reward, or a reward with `in_process = True`, gets the
+whole batch in one call. A call runs in a worker process or in this process. Workers run several calls at a time, and a
+call that hangs or crashes does not affect other calls. Calls in workers start as soon as a group is sampled, while
+other groups of the batch are still being sampled (`EarlyCalls`).
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class EarlyCalls:
                 self._prefetches.append((reward, future))
 
     def cancel(self) -> bool:
-        """Cancel the calls that no `Scoring` has taken over. Returns: False if there were calls, but none is of use."""
+        """Cancel the calls that no `Scoring` has taken over. Returns: False if there were calls, but none was used."""
         num_unused = self.pool.cancel_early()
         for reward, future in self._prefetches:
             if not future.cancel() and (error := future.exception()) is not None:
@@ -209,10 +209,10 @@ class Scoring:
         """Wait for all rewards; if the failure of one stops the run, cancel the others.
 
         Raises:
-            RuntimeError: If a call raised an error or timed out, or its worker crashed, and the reward's `on_error` is
-                "raise"; the cause is chained.
-            ValueError: If a reward returned an invalid value or the wrong number of values and its `on_error` is
-                "raise", or if a reward logs a metric under a reserved name.
+            RuntimeError: If a call raised an error, timed out or crashed its worker, and the reward's `on_error` is
+                "raise". The cause is chained.
+            ValueError: If a reward returned an invalid value or the wrong number of values, and its `on_error` is
+                "raise". Also if a reward logs a metric under a reserved name.
         """
         try:
             values = {call.reward.name: call.finish() for call in self.calls}
@@ -346,7 +346,7 @@ class RewardCall:
         """Wait for the reward. Returns: [N, G] float32, NaN for None.
 
         Raises:
-            RuntimeError: If a call raised an error or timed out, or its worker crashed, and `on_error` is "raise".
+            RuntimeError: If a call raised an error, timed out or crashed its worker, and `on_error` is "raise".
             ValueError: If the reward returned an invalid value or the wrong number of values, and `on_error` is
                 "raise".
         """
@@ -554,8 +554,8 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
     assert aliases.keys() | of_conversations.keys() == set(ALIASES)
     has_turns = any(completion.turns is not None for group in groups for completion in group.completions)
     for name, read in of_conversations.items():
-        # A reward that does not name `environments`, but takes `**kwargs`, does not get them: they would have to be
-        # unpickled, and pickled again for a worker.
+        # `environments` is passed only to rewards that name it, not through `**kwargs`: the objects must be unpickled
+        # for the call, and pickled again for a worker.
         if reward.names(name) or (has_turns and name != "environments"):
             aliases[name] = per_completion(read)
     return reward.select(

@@ -22,7 +22,7 @@ class ExactMatch(AnswerReward):
 
     Both answers are normalized first. Normalization removes whitespace and delimiters around the answer (`$`, `\$`,
     `\(...\)`, `\[...\]`, `**...**`), a full stop at the end, the commas and spaces of "1,000" and "1 000", and the
-    currency symbol of "€72"; full-width characters become ASCII. Nothing else changes: "1.0" is not "1".
+    currency symbol of "€72". Full-width characters become ASCII. Nothing else changes: "1.0" is not "1".
 
     Args:
         answer_column: The data column with the ground truth, text or a number. If the text has a part after `####`
@@ -30,10 +30,10 @@ class ExactMatch(AnswerReward):
             answer (None or only whitespace) is not scorable.
         extract: Where to read the completion's answer: "answer_tag" reads the last `<answer>...</answer>`, "boxed" the
             last `\boxed{}`, "hashes" the text after the last `####` up to the end of the line, and "text" the whole
-            completion. "auto" tries these places in order, and reads the first that the completion has: answer tags,
-            `\boxed{}`, an announcement ("The answer is 7.") or `#### 7`, bold text (**7**), the end of the last line
-            ("3 + 4 = 7") unless the completion is truncated. If there is no answer at that place, the completion is
-            wrong.
+            completion. "auto" tries the following places in order, and reads the first that the completion has: answer
+            tags; `\boxed{}`; an announcement ("The answer is 7.") or `#### 7`; bold text (**7**); the end of the last
+            line ("3 + 4 = 7"), if the completion is not truncated. If there is no answer at the place that is read, the
+            completion is wrong.
         is_normalized: False compares the extracted texts without normalization; only whitespace around them is removed.
     """
 
@@ -81,8 +81,8 @@ class Format(Reward):
         tags: The tags, in order: `[reasoning, answer]` for `<reasoning>...</reasoning><answer>...</answer>`.
         prompt_opens_first: True if the prompt, as the chat template renders it, ends with the first opening tag. The
             completion then starts inside this part and must not repeat the tag.
-        text_after: True if any text may follow the last part: `tags=[think], text_after=True` is reasoning followed by
-            an answer without tags.
+        text_after: True if any text may follow the last part. For example, `tags=[think], text_after=True` accepts
+            reasoning followed by an answer without tags.
     """
 
     def __init__(

@@ -159,7 +159,7 @@ class RaisedError(RuntimeError):
         self.shown = shown
 
     def __str__(self) -> str:
-        """The error and its traceback: Python shows it as the cause of the error raised in the training process."""
+        """The error and its traceback. Python shows both as the cause of the error raised in the training process."""
         return f"{self.args[0]}\n{self.shown}".rstrip()
 
 
@@ -195,7 +195,7 @@ class Answer:
         self.metrics.setdefault(name, []).append(float(value))
 
     def fail(self, failure: str, problem: str, cause: BaseException | None = None) -> Answer:
-        """Turn this into the answer of a failed call; values and logs of the call are discarded."""
+        """Turn this into the answer of a failed call, and discard its values, columns and metrics."""
         self.result, self.extras, self.metrics = None, {}, {}
         self.failure, self.problem, self.cause = failure, problem, cause
         return self
@@ -243,7 +243,7 @@ class Call(NamedTuple):
 
     number: int
     data: bytes
-    """Index of the reward, arguments and seed, pickled: the supervisor does not unpickle them."""
+    """The pickled tuple (index of the reward, arguments, seed). The supervisor does not unpickle it."""
 
     seconds: float
     """Time limit in the worker."""
@@ -296,7 +296,8 @@ class WorkerPool:
         self._places: dict[str, int] = {}
         """Index in the pool of each reward that runs in workers, by name."""
         self._started_by: int | None = None
-        """Id of the process that has started the workers. A process forked from it lacks its threads."""
+        """Id of the process that has started the workers. A fork of that process lacks its threads, so it starts new
+        workers."""
         self._num_local_ranks = 1
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -456,7 +457,7 @@ class WorkerPool:
         self._set_deadline(calls, -math.inf)
         for call in calls:
             # A worker checks only in its first call of a reward whether the call changes the reward's state. Later
-            # calls in this worker would not report it again.
+            # calls in this worker do not repeat the report, so it is read here.
             if call.answer.done() and (answer := call.answer.result()).failure == "stays":
                 self.keep(call.reward, answer.problem)
         return len(calls)
@@ -808,7 +809,7 @@ def _answer(request: bytes, rewards: Sequence[Any], called: set[int]) -> Answer:
     """Run a call and return its answer.
 
     Args:
-        request: Index of the reward, arguments and seed, pickled.
+        request: The pickled tuple (index of the reward, arguments, seed).
         rewards: The loaded rewards.
         called: Indices of the rewards that this worker has called; updated in place.
     """

@@ -79,7 +79,7 @@ class CapturedSteps:
             try:
                 self.logits, self.replay = self.capture(lambda: forward(*self.inputs))
             except RuntimeError as error:
-                # The model waits for the device, or memory is too small for a capture; it may suffice without a graph.
+                # The model waits for the device, or the memory suffices only without a graph.
                 return self.without(str(error).strip().partition("\n")[0], forward, ids, position)
             self.logits.fill_(torch.nan)  # a graph that computes nothing must not go unnoticed
         for own, given in zip(self.inputs, (ids, position), strict=True):
@@ -131,7 +131,7 @@ class CudaCapture:
         return result, graph.replay
 
     def record_anchored(self, run: Callable[[], Tensor]) -> tuple[Tensor, torch.cuda.CUDAGraph]:
-        """`record`, in a pool that the empty graph `anchor` keeps alive."""
+        """Call `record` with a memory pool that the empty graph `anchor` keeps alive."""
         if self.anchor is None:
             self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
             # Torch keeps the random state of the first graph for all later graphs. The state must also be usable in
@@ -154,7 +154,7 @@ class CudaCapture:
                 try:
                     result = run()
                 except BaseException:
-                    with contextlib.suppress(RuntimeError):  # the error that the capture is invalid
+                    with contextlib.suppress(RuntimeError):  # its message: the capture is invalid
                         graph.capture_end()
                         has_ended = True
                     raise
@@ -175,8 +175,8 @@ class CudaCapture:
 def give_up(device: int, pool: Any) -> None:
     """Free the pool of a capture that could not be ended."""
     names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"), ("_cuda_releasePool",)
-    for alternatives in names:  # the second was the name until torch 2.7
+    for alternatives in names:  # the second alternative was the name until torch 2.7
         call = next((getattr(torch._C, name) for name in alternatives if hasattr(torch._C, name)), None)
         if call is not None:
-            with contextlib.suppress(RuntimeError):  # the error that the capture had not begun to use the pool
+            with contextlib.suppress(RuntimeError):  # its message: the capture had not begun to use the pool
                 call(device, pool)

@@ -58,8 +58,8 @@ from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turn
 log = logging.getLogger(__name__)
 
 CHARACTERS_PER_TOKEN = 32
-"""Before they are tokenized, observations are cut to this number of characters per token of `max_observation_length`.
-Few tokens of a vocabulary have more characters."""
+"""Before tokenization, an observation is cut to `max_observation_length` times this number of characters. Few tokens of
+a vocabulary have more characters."""
 
 
 @dataclass
@@ -70,17 +70,17 @@ class ConversationSettings:
     """Turns of the policy after which a conversation ends."""
 
     max_turn_length: int | None = None
-    """Tokens after which a turn of the policy is truncated. Null sets no limit per turn; the limit of the whole
-    completion (`sampling.max_completion_length`), which also counts the tokens of observations, always applies."""
+    """Tokens after which a turn of the policy is truncated. Null sets no limit per turn. The limit of the whole
+    completion (`sampling.max_completion_length`) always applies, and also counts the tokens of observations."""
 
     max_observation_length: int = 1024
-    """Tokens to which the text of an observation is cut. Images are never cut, and their tokens do not count here: the
-    size of images is limited by the policy's `max_pixels` or `max_anyres_num`, and all tokens count in
+    """Tokens to which the text of an observation is cut. Images are never cut, and their tokens do not count here. The
+    policy's `max_pixels` or `max_anyres_num` limits the size of images. All tokens count in
     `sampling.max_completion_length`."""
 
     on_error: OnError = "raise"
-    """The consequence of a failed call of an environment. "raise" stops the run. "none" and "value" end the
-    conversation: with "none", its completion is not scorable; with "value", the environment's reward for the turn is
+    """The consequence of a failed call of an environment. "raise" stops the run. "none" ends the conversation, and its
+    completion is not scorable. "value" ends the conversation, and the environment's reward for the turn is
     `error_value`."""
 
     error_value: float = 0.0
@@ -94,7 +94,7 @@ class ConversationSettings:
     `EnvironmentReward`."""
 
     turn_discount: float = 1.0
-    """Factor per turn by which a later reward counts less in the credit of a turn."""
+    """Discount d of later rewards: in the credit of turn k, the reward of turn j >= k is multiplied by d^(j - k)."""
 
     def __post_init__(self) -> None:
         """Check every range. Raises: ValueError naming field, value and range."""
@@ -215,7 +215,7 @@ class Conversations:
 
     Args:
         runner: Runs the environments.
-        settings: Limits and failure policy.
+        settings: Limits of the conversations, and what happens when an environment fails.
     """
 
     def __init__(self, runner: EnvironmentRunner, settings: ConversationSettings) -> None:
@@ -290,7 +290,7 @@ class Conversations:
         return begun, [result.state for result in results]
 
     def resume_prompts(self, prompts: Sequence[Prompt], observations: Mapping[int | str, Any]) -> list[Prompt]:
-        """Prompts as `begin` returned them. Args: observations: `Prompt.observation` by `Prompt.key`."""
+        """Make the prompts that `begin` returned again. Args: observations: `Prompt.observation` by `Prompt.key`."""
         return [self.with_observation(self.describe_tools(prompt), observations.get(prompt.key)) for prompt in prompts]
 
     def shorten(self, text: str) -> tuple[str, bool]:
@@ -307,10 +307,9 @@ class Conversations:
         return replace(prompt, chat_template_kwargs={**prompt.chat_template_kwargs, "tools": self.schemas})
 
     def with_observation(self, prompt: Prompt, observation: Any) -> Prompt:
-        """Append a first observation to a prompt: a text to the prompt's last user message, a message as a new message.
+        """Append a first observation to a prompt: text to the prompt's last user message, a message as a new message.
 
-        The text of the observation is cut like that of later observations, and special tokens spelled out in it are
-        escaped.
+        The text is cut like that of later observations. Special tokens that are spelled out in the text are escaped.
         """
         if observation is None or observation == "":
             return prompt
@@ -443,7 +442,7 @@ class Conversations:
 
 
 class Game:
-    """The conversations of one rollout. Args: as `Conversations.play`."""
+    """The conversations of one rollout. Args: see `Conversations.play`."""
 
     def __init__(
         self,

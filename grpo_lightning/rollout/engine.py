@@ -25,8 +25,8 @@ class Turns:
 
     rows: Sequence[int]
     """For each completion of a call, the number of its conversation. Later calls use the same number for the same
-    conversation. The prompt of a later call begins with the prompt and the completion of the earlier call, or with a
-    part of them."""
+    conversation. In a later call, the conversation's prompt begins with its prompt and completion of the earlier call,
+    or with a part of them."""
 
     states: dict[int, Any]
     """The kept states, by the number of the conversation. The engine changes this mapping, and the caller drops it
@@ -83,10 +83,10 @@ class RolloutEngine(Protocol):
                 still being sampled. An engine may lack this argument, or never call it: rewards are then computed after
                 sampling.
             limits: Maximum number of tokens of each prompt's completions, at most `sampling.max_completion_length`;
-                None uses `sampling.max_completion_length` for all prompts. An engine may lack this argument: what it
-                samples beyond a limit is dropped.
-            turns: For conversations: the states that were kept from earlier turns, and where to keep those for the next
-                turns. An engine may lack this argument: it then computes the whole conversation again for each turn.
+                None uses `sampling.max_completion_length` for all prompts. If an engine lacks this argument, tokens
+                that it samples beyond a limit are dropped.
+            turns: For conversations: contains the states kept from earlier turns, and receives the states for the next
+                turns. An engine that lacks this argument computes the whole conversation again for each turn.
 
         Returns:
             N lists of G completions (or of those in `part`), in the order of the prompts. The `entropies` of a
@@ -107,7 +107,7 @@ class RolloutEngine(Protocol):
 
     @property
     def max_sequence_length(self) -> int | None:
-        """Maximum tokens of a prompt and its completion, known after `check_run`; None for the policy's positions."""
+        """Maximum tokens of a prompt and its completion, known after `check_run`; None: the policy's positions."""
         return None
 
     def hold_weights(self) -> contextlib.AbstractContextManager[None]:
@@ -137,6 +137,6 @@ class RolloutEngine(Protocol):
             scorer: Computes the policy's log-probs in training.
 
         Raises:
-            ValueError: If they differ by more than rounding.
+            ValueError: If the log-probs differ by more than rounding.
         """
         return

@@ -1,8 +1,8 @@
 """Kernel fusion of token sampling on CUDA: `torch.compile` makes a few kernels of the forty operations of `NextToken`.
 
 Sampling a token is a sequence of small operations on the logits, which a GPU finishes faster than the host can launch
-them. On other devices, and if the compilation fails or the compiled kernels compute different numbers, the operations
-run one by one.
+them. The operations run one by one in three cases: on other devices, after a failed compilation, and if the compiled
+kernels compute different numbers.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ LEAST_LENGTH = 32
 settings."""
 
 OTHER_TOKENS = 0.01
-"""Largest accepted share of rows for which the fused and the separate operations sample different tokens. One row may
-differ even if its share is larger. Kernels may round a cumulative probability differently, and if the uniform number
-lies between the two rounded values, another token is sampled."""
+"""Largest accepted share of rows for which the fused and the separate operations sample different tokens. A single
+different row is always accepted. Kernels may round a cumulative probability differently. If the uniform number lies
+between the two rounded values, another token is sampled."""
 
 OTHER_NATS = 1e-3
 """Largest accepted difference between the results of fused and separate operations, in nats. Entropies are compared in
@@ -46,7 +46,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def next_token(settings: TokenSettings, vocabulary: int, device: torch.device, longest: int) -> SampleToken:
-    """`NextToken`, fused on CUDA. The same settings share one compilation, over waves and rollouts.
+    """Return a `NextToken`, fused on CUDA. All waves and rollouts with the same settings share one compilation.
 
     Args:
         settings: See `NextToken`.
@@ -111,8 +111,8 @@ def compile_sampler(sampler: NextToken) -> SampleToken:
     """Compile `NextToken` for any number of rows.
 
     `torch.compile` limits the number of compilations per code object. Numbers that differ between two compilations of
-    the same code object become dynamic. So each call compiles a separate copy of the code, and different settings count
-    as different code objects.
+    the same code object become dynamic. So each call of this function compiles a separate copy of the code. Different
+    settings then count as different code objects.
     """
     code = NextToken.__call__.__code__.replace(co_name=f"sample_token_{next(numbers)}")
     function = types.FunctionType(code, NextToken.__call__.__globals__)
@@ -134,7 +134,7 @@ numbers = itertools.count()
 
 
 def difference(new_tokens: SampledTokens, expected: SampledTokens) -> str:
-    """How two samples of the same rows differ, in words; "" if they are equal but for rounding."""
+    """How two samples of the same rows differ, in words; "" if they are equal apart from rounding."""
     is_same = new_tokens.ids == expected.ids
     entropies = nats(new_tokens.entropies, expected.entropies)
     logprobs = nats(new_tokens.logprobs, expected.logprobs).where(is_same, 0)

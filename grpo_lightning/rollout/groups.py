@@ -19,7 +19,7 @@ from grpo_lightning.policy.vision import needs_blank
 from grpo_lightning.rewards.scoring import Scores, concatenate_scores
 from grpo_lightning.rollout.engine import Progress, RolloutEngine
 
-if TYPE_CHECKING:  # which imports this module
+if TYPE_CHECKING:  # `conversations` imports this module
     from grpo_lightning.rollout.conversations import Conversations
 
 
@@ -168,7 +168,7 @@ def mask_truncated(groups: Sequence[Group], overlong_filter: OverlongFilter) -> 
 
 
 def are_excluded(groups: Sequence[Group], overlong_filter: OverlongFilter) -> Tensor:
-    """Whether a completion is excluded from mean and std of its group: [N, G] bool.
+    """Whether each completion is excluded from the mean and std of its group: [N, G] bool.
 
     A completion is excluded if it is truncated and the filter is "group", or if its environment failed and `on_error`
     is "none".
@@ -280,13 +280,15 @@ class SharedGroups:
         these are not sent between ranks."""
 
     def collect(self, parts: list[Group]) -> list[Group]:
-        """Join the members' parts of each group into complete groups. Collective in a team.
+        """Join the members' parts of each group into complete groups.
+
+        Collective: every member of the team must call it.
 
         Args:
             parts: N groups with this rank's part of the completions.
 
         Returns:
-            The N complete groups on the first member; an empty list on the others.
+            The N complete groups on the first member; an empty list on the other members.
 
         Raises:
             ValueError: On every member, if the members have different prompts.
@@ -307,7 +309,9 @@ class SharedGroups:
         ]
 
     def spread(self, rollout: Rollout) -> Rollout:
-        """Give each member its part of the completions, with their advantages. Collective in a team.
+        """Give each member its part of the completions, with their advantages.
+
+        Collective: every member of the team must call it.
 
         Args:
             rollout: N complete groups on the first member, and their advantages [N, G] if they are known; no group on
@@ -332,10 +336,12 @@ class SharedGroups:
         return Rollout(groups, advantages=advantages)
 
     def return_ref_logprobs(self, groups: Sequence[Group], parts: Sequence[Group]) -> None:
-        """Copy the reference log-probs of the members' parts to the complete groups. Collective in a team.
+        """Copy the reference log-probs of the members' parts to the complete groups.
+
+        Collective: every member of the team must call it.
 
         Args:
-            groups: N complete groups on the first member; an empty list on the others.
+            groups: N complete groups on the first member; an empty list on the other members.
             parts: N groups with this rank's part of the completions, from `spread`.
         """
         if not self.teams.is_shared:

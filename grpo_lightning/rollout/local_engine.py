@@ -82,12 +82,12 @@ class LocalEngine(RolloutEngine):
     """Samples with the policy itself.
 
     Args:
-        max_rows: Maximum number of completions decoded at the same time, but at least the G completions of one prompt;
-            limits the memory of the KV cache. If a rollout has more completions, a prompt waits until enough other
-            completions have ended to make room for the prompt's G completions. A model whose completions cannot share
-            the keys and values of their prompt decodes in waves: prompts wait until all completions that are being
-            decoded have ended. The completions do not depend on this number. None decodes all completions at the same
-            time.
+        max_rows: Maximum number of completions decoded at the same time, which limits the memory of the KV cache. The G
+            completions of one prompt are decoded together even if G is larger. If a rollout has more completions, a
+            prompt waits until enough other completions have ended to make room for the prompt's G completions. A model
+            whose completions cannot share the keys and values of their prompt decodes in waves: prompts wait until all
+            completions that are being decoded have ended. The completions do not depend on this number. None decodes
+            all completions at the same time.
         gather_for_generation: How sharded weights (FSDP2, ZeRO-3) are gathered for sampling. True gathers them once per
             rollout, which is fast, but every device must hold the full weights. False gathers each layer when it runs,
             at every token; all ranks then wait for the longest completion. "auto" gathers once unless the full
@@ -290,7 +290,7 @@ class LocalEngine(RolloutEngine):
         """Decode a rollout: prefill prompts, then sample one token per step for every unfinished completion.
 
         Args:
-            waiting: The prompts. All prompts that have room are prefilled at once, the others when rows have left.
+            waiting: The prompts. Those that have room are prefilled at once, and the other prompts when rows have left.
             num_waves: `WaitingPrompts.num_waves`, the maximum over ranks in lockstep.
             sampling: Sampling settings.
             lockstep: Synchronizes the forward calls.
@@ -610,7 +610,7 @@ class WaitingPrompts:
     def num_waves(self) -> int:
         """Number of waves in which the prompts would be decoded one after the other.
 
-        Decoding takes at most this number times the maximum completion length in steps.
+        The number of decoding steps is at most this number times the maximum completion length.
         """
         return -(-len(self.wave.prompts) // max(1, self.max_rows // len(self.wave.part)))
 
@@ -640,7 +640,7 @@ class OpenRows:
     """[rows] decoding step of each row's first token."""
 
     end: list[int]
-    """[rows] decoding step that follows the step of the last token that the row may have."""
+    """[rows] decoding step after that of the last token that the row may have."""
 
     origin: int
     """Column of `history` minus decoding step."""
@@ -845,9 +845,9 @@ class KeptStates:
     """Keys and values of conversations, kept from the end of a turn to the beginning of the next one.
 
     The states kept for a conversation cover the prompt and all tokens of the conversation so far, except the last token
-    of its last turn. The next prompt uses these states as far as its tokens are the same: tokens at the end of a turn
-    may have been dropped since. All rows of a wave run the same number of new tokens, so that the rows stay
-    left-padded. A row with fewer new tokens runs some of its old tokens again.
+    of its last turn. The next prompt uses these states only as far as its tokens are the same, because tokens at the
+    end of a turn may have been dropped since. All rows of a wave run the same number of new tokens, so that the rows
+    stay left-padded. A row with fewer new tokens runs some of its old tokens again.
 
     Args:
         turns: Numbers the conversations, and holds the kept states.
@@ -861,7 +861,7 @@ class KeptStates:
         turns.states.clear()
 
     def before(self, wave: Wave, width: int) -> list[States] | None:
-        """States of the first columns of the prompts of a wave; None if all columns must be run.
+        """States of the first columns of a wave's prompts; None if all columns must be run.
 
         Args:
             wave: The prompts; each has one completion.
@@ -943,7 +943,7 @@ def copies_for_autocast(policy: nn.Module, device: torch.device) -> dict[str, Te
 
 
 def choose_sampler(device: torch.device) -> ChooseSampler:
-    """How the next token is sampled: in fused kernels on CUDA."""
+    """Choose how the next token is sampled: in fused kernels on CUDA, one operation after the other elsewhere."""
     if device.type != "cuda":
         return choose_unfused
     from grpo_lightning.rollout.fused import next_token
@@ -991,8 +991,8 @@ class Lockstep:
     """Synchronizes the number of forward calls over ranks while the weights stay sharded.
 
     Forward calls of sharded weights are collective, but completions end at different steps on each rank. All ranks
-    therefore make the same calls until the last rank is done: when other ranks decode, a rank without unfinished rows
-    runs a dummy row, and when other ranks prefill prompts, a rank without waiting prompts runs a dummy prefill.
+    therefore make the same calls until the last rank is done. When other ranks decode, a rank without unfinished rows
+    runs a dummy row. When other ranks prefill prompts, a rank without waiting prompts runs a dummy prefill.
 
     Args:
         is_needed: True if forward calls are collective. Otherwise no rank waits for another.
@@ -1010,7 +1010,7 @@ class Lockstep:
         return set().union(*ranks.gather_objects(set(own))) if self.is_needed else set(own)
 
     def agree(self, *own: bool) -> list[bool]:
-        """For each kind of forward call, whether any rank makes it next. `own`: whether this rank does."""
+        """For each kind of forward call, whether any rank makes it next. Args: own: whether this rank makes it."""
         if not self.is_needed:
             return list(own)
         return ranks.max_over_ranks(torch.tensor(own, dtype=torch.long, device="cpu")).bool().tolist()
@@ -1039,7 +1039,7 @@ def log_gathering(gathers: bool, reason: str) -> None:  # noqa: FBT001 - what wa
 
 
 def full_bytes(policy: nn.Module, dtype: torch.dtype | None = None) -> int:
-    """Bytes of the full (unsharded) weights in the dtype that they are gathered in (None: the weights' own dtype)."""
+    """Bytes of the full (unsharded) weights in the dtype in which they are gathered; None is the weights' dtype."""
     size = None if dtype is None else dtype.itemsize
     return sum(full_shape(p).numel() * (size or p.element_size()) for p in policy.parameters())
 

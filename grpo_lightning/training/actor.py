@@ -77,9 +77,9 @@ class Actor:
             skip_zero_advantages: Leave out completions with advantage 0.
 
         Returns:
-            This rank's micro-batches of all updates, as many as on every other rank, and the numbers of trained tokens
-            and completions in each update, summed over all ranks. Before the first forward pass, ranks have to agree on
-            the number of passes (`agree_on_chunks`).
+            This rank's micro-batches of all updates, and the numbers of trained tokens and completions in each update,
+            summed over all ranks. All ranks have the same number of micro-batches. Before the first forward pass, they
+            have to agree on the number of passes (`agree_on_chunks`).
         """
         size = len(groups[0].completions) if groups else 0
         micro_batches, counts = plan_over_ranks(
@@ -129,7 +129,9 @@ class Actor:
                     batch.old_logprobs = self.token_logprobs(batch).logprobs
 
     def add_ref_logprobs(self, groups: Sequence[Group], shape: CycleShape, *, of_masked: bool) -> None:
-        """Add reference log-probs to the completions. Collective; needs a reference.
+        """Add reference log-probs to the completions.
+
+        Collective: all ranks call it. The run must have a reference.
 
         Args:
             groups: N groups, of this rank.
@@ -152,7 +154,7 @@ class Actor:
 
 
 def lacks_ref_logprobs(groups: Sequence[Group], *, of_masked: bool) -> bool:
-    """True if a completion of any rank lacks reference log-probs. Collective.
+    """True if a completion of any rank lacks reference log-probs. Collective: all ranks call it.
 
     Args:
         groups: N groups, of this rank.

@@ -1,4 +1,4 @@
-"""Checkpoint files: reading files and sharded folders, detecting incomplete checkpoints, and files of each rank."""
+"""Read checkpoint files and sharded folders, detect incomplete checkpoints, and handle the files of each rank."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def mark_complete(checkpoint: Path, *, other_files: Sequence[Path] = (), is_inte
     Args:
         checkpoint: Folder of the checkpoint.
         other_files: Files outside the folder that belong to the checkpoint.
-        is_interrupted: True if an exception ended the run inside an optimizer step: no run can resume from the
+        is_interrupted: True if an exception ended the run inside an optimizer step. No run can then resume from the
             checkpoint.
     """
     files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != MARK]
@@ -224,7 +224,7 @@ def was_interrupted(checkpoint: Path) -> bool:
 
 
 REFERENCE = "reference"
-"""Used instead of the rank in the name of the file with the weights of an updated reference."""
+"""Takes the place of the rank in the name of the file that contains the weights of an updated reference."""
 
 
 class RankFiles:

@@ -84,7 +84,7 @@ class StepEnds(L.Callback):
         trainer.strategy.remove_checkpoint = remove_all  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Make checkpoint callbacks treat the step from which a run resumes as saved; Lightning does not do this."""
+        """Make checkpoint callbacks treat the step from which a run resumes as saved, which Lightning does not do."""
         for callback in trainer.checkpoint_callbacks if trainer.global_step else ():
             if isinstance(callback, ModelCheckpoint):
                 remember_saved_step(callback, trainer.global_step)
@@ -195,10 +195,10 @@ passed again when a checkpoint is loaded."""
 
 
 def plain_settings(arguments: Mapping[str, Any], loader: PolicyLoader) -> dict[str, Any]:
-    """Return the module's arguments that a checkpoint contains and `load_from_checkpoint` therefore does not need.
+    """Return the module's arguments that a checkpoint contains, so that `load_from_checkpoint` does not need them.
 
-    All are plain values, so that the checkpoint can be loaded with `weights_only=True`. Rewards are not included, nor
-    is a policy that was passed as a model object.
+    All are plain values, so that the checkpoint can be loaded with `weights_only=True`. Rewards are not included. A
+    policy that was passed as a model object is not included either.
     """
     plain = {name: arguments[name] for name in KEPT_ARGUMENTS if arguments[name] is not None}
     for name, value in plain.items():

@@ -1,4 +1,4 @@
-"""Checks of a run's settings, and of its loader and trainer, which have to fit the length of a cycle."""
+"""Checks of a run's settings, and checks that its loader and trainer fit the length of a cycle."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ STEPS: dict[str, tuple[type, str]] = {
     "split_rollout": (Cycle, "a Cycle (add `return Cycle(...)`)"),
     "update": (Tensor, "the loss, a Tensor (add `return loss`)"),
 }
-"""The steps of the algorithm, which are methods of the module: for each step, the type that it returns, and the
-description of the required result in an error."""
+"""For each step of the algorithm (a method of the module): the type that it returns, and the description of the
+required result in error messages."""
 
 
 def checked_step(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,7 +228,7 @@ def check_offload(offload: Sequence[str], *, has_copy: bool) -> None:
 
 
 def check_paging(offload: Sequence[str], optimizer: Optimizer) -> None:
-    """Refuse to offload the states of a paged optimizer, which moves them itself. Raises: ValueError."""
+    """Refuse to offload the states of a paged optimizer, which moves its states itself. Raises: ValueError."""
     if "optimizer" in offload and getattr(optimizer, "is_paged", False):
         raise ValueError(
             f"model.offload names the optimizer, but {type(optimizer).__name__} pages its states to the CPU itself: "
@@ -308,8 +308,8 @@ def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
         trainer.fit_loop.epoch_loop.max_steps = rounded
     requested = limit = trainer.limit_train_batches
     if isinstance(requested, float) and requested < 1:
-        # A fraction is converted now, because the limit cannot be changed any more once the loader is set up. Neither
-        # can the validation interval.
+        # A fraction is converted now, because neither the limit nor the validation interval can be changed any more
+        # once the loader is set up.
         limit = int(num_batches(trainer) * requested)
     if isinstance(limit, int) and limit % cycle:
         rounded = math.ceil(limit / cycle) * cycle
@@ -377,7 +377,7 @@ def check_validation_interval(trainer: L.Trainer) -> None:
 
 
 def check_not_loaded(sharding: Sharding | None, trainer: L.Trainer) -> None:
-    """Refuse a policy that was loaded unsharded if the strategy shards it: each rank would train its own weights.
+    """Refuse a policy that was loaded unsharded if the strategy shards it: each rank would train separate weights.
 
     Args:
         sharding: How the loaded policy is sharded; None if it is not loaded yet.
@@ -414,8 +414,8 @@ def check_teams(ranks_per_group: int, num_generations: int, engine: RolloutEngin
     """Check that the ranks can be divided into teams that share groups.
 
     Raises:
-        ValueError: If the number of ranks is no multiple of `ranks_per_group`, a rank would have no completion, or the
-            engine cannot sample a part of a group.
+        ValueError: If the number of ranks is no multiple of `ranks_per_group`, if a rank would have no completion, or
+            if the engine cannot sample a part of a group.
     """
     if ranks_per_group == 1:
         return
@@ -496,8 +496,8 @@ def check_asynchronous(
     Without a trainer (`plan`), the training loader is not checked.
 
     Raises:
-        ValueError: If the engine samples with the policy's own weights, ranks share groups, or the training loader does
-            not know the prompts of the next cycles.
+        ValueError: If the engine samples with the policy's own weights, if ranks share groups, or if the training
+            loader does not know the prompts of the next cycles.
     """
     if not max_staleness:
         return

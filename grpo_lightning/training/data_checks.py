@@ -145,14 +145,14 @@ def check_prompts(
         trainer: Trainer with the data.
         trained: Sampling of training completions.
         validated: Sampling of evaluation completions.
-        conversations: The conversations of the run. Their chat template is checked, and the template's descriptions of
+        conversations: The conversations of the run. The chat template must support them. The template's descriptions of
             tools count as tokens of the prompts.
         max_sequence_length: The engine's maximum number of tokens of a prompt and its completion; None if the engine
             has no limit of its own.
 
     Raises:
-        ValueError: If a prompt is a chat and the tokenizer has no chat template, if a prompt is too long for model or
-            engine, if it has different numbers of images and image placeholders, if it contains a video, or if it
+        ValueError: If a prompt is too long for model or engine, has different numbers of images and image placeholders,
+            or contains a video. Also if a prompt is a chat and the tokenizer has no chat template, or if a prompt
             contains images and the model is text-only.
     """
     prompts = [prompt for data in known_data(trainer) for prompt in data]
@@ -256,7 +256,7 @@ def check_turned_once(reward_set: RewardSet, metrics: Sequence[Any], trainer: L.
 
 
 def check_readers(reward_set: RewardSet, metrics: Sequence[Any], loader: PolicyLoader, trainer: L.Trainer) -> None:
-    """Check that rewards, metrics and callbacks agree on box coordinate systems, and that the policy's is known.
+    """Check that rewards, metrics and callbacks agree on box coordinates, and that the policy's coordinates are known.
 
     Raises:
         ValueError: If a metric or callback reads the same ground-truth boxes as rewards, but its `gold_coordinates`

@@ -1,9 +1,9 @@
 """Export a checkpoint to a folder that transformers loads.
 
 A checkpoint contains only the trained weights. Frozen weights, config and tokenizer (for a multimodal policy, the
-processor) come from the policy before training. So the export first loads that policy, and then replaces the policy's
+processor) come from the policy before training. So the export first loads that policy, and then replaces those of its
 weights that the checkpoint contains. LoRA adapters are merged into the policy's weights, or written separately for
-peft. The export never quantises the policy: adapters that were trained on 4-bit or 8-bit weights are merged into the
+peft. The export never quantises the policy. Adapters that were trained on 4-bit or 8-bit weights are merged into the
 full-precision weights, which differ from the weights of the run by the quantisation error.
 """
 
@@ -151,7 +151,7 @@ def export(
 
 
 def check_target(folder: Path, *, force: bool) -> None:
-    """Raise NotADirectoryError if `folder` is a file, or FileExistsError if it is not empty without `force`."""
+    """Raise NotADirectoryError if `folder` is a file, or FileExistsError if it is not empty and `force` is false."""
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file: export to a folder.")
     if folder.exists() and any(folder.iterdir()) and not force:

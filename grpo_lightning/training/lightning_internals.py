@@ -112,9 +112,9 @@ def set_position(loops: dict[str, Any]) -> None:
     """Set Lightning's counters in a checkpoint to a position from which Lightning resumes exactly.
 
     There are two such positions: after a micro-step inside an epoch, and before the first micro-step of an epoch.
-    Lightning itself writes counters that depend on the hook in which the checkpoint is saved. If it is saved at the end
-    of an epoch, or when the run leaves an epoch early (`max_steps`, `should_stop`), `max_steps` and Lightning's version
-    determine whether the epoch counts as done.
+    Lightning itself writes counters that depend on the hook in which the checkpoint is saved. A checkpoint may be saved
+    at the end of an epoch, or when the run leaves an epoch early (`max_steps`, `should_stop`). Whether the epoch then
+    counts as done depends on `max_steps` and Lightning's version.
 
     Args:
         loops: State dict of the fit loop in a checkpoint, changed in place.
@@ -163,7 +163,7 @@ def recount_batches(trainer: L.Trainer) -> None:
     """Recompute the counts of micro-steps of a resumed run for its batch size, number of ranks and cycle length.
 
     Lightning continues from the counts in the checkpoint. If this run has other sizes, Lightning would end the epoch
-    too early, with prompts left over, or too late; and it would look for the end of a cycle or of an accumulation
+    too early (with prompts left over) or too late. It would also look for the end of a cycle or of an accumulation
     window at the wrong micro-step. The number of optimizer steps does not depend on these sizes.
     """
     loader = trainer.train_dataloader

@@ -181,8 +181,8 @@ def add_rollout(
     includes truncated completions, which would have become longer without the limit.
 
     With asynchronous rollouts, `rollout/staleness` is the mean number of rollouts that were trained on between sampling
-    a group and training on it. `time/rollout` is then the time that training waits for samples.
-    `rollout/tokens_per_second` is then divided by `time/sampling`, most of which passes in the background.
+    a group and training on it. `time/rollout` is then the time that training waits for samples. The divisor of
+    `rollout/tokens_per_second` is then `time/sampling`, most of which passes in the background.
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
@@ -259,7 +259,7 @@ def add_resampling(metrics: StepMetrics, done: Resampling, reason: str, warn_onc
 
 
 def add_scores(metrics: StepMetrics, scores: Scores) -> None:
-    """Add each reward's mean and std within groups, zero-variance groups, failures and the rewards' own metrics."""
+    """Add each reward's mean and std within groups, zero-variance groups, failures, and metrics that rewards log."""
     total = scores.total
     scorable = ~total.isnan()
     metrics.add("reward/mean", total.nansum(), scorable.sum())
@@ -301,10 +301,9 @@ def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -
     """Add loss, KL, ratio and clip fractions of a micro-batch, over its trained tokens.
 
     A run without a reference and without token selection may leave completions with advantage 0 out of its
-    micro-batches. No metric depends on this choice. Only two kinds of metrics are means over all completions: the KL to
-    the reference and the fraction of selected tokens, and such a run has neither. All other means describe the policy
-    loss, to which completions with advantage 0 do not contribute. They are means over the completions whose advantage
-    is not 0.
+    micro-batches. No metric depends on this choice. Only the KL to the reference and the fraction of selected tokens
+    are means over all completions, and such a run has neither. All other means describe the policy loss, to which
+    completions with advantage 0 do not contribute. They are means over the completions whose advantage is not 0.
 
     `policy/rollout_kl` is KL(engine || policy at the time of sampling) in nats per token. It measures how much the
     distribution that the engine sampled from differs from the distribution that training computes.
@@ -348,7 +347,7 @@ def add_router_loss(metrics: StepMetrics, share: Tensor, largest: Tensor, *, ope
 
 
 def num_empty_updates(micro_batches: Sequence[MicroBatch], updates_per_rollout: int) -> int:
-    """Number of a cycle's updates in which no completion of any rank has an advantage. Collective."""
+    """Count a cycle's updates in which no completion of any rank has an advantage. Collective: all ranks call it."""
     has_advantage = [((batch.token_advantages != 0) & batch.completion_mask).any() for batch in micro_batches]
     of_updates = torch.stack(has_advantage).view(updates_per_rollout, -1).any(dim=1)
     return int((ranks.max_over_ranks(of_updates.int()) == 0).sum())
@@ -357,7 +356,7 @@ def num_empty_updates(micro_batches: Sequence[MicroBatch], updates_per_rollout: 
 def empty_reason(
     rollout: Rollout, objective: Objective, overlong_filter: OverlongFilter, max_completion_length: int
 ) -> str:
-    """The most likely reason why the completions of a rollout have no advantage. Collective."""
+    """The most likely reason why a rollout's completions have no advantage. Collective: all ranks call it."""
     completions = [completion for group in rollout.groups for completion in group.completions]
     num_masked = sum(completion.mask is not None and not any(completion.mask) for completion in completions)
     num_scorable = 0 if rollout.scores is None else int((~rollout.scores.total.isnan()).sum())

@@ -89,12 +89,12 @@ class MicroStep:
     """Index of the update in its cycle."""
 
     update: list[MicroBatch]
-    """All micro-batches of the update, this one among them."""
+    """All micro-batches of the update, including `batch`."""
 
 
 @dataclass(frozen=True)
 class CycleShape:
-    """Numbers of micro-steps, updates and epochs of a cycle, which is the training on one rollout."""
+    """Numbers of micro-steps, updates and epochs of a cycle (the training on one rollout)."""
 
     accumulate_grad_batches: int
     """Micro-batches per update."""
@@ -279,7 +279,7 @@ class Cycle:
 
 @dataclass(frozen=True)
 class Share:
-    """The part of the rollout of all ranks that this rank has.
+    """This rank's part of the rollout of all ranks.
 
     A team is the ranks that share the same groups. The groups of all teams are ordered round-robin: the first group of
     each team, then the second group of each team, and so on. In a round of dynamic sampling, teams have unequal numbers
@@ -389,8 +389,8 @@ def agree_on_chunks(micro_batches: Sequence[MicroBatch], scorer: Scorer) -> None
     """Set the numbers of chunks of every micro-batch to the maximum over ranks. Collective: all ranks call it.
 
     Sharded weights are gathered by all ranks together, so all ranks must run equally many forward passes. Call this
-    function before the first pass over the micro-batches, no matter whether `split_rollout`, an override of it, or a
-    checkpoint provided them.
+    function before the first pass over the micro-batches. This also holds for micro-batches from an overridden
+    `split_rollout` or from a checkpoint.
 
     Args:
         micro_batches: This rank's micro-batches.
@@ -503,7 +503,7 @@ def find_prompts(micro_batches: Sequence[MicroBatch], prompts: Sequence[Prompt])
 
 
 def known_observations(cycle: Cycle) -> dict[int | str, Any]:
-    """The first observations of the environments of a resumed cycle (`Prompt.observation`), by `Prompt.key`."""
+    """The environments' first observations in a resumed cycle (`Prompt.observation`), by `Prompt.key`."""
     return {
         key: load_observation(observation)
         for batch in cycle.micro_batches
@@ -550,8 +550,8 @@ def split_update(rows: list[CompletionRow], parts: int, cost: RowsCost | None = 
     - completions in the order of their lengths: less padding, but many prompts are processed several times.
 
     Each order is balanced twice: by the number of tokens without padding, and by the number of tokens with all
-    completions padded to the longest. With the scorer's chunks (`AutoChunks`), little padding is computed; in a single
-    forward pass, all padding is. The best split has the least
+    completions padded to the longest. With the scorer's chunks (`AutoChunks`), little padding is computed. In a single
+    forward pass, all padding is computed. The best split has the smallest
 
         sum over micro-batches of cost + parts * largest cost
 
@@ -605,7 +605,7 @@ def num_tokens(rows: list[CompletionRow]) -> int:
 
 
 def padded_cost(rows: list[CompletionRow]) -> int:
-    """Number of tokens of a micro-batch, with prompts padded to the longest prompt, and completions likewise."""
+    """Tokens of a micro-batch, with prompts padded to the longest prompt, and completions to the longest completion."""
     if not rows:
         return 0
     prompts = prompt_lengths(rows)

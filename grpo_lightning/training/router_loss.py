@@ -63,9 +63,9 @@ class RouterLoss:
         self.others, self.step = list(others), None
 
     def share(self, load: RouterLoad | None) -> Tensor:
-        """Compute a micro-batch's share of the weighted loss: the shares of all micro-batches and ranks add up to it.
+        """Compute a micro-batch's share of the weighted loss, the sum of the shares of all micro-batches and ranks.
 
-        Collective at the first micro-batch of a step: all ranks call it.
+        Collective for the first micro-batch of a step: all ranks call it.
 
         Args:
             load: Load of the micro-batch, with gradients (`TokenScores.load`).
@@ -99,7 +99,7 @@ class RouterLoss:
 
 
 def router_coefficient(requested: float | None, config: PretrainedConfig) -> float:
-    """Weight of the load-balancing loss: as requested, else the model's own (`router_aux_loss_coef`); 0 for none.
+    """Weight of the load-balancing loss: as requested, else `router_aux_loss_coef` of the policy's config, else 0.
 
     Args:
         requested: `objective.router_aux_loss_coef`; None uses the coefficient of the config.
@@ -121,7 +121,9 @@ def router_coefficient(requested: float | None, config: PretrainedConfig) -> flo
 
 
 def make_router_loss(policy: nn.Module, scorer: Scorer, requested: float | None) -> RouterLoss | None:
-    """Make the load-balancing loss of a run, after a small forward pass that records the routing. Collective.
+    """Make the load-balancing loss of a run, after a small forward pass that records the routing.
+
+    Collective: all ranks call it.
 
     Args:
         policy: The policy.
@@ -129,8 +131,8 @@ def make_router_loss(policy: nn.Module, scorer: Scorer, requested: float | None)
         requested: `objective.router_aux_loss_coef`.
 
     Returns:
-        None if the coefficient is 0, or if the routers cannot be read and no coefficient was requested (with a
-        warning).
+        The loss, or None if the coefficient is 0. Also None, with a warning, if the routers cannot be read and no
+        coefficient was requested.
 
     Raises:
         ValueError: If a coefficient above 0 is requested, and the model is dense or its routers cannot be read.

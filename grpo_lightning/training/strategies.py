@@ -191,7 +191,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         checkpoint_path: Any,
         weights_only: bool | None = None,  # noqa: FBT001
     ) -> dict[str, Any]:
-        """As in Lightning, but training also loads a universal checkpoint, and evaluation a stage 3 folder or a file.
+        """As in Lightning, but training also loads universal checkpoints, and evaluation stage 3 folders and files.
 
         A stage 3 folder contains the weights only as float32 master weights of the optimizer, and DeepSpeed cannot load
         master weights without an optimizer. Each rank saves only its shard of the optimizer states. If a different

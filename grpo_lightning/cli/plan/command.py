@@ -123,7 +123,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
         return
     vllm.check_run(engine, loader, [module.sampling, module.validation_sampling], ranks.world_size)
     is_eager = "eager" in (loader.attention, model.config._attn_implementation)
-    # The path is chosen without weights. The probe at the start of a run may still choose the dense path.
+    # The scoring path is chosen without weights. The probe at the start of a run may still choose the dense path.
     path: Literal["dense", "extended"] = "dense" if loader.scoring == "dense" or dense_reason(model) else "extended"
     sizes = sizes_of(model, loader)
     division = memory.division_of(config.trainer.strategy, ranks.world_size)
@@ -417,7 +417,7 @@ def longest_prompt(
 
 
 def measure_longest(prompts: list[Prompt], encoder: Encoder) -> tuple[int, str]:
-    """Tokenize the prompts with the longest texts and the largest images. Returns: as `longest_prompt`."""
+    """Tokenize the prompts with the longest texts and the largest images. Returns: see `longest_prompt`."""
     chosen, largest = longest_texts(prompts), largest_images(prompts)
     tokens = max(encoder.num_tokens(prompt) for prompt in [*chosen, *largest])
     among = f", among the {len(chosen)} longest texts and {len(largest)} largest images" * (len(chosen) < len(prompts))

@@ -623,9 +623,9 @@ def layer_bytes(model: ModelSizes, size: Pass, precision: Precision, *, is_eager
                       eager attention: its scores                    (4 + c) a per token of the context
         feed-forward  gate, up, activated gate and product           4 c i; without a gate 2 c i
 
-    For Llama and Qwen2, the count is within 2 % of measured bytes, or up to 4 % above them for a prompt pass without a
-    mask, which keeps keys and values once per key head, not per query head. Models with additional norms (Qwen3, Gemma
-    3) or experts keep more activations, which are not counted.
+    For Llama and Qwen2, the count is within 2 % of measured bytes. For a prompt pass without a mask, it is up to 4 %
+    above them, because such a pass keeps keys and values once per key head, not once per query head. Models with
+    additional norms (Qwen3, Gemma 3) or experts keep more activations, which are not counted.
     """
     c, h, heads = precision.compute, model.hidden_size, model.num_heads * model.head_dim
     tokens, pairs = size.rows * size.tokens, size.rows * size.tokens * size.context

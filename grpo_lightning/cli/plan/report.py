@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jsonargparse import Namespace
 
 TIGHT = 0.9
-"""Fraction of a device's memory above which it depends on fragmentation and the CUDA context whether a run fits."""
+"""Fraction of a device's memory. Above it, fragmentation and the CUDA context decide whether a run fits."""
 
 
 def print_lines(console: Console, title: str, lines: Sequence[str]) -> None:

@@ -95,7 +95,7 @@ def size_of(
         KV cache   2 x bytes x head size x key-value heads per rank, per layer and token
 
     With more ranks than key-value heads, each rank has one key-value head. In mode `server`, the sizes are those of a
-    server without tensor parallelism, in 16 bits, the width of most checkpoints.
+    server without tensor parallelism. They assume 16-bit numbers, as in most checkpoints.
 
     Args:
         engine: The engine of the run.

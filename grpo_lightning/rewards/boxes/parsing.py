@@ -54,10 +54,10 @@ def boxes_in(answer: str) -> list[Box | None]:
 def detections(text: str) -> list[Detection] | None:
     """Parse the objects listed in a completion's answer; None if the answer is not a list of objects.
 
-    The list is JSON: in the last code fences of the answer, or bare, or with words around it. Its items are objects
-    `{"bbox_2d": [x1, y1, x2, y2], "label": "..."}`; a single object is accepted without a list. An item that is only a
-    box is an object without a label, and any other item is an object without a box. `None`, `null` and `[]` mean that
-    there are no objects.
+    The list is JSON. It may be in the last code fences of the answer, bare, or with words around it. Its items are
+    objects `{"bbox_2d": [x1, y1, x2, y2], "label": "..."}`; a single object is accepted without a list. An item that is
+    only a box is an object without a label, and any other item is an object without a box. `None`, `null` and `[]` mean
+    that there are no objects.
     """
     answer = _in_fences(answer_of(text))
     if plain(answer).strip("\"'`") == "none":

@@ -38,9 +38,13 @@ class IoU(BoxReward):
     be integers or decimals, and the box may be inside JSON or bare. The box is converted to pixels of the image in the
     data and clipped to the image. The reward is 0 if there is no box, or if the box is inverted or empty.
 
-    VLM-R1's `iou_reward` differs: it sets the IoU to 0 if the overlap is at most one unit wide or high; it reads only
-    integers; it reads the first box instead of the last; for Qwen models, it converts boxes with a patch size of 14
-    pixels, whatever the model's patch size is; and it returns 0 if the comparison of the boxes raises an error.
+    VLM-R1's `iou_reward` differs in these points:
+
+    - It sets the IoU to 0 if the overlap is at most one unit wide or high.
+    - It reads only integers.
+    - It reads the first box instead of the last.
+    - For Qwen models, it converts boxes with a patch size of 14 pixels, whatever the model's patch size is.
+    - It returns 0 if the comparison of the boxes raises an error.
 
     Args:
         answer_column: The data column with the ground-truth box: four numbers, a mapping with `bbox_2d`, or text with
@@ -158,8 +162,8 @@ class DetectionMAP(DetectionReward):
 
     The answer of a completion is the content of its last `<answer>...</answer>`; without these tags, the text after
     `</think>`. It must have a JSON list of `{"bbox_2d": [x1, y1, x2, y2], "label": "..."}`, or be `None`. If neither
-    the answer nor the ground truth lists an object, the reward is 1; if only one of the two lists objects, the reward
-    is 0. An object without a label or without four numbers is a false positive. Labels are compared
+    the answer nor the ground truth lists an object, the reward is 1. If one of them lists objects and the other lists
+    none, the reward is 0. An object without a label or without four numbers is a false positive. Labels are compared
     case-insensitively.
 
     Average precision ranks the boxes of each label. The boxes of an answer have no scores, so they are ranked in the

@@ -173,7 +173,7 @@ class Sandbox:
     def call(
         self, function: str, arguments: Sequence[Any], *, seconds: float, max_output: int
     ) -> tuple[Ended, Any, str]:
-        """Load the program and call one of its functions, or the method of that name of its class `Solution`.
+        """Load the program, and call one of its functions or a method of its class `Solution`.
 
         Args:
             function: The name of the function or method.
@@ -291,7 +291,7 @@ def check_sandbox(limits: Limits) -> list[str]:
         `limits.allow_file_reads` is set; otherwise [].
 
     Raises:
-        SandboxError: If the sandbox does not start, or another attempt to break out succeeds.
+        SandboxError: If the sandbox does not start, or if any other attempt to break out succeeds.
     """
     with Sandbox(PROBE, limits) as sandbox:
         ended = sandbox.run_main(b"", seconds=START_SECONDS, max_output=1000)

@@ -12,10 +12,10 @@ the system's shared libraries. The kernel refuses everything else:
 | signal or trace another process, or change its limits | seccomp |
 | gain privileges | no_new_privs, and all capabilities are dropped |
 
-Landlock and seccomp work without privileges and in containers. Landlock needs Linux 5.13. Without Landlock, which is
-accepted only with `allow_file_reads`, a program can read every file that its user can read, `/proc` included; the other
-rows of the table still hold. In every case a program sees the names, sizes and dates of files (`stat`), the time, and
-the load of the machine.
+Landlock and seccomp work without privileges and in containers. Landlock needs Linux 5.13. A kernel without Landlock is
+accepted only with `allow_file_reads`. A program can then read every file that its user can read, `/proc` included. The
+other rows of the table still hold. In every case a program sees the names, sizes and dates of files (`stat`), the time,
+and the load of the machine.
 
 This module imports only the standard library, because it runs in the launcher (`sandbox/launcher.py`).
 """
@@ -51,7 +51,7 @@ _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 # System call: its number on x86_64 and on aarch64 (None: it does not exist there).
 _HARMLESS: dict[str, tuple[int, int | None]] = {
-    # files that are open, and what is known about files
+    # open files, and metadata of files
     **{"read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67)},
     **{"close": (3, 57), "lseek": (8, 62), "fstat": (5, 80), "newfstatat": (262, 79), "statx": (332, 291)},
     **{"stat": (4, None), "lstat": (6, None), "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439)},
@@ -98,8 +98,8 @@ _OPEN, _OPENAT, _PRLIMIT, _KILL, _TGKILL = (2, None), (257, 56), (302, 261), (62
 _SOCKETPAIR, _SENDTO = (53, 199), (44, 206)
 
 _CLONE_THREAD = 0x10000
-# Commands that duplicate a descriptor, or get or set its flags. F_SETOWN and F_SETSIG are not among them, because a
-# process can use them to signal other processes.
+# Commands that duplicate a descriptor, or get or set its flags. F_SETOWN and F_SETSIG are refused, because they let a
+# process signal other processes.
 _FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)
 _IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # isatty, window size, FIONREAD, FIONBIO, FIOCLEX
 _ACCESS_MODE, _O_CREAT, _O_TRUNC = 0o3, 0o100, 0o1000
@@ -113,7 +113,7 @@ class Isolation:
     """The sandbox, prepared once by the launcher; every child process of the launcher enters it with `enter`.
 
     Args:
-        allow_file_reads: Go on without Landlock if the kernel lacks it; programs can then read files.
+        allow_file_reads: Continue without Landlock if the kernel lacks it; programs can then read files.
 
     Raises:
         IsolationError: If this is not 64-bit Linux on x86_64 or aarch64, or if the kernel has no Landlock and
@@ -249,7 +249,7 @@ Instruction = tuple[int, int, int, int]
 
 
 def seccomp_filter(arch: str, pid: int, *, has_landlock: bool) -> bytes:
-    """Assemble the seccomp filter: a list of allowed system calls, some for certain arguments only.
+    """Assemble the seccomp filter: a list of allowed system calls, some of them only with certain arguments.
 
     All other system calls fail with EPERM, except `clone3`. A filter cannot see the arguments of `clone3`, so this call
     fails with ENOSYS, and libc then uses `clone`.
@@ -312,8 +312,8 @@ def _no_pointer(number: int) -> list[Instruction]:
 def _read_only(number: int, *, has_landlock: bool) -> list[Instruction]:
     """Allow opening files for reading. With Landlock, also allow opening for writing, which Landlock restricts by path.
 
-    Even with Landlock, opening for reading with O_TRUNC is refused: it truncates the file, and Landlock before Linux
-    6.2 does not check truncation.
+    Even with Landlock, opening for reading with O_TRUNC is refused. O_TRUNC truncates the file, and Landlock before
+    Linux 6.2 does not check truncation.
     """
     if has_landlock:
         return [

@@ -1,8 +1,8 @@
 """Launcher of sandboxed programs: a small process that forks one or two children per test.
 
-It runs in a new interpreter without site packages (`sandbox/client.py` starts it), so its memory holds neither the data
-nor the environment of the training run, and a child starts in a millisecond. Only the children execute the program,
-after `Isolation.enter`:
+`sandbox/client.py` starts the launcher in a new interpreter without site packages. Therefore its memory holds neither
+the data nor the environment of the training run, and a child starts in a millisecond. Only the children execute the
+program, after `Isolation.enter`:
 
     reward worker  -- program, input -->  launcher  -- fork -->  program
                   <- status, output -              -- fork -->  tests (only for tests that are Python code)
@@ -148,8 +148,8 @@ class Launcher:
         """Run a job.
 
         Args:
-            job: `kind`; `seconds`, the time limit; `max_output`, in bytes; for "judge" also `place` and `size`, the
-                offset and length of the test code in the file.
+            job: `kind`; `seconds`, the time limit; `max_output`, the limit of the output in bytes. A "judge" job also
+                has `place` and `size`, the offset and length of the test code in the file.
             body: The standard input ("main"), or the request ("call").
 
         Returns:
@@ -267,7 +267,7 @@ class Launcher:
             seconds: Time limit.
 
         Returns:
-            As `run`.
+            As in `run`.
 
         Raises:
             OSError: If the child did not enter the sandbox.
@@ -380,7 +380,7 @@ def _end(pid: int) -> None:
 
 
 def count_threads(pid: int) -> int:
-    """The threads of a process; 0 if it has ended."""
+    """Number of threads of a process; 0 if the process has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[17])

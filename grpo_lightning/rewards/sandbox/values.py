@@ -1,8 +1,8 @@
 """Copy values of builtin types between processes as JSON, and call functions in another process.
 
 The values that a program returns reach the tests only as such copies, without methods that the program defines. An
-object of any other type stays in the program's process, and the tests get a `Remote` for it. They can call it, iterate
-over it, read and set its attributes, and pass it back to the program; comparing it raises an error.
+object of any other type stays in the program's process, and the tests get a `Remote` for it. The tests can call the
+`Remote`, iterate over it, read and set its attributes, and pass it back to the program. Comparing it raises an error.
 
 | type | JSON |
 |---|---|
@@ -13,7 +13,7 @@ over it, read and set its attributes, and pass it back to the program; comparing
 | list, tuple, set, frozenset | `["l", [...]]`, `["t", [...]]`, `["s", [...]]`, `["z", [...]]` |
 | dict | `["d", [[key, value], ...]]` |
 | range | `["r", [start, stop, step]]` |
-| all others | `["o", place, type]`: the object's index among those that the program's process keeps, its type's name |
+| all others | `["o", place, type]`: the object's index among those that the program keeps, and its type's name |
 
 This module imports only the standard library, because it runs in the launcher (`sandbox/launcher.py`).
 """
@@ -134,7 +134,7 @@ def _check_hashes(keys: list[Any]) -> None:
 
 
 def refuse(value: Any, *_: Any) -> Any:
-    """Raise PlainError. Given to `encode` and `decode` where only the builtin types of the table are allowed."""
+    """Raise PlainError; used in `encode` and `decode` where only the builtin types of the table are allowed."""
     raise PlainError(f"{type(value).__name__} objects cannot be passed to another process")
 
 
@@ -187,8 +187,8 @@ def serve(namespace: dict[str, Any], problem: BaseException | None, requests: in
 
     Args:
         namespace: The program's global names.
-        problem: The exception that ended the program early; every request is then answered with this exception. None
-            if there was none.
+        problem: The exception that ended the program early; every request is then answered with this exception. None if
+            there was no exception.
         requests: File descriptor to read requests from.
         answers: File descriptor to write answers to.
     """
@@ -312,7 +312,7 @@ def _receive(data: Any, call_program: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def _update(argument: Any, new: Any) -> None:
-    """Replace the items of an argument in the tests by those after the program's call. Raises: ProgramError."""
+    """Replace the items of an argument of the tests by the items after the program's call. Raises: ProgramError."""
     if type(argument) is not type(new) or not isinstance(argument, list | dict | set):
         raise ProgramError("the program's answer is malformed")
     argument.clear()

@@ -181,7 +181,7 @@ class Colocated:
                 call()
 
     def load_adapter(self, adapter: dict[str, Tensor], version: int) -> None:
-        """Load a new version of the adapter, and forget the one before.
+        """Load a new version of the adapter, and remove the previous version.
 
         Raises:
             RuntimeError: If blocks of the prefix cache are still in use.
@@ -199,7 +199,7 @@ class Colocated:
         self.reset_cache()
 
     def reset_cache(self) -> None:
-        """Drop image features, keys and values of old weights, which an update does not drop. Raises: RuntimeError."""
+        """Drop image features, keys and values of old weights; an update keeps them. Raises: RuntimeError."""
         with untouched_state():
             if self.has_images:
                 self.llm.llm_engine.reset_encoder_cache()
@@ -207,7 +207,7 @@ class Colocated:
                 raise RuntimeError("vLLM could not reset its prefix cache: completions are still being sampled.")
 
     def adopt(self, announced: None) -> None:
-        """Take over nothing: each process has a vLLM of its own."""
+        """Do nothing, because each process has a separate vLLM."""
 
     def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
         """Sample one completion per request; yields after every decoding step. If vLLM sleeps, this wakes it up.
@@ -244,7 +244,7 @@ class Colocated:
             free_unused_memory()
 
     def wake_up(self, part: str) -> None:
-        """Allocate a part of vLLM's memory again, if it sleeps: "weights" or "kv_cache"."""
+        """Allocate a part of vLLM's memory ("weights" or "kv_cache") again, if `sleep` has freed it."""
         if part in self.asleep:
             free_unused_memory()
             with untouched_state():
@@ -351,9 +351,9 @@ def launched() -> Iterator[None]:
 def untouched_state() -> Iterator[None]:
     """Context without autocast and with torch's original default device; restores the process's state at the end.
 
-    When Lightning connects engines, torch's default device is the training device. vLLM would create tensors on that
-    device which it needs on the CPU. The context restores the random states of torch, numpy and Python, torch's default
-    dtype, grad mode, number of threads, and the current CUDA device.
+    When Lightning connects engines, torch's default device is the training device. vLLM would create tensors there that
+    it needs on the CPU. At the end, the context restores the random states of torch, numpy and Python; torch's default
+    dtype, grad mode and number of threads; and the current CUDA device.
     """
     dtype, threads, own_random = torch.get_default_dtype(), torch.get_num_threads(), random.getstate()
     numpy = sys.modules.get("numpy")  # which this package does not import itself

@@ -96,7 +96,7 @@ class Backend(Protocol):
         """Take over the result of rank 0's `update` or `load_adapter`."""
 
     def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
-        """Sample one completion per request, and yield completions when they end. Some may never be yielded."""
+        """Sample one completion per request, and yield each when it ends. Some completions may never be yielded."""
 
     def decode(self, token_ids: list[int]) -> str:
         """Decode tokens as vLLM does when it looks for stop strings."""
@@ -193,7 +193,7 @@ class VLLMEngine(RolloutEngine):
     images, and the resulting token ids are checked.
 
     Args:
-        mode: "colocate" runs vLLM in the training process, on the same device: every rank has a vLLM of its own.
+        mode: "colocate" runs vLLM in the training process, on the same device; every rank has a separate vLLM.
             "server" uses an external `vllm serve`.
         gpu_memory_utilization: Fraction of the GPU's memory for vLLM: its copy of the weights and its KV cache.
         max_model_len: Maximum tokens of a prompt and its completion; null uses the policy's number of positions. A
@@ -212,12 +212,12 @@ class VLLMEngine(RolloutEngine):
         quantization: Quantisation of vLLM's copy of the weights, by vLLM's name, for example "fp8"; null for none. The
             quantised weights are computed again at every update. Completions then come from a different distribution
             than the policy's: set `objective.rollout_correction`.
-        enable_lora: True sends the base weights once, and before each rollout only A and B of the policy's adapter,
-            which vLLM does not merge. False sends merged weights.
+        enable_lora: True sends the base weights once. Before each rollout, only A and B of the policy's adapter are
+            sent, and vLLM does not merge them. False sends merged weights.
         base_url: Address of the server, instead of `host` and `port`; or a list of several servers.
         host: Name or address of the server's machine; or a list of several.
         port: Port of the server; or a list of several.
-        timeout: Seconds that a call of the server may take. The call of a completion includes its time in the server's
+        timeout: Seconds that a call of the server may take. For a completion, they include the time in the server's
             queue.
         max_retries: Number of times that a request or a weight update is repeated if the connection breaks, or if the
             server fails (5xx) or does not answer in time.
@@ -314,7 +314,7 @@ class VLLMEngine(RolloutEngine):
         self.syncing_thread: int | None = None
         """Thread of the last call of `sync_weights`."""
         self.sent: dict[weights.Kind, dict[str, int]] | None = None
-        """Checksums of the weights that vLLM has, by kind; None before the first update and after one that failed."""
+        """Checksums of the weights that vLLM has, by kind; None before the first update and after a failed update."""
         self.is_discarded = False
         """True if vLLM has discarded weights that it had (`sleep_level: 2`)."""
         self.is_held = False
@@ -392,7 +392,8 @@ class VLLMEngine(RolloutEngine):
         Raises:
             ModuleNotFoundError: If vLLM is needed in this process and not installed.
             ServerError: If no server answers.
-            ValueError: If vLLM is too old, or policy, sampling settings, strategy or device are not supported.
+            ValueError: If vLLM is too old. Also if it does not support the policy, sampling settings, strategy or
+                device.
         """
         config = policy.load_config()
         self.check_supported(policy, config)
@@ -485,13 +486,13 @@ class VLLMEngine(RolloutEngine):
             )
 
     def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:
-        """Start vLLM (colocate), or keep the connection to the server. Raises: ValueError as `weights.check_policy`."""
+        """Start vLLM (colocate), or keep the connection to the server. Raises: see `weights.check_policy`."""
         weights.check_policy(policy)
         if self.enable_lora:
             weights.check_adapter(policy)
         self.policy, self.tokenizer, self.sharding = policy, tokenizer, sharding
-        # The lock is held while completions are sampled, and while weights are sent, so that neither happens during the
-        # other. It is created here, so that an engine that is not connected can be pickled.
+        # The lock is held while completions are sampled, and while weights are sent, so that the two never happen at
+        # the same time. The lock is created here, so that an engine that is not connected can be pickled.
         self.lock = threading.RLock()
         self.stop_ids = stop_ids(policy, tokenizer)
         if not self.stop_ids:
@@ -510,7 +511,7 @@ class VLLMEngine(RolloutEngine):
         self.sent, self.is_discarded = None, False
 
     def connect_servers(self, policy: str | None) -> Servers:
-        """Make and check the servers. `policy`: the policy's name, None if in memory. Raises: as `Served.check`."""
+        """Make and check the servers. Args: policy: its name; None if it is in memory. Raises: see `Served.check`."""
         found = Servers(
             self.urls,
             self.timeout,
@@ -551,11 +552,12 @@ class VLLMEngine(RolloutEngine):
         return ("base", "adapter") if self.enable_lora else ("merged",)
 
     def sync_weights(self, policy: nn.Module) -> None:
-        """Send the policy's weights to vLLM, if they have changed since the last call. Collective.
+        """Send the policy's weights to vLLM, if they have changed since the last call.
 
-        Sharded weights are gathered one decoder layer at a time. In mode "colocate", every rank hands them to its own
-        vLLM. In mode "server", rank 0 sends them to all servers, while the other ranks wait, so that no rank samples
-        meanwhile. If another thread of this process samples, the call waits until it has ended.
+        Collective: every rank must call it. Sharded weights are gathered one decoder layer at a time. In mode
+        "colocate", every rank passes them to its own vLLM. In mode "server", rank 0 sends them to all servers. The
+        other ranks wait, so that no rank samples meanwhile. If another thread of this process is sampling, the call
+        waits until this sampling has ended.
 
         Raises:
             RuntimeError: On every rank, if vLLM of any rank cannot load the weights. That rank raises the original
@@ -578,7 +580,9 @@ class VLLMEngine(RolloutEngine):
             self.sent = sent
 
     def _send(self, policy: nn.Module, kinds: Sequence[weights.Kind]) -> None:
-        """Send the last update's weights of these kinds to vLLM. If that fails temporarily, send all again. Collective.
+        """Send the last update's weights of these kinds to vLLM. If that fails temporarily, send all of them again.
+
+        Collective: all ranks call it.
 
         Raises:
             RuntimeError: On every rank, if vLLM of any rank cannot load the weights. That rank raises the original
@@ -591,7 +595,9 @@ class VLLMEngine(RolloutEngine):
                 time.sleep(servers.BACKOFF * 2 ** (failures - 1))
 
     def _with_base(self, kinds: Sequence[weights.Kind]) -> Sequence[weights.Kind]:
-        """Add "base" to the kinds to send if the adapter is sent and a server has lost the base weights. Collective.
+        """Add "base" to the kinds to send if the adapter is sent and a server has lost the base weights.
+
+        Collective: all ranks call it.
 
         Raises:
             RuntimeError: On every rank, if no server answers for `reconnect_timeout` seconds. Rank 0 raises the
@@ -612,7 +618,7 @@ class VLLMEngine(RolloutEngine):
         return ("base", *kinds) if lacks else kinds
 
     def _adopt_if_sent(self, error: Exception | None, failures: int) -> bool:
-        """Exchange the errors of an attempt to send weights, and adopt its result. Collective.
+        """Exchange the errors of an attempt to send weights, and adopt its result. Collective: all ranks call it.
 
         Args:
             error: The error of this rank.
@@ -694,13 +700,13 @@ class VLLMEngine(RolloutEngine):
         """Sample G completions for every prompt, or a part of them; see `RolloutEngine.generate`.
 
         `on_group` and `progress` are called in the thread of the caller. The random numbers of a completion do not
-        depend on the other prompts of the batch, nor on the server. Its logits may differ in their last bits, because
+        depend on the other prompts of the batch, nor on the server. The logits may differ in their last bits, because
         vLLM's kernels round differently in batches of another size. `turns` is not needed: vLLM's prefix cache keeps
         the states of conversations.
 
         In the thread that has called `sync_weights`, the call is collective: the ranks agree on errors and on servers
-        that need the weights again. In another thread, weights are never sent, because training may be changing them,
-        and errors are raised on this rank only. If vLLM has discarded its weights (`sleep_level: 2`), the policy's
+        that need the weights again. In another thread, weights are never sent, because training may be changing them.
+        Errors are then raised on this rank only. If vLLM has discarded its weights (`sleep_level: 2`), the policy's
         weights are sent first.
 
         Raises:
@@ -785,10 +791,10 @@ class VLLMEngine(RolloutEngine):
         batch.add(index, completion_of(replace(answer, weight_version=version), batch.sampling, self.tokenizer))
 
     def _answers(self, requests: dict[int, Request], error: Exception | None) -> Iterator[Arrivals]:
-        """Sample the completions of this rank's requests. Collective in a tensor-parallel group.
+        """Sample the completions of this rank's requests.
 
-        Each rank of the group passes the requests of all ranks of the group to vLLM, in the same order, and keeps only
-        the answers to its own requests.
+        Collective: every rank of the tensor-parallel group must call it. Each rank passes the requests of all ranks of
+        the group to vLLM, in the same order. It keeps only the answers to its own requests.
 
         Args:
             requests: This rank's requests.
@@ -796,7 +802,7 @@ class VLLMEngine(RolloutEngine):
 
         Raises:
             Exception: The error of this rank.
-            RuntimeError: If another rank of the group has one.
+            RuntimeError: If another rank of the group has an error.
         """
         assert self.backend is not None
         members = self.group.broadcast(self.group.gather((requests, error_text(error))))
@@ -818,7 +824,7 @@ class VLLMEngine(RolloutEngine):
             self.sent, self.is_discarded = None, True
 
     def agree(self, error: Exception | None, batch: Batch) -> int:
-        """Exchange errors and the number of missing completions with the other ranks. Collective, see `generate`.
+        """Exchange errors and the number of missing completions with the other ranks. Collective as `generate` is.
 
         Returns:
             Number of missing completions on all ranks.
@@ -873,7 +879,7 @@ class VLLMEngine(RolloutEngine):
             )
 
     def check_decoding(self) -> None:
-        """Check that vLLM decodes tokens to the same text as the policy; otherwise it would miss stop strings.
+        """Check that vLLM decodes tokens to the same text as the policy; otherwise vLLM would miss stop strings.
 
         Raises:
             ValueError: If the texts differ.
@@ -899,7 +905,7 @@ class VLLMEngine(RolloutEngine):
             scorer: Computes the policy's log-probs in training.
 
         Raises:
-            ValueError: If they differ by more than rounding.
+            ValueError: If the log-probs differ by more than rounding.
         """
         self.sync_weights(self.policy)
         with probe_mode(self.policy):

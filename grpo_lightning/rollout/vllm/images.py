@@ -52,7 +52,7 @@ class PromptImages:
 
 
 def images_of(vision: PromptVision, tokenizer: PreTrainedTokenizerBase) -> PromptImages | None:
-    """Read the images of a prompt; None if it has none. Raises: ImageError as `ImageRef.read`."""
+    """Read the images of a prompt; None if it has none. Raises: ImageError where `ImageRef.read` raises one."""
     if not vision.sources:
         return None
     ids: Any = tokenizer(vision.text, add_special_tokens=False)["input_ids"]
@@ -99,7 +99,7 @@ def check_counts(vision: VisionInputs, limit: int | None) -> None:
 
 
 def check_prompt_ids(images: PromptImages, prompt_ids: Sequence[int], got: Sequence[int] | None, remedy: str) -> None:
-    """Check that vLLM has computed the same token ids for a prompt with images as the policy's processor.
+    """Check that vLLM and the policy's processor have computed the same token ids for a prompt with images.
 
     Args:
         images: The images of the prompt.

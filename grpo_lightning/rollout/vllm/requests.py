@@ -77,8 +77,8 @@ def check_sampling(sampling: SamplingParams) -> None:
 
     Raises:
         ValueError: If the distributions differ. This is the case for more suppressed tokens than vLLM accepts, for
-            temperatures that vLLM raises, and for `min_p` together with `top_p`, because vLLM applies `min_p` first,
-            and then `top_p` to the remaining probability mass.
+            temperatures that vLLM raises, and for `min_p` together with `top_p`. (vLLM applies `min_p` first, and then
+            `top_p` to the remaining probability mass.)
     """
     if len(set(sampling.suppress_tokens)) > MOST_SUPPRESSED:
         raise ValueError(
@@ -151,7 +151,7 @@ def requests_of(
         part: Indices, among the G completions of a prompt, of those to sample.
         settings: The result of `sampling_settings`.
         images: The images of the N prompts; None if no prompt has any.
-        limits: Maximum number of tokens of each prompt's completions; None for that of `settings`.
+        limits: Maximum number of tokens of each prompt's completions; None uses the number in `settings`.
     """
     limit_of: Sequence[int | None] = limits or [None] * len(prompts)
     of_prompts = zip(prompts, seeds, images or [None] * len(prompts), limit_of, strict=True)

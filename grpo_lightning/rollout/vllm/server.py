@@ -116,7 +116,7 @@ class Client:
             return None
 
     def refusal(self, route: str, error: urllib.error.HTTPError) -> ServerError:
-        """Error for an HTTP status: temporary for 5xx and `BUSY`; with a remedy for requests that vLLM refuses."""
+        """Make an error for an HTTP status, temporary for 5xx and `BUSY`, with a remedy where `remedy` has one."""
         try:
             text = error.read().decode(errors="replace")
         except (OSError, http.client.HTTPException):  # the server died while it explained the error
@@ -287,7 +287,7 @@ class Served:
             info["timeout"] = self.client.timeout
         # The server answers only after its workers have joined, and the workers wait for rank 0. So the request is sent
         # in the background. If the server refuses, no worker joins, and opening the group would wait for the whole
-        # timeout, so a refusal is awaited first.
+        # timeout. So the call first waits for a refusal.
         answer = in_background(lambda: self.client.post("/init_weight_transfer_engine", {"init_info": info}))
         wait((answer,), REFUSAL)
         try:
@@ -407,7 +407,7 @@ class Served:
             ServerError: If a weight is missing, or the server cannot sample.
         """
         self.client.post("/finish_weight_update", {"weight_version": version})
-        # The caches are reset, because they contain image features, keys and values of the old weights after an update.
+        # After an update, the caches contain image features, keys and values of the old weights, so they are reset.
         if self.has_images:
             self.client.post("/reset_encoder_cache")
         if not self.client.post("/reset_prefix_cache")["success"]:
@@ -445,8 +445,8 @@ class Served:
             body = request.settings | {"model": model, "prompt": request.prompt_ids, "return_token_ids": True}
             (choice,) = self._request_tokens(COMPLETIONS, body)["choices"]
             logprobs = choice["logprobs"]["token_logprobs"]
-            # The version is requested after sampling. Every update has a unique name, so it is noticed if the weights
-            # were replaced meanwhile, even by the same values.
+            # The version is requested after sampling. Every update has a unique name, so the version shows whether the
+            # weights were replaced meanwhile, even by the same values.
             versions = {self.reported_version()}
         if choice["finish_reason"] == "abort":
             raise UnavailableError(f"{self.url} aborted a completion: another client may have paused the server.")

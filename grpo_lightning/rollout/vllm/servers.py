@@ -64,7 +64,7 @@ class Pending:
 
     Args:
         waiting: Requests that have not been sent yet, or have to be sent again.
-        num_sent: Requests that each server works on, by address.
+        num_sent: Number of requests that each server works on, by address.
         homes: Server of each prompt, by the index of the prompt.
     """
 
@@ -301,7 +301,7 @@ class Servers:
 
         Raises:
             ServerError: If a server refuses a request, or a request has failed `max_retries` + 1 times. The other
-                requests are then dropped: as after Ctrl-C, nothing waits for their answers.
+                requests are then dropped, and nothing waits for their answers. (The same holds after Ctrl-C.)
         """
         jobs = [Job(index, request) for index, request in requests.items()]
         order = [*self.servers[self.first % len(self.servers) :], *self.servers[: self.first % len(self.servers)]]
@@ -334,7 +334,7 @@ class Servers:
         if not isinstance(error, UnavailableError):
             raise error
         job.failed_on = server
-        if server.version is None:  # found after another request
+        if server.version is None:  # the loss was found after another request
             return
         if isinstance(error, LostWeightsError) or not server.has_weights():
             log.warning("The server at %s is not used any more until it has the weights again: %s", server.url, error)

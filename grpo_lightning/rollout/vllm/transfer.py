@@ -1,9 +1,9 @@
 """Weight transfer: backends that are registered with vLLM, and the trainer's end of a broadcast.
 
 vLLM receives weights through pluggable backends. Its own backend `nccl` needs GPUs. `register` adds two backends:
-`tensors` passes tensors within one process, and `gloo` broadcasts over TCP, also without GPUs. `gloo` uses the same
-messages as `nccl`, and as with `nccl`, the server's workers wait for each tensor while the trainer broadcasts it. The
-trainer's code is the same for `gloo` and `nccl`, except for the process group.
+`tensors` passes tensors within one process, and `gloo` broadcasts over TCP, also without GPUs. `gloo` and `nccl` use
+the same messages. With both, the server's workers wait for each tensor while the trainer broadcasts it. The trainer's
+code is the same for both, except for the process group.
 
 vLLM calls `register` in each of its processes, through the entry point `vllm.general_plugins` of this package.
 """
@@ -36,7 +36,7 @@ class BroadcastGroup(Protocol):
 
 
 def call_within(seconds: float, what: str, call: Callable[[], T]) -> T:
-    """Call a function in another thread. Raises: RuntimeError if it takes too long; the thread then runs on."""
+    """Call a function in another thread. Raises: RuntimeError if it takes too long; the thread then continues."""
     future = in_background(call)
     wait((future,), seconds)
     if not future.done():
@@ -89,7 +89,7 @@ class NCCLGroup:
         from vllm.distributed.utils import StatelessProcessGroup
 
         self.device, self.timeout = torch.cuda.current_device(), timeout
-        # A broadcast that never ends blocks this stream, and not that of the policy.
+        # A broadcast that never ends blocks this stream, but not the policy's stream.
         self.stream = torch.cuda.Stream(self.device)
 
         def open_group() -> Any:
