@@ -138,7 +138,7 @@ class GRPOLightningModule(L.LightningModule):
 
     Args:
         policy: The model to train: a hub name, a folder, a `PolicyLoader`, or a transformers model or config in memory.
-            If it is a `PeftModel`, its LoRA adapter is trained.
+            If the model is a `PeftModel`, its LoRA adapter is trained.
         rewards: Reward functions, `Reward`s or `WeightedReward`s.
         reward_weights: One weight per reward; null uses each reward's own weight (1 by default).
         reward_workers: Number and limits of the worker processes that run the rewards.
@@ -148,7 +148,7 @@ class GRPOLightningModule(L.LightningModule):
         environment: Answers the policy in conversations of several turns. Give an `Environment`, functions that the
             policy can call (tools), a multi-turn function of ms-swift, or a class whose methods are tools, like TRL's
             environments. Null samples completions of one turn.
-        conversation: Limits of turns and observations, and what happens if the environment fails.
+        conversation: Limits on turns and observations, and what happens if the environment fails.
         sampling: Sampling distribution and maximum completion length.
         objective: Settings of the loss.
         validation: How `validate`, `test` and `predict` sample completions, and when a completion counts as solved.
@@ -164,8 +164,8 @@ class GRPOLightningModule(L.LightningModule):
         updates_per_rollout: Optimizer steps per epoch over a rollout.
         max_staleness: S, maximum number of rollouts by which sampling is ahead of training. With 0, each rollout is
             sampled from the current weights. With 1, the next rollout is sampled in the background while the policy
-            trains on the current one. When the policy then trains on that next rollout, its weights are one rollout
-            newer than the weights that sampled it. A value above 0 needs an engine that has a copy of the weights:
+            trains on the current one. Training on that next rollout then starts with weights that are one rollout newer
+            than those that sampled the rollout. A value above 0 needs an engine that has a copy of the weights:
             `VLLMEngine` in mode "server".
         old_logprobs: Source of the old log-probs: "recompute" computes them with the policy's weights at the start of
             training on the rollout; "rollout" uses the engine's log-probs.
@@ -294,7 +294,7 @@ class GRPOLightningModule(L.LightningModule):
         prompts = as_prompt_batch(batch)
         self.continue_cycle(prompts, batch_idx)
         if self.is_rollout_due(batch_idx):
-            # Frees the gradients' memory for sampling: Lightning zeroes them only after this method.
+            # Frees the gradients' memory for sampling. Lightning itself zeroes gradients only after this method.
             self.policy.zero_grad()
             rollout = self.sample_and_score(prompts.prompts)
             rollout = self.resample(rollout)
@@ -327,8 +327,8 @@ class GRPOLightningModule(L.LightningModule):
         """Run the rewards and fill in the rollout's `scores` and its `rewards` [N, G]."""
         with self.phase("reward"):
             scoring = self.begin_rewards(rollout.groups, self.num_generations)
-        # Dynamic sampling may still replace some groups. The reference therefore scores only the final groups, in
-        # `start_cycle`, unless the KL is part of the rewards.
+        # With dynamic sampling, some groups may still be replaced. The reference's log-probs are therefore computed in
+        # `start_cycle`, for the final groups only. If the KL is part of the rewards, they are needed now.
         if self.dynamic_sampling is None or self.objective.kl_in == "reward":
             self.add_ref_logprobs(rollout)  # overlaps with the reward workers
         with self.phase("reward"):
@@ -454,8 +454,8 @@ class GRPOLightningModule(L.LightningModule):
         Collective: all ranks must call this.
 
         Raises:
-            Exception: If sampling fails now. The error is raised on every rank, and also shows the error of sampling in
-                the background.
+            Exception: If sampling the missing groups fails. The error is raised on every rank. If groups are missing
+                because sampling in the background failed, the traceback also shows that error.
         """
         in_flight.forget(self.run.rollout_index - self.max_staleness)
         groups = in_flight.take(prompts, functools.partial(self.notify, "on_decode"))
@@ -537,7 +537,7 @@ class GRPOLightningModule(L.LightningModule):
         return loss
 
     def prepare_update(self, micro_step: MicroStep) -> None:
-        """Run the micro-batches of the step once more, if parts of its loss depend on all tokens of the step."""
+        """Run the step's micro-batches in an additional pass, if parts of the loss depend on all tokens of the step."""
         if self.objective.selection is not None:
             scores = self.select_tokens(micro_step)[1:]
         elif self.router_loss is not None and micro_step.update[1:]:
@@ -548,13 +548,13 @@ class GRPOLightningModule(L.LightningModule):
             self.router_loss.begin([each.load for each in scores if each.load is not None])
 
     def select_tokens(self, micro_step: MicroStep) -> list[TokenScores]:
-        """Select tokens of the optimizer step that begins, in one more pass over its micro-batches."""
+        """Select tokens of the optimizer step that begins, in an additional pass over its micro-batches."""
         step = run_seed(self.seed), self.run.rollout_index, micro_step.number
         with seeded_dropout(self.policy, *step, "selection dropout", ranks.rank()):
             return select_tokens(self.actor, self.objective, micro_step.update, seed=derived_seed(*step, "selection"))
 
     def score_others(self, micro_step: MicroStep) -> list[TokenScores]:
-        """Run all micro-batches of the step except the first once more, to record the routing of their tokens."""
+        """Record the tokens' routing in an additional pass over all micro-batches of the step except the first."""
         actor = self.actor
         with torch.no_grad(), self.phase("routing"):
             return [actor.token_logprobs(batch) for batch in micro_step.update[1:]]
@@ -639,8 +639,9 @@ class GRPOLightningModule(L.LightningModule):
         `on_phase(trainer, name)`: a phase starts. Its name is "rollout", "reward", "old_logprobs", "ref_logprobs",
         "token_selection", "routing" or "update".
         `on_rollout(trainer, module, rollout)`: a cycle starts with this `Rollout`, which has scores and advantages.
-        `on_decode(trainer, done, total)`: `done` of at most `total` decoding steps are done. A step samples a token of
-        each open completion; `total` is the maximum completion length, unless some prompts have to wait (`max_rows`).
+        `on_decode(trainer, done, total)`: `done` of at most `total` decoding steps are done. Each step samples one
+        token of every unfinished completion. `total` is the maximum completion length, or a multiple of it if some
+        prompts have to wait (`max_rows` of `LocalEngine`).
         """
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, hook):
@@ -657,16 +658,16 @@ class GRPOLightningModule(L.LightningModule):
     ) -> list[Group]:
         """Encode N prompts and sample G completions for each.
 
-        Inside the context `early_rewards`, the rewards of a group start as soon as the group is complete.
+        Inside the context `early_rewards`, the reward calls on a group start as soon as the group is complete.
 
         Args:
             prompts: N prompts of this rank.
             num_generations: G.
             sampling: Sampling settings.
             seeds: N seeds, one per prompt.
-            shared: Whether the ranks that share a prompt (`ranks_per_group`) each sample a part of its completions.
-                The first of these ranks then returns the complete groups, and the others return none. If False, this
-                rank samples all G completions.
+            shared: If True, the ranks that share a prompt (`ranks_per_group`) each sample a part of its G completions.
+                The first of these ranks then returns the complete groups, and the other ranks return no groups. If
+                False, this rank samples all G completions.
         """
         progress = functools.partial(self.notify, "on_decode")
         source = self.group_source
@@ -683,14 +684,15 @@ class GRPOLightningModule(L.LightningModule):
         return GroupSource(self.engine, self.encoder, self.sharding, self.run.rollout_index, self.conversations)
 
     def begin_rewards(self, groups: list[Group], num_generations: int) -> Scoring:
-        """Start all reward calls. Rewards always get the maximum completion length of training, even in evaluation."""
+        """Start all reward calls. Even in evaluation, rewards get the maximum completion length of training."""
         limit, state = self.sampling.max_completion_length, TrainerState.of(self.trainer)
         return self.reward_set.begin(groups, limit, state, num_generations)
 
     def early_rewards(self, prompts: Sequence[Prompt]) -> contextlib.AbstractContextManager[None]:
         """Start reward calls on each group of a batch as soon as `generate` has sampled it (`RewardSet.early_calls`).
 
-        The batch is sampled and scored inside the context. Calls that `begin_rewards` does not take over are cancelled.
+        The batch is sampled and scored inside the context. Early calls whose answers `begin_rewards` does not use are
+        cancelled at the end of the context.
         """
         limit, state = self.sampling.max_completion_length, TrainerState.of(self.trainer)
         return self.reward_set.early_calls(prompts, limit, state)
@@ -909,7 +911,7 @@ class GRPOLightningModule(L.LightningModule):
         return own
 
     def on_fit_start(self) -> None:
-        """Choose the scorer if the weights are sharded (such a model cannot run earlier), and find the routers."""
+        """Choose the scorer if the weights are sharded (a sharded model cannot run earlier), and find the routers."""
         if self.scorer is None:
             device_type = self.trainer.strategy.root_device.type
             scorer = self.loader.choose_scorer(self.policy, self.encoder, device_type, is_sharded=True)

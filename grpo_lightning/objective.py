@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 
 
 class StepCounts(NamedTuple):
-    """Numbers of trained tokens and completions in an optimizer step, on all ranks together: divisors of the loss."""
+    """Numbers of trained tokens and completions in an optimizer step, over all ranks. The loss is divided by them."""
 
     num_tokens: int
     num_sequences: int
@@ -135,11 +135,11 @@ class Objective:
     times the advantage (SAPO). `gmpo` is minus the geometric mean of the completion's clipped ratios times the
     advantage (GMPO). `vespo` is minus a detached weight times advantage times log-prob (VESPO). The weight is a
     function of the product of the completion's ratios, and is small for products far from 1. `dppo_tv` and `dppo_kl`
-    are minus the detached ratio times advantage times log-prob, but 0 for tokens that have moved too far in the
-    direction of their advantage (DPPO). The distance is the total variation (`dppo_tv`) or the KL (`dppo_kl`).
-    `reinforce` is minus the advantage times log-prob (GPG). `clip_cov` is `clip` without some of the tokens that lower
-    the entropy most. `kl_cov` is minus the unclipped ratio times the advantage, plus a penalty for changing the
-    log-prob of the tokens that lower the entropy most (`covariance_fraction`)."""
+    are minus the detached ratio times advantage times log-prob, but 0 for tokens whose probability has moved too far in
+    the direction of their advantage (DPPO). The distance is measured by the total variation (`dppo_tv`) or the KL
+    (`dppo_kl`). `reinforce` is minus the advantage times log-prob (GPG). `clip_cov` is `clip` without some of the
+    tokens that lower the entropy most. `kl_cov` is minus the unclipped ratio times the advantage, plus a penalty for
+    changing the log-prob of the tokens that lower the entropy most (`covariance_fraction`)."""
 
     epsilon: float = 0.2
     """Lower clip limit: the ratio is clipped from below at 1 - epsilon; an epsilon of 1 means no limit. GMPO clips it
@@ -157,14 +157,14 @@ class Objective:
     """Also cap CISPO's weight from below, at 1 - epsilon (as verl does; the paper's authors do not)."""
 
     dppo_max_ratio: float = 20.0
-    """Maximum ratio of DPPO; a higher ratio counts as this one."""
+    """Maximum ratio of DPPO; higher ratios are clipped to it."""
 
     # Token selection
 
     top_entropy_fraction: float = 1.0
     """Fraction of the tokens of an optimizer step that get a policy loss: those of highest entropy (arXiv:2506.01939).
-    KL and entropy bonus still use all tokens. A value below 1 costs one more forward pass. It also needs a loss per
-    token, so use the ratio `sequence_token` instead of `sequence`."""
+    KL and entropy bonus still use all tokens. A value below 1 costs one more forward pass of every micro-batch. It also
+    needs a loss per token, so use the ratio `sequence_token` instead of `sequence`."""
 
     covariance_fraction: float = 2e-4
     """Fraction of the tokens of an optimizer step that Clip-Cov or KL-Cov selects by the covariance of log-prob and
@@ -306,8 +306,8 @@ class Objective:
         """Replace the `rollout_correction` "auto" by the correction that the run needs, if it needs one.
 
         Args:
-            is_off_policy: True if completions are sampled with older weights than those that compute the old log-probs
-                of the ratio.
+            is_off_policy: True if the weights that sample the completions are older than the weights that compute the
+                old log-probs of the ratio.
 
         Raises:
             ValueError: If limits of the correction are set, but the run needs no correction.
@@ -328,7 +328,7 @@ class Objective:
 
     @property
     def needs_reference(self) -> bool:
-        """True if the KL is part of the loss or of the rewards."""
+        """True if the KL is part of the loss or of the rewards, so that a reference is needed."""
         return self.beta > 0
 
     @property
@@ -348,7 +348,7 @@ class Objective:
 
     @property
     def has_loss_per_completion(self) -> bool:
-        """True if all tokens of a completion share one policy loss, so that its gradient reaches all of them."""
+        """True if all tokens of a completion share one policy loss, so that the loss's gradient reaches all tokens."""
         # CISPO multiplies the sequence ratio by the log-prob of each token.
         is_sequence_loss = self.ratio == "sequence" and self.surrogate != "cispo"
         return is_sequence_loss or SURROGATES[self.surrogate].is_per_completion
@@ -359,7 +359,7 @@ class Objective:
         return self.entropy_coefficient != 0
 
     def combine_rewards(self, total: Tensor, by_reward: Mapping[str, Tensor], weights: Sequence[float]) -> Tensor:
-        """Combine several rewards into one, which advantages are computed from.
+        """Combine several rewards into the one from which advantages are computed.
 
         Args:
             total: [N, G] the weighted sum of the rewards; nan where a completion is not scorable.
@@ -523,8 +523,8 @@ class Correction(NamedTuple):
     """[B, T] what the policy loss of each token is multiplied by."""
 
     weight: Tensor
-    """[B, T] off-policy weights, for the logs. They equal `factor`, except for VESPO: its loss already contains
-    them."""
+    """[B, T] off-policy weights, for the logs. They equal `factor`, except with VESPO, where the loss already contains
+    the weights."""
 
     is_corrected: Tensor
     """[B, T] bool, True where the weight was out of range, or `off_policy_threshold` masked the completion."""
@@ -601,7 +601,7 @@ def _cispo(objective: Objective, tokens: Tokens) -> Tensor:
 
 
 def _cispo_clipped(objective: Objective, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """The weight is capped whatever the sign of the advantage."""
+    """Find tokens with a capped weight. The cap does not depend on the sign of the advantage."""
     ratio = tokens.ratio.detach()
     low = (ratio < 1 - objective.epsilon) & objective.cispo_lower_bound
     return low, ratio > 1 + objective.high
@@ -618,7 +618,7 @@ def _gmpo(objective: Objective, tokens: Tokens) -> Tensor:
 
 
 def _gmpo_clipped(objective: Objective, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """The limits are in nats."""
+    """Find clipped tokens. GMPO's limits are in nats, so they are converted to limits of the ratio."""
     ratio = tokens.ratio.detach()
     low = is_clipped_low(ratio, tokens.advantages, epsilon=1 - math.exp(-objective.epsilon))
     return low, is_clipped_high(ratio, tokens.advantages, epsilon_high=math.exp(objective.high) - 1)
@@ -832,7 +832,7 @@ def _check_correction(objective: Objective) -> None:
 
 
 def correction_levels(objective: Objective) -> tuple[list[str], str]:
-    """Levels of off-policy weights that the loss can use, default first; and why it cannot use the other levels."""
+    """Levels of off-policy weights that the loss can use, the default first; and why it cannot use other levels."""
     own = SURROGATES[objective.surrogate]
     surrogate = f"objective.surrogate {objective.surrogate!r}"
     if own.folds_rollout_weights:

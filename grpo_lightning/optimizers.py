@@ -24,7 +24,8 @@ class AdamW(torch.optim.AdamW):
     Args:
         params: Parameters to train.
         lr: Learning rate (the size of an update) before the schedule changes it.
-        betas: Decay per step of two running means: that of the gradient, and that of its square.
+        betas: Two decays per step: that of the running mean of the gradient, and that of the running mean of its
+            square.
         eps: Added to the divisor, which is the square root of the running mean of the squared gradient.
         weight_decay: Each step subtracts `lr * weight_decay * weight` from every weight.
     """
@@ -43,7 +44,8 @@ class AdamW(torch.optim.AdamW):
 class AdamW8bit(Optimizer):
     """AdamW with 8-bit states, quantised block by block (arXiv:2110.02861).
 
-    The states take 2 bytes per parameter instead of 8. The weights keep their dtype. It runs on CUDA and CPUs.
+    The states take 2 bytes per parameter instead of 8. The weights keep their dtype. The optimizer runs on CUDA devices
+    and CPUs.
     """
 
     def __new__(
@@ -59,7 +61,8 @@ class AdamW8bit(Optimizer):
         Args:
             params: Parameters to train.
             lr: Learning rate (the size of an update) before the schedule changes it.
-            betas: Decay per step of two running means: that of the gradient, and that of its square.
+            betas: Two decays per step: that of the running mean of the gradient, and that of the running mean of its
+                square.
             eps: Added to the divisor, which is the square root of the running mean of the squared gradient.
             weight_decay: Each step subtracts `lr * weight_decay * weight` from every weight.
 
@@ -72,7 +75,7 @@ class AdamW8bit(Optimizer):
 class PagedAdamW8bit(Optimizer):
     """`AdamW8bit` with states that are paged to CPU memory if the device runs out of memory."""
 
-    # jsonargparse does not find the arguments of an inherited `__new__`.
+    # Defined again, because jsonargparse does not find the arguments of an inherited `__new__`.
     def __new__(
         cls,
         params: Iterable[Parameter],
@@ -86,7 +89,8 @@ class PagedAdamW8bit(Optimizer):
         Args:
             params: Parameters to train.
             lr: Learning rate (the size of an update) before the schedule changes it.
-            betas: Decay per step of two running means: that of the gradient, and that of its square.
+            betas: Two decays per step: that of the running mean of the gradient, and that of the running mean of its
+                square.
             eps: Added to the divisor, which is the square root of the running mean of the squared gradient.
             weight_decay: Each step subtracts `lr * weight_decay * weight` from every weight.
 

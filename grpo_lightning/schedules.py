@@ -2,9 +2,9 @@
 
     scheduler: {class_path: grpo_lightning.schedules.Cosine, init_args: {warmup_ratio: 0.1}}
 
-These are the schedules of `transformers.get_scheduler`, as classes. Recipes cannot name transformers' own functions:
-jsonargparse cannot fill in their arguments, and only the training module knows the length of the run. Any class of
-`torch.optim.lr_scheduler` works as well.
+These are the schedules of `transformers.get_scheduler`, as classes. Recipes cannot name transformers' own functions,
+for two reasons: jsonargparse cannot fill in their arguments, and one argument is the length of the run, which only the
+training module knows. Any class of `torch.optim.lr_scheduler` works as well.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Schedule(LambdaLR):
             group["lr"] = lr
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore only the position in the schedule: its shape and rates come from this run's settings."""
+        """Restore only the position in the schedule. The schedule's shape and rates come from this run's settings."""
         self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["_step_count"]
 
     def settings(self, num_training_steps: int) -> dict[str, Any]:

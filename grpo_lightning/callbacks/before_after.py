@@ -49,8 +49,7 @@ class BeforeAfter(L.Callback):
 
     Args:
         metric: Headline metric: the name of a reward, "reward" (the weighted total), "pass@8", ...
-        num_samples: Number of sample completions to print from before training; the same number is printed from after
-            training. 0 prints none.
+        num_samples: Number of sample completions that are printed for each of the two evaluations. 0 prints none.
         dirpath: Folder of `summary.json`; null is the run's folder.
     """
 

@@ -209,7 +209,7 @@ class ProgressBar(LightningProgressBar):
             self.show(trainer, is_due=True)
 
     def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
-        """Keep the last state of the line; in a training run, the line of training takes its place."""
+        """Keep the last state of the line; in a training run, the line of training replaces it."""
         self.end_evaluation(is_kept=self.leave and trainer.state.fn == TrainerFn.VALIDATING)
 
     def on_test_end(self, *_: Any) -> None:
@@ -330,7 +330,7 @@ def training_text(state: State, width: int | None) -> Text:
 
 
 def laid_out(parts: Sequence[Part], width: int | None, fraction: float | None) -> Text:
-    """Put parts on a line, with low ranks preferred; a bar after the second part fills the columns that are left.
+    """Make a line of the parts that fit, chosen by `Part.rank`; a bar after the second part fills the other columns.
 
     Args:
         parts: Parts, in the order of the line.

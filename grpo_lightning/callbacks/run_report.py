@@ -29,7 +29,9 @@ PACKAGES = ("grpo-lightning", "torch", "lightning", "transformers", "peft", "dee
 
 
 class RunRecord(L.Callback):
-    """Writes `run.json` in the run's folder: what ran, on what, and how it ended. `fit` adds it by default.
+    """Writes `run.json` in the run's folder: command, versions and devices of the run, and how the run ended.
+
+    `fit` adds this callback by default.
 
     The file has the fields command, started, ended (seconds since 1970), status (`running`, `finished`, `interrupted`
     or `failed`), error, step (optimizer steps done), seed, versions, device (accelerator, name, number of devices and

@@ -12,10 +12,10 @@ LEVELS = "▁▂▃▄▅▆▇█"
 ARROWS = {"rising": "↑", "falling": "↓", "level": "→"}
 
 MAX_WINDOW = 20
-"""Maximum number of latest values; they are compared with the same number of values before them."""
+"""Maximum number of latest values that are compared with the same number of values before them."""
 
 MIN_WINDOW = 3
-"""Minimum number of values that are compared; with fewer values, there is no trend."""
+"""Minimum number of latest values that are compared; if there are fewer, there is no trend."""
 
 Trend = Literal["rising", "falling", "level"]
 

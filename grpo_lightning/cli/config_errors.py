@@ -236,7 +236,7 @@ def unknown_at_top(names: Sequence[str], keys: Mapping[str, Key], sources: Itera
 
 
 def beside_class_path(problem: Problem, sources: Iterable[Source]) -> str | None:
-    """Error message for a mapping with `class_path` and unknown keys next to it: `init_args` is missing."""
+    """Error message for a mapping with unknown keys next to `class_path`; such keys belong in `init_args`."""
     # The form of the parser's message depends on the types that the key accepts, so the settings are examined instead.
     for place in places(sources, problem.names[:1]):
         for key, value in leaves(place.value, place.key):
@@ -356,7 +356,7 @@ def wrong_value(problem: Problem, sources: Iterable[Source]) -> str | None:
     got = re.search(r"(?:Got|Given) value: (.*?)(?:\. Got value: .*)?$", problem.text, re.MULTILINE)
     if got is None:
         return None
-    # If the value is inside a list, leave out the part of the message about values that may replace the list.
+    # If the value is inside a list, leave out the part of the message about values that are allowed instead of a list.
     text = problem.text[: got.start()].rpartition("Does not validate")[2]
     if got[0].startswith("Got"):
         text = "\n".join(line for line in problem.text.splitlines() if f"Got value: {got[1]}" in line)

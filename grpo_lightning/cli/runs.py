@@ -89,8 +89,8 @@ def take_next(folder: Path) -> Path:
     if rank() and CHOSEN in os.environ:
         return Path(os.environ[CHOSEN])
     number = max(versions(folder), default=-1) + 1
-    # With other launchers, only rank 0 creates a folder, and Lightning sends its path to the other ranks
-    # (trainer.log_dir).
+    # If a launcher such as torchrun started the ranks, only rank 0 creates a folder. Lightning then sends the path of
+    # this folder to the other ranks (trainer.log_dir).
     while rank() == 0:
         path = folder / f"version_{number}"
         try:
@@ -212,7 +212,7 @@ class MetricsLogger(CSVLogger):
     Args:
         save_dir: Folder of all runs.
         name: Name of the run. If neither `name` nor `version` is set, the command line chooses both.
-        version: Version of the run. If only `name` is set, the next free number.
+        version: Version of the run. If only `name` is set, the version is the next free number.
         prefix: Prefix of every metric name.
         flush_logs_every_n_steps: Write the rows every n steps; with more than 1, a killed run loses the rows that are
             not yet written.

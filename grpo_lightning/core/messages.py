@@ -27,10 +27,10 @@ NOISE = (
     # The summary of the run shows its last step. Messages about other reasons why a run ended (max_time, early
     # stopping) stay.
     r"^`Trainer\.fit` stopped: `max_(steps|epochs)=\d+` reached\.$",
-    # A message about the default by which Lightning loads the checkpoint of a resumed run.
+    # States with which `weights_only` Lightning loads the checkpoint of a resumed run.
     r"^`weights_only` was not set, defaulting to `False`\.$",
 )
-"""Patterns of log messages of Lightning that are dropped."""
+"""Patterns of Lightning's log messages that are dropped."""
 
 NOISY_LOGGERS = (
     "lightning.pytorch.utilities.rank_zero",
@@ -134,7 +134,7 @@ class Wrapped(logging.Formatter):
 
 
 class NoNoise(logging.Filter):
-    """Drops log records that say nothing about the run, and those that repeat lines of this package (`NOISE`)."""
+    """Drops log records without information about the run, and those that repeat messages of this package (`NOISE`)."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """True if the record is to be shown."""
@@ -163,7 +163,7 @@ def show_messages() -> None:
         handler.setFormatter(Wrapped("%(levelname)s: %(message)s"))
         logger.addHandler(handler)
     if logger.level == logging.NOTSET:
-        # All ranks log the same messages: only rank 0 shows them, and the other ranks show only errors.
+        # All ranks log the same messages, so rank 0 shows all of them, and the other ranks show only errors.
         rank = next((os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ), "0")
         logger.setLevel(logging.INFO if rank == "0" else logging.ERROR)
     # Lightning's warning does not apply: the policy is in eval mode while it is loaded and sampled from, and it is set
@@ -204,7 +204,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def similar_file(path: Path, suffixes: Sequence[str]) -> str:
-    """Suggest the file next to a missing file whose name is most similar to the missing name; "" if none is close."""
+    """Suggest a file in the folder of a missing file: the one with the most similar name; "" if no name is close."""
     names = sorted(other.name for other in path.parent.glob("*") if other.suffix.lower() in suffixes)
     close = difflib.get_close_matches(path.name, names, n=1)
     return f" Did you mean {str(path.with_name(close[0]))!r}?" if close else ""

@@ -115,8 +115,9 @@ def _is_cuda_only() -> bool:
 def part_of_group(num_generations: int, member: int, ranks_per_group: int) -> range:
     """The part of a prompt's G completions that one rank of a team samples and trains on: every R-th one (see `Teams`).
 
-    The parts of a team's members differ in size by at most one. If a rollout has fewer groups than updates, each update
-    trains on consecutive completions of a group (`split_updates`), and every member has some of these completions.
+    The parts of a team's members differ in size by at most one. Consecutive completions belong to different members. So
+    every member has some completions of each update, even if a rollout has fewer groups than updates, and each update
+    trains on only some consecutive completions of a group (`split_updates`).
 
     Args:
         num_generations: G.
@@ -253,8 +254,8 @@ class Teams:
     def _process_group(self) -> Any:
         """The process group of this rank's team. The first access creates the groups of all teams, on all ranks.
 
-        The collectives of the team have the timeout of the run's process group (`timeout` of the strategy). A member
-        may have to wait for another member as long as a rank may have to wait for another rank of the run.
+        The collectives of the team have the timeout of the run's process group (`timeout` of the strategy), because a
+        member may have to wait for another member as long as for any other rank of the run.
         """
         firsts = range(0, world_size(), self.ranks_per_group)
         members = [list(range(first, first + self.ranks_per_group)) for first in firsts]

@@ -58,7 +58,7 @@ class Prompt:
     the prompt was read from it."""
 
     index: int = -1
-    """Position in the dataset, -1 if unknown: identifies the prompt in logs and in a resumed run."""
+    """Position in the dataset, which identifies the prompt in logs and in a resumed run; -1 if unknown."""
 
     source: str = ""
     """Name of the mixture entry that the row comes from; empty for prompts from elsewhere."""
@@ -100,8 +100,9 @@ class Turn:
     """A part of the completion of a conversation: what the policy wrote, or what its environment answered."""
 
     role: str
-    """The role of the message: "assistant" for the policy; "user", "tool" or another role for the environment. It is
-    empty if the environment continues the policy's message instead of sending one (see `environments.base.Step`)."""
+    """The role of the message: "assistant" for the policy; "user", "tool" or another role for the environment. The role
+    is empty if the environment continues the policy's message instead of sending a message (see
+    `environments.base.Step`)."""
 
     text: str
     """The decoded tokens of the policy without special tokens, or the observation, with `IMAGE_MARK` for an image."""
@@ -182,9 +183,9 @@ class Completion:
     advantage; None if turns have no credit."""
 
     weight_version: int | None = None
-    """Number of the weight update (1 for the first) after which the completion was sampled. The staleness of the
-    completion is the engine's current number of updates minus this number. None if the engine has no copy of the
-    weights."""
+    """Number of the engine's weight update (1 for the first) after which the completion was sampled. The staleness of
+    the completion is the engine's current number of weight updates minus this number. None if the engine has no copy of
+    the weights."""
 
     @property
     def is_truncated(self) -> bool:
@@ -214,7 +215,8 @@ class Group:
     completions: list[Completion]
 
     weight_version: int = 0
-    """Number of rollouts before the rollout of this group. It identifies the weights that sampled the group."""
+    """Number of rollouts before the rollout of this group. This number identifies the weights that sampled the
+    group."""
 
     image_views: Sequence[ImageView] = ()
     """One view per image of the prompt."""
@@ -231,8 +233,8 @@ class Group:
 class MicroBatch:
     """Padded prompts and completions of one micro-step.
 
-    Here N and B are the numbers of prompts and completions in the micro-batch; it may have only some of the G
-    completions of a prompt.
+    Here N and B are the numbers of prompts and completions in the micro-batch. The micro-batch may have only some of
+    the G completions of a prompt.
     """
 
     prompt_ids: Tensor
@@ -277,13 +279,13 @@ class MicroBatch:
     all ranks gather sharded weights equally often. None uses as many chunks as the scorer's `chunk_size` requires."""
 
     groups: Sequence[int] = ()
-    """[N] index of each prompt's group among this rank's groups, -1 for the dummy prompt of a rank without groups."""
+    """[N] index of each prompt's group among this rank's groups; -1 for the dummy prompt of a rank without groups."""
 
     prompt_keys: Sequence[int | str] = ()
     """[N] `Prompt.key` of each prompt, by which a resumed run finds the images; empty for a text-only policy."""
 
     numbers: Sequence[int] = ()
-    """[B] index of each completion in its group, -1 for the dummy completion of a micro-batch that would be empty."""
+    """[B] index of each completion in its group; -1 for the dummy completion of a micro-batch that would be empty."""
 
     vision: VisionInputs | None = None
     """Vision inputs of the prompts; None for a text-only policy."""
@@ -300,8 +302,8 @@ class MicroBatch:
     counts only the chunks of completions without images."""
 
     prompt_observations: Sequence[str] = ()
-    """[N] `Prompt.observation` of each prompt as JSON, by which a resumed run finds the images; empty if there are
-    none."""
+    """[N] `Prompt.observation` of each prompt as JSON, by which a resumed run finds the images; empty if no prompt has
+    an observation."""
 
     @property
     def token_advantages(self) -> Tensor:

@@ -55,7 +55,7 @@ class LengthLimit:
     """The policy's encoder, which knows the number of tokens of an image."""
 
     max_prompt_length: int
-    """L tokens, chat template included."""
+    """Maximum length L of a prompt in tokens, including the chat template."""
 
     overlong_prompts: Overlong = "error"
     """Handling of longer prompts. `truncate` keeps the last tokens, so a chat loses its beginning, starting with the

@@ -213,7 +213,7 @@ def _is_next_to(entry: DatasetEntry, folder: Path) -> bool:
 
     Both the full name and the name without `:subset` and `#N` are looked up.
     """
-    names = (entry.label, entry.location.name)  # a folder may be called `a#1`: the full name goes first
+    names = (entry.label, entry.location.name)  # the full name too: a folder may be called `a#1`
     return not any(Path(name).is_dir() for name in names) and any((folder / name).is_dir() for name in names)
 
 

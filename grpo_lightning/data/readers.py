@@ -283,6 +283,6 @@ class DatasetRows:
 
 
 def stream_dataset(dataset: Any, label: str) -> Iterator[Row]:
-    """Read the rows of a dataset one by one; images as bytes or paths."""
+    """Read the rows of a dataset one by one, with images as bytes or paths."""
     for number, columns in enumerate(without_decoding(dataset), start=1):
         yield Row(f"{label}, row {number}", columns)

@@ -55,7 +55,7 @@ execute any code in a completion."""
 
 
 def package() -> Any:
-    """Import the module `reasoning_gym`. Raises: ImportError naming the extra if it is not installed."""
+    """Import the module `reasoning_gym`. Raises: ImportError if it is missing; the message names the extra needed."""
     try:
         import reasoning_gym
     except ImportError as error:
@@ -151,7 +151,9 @@ def make_item(dataset: Any, task: str, index: int) -> Entry:
 
 @functools.lru_cache(maxsize=256)
 def verifier(task: str, config_text: str) -> Any:
-    """Create the reasoning-gym dataset of a task; its `score_answer` scores answers. Cached by name and settings.
+    """Create the reasoning-gym dataset of a task. Its `score_answer` scores answers.
+
+    The results are cached by name and settings.
 
     Args:
         task: Name of the task.

@@ -40,7 +40,7 @@ class PromptSource:
     Args:
         prompts: The dataset: prompts, texts or rows with a prompt column, in a list, a `datasets.Dataset`, or a
             `datasets.IterableDataset` (a stream).
-        batch_size: Prompts per rank and rollout. If `ranks_per_group` is above 1, this is the number per team.
+        batch_size: Prompts per rank and rollout. If `ranks_per_group` is above 1, this is the number per team of ranks.
         cycle: Micro-steps per rollout, as returned by `GRPOLightningModule.cycle_length(accumulate_grad_batches)`.
         shuffle: Shuffle the prompts in a new order every epoch; False keeps the order of the data.
         seed: Seed of the order.
@@ -330,7 +330,7 @@ class PromptSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume at the position in `state`.
 
-        The position at which the checkpoint was saved determines which settings may differ from those in it:
+        Where the checkpoint was saved determines which settings of this source may differ from those in `state`:
 
         - between two epochs: all settings, and the data;
         - between two cycles of an epoch: the number of ranks, `ranks_per_group` and the batch size, because the

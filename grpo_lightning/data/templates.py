@@ -34,7 +34,7 @@ class Original:
     """The library, and the location of the text in it."""
 
     words: str
-    """The text, "..." for omissions."""
+    """The text, with "..." for omissions."""
 
 
 _IN_VLM_R1 = "VLM-R1 (get_question_template of its vlm_modules)"
@@ -60,7 +60,8 @@ ORIGINALS = {
         ),
     },
 }
-"""Prompts of other libraries, by kind and name there. These names are refused, because the shipped words differ."""
+"""Prompts of other libraries, by kind and by their name in that library. These names are refused, because the shipped
+prompts have other words."""
 
 TASKS: dict[str, dict[str, str]] = {
     "question": {
@@ -71,10 +72,10 @@ TASKS: dict[str, dict[str, str]] = {
     },
     "system": {},
 }
-"""Names of shipped prompts, by a name that users may try instead; for hints in errors."""
+"""Hints for errors: the names of shipped prompts, by a name that users may try instead."""
 
 LONGEST_NAME = 255
-"""Maximum bytes of a file name. File systems raise an error for longer ones."""
+"""Maximum length of a file name in bytes. File systems raise an error for longer names."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def named_text(value: str, *, kind: str, key: str) -> str:
 
 
 def _is_file_name(value: str) -> bool:
-    """True for a single line with the suffix of a text file; file names may have spaces and any script."""
+    """True for a single line with the suffix of a text file; it may have spaces and characters of any script."""
     is_short = len(value) < 1000 and all(len(part.encode()) <= LONGEST_NAME for part in value.split("/"))
     return value.endswith((".txt", ".md")) and len(value.splitlines()) == 1 and is_short
 

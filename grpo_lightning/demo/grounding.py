@@ -432,7 +432,7 @@ class GroundingRecipe(Recipe):
     code = "grounding 2"
 
     def build(self, folder: Path, *, show_progress: bool) -> None:
-        """Write images and data, train the model. Raises: ImportError if a package for images is missing."""
+        """Write images and data, and train the model. Raises: ImportError if a package for images is missing."""
         if missing := [name for name in ("PIL", "torchvision") if importlib.util.find_spec(name) is None]:
             raise ImportError(f"The grounding quickstart needs {missing[0]}: pip install 'grpo-lightning[vision]'.")
         self.task.write(folder)

@@ -27,8 +27,8 @@ class NumberGames:
         folder: Output folder; replaced as a whole.
         size: Number of training games.
         heldout_size: Number of held-out games.
-        num_numbers: How many numbers the range of a game has.
-        num_ranges: How many ranges there are; they begin at 1, 2, 3, ...
+        num_numbers: Number of integers in the range of a game.
+        num_ranges: Number of ranges; they begin at 1, 2, 3, ...
         seed: Seed of the games; null uses the seed of `seed_everything`.
     """
 

@@ -55,7 +55,7 @@ class ToolTask:
         return "+".join(map(str, terms)) + "="
 
     def terms(self, draw: random.Random) -> list[int]:
-        """Draw the numbers of a sum."""
+        """Sample the numbers of a sum."""
         return [draw.randrange(self.least, 100) for _ in range(self.num_terms)]
 
     def prompt(self, terms: list[int]) -> str:
@@ -183,7 +183,7 @@ def loss_of(
     prompts: list[str],
     parts: list[list[tuple[str, bool]]],
 ) -> Tensor:
-    """Cross-entropy of the tokens that the policy writes; all prompts and parts have the same lengths."""
+    """Cross-entropy of the tokens that the policy writes. All rows have the same length, so no padding is needed."""
     ids, masks = [], []
     for prompt, of_row in zip(prompts, parts, strict=True):
         encoded = [(tokenizer.encode(text), is_written) for text, is_written in [(prompt, False), *of_row]]

@@ -1,4 +1,4 @@
-"""Environments made from unchanged multi-turn functions of ms-swift and unchanged environments of TRL."""
+"""Environments from other packages, used unchanged: multi-turn functions of ms-swift and environments of TRL."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from grpo_lightning.environments.tools import ToolFormat, Tools, name_of
 class MultiTurnFunction(Environment):
     """A `multi_turn_func` of ms-swift (version 3): a function from conversations to conversations.
 
-    The function gets a list with one dict, which has the data columns and `messages`, the chat up to and including the
-    policy's turn. It returns the list with `finished` set in each dict. To continue the conversation, the function
-    either appends messages, which become the observation, or changes the policy's last message. In the second case, it
-    must keep the policy's message, or its beginning, and add text. The policy then continues after the added text.
+    The function gets a list with one dict. The dict contains the data columns and `messages`, the chat up to and
+    including the policy's turn. The function returns the list, with `finished` set in the dict. To continue the
+    conversation, it either appends messages, which become the observation, or changes the policy's last message. A
+    changed message must consist of the policy's message, or of its beginning, and of added text. The policy then
+    continues after the added text.
 
     Args:
         function: The function.
@@ -104,10 +105,10 @@ class ToolObject(Tools):
             raise ValueError(f"The factory made a {kind}, which has no public methods that the policy could call.")
         self.in_process = bool(getattr(self.object, "in_process", False))
         self.is_new = True
-        """True until `reset` or a tool is called."""
+        """True until `reset` or `step` is called."""
         self.columns: dict[str, Any] | None = None
-        """The arguments of `reset`. None before `reset` is called, and after unpickling. In workers, the environment is
-        pickled between calls."""
+        """The arguments of `reset`; None before `reset` is called and after unpickling. (In workers, the environment is
+        unpickled for every call.)"""
         self.first: Any = None
         """The observation that `reset` returned."""
         super().__init__(methods, format, max_calls)

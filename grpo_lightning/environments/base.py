@@ -1,7 +1,7 @@
 """The environment contract: the methods of a conversation's environment, and what they return.
 
-In a conversation, the policy writes a turn, its environment answers with an observation, and the policy continues,
-until the environment ends the conversation. Only what the policy wrote is trained on.
+In a conversation, the policy writes a turn, and an environment answers with an observation. This repeats until the
+environment, or a limit of the run, ends the conversation. Only the tokens that the policy wrote are trained on.
 
     class GuessTheNumber(Environment):
         def reset(self, number, **columns):
@@ -14,14 +14,15 @@ until the environment ends the conversation. Only what the policy wrote is train
             return "higher" if completion < str(self.number) else "lower"
 
 Every conversation has a separate environment. For each prompt, the object in `model.environment` is copied, and `reset`
-is called once on this copy, with the data columns of the prompt. The G conversations of the group all begin with copies
-of the environment after `reset`, because GRPO compares completions of one prompt. After that, `step` gets the text of
-each turn of the policy. If a limit of the run (`max_turns`, `max_completion_length`) ends the conversation before the
-environment does, `end` is called for a last reward.
+is called once on this copy, with the data columns of the prompt. The environment after `reset` is then copied for each
+of the G conversations of the group. All of them begin in the same state, because GRPO compares completions of the same
+prompt. Then `step` gets the text of each turn of the policy. If a limit of the run (`max_turns`,
+`max_completion_length`) ends the conversation before the environment does, `end` is called to get a last reward.
 
-The environment must keep all of its state in this object. By default, its methods run in worker processes with the
-limits of `model.reward_workers` (`environments/runner.py`). The object is then pickled between two calls. An
-environment runs in the training process if it cannot be pickled, has `in_process = True`, or has an async method.
+By default, the methods of an environment run in worker processes with the limits of `model.reward_workers`
+(`environments/runner.py`). The object is pickled between two calls, so it must hold everything that the environment
+needs later. An environment runs in the training process instead if it cannot be pickled, has `in_process = True`, or
+has an async method.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Step:
     """The environment's answer to a turn of the policy. `step` may also return a shorter form: see `as_step`."""
 
     observation: Observation = None
-    """The text or message that the policy gets. Without an observation, the conversation must be done."""
+    """The text or the messages that the policy gets next. If there is no observation, `done` must be True."""
 
     done: bool = False
     """True if the conversation has ended. The policy then does not get the observation, but logs show it."""
@@ -66,8 +67,9 @@ class Step:
     `model.conversation.turn_credit` use it."""
 
     keep: int | None = None
-    """None: the observation opens a new message. A number: the observation, which must be text, continues the policy's
-    message after the first `keep` characters of the turn. The tokens after these characters are dropped."""
+    """With None, the observation opens a new message. With a number, the policy's turn is cut after its first `keep`
+    characters, and the tokens after them are dropped. The observation, which must be text, then continues the policy's
+    message."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers to log. They are summed over a conversation; `environment/<name>` is the mean of these sums."""
@@ -78,13 +80,14 @@ class InvalidStepError(ValueError):
 
 
 class Environment(ABC):
-    """Base class of environments. Any object with `step`, and with `reset` if it needs one, is an environment too."""
+    """Base class of environments. Any other object with a method `step` is an environment too; `reset` is optional."""
 
     observation_role: str = "user"
-    """The role of observations that are text, in a chat."""
+    """In a chat, the role of observations that are text."""
 
     in_process: bool = False
-    """True if the environment must run in the training process, for example because it has a connection or a device."""
+    """True if the environment must run in the training process, for example because it holds a connection or uses a
+    device."""
 
     @property
     def tools(self) -> Sequence[Callable[..., Any]]:
@@ -95,46 +98,48 @@ class Environment(ABC):
         """Begin a conversation.
 
         Args:
-            args: No positional arguments are passed. The signature has `*args` so that subclasses may name columns as
-                arguments.
-            columns: The data columns of the prompt that the signature names, or all data columns if it has `**columns`.
-                The prompt itself is passed in the same way, as `prompt`.
+            args: Nothing is passed here. With `*args` in this signature, type checkers accept subclasses that name
+                columns as arguments.
+            columns: The data columns of the prompt that the signature of `reset` names, or all of them if the signature
+                has `**columns`. The prompt itself is passed like a column, under the name `prompt`.
 
         Returns:
-            An `Observation`, which is placed at the end of the prompt. Text is appended to the prompt's last user
-            message. A message becomes a separate message. None adds nothing.
+            An `Observation`, which is placed at the end of the prompt; None adds nothing. In a chat, text is appended
+            to the last message if this is a user message. Otherwise, the text becomes a new user message. Messages are
+            appended to the chat. If the prompt is plain text, the text of the observation is appended to the prompt,
+            without a separator.
         """
         return None
 
     @abstractmethod
     def step(self, completion: str) -> Any:
-        """Answer a turn of the policy. Args: completion: the turn's text. Returns: a value that `as_step` takes."""
+        """Answer a turn of the policy. Args: completion: the turn's text. Returns: a value that `as_step` accepts."""
 
     def end(self) -> Any:
         """Give a last reward, if a limit of the run ends the conversation before `step` has ended it.
 
         Returns:
-            A number, which is added to the reward of the last turn, or None.
+            A number or None. A number is added to the reward of the last turn.
         """
         return None
 
     @property
     def for_rewards(self) -> Any:
-        """The object that rewards get in the argument `environments`."""
+        """The object that is passed to rewards in the argument `environments`."""
         return self
 
     def on_failure(self, kind: str, problem: str) -> Any:
         """Answer in place of a call of `step` that failed.
 
-        In workers, the environment is in the state before the failed call. In the training process, changes made by the
-        failed call remain.
+        If the environment runs in workers, it is in the state before the failed call. If it runs in the training
+        process, changes made by the failed call remain.
 
         Args:
             kind: See `environments.runner.FAILURES`.
             problem: The failure in words.
 
         Returns:
-            A value for `as_step`. If it is None, `model.conversation.on_error` decides what happens.
+            A value that `as_step` accepts, or None. With None, `model.conversation.on_error` decides what happens.
         """
         return None
 
@@ -144,7 +149,7 @@ EnvironmentLike = Environment | Callable[..., Any] | list[Callable[..., Any]]
 
 
 def as_step(value: Any) -> Step:
-    """Convert what `step` returned.
+    """Convert the value that `step` returned to a `Step`.
 
     Args:
         value: A `Step`; an observation (the conversation continues); None (the conversation is done, without reward);
@@ -231,7 +236,7 @@ def messages_of(observation: Any, role: str) -> list[Message]:
 
 
 def _content(content: Any) -> str | list[Mapping[str, Any]]:
-    """Check the content of a message: text, or a list of parts. Parts without an image are joined to one text."""
+    """Check the content of a message, text or a list of parts. If no part is an image, join the parts to one text."""
     if isinstance(content, str):
         return content
     parts = list(content) if isinstance(content, list | tuple) else [content]
@@ -275,7 +280,7 @@ def with_kept_images(message: Message) -> Message:
 
 
 def text_of(message: Message) -> str:
-    """The text of a message from `messages_of`, with `IMAGE_MARK` for an image."""
+    """The text of a message from `messages_of`, with `IMAGE_MARK` in place of each image."""
     content = message["content"]
     if isinstance(content, str):
         return content

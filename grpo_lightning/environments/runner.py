@@ -1,17 +1,17 @@
-"""Runs the environments of a rollout: concurrently, in worker processes, within limits.
+"""Runs the environments of a rollout at the same time, in worker processes with time and memory limits.
 
 The workers are of the same kind as those of the rewards (`rewards/workers.py`), but in a separate pool, with the limits
 of `model.reward_workers`. A call gets the pickled environment. It returns the environment's answer, and the
-environment, pickled again. A worker keeps nothing between calls, so every call can be killed. After a failed call, the
-environment is in the state before this call. All calls of a round (one turn of each conversation) have the same
-deadline: `step_timeout_seconds` after the end of sampling.
+environment, pickled again. A worker keeps nothing between calls, so it can be killed during any call. After a failed
+call, the environment is in the state before this call. All calls of a round (one turn of each conversation) have the
+same deadline: `step_timeout_seconds` after the end of sampling.
 
 In the training process, a call changes the environment object itself. Changes made by a failed call therefore remain.
 Memory has no limit there, and only async methods have a time limit.
 
-In workers and in the training process, the random numbers of `random`, numpy and torch (on the CPU) are seeded for each
-call. There are two exceptions: async methods, because they run at the same time, and calls in the training process
-during asynchronous rollouts.
+The random generators of `random`, numpy and torch (on the CPU) are seeded for each call, in workers and in the training
+process. Two kinds of calls are exceptions: those of async methods, because they run at the same time, and those in the
+training process during asynchronous rollouts, because they do not run in the main thread.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Result(NamedTuple):
     environment before the call. After a failed call in the training process, changes made by the call remain."""
 
     value: Any
-    """An observation (`reset`) or a `Step` (`step`); None if the call failed."""
+    """The checked result of the method: an observation or None for `reset`, a `Step` for `step`, a number or None for
+    `end`, and a `Step` or None for `on_failure`. If the call failed, it is None."""
 
     failure: str = ""
     """One of `FAILURES`; empty on success."""
@@ -58,7 +59,7 @@ class Result(NamedTuple):
     """Description of the failure; in messages, it follows the name of the environment."""
 
     cause: BaseException | None = None
-    """The exception."""
+    """The exception behind the failure; None if there is none."""
 
 
 class EnvironmentRunner:
@@ -66,7 +67,8 @@ class EnvironmentRunner:
 
     Args:
         environment: The environment that conversations begin with.
-        limits: Settings of the workers. `num_workers` 0 runs environments in the training process, without limits.
+        limits: Settings of the workers. With `num_workers` 0, environments run in the training process. Memory then has
+            no limit, and only async methods have a time limit.
         max_characters: Maximum length of an observation.
     """
 
@@ -148,7 +150,7 @@ class EnvironmentRunner:
         return result if answer.failure or answer.value is None else answer
 
     def _begin_round(self) -> None:
-        """Begin a round of calls. While turns are being sampled, its calls have no deadline."""
+        """Begin a round of calls. These have no deadline while turns are still being sampled."""
         self._round: list[Future[Answer]] = []
         self._deadline = math.inf
 

@@ -39,8 +39,8 @@ def group_relative_advantages(
         other baselines:       gain[n, g] = r[n, g] - baseline[n, g]
 
     A completion whose reward is nan is not scorable: its reward is excluded from every mean and std, and its advantage
-    is 0. In zero-variance groups, all scorable rewards are equal, or fewer than two are scorable. Their advantages are
-    set to exactly 0: a rounding error divided by another rounding error would be noise.
+    is 0. In a zero-variance group, all scorable rewards are equal, or fewer than two are scorable. The advantages of
+    such a group are set to exactly 0, because a rounding error divided by another rounding error would be noise.
 
     Args:
         rewards: [N, G] one reward per completion. Row n is the group of prompt n. A nan means not scorable.
@@ -54,9 +54,9 @@ def group_relative_advantages(
               proportional to the completion's length.
             - "pass_at_k" trains the best of k completions (arXiv:2503.19595): a completion's advantage is how much it
               adds to the best of k - 1 others. With k = None, the best completion gets its lead over the second best,
-              and all others get 0 (verl's `grpo_passk`). With the scale "none", take the policy gradient with these
-              advantages, and average it over the group. For any k, k times this average is an unbiased estimate of the
-              gradient of the expected maximum of k rewards.
+              and all others get 0 (verl's `grpo_passk`). With the scale "none", let g be the policy gradient with these
+              advantages, averaged over the group. For any k, k g is an unbiased estimate of the gradient of the
+              expected maximum of k rewards.
         scale: The divisor of the gain. Every std is unbiased (K - 1 in the denominator). For "batch_std",
             "batch_advantage_std" and "nonzero_fraction", pass the rewards of all ranks, because otherwise each rank
             would have a different divisor.
@@ -83,7 +83,7 @@ def group_relative_advantages(
 
     Raises:
         ValueError: If the rewards are not [N, G] with G >= 2, the baseline or scale is unknown, the lengths are
-            missing, or k is out of range. If a reward is below 0 and the scale is "group_mean". If the scale
+            missing, or k is out of range. Also if a reward is below 0 and the scale is "group_mean", or if the scale
             "batch_advantage_std" is combined with the baseline "length_weighted" or "pass_at_k".
     """
     _check_shape(rewards)

@@ -87,14 +87,14 @@ def clipped_surrogate(
     epsilon_high: float | None = None,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """PPO's clipped surrogate: no gradient outside the clip range if the advantage moves the token's ratio further out.
+    """PPO's clipped surrogate: no gradient if the ratio has left the clip range in the direction of the advantage.
 
         loss = -min( min(r, dual_clip) A, clip(r, 1 - epsilon, 1 + epsilon_high) A )
 
     PPO (arXiv:1707.06347, eq. 7) has no `dual_clip`. The loss of a token of negative advantage then has no limit: it
     grows with the token's ratio. `dual_clip` = c bounds this loss by -c A, and the gradient is 0 beyond the bound. For
-    A < 0 the objective is then max(min(r A, clip(r) A), c A), as in dual-clip PPO (arXiv:1912.09729). c is the delta of
-    INTELLECT-2's two-sided clipping (arXiv:2505.07291).
+    A < 0 the objective is then max(min(r A, clip(r) A), c A), as in dual-clip PPO (arXiv:1912.09729). Here c is the
+    delta of INTELLECT-2's two-sided clipping (arXiv:2505.07291).
 
     Args:
         ratio: [B, T], or [B, 1] for sequences.
@@ -108,8 +108,8 @@ def clipped_surrogate(
         The loss of each token, to be minimised: [B, T], or [B, 1] where both inputs are.
 
     Raises:
-        ValueError: If `dual_clip` is not above 1 + `epsilon_high`, so that it would cut into the clip range; or if
-            `ratio` or `advantages` does not have two dimensions.
+        ValueError: If `dual_clip` is not above 1 + `epsilon_high`, and would thus limit ratios inside the clip range.
+            Also if `ratio` or `advantages` does not have two dimensions.
     """
     _check_columns(ratio=ratio, advantages=advantages)
     highest = 1 + (epsilon if epsilon_high is None else epsilon_high)
@@ -132,8 +132,8 @@ def cispo_surrogate(
         loss = -stop_gradient( min(max(r, 1 - epsilon), 1 + epsilon_high) ) A logprob
 
     CISPO is the loss of MiniMax-M1 (arXiv:2506.13585). Its authors and TRL do not use the lower bound; verl does. The
-    cap is 1 + `epsilon_high`. Some other implementations cap at their `epsilon_high` itself: for the same cap, subtract
-    1 from their value.
+    cap is 1 + `epsilon_high`. In some other implementations, the cap is `epsilon_high` itself: for the same cap,
+    subtract 1 from that value.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences; treated as a constant.
@@ -178,7 +178,7 @@ def reinforce_surrogate(advantages: Tensor, logprobs: Tensor) -> Tensor:
 def sapo_surrogate(
     ratio: Tensor, advantages: Tensor, *, temperature_positive: float = 1.0, temperature_negative: float = 1.05
 ) -> Tensor:
-    """SAPO: a sigmoid gate fades the gradient out as the ratio leaves 1, instead of a hard clip.
+    """SAPO: instead of a hard clip, a sigmoid gate reduces the gradient as the ratio moves away from 1.
 
         loss = -(4 / tau) sigmoid( tau (r - 1) ) A,   where tau depends on the sign of A
 
@@ -189,7 +189,7 @@ def sapo_surrogate(
         ratio: [B, T], or [B, 1] for sequences.
         advantages: [B, 1], or [B, T].
         temperature_positive: tau where A > 0.
-        temperature_negative: tau where A <= 0. A larger tau fades the gradient out at ratios closer to 1.
+        temperature_negative: tau where A <= 0. With a larger tau, the gradient vanishes at ratios closer to 1.
 
     Returns:
         The loss of each token, to be minimised: [B, T], or [B, 1] where both inputs are.
@@ -251,7 +251,7 @@ def kl_cov_surrogate(
     *,
     coefficient: float = 1.0,
 ) -> Tensor:
-    """KL-Cov: no clip, and a penalty for moving the few tokens that lower the entropy most.
+    """KL-Cov: no clip, but a penalty for changing the log-probs of the few tokens that lower the entropy most.
 
         d = logprobs - old_logprobs
         loss = -exp(d) A + (coefficient |d| where selected, else 0)
@@ -292,8 +292,8 @@ def dppo_surrogate(
         r = exp(logprobs - old_logprobs)
         loss = 0 where outside, else -stop_gradient( min(r, max_ratio) ) A logprob
 
-    A token that goes from probability 0.001 to 0.005 (ratio 5) changes the policy less than one that goes from 0.5 to
-    0.6 (ratio 1.2). But a limit on the ratio stops the first token earlier. DPPO is divergence proximal policy
+    The policy changes less if a token's probability goes from 0.001 to 0.005 (ratio 5) than if it goes from 0.5 to 0.6
+    (ratio 1.2). But a limit on the ratio stops the first change earlier. DPPO is divergence proximal policy
     optimization (arXiv:2602.04879, eq. 12), with the loss as in verl. Its old policy is the one that the engine sampled
     from, so pass the engine's log-probs as `old_logprobs`.
 
@@ -302,8 +302,7 @@ def dppo_surrogate(
         old_logprobs: [B, T] nats, of the engine when it sampled the tokens; treated as a constant.
         mask: [B, T] bool, True where a token is trained on. Masked tokens have the ratio 1, whatever their log-probs.
         advantages: [B, 1].
-        outside: [B, T] bool, True at tokens whose probability has changed too much, in either direction
-            (`leaves_trust_region`).
+        outside: [B, T] bool, True at the tokens that `leaves_trust_region` finds (`low | high`).
         max_ratio: Maximum ratio; far above 1, because truncating the ratio biases the gradient.
 
     Returns:
@@ -326,7 +325,7 @@ def leaves_trust_region(
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Find tokens that have moved too far in the direction of their advantage (DPPO, arXiv:2602.04879, eq. 12-14).
+    """Find tokens whose probability moved too far in the advantage's direction (DPPO, arXiv:2602.04879, eq. 12-14).
 
         p = exp(logprobs), q = exp(old_logprobs)
         tv:  D = |p - q|
@@ -457,8 +456,8 @@ def is_clipped_high(ratio: Tensor, advantages: Tensor, *, epsilon_high: float) -
 
 MAX_LOG_RATIO = 20.0
 """Bound of the log-ratio, in nats, as in verl, OpenRLHF and ms-swift. exp overflows float32 above 88.7, and the
-gradient is then nan, even where the loss is clipped to a finite value. At a ratio of exp(20) = 5e8, the two
-distributions have nothing in common anyway."""
+gradient is then nan, even where the loss is clipped to a finite value. Already at a ratio of exp(20) = 5e8, the two
+distributions have nothing in common."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -491,8 +490,8 @@ def rollout_weights(
     off-policy RL training"). "mask" at the level "token" is IcePop (Ling team 2025, arXiv:2510.18855).
 
     A "sequence" weight is a product over tokens, so that long completions have very large or very small weights. The
-    size of a "geometric" weight does not depend on the length, but it is not a ratio of completion probabilities. It
-    serves to mask completions that the policy would not have sampled; this needs a narrow range, such as 0.99 to 1.01.
+    size of a "geometric" weight does not depend on the length, but it is not a ratio of completion probabilities. With
+    a narrow range, such as 0.99 to 1.01, it serves to mask completions that the policy would not have sampled.
     ms-swift's sequence modes use this weight. verl's `seq_mean_k1` keeps the same completions, but with weight 1.
     Exponents are clipped to [-20, 20] (`bounded_exp`).
 
@@ -599,7 +598,7 @@ def kl_divergence(
         return difference.square() / 2
     if estimator == "k3":
         difference = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        # exp(d) - 1 rounds to below d for small d
+        # not exp(d) - 1, which for small d may round to a value below d
         return (torch.expm1(difference) - difference).clamp(max=MAX_K3)
     raise ValueError(f"estimator must be 'k1', 'k2' or 'k3', got {estimator!r}.")
 

@@ -142,8 +142,8 @@ def using_adapter(policy: nn.Module, adapter: str | None) -> Iterator[nn.Module]
 def adds_nothing(policy: nn.Module, dtype: torch.dtype | None = None) -> bool:
     """True if the trained adapter does not change the policy yet, so that the policy equals its base.
 
-    This holds if B A is 0 in all layers, DoRA's magnitudes are the norms of the base, and copied layers equal their
-    originals.
+    This holds if B A is 0 in all layers, DoRA's magnitudes are the norms of the base's rows, and copied layers equal
+    their originals.
 
     Args:
         policy: Model with adapters.
@@ -252,5 +252,5 @@ def untie(policy: Any) -> None:
         return
     head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     base.config.tie_word_embeddings = base.config.get_text_config(decoder=True).tie_word_embeddings = False
-    if hasattr(base, "all_tied_weights_keys"):  # transformers 5 saves one of each pair here
+    if hasattr(base, "all_tied_weights_keys"):  # of each pair in it, transformers 5 saves only one weight
         base.all_tied_weights_keys = base.get_expanded_tied_weights_keys(all_submodels=True)

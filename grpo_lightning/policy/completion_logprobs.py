@@ -1,8 +1,9 @@
 """Differentiable log-probs of completions, computed on one of two paths.
 
 extended: The prompt pass runs each prompt once, and keeps its KV cache in the autograd graph. The completion pass runs
-the completions with this cache. With full attention, prompts of different lengths are padded at the end in the prompt
-pass, so that this pass needs no mask. In the cache, they are padded at the front.
+the completions with this cache. Prompts of different lengths are padded at the front. With full attention, the prompt
+pass can move the padding to the end, so that it needs no mask; its cache is then reordered to have the padding at the
+front again.
 
 dense: Every row is [prompt | completion]. This path has three uses: models that do not support the extended path, tests
 that verify the extended path, and completions that contain images (observations of an environment). The positions of
@@ -69,8 +70,8 @@ class TokenScores(NamedTuple):
     """[B, T] float32 nats; has a gradient only if the entropy is part of the loss."""
 
     load: RouterLoad | None = None
-    """Routing of the tokens, if it was recorded. Every prompt counts once per completion that is trained on. In each of
-    these completions, every token counts except the last, which predicts nothing."""
+    """Routing of the tokens, if it was recorded. A prompt's tokens count once for each of its completions that is
+    trained on. In each of these completions, every token counts except the last, which predicts nothing."""
 
 
 @dataclass
@@ -122,7 +123,7 @@ class Scorer:
             return self._score(model, batch, head, routers)
         scores = [part.scorer._score(model, part.batch, head, routers) for part in parts]
         width = batch.completion_ids.shape[1]
-        # Dummy completions come last; dropping them sets their gradient to 0.
+        # Dummy completions come last. They are then dropped, so that they get no gradient.
         order = sorted(range(len(parts)), key=lambda i: not parts[i].rows)
         original_order = batch.prompt_index.new_tensor([row for i in order for row in parts[i].rows]).argsort()
 
@@ -140,8 +141,8 @@ class Scorer:
     def parts(self, batch: MicroBatch) -> list[Part]:
         """Split a micro-batch into completions without and with images; those with images run on the dense path.
 
-        All ranks run the same parts (`agree_on_chunks`), so that they gather sharded weights equally often. A rank
-        without completions of a part runs a dummy completion.
+        All ranks run the same parts (`agree_on_chunks`), so that they gather sharded weights equally often. A rank that
+        has no completions for a part runs a dummy completion.
         """
         if not has_images(batch) and not batch.num_image_chunks:
             return [Part(self, batch, range(len(batch.completion_ids)))]
@@ -172,7 +173,7 @@ class Scorer:
         loads = [load for load in (prompt_load, *(load for _, load in outputs[:count])) if load is not None]
         scores = torch.cat([nn.functional.pad(chunk, (0, 0, 0, width - chunk.shape[1])) for chunk in scored])
         if chunks[0] is not None:
-            # Rows that were repeated to fill up the number of chunks come last; dropping them sets their gradient to 0.
+            # Rows that were repeated to get enough chunks come last. They are then dropped, so they get no gradient.
             original_order = torch.cat(chunks)[:count].argsort()  # type: ignore[arg-type]
             scores = scores[original_order]
         scores = torch.where(batch.attention_mask[..., None], scores, scores.new_zeros(()))
@@ -285,7 +286,7 @@ def dummy_of(batch: MicroBatch) -> MicroBatch:
 def text_dummy_of(batch: MicroBatch) -> MicroBatch:
     """A prompt of one token and a completion of one masked token, without image.
 
-    The vision tower runs on the blank image.
+    If the micro-batch has a blank image, the vision tower runs on it.
     """
     dummy = dummy_of(batch)
     token = dummy.completion_ids
@@ -301,13 +302,13 @@ def text_dummy_of(batch: MicroBatch) -> MicroBatch:
 # -------------------------------------------------------------------------------------------------------------- chunks
 
 CPU_PASS_TOKENS = 32
-"""Tokens that a CPU computes in the time that it needs for launching a forward and backward pass. It was measured as 22
-to 46 for models of 0.4 to 26 million weights, on one core."""
+"""Tokens that a CPU computes in the time that it needs for launching a forward and backward pass. The measured numbers
+are 22 to 46, for models of 0.4 to 26 million weights, on one core."""
 
 GATHER_TOKENS = 4_000
 """Tokens that a GPU computes in the time that it takes to gather the sharded weights for a forward and backward pass.
-The estimate assumes that each weight is gathered in 16 bits over 50 GB/s, twice, and that a token takes 6 operations
-per weight, at `GPU_OPERATIONS`."""
+The estimate assumes that each weight is gathered twice, in 16 bits at 50 GB/s. It also assumes that a token takes 6
+operations per weight, at `GPU_OPERATIONS`."""
 
 LAYER_SECONDS = 0.75e-3
 """Time to launch the operations of a decoder layer, forward and backward: about 150 operations of 5 microseconds
@@ -317,8 +318,9 @@ GPU_OPERATIONS = 3e14
 """Operations per second in matrix products of 16 bits."""
 
 CHECKPOINTED_NUMBERS = 8_000_000
-"""Limit of tokens times hidden size, for a chunk whose activations are recomputed in the backward pass. Activations
-take about 40 numbers of 16 bits per layer for each of these 8 million, which is 15 GB in 24 layers."""
+"""Maximum of tokens times hidden size, for a chunk whose activations are recomputed in the backward pass. Activations
+take about 40 numbers of 16 bits per layer for each of these 8 million, which is 15 GB in 24 layers. With hidden sizes
+above 3,906, chunks may exceed the maximum, because `auto_chunks` never limits a chunk to fewer than 2,048 tokens."""
 
 
 @dataclass(frozen=True)
@@ -346,7 +348,7 @@ class AutoChunks:
         # is read immediately.
         tokens = torch.tensor(lengths, dtype=torch.float64, device="cpu")
         least = torch.zeros(len(tokens) + 1, dtype=torch.float64, device="cpu")  # [j]: cost of the first j completions
-        last = [0] * (len(tokens) + 1)  # [j]: where their last chunk starts
+        last = [0] * (len(tokens) + 1)  # [j]: where the last chunk of the first j completions starts
         for end in range(1, len(tokens) + 1):
             computed = torch.arange(end, 0, -1, device="cpu") * tokens[:end]
             if self.max_tokens is not None:
@@ -362,7 +364,7 @@ class AutoChunks:
 
 
 def chunk_sizes(lengths: Sequence[int], chunk_size: int | AutoChunks | None, number: int = 1) -> list[int]:
-    """Completions per chunk; at least `number` chunks, of which the last are empty if there are too few completions.
+    """Number of completions in each of at least `number` chunks; the last are empty if there are too few completions.
 
     Args:
         lengths: [B] tokens of each completion, longest first.
@@ -476,7 +478,7 @@ def recording(routers: Routers | None) -> AbstractContextManager[list[Tensor]]:
 def extended_chunks(
     model: nn.Module, batch: MicroBatch, head: Head, routers: Routers | None
 ) -> tuple[ScoreChunk, RouterLoad | None]:
-    """Run the prompt pass now; return the function that runs the completion pass for a chunk, and the prompts' load."""
+    """Run the prompt pass; return the function that runs the completion pass for a chunk, and the prompts' routing."""
     prefix = PrefixCache(base_model(model).config)
     placed = place(model, batch.prompt_ids, batch.prompt_mask, batch.vision)
     columns = columns_of_prompts(model, prefix, batch, placed, head)
@@ -501,12 +503,12 @@ def extended_chunks(
     def score(rows: Tensor | None) -> tuple[Tensor, RouterLoad | None]:
         ids, mask, fan = rows_of(batch, rows)  # [B, T], [B, T], prompt of each row
         width = ids.shape[1]
-        # The last token predicts nothing, so it is no input. There are always at least two input columns, because
+        # The last token predicts nothing, so it is left out. There are always at least two input columns, because
         # models use in-place decoding kernels for a single token.
         queries = max(width - 1, 2)
         inputs, seen = (nn.functional.pad(x, (0, max(0, queries - width)))[:, :queries] for x in (ids, mask))
         seen = torch.cat([fan_out(batch.prompt_mask, fan), seen], 1).long()  # [B, L + queries]
-        # A column added only to have two columns repeats the last position, so that no row becomes longer.
+        # If a column was added to have two, it repeats the last position, so that no position is beyond the row.
         positions = placed.along(
             fan_out(placed.first, fan) + torch.arange(queries, device=ids.device).clamp(max=width - 1)
         )
@@ -538,7 +540,7 @@ def columns_of_prompts(
     behind the prompts needs no mask, because no token attends to later ones. Attention is then computed by causal
     kernels, which skip half of the scores. The new order needs full attention in all layers, and a sliced head: a full
     head would compute the logits of all prompt tokens. Prompts with images also need a model with positions in three
-    dimensions: other models may let image tokens attend to later ones.
+    dimensions: in other models, image tokens may attend to later tokens.
     """
     if not (prefix.is_full_attention and isinstance(head, SlicedHead)):
         return None
@@ -546,7 +548,7 @@ def columns_of_prompts(
         return None
     mask = batch.prompt_mask
     if mask.device.type != "cpu" and not (runs_in_16_bits(model, mask.device) or leaves_out_masks.get()):
-        return None  # in 32 bits, grouped heads without a mask only have a kernel that stores all scores
+        return None  # in 32 bits, the only kernel for grouped heads without a mask stores all scores
     if bool(mask.all()):
         return None
     length = mask.shape[1]
@@ -565,7 +567,11 @@ def runs_in_16_bits(model: nn.Module, device: torch.device) -> bool:
 def dense_chunks(
     model: nn.Module, batch: MicroBatch, head: Head, routers: Routers | None
 ) -> tuple[ScoreChunk, RouterLoad | None]:
-    """Run [prompt | completion] rows, one forward pass per chunk; an image is encoded for every row of its prompt."""
+    """Return the function that runs a chunk of rows [prompt | completion] in one forward pass, and None.
+
+    The second value is None because there is no prompt pass whose routing could be returned. An image is encoded once
+    for every row of its prompt, unless its features are stored already.
+    """
     whole = batch.conversation_vision
     placed = None if whole else place(model, batch.prompt_ids, batch.prompt_mask, batch.vision)
 
@@ -700,7 +706,7 @@ class SlicedHead:
     trains_entropy: bool = False
 
     def prompt_states(self, model: nn.Module, inputs: dict[str, Any], last: Tensor | None = None) -> Tensor:
-        """[N, 1, H] hidden states; the head runs on these states together with those of the completions."""
+        """[N, 1, H] hidden states; the head runs on them later, together with the hidden states of the completions."""
         dtypes: list[torch.dtype] = []
 
         def pass_hidden(_: Logits, hidden: Tensor) -> Tensor:
@@ -804,8 +810,8 @@ def head_replaced(model: nn.Module, forward: Callable[[Logits, Tensor], Tensor],
 def logit_scale(model: nn.Module) -> float | None:
     """Measure the factor by which the model multiplies its head's output; None if the model does more than scale it.
 
-    Soft-capping that the config declares (`final_logit_softcapping`) does not affect the result, because
-    `head_replaced` disables it in the model and applies it afterwards.
+    Soft-capping that the config declares (`final_logit_softcapping`) does not affect the result: `head_replaced`
+    disables it in the model, and applies it in its function `logits`, which is not called here.
     """
     device = next(model.parameters()).device
     points = torch.tensor([1.0, -1.0, 0.0, 0.25, 3000.0], dtype=torch.float32, device=device)

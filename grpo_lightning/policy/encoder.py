@@ -321,7 +321,7 @@ def map_contents(change: Callable[[Any], Any], content: Any) -> Any:
 
 
 def merge_text_parts(parts: Any) -> Any:
-    """Merge adjacent text parts of a message, as templates do: a token could be spelled across two parts."""
+    """Merge adjacent text parts of a message, as templates do, to find special tokens that are split over two parts."""
     if isinstance(parts, str):
         return parts
     merged: list[Mapping[str, Any]] = []

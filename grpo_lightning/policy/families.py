@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 Resizing = Literal["pixels", "tiles", "fixed"]
 """How the number of tokens per image can be limited: by the image's number of `pixels`, by its number of `tiles`, or
-not at all (`fixed`). It is fixed if all images are resized to the same size."""
+not at all (`fixed`), because all images are resized to the same size."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ FAMILIES: Mapping[str, Family] = {
         "norm1000",
         "fixed",
         attends_both_ways=True,
-        unused=("head",),  # SigLIP's pooling, where `vision_use_head` is not off
+        unused=("head",),  # SigLIP's pooling, which exists unless `vision_use_head` is off
     ),
 }
 """By `config.model_type`."""
@@ -102,7 +102,7 @@ def family_of(config: Any) -> Family | None:
 
 
 def native_checkpoints(name: str) -> str:
-    """Names of the native transformers checkpoints on the hub that replace a remote-code InternVL.
+    """Names of the native transformers checkpoints on the hub that replace an InternVL checkpoint with remote code.
 
     OpenGVLab publishes native checkpoints of InternVL3 and InternVL3.5, with different suffixes. For all other names
     (InternVL2.5 and older, fine-tuned models), two examples are returned.

@@ -7,19 +7,20 @@ Scoring. `PrefixCache` is a write-once cache: the states of each prompt are stor
     model(**completions, cache=prefix.extend(rows), use_cache=True)      # the completion pass only reads
 
 The prompt pass runs the prompts, and the completion pass runs the completions with the cache. The passes have separate
-cache objects because of activation checkpointing. It recomputes the prompt pass in the backward pass, after the
-completion pass has run, and must find the prompt pass's cache unchanged. Because no state is written twice, both passes
-can be checkpointed. For the same reason, linear-attention layers are differentiable; the cache of transformers
-overwrites their states in place.
+cache objects because of activation checkpointing. Checkpointing recomputes the prompt pass in the backward pass, when
+the completion pass has already run, and must find the prompt pass's cache unchanged. Because no state is written twice,
+both passes can be checkpointed. For the same reason, gradients can flow through the states of linear-attention layers.
+The cache of transformers overwrites these states in place.
 
 Decoding. A prefill stores the prompts' keys and values in a `SamplingCache`. Decoding then continues with one of two
 caches, which have the same methods (`DecodingCache`):
 
-- `SharedPrompts` keeps each prompt once. The completions of a prompt read its keys and values together, and each
-  completion's own keys and values are written in place. Other prompts can join while completions are decoded. It needs
-  a model whose attention can be replaced.
+- `SharedPrompts` stores the states of each prompt once. The completions of a prompt read its keys and values together,
+  and the keys and values of each completion are written in place. Other prompts can join while completions are decoded.
+  This cache needs a model whose attention can be replaced.
 - `RepeatedPrompts` repeats the prompts' states for their completions, and grows with every token. It works with all
-  states that transformers can repeat: sliding windows, linear attention, and attention that cannot be replaced.
+  states that transformers can repeat, also those of sliding windows, linear attention, and attention that cannot be
+  replaced.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ Rows = int | Tensor
 
 
 class UnsupportedCacheError(NotImplementedError):
-    """The model has a cache layer without a write-once version."""
+    """`PrefixCache` does not support the model's cache."""
 
 
 class LostCacheError(RuntimeError):
@@ -64,7 +65,7 @@ def fan_out(states: Tensor, rows: Rows) -> Tensor:
 
 
 class StoredAttention(DynamicLayer):
-    """Prompt pass of a full-attention layer: keeps the keys and values of its first update."""
+    """Full-attention layer in the cache of the prompt pass: stores the keys and values of the first update."""
 
     dtype: torch.dtype
     device: torch.device
@@ -89,7 +90,7 @@ class StoredAttention(DynamicLayer):
 
 
 class StoredSlidingAttention(StoredAttention, DynamicSlidingWindowLayer):
-    """Prompt pass of a sliding-window layer: stores the last window."""
+    """Sliding-window layer in the cache of the prompt pass: stores the last window."""
 
     def visible(self, states: Tensor) -> Tensor:
         """The last `sliding_window - 1` positions: the next token completes the window."""
@@ -97,14 +98,14 @@ class StoredSlidingAttention(StoredAttention, DynamicSlidingWindowLayer):
 
 
 class ReadAttention(DynamicLayer):
-    """Completion pass of a full-attention layer: attends to [repeated prompt | new tokens] and stores nothing."""
+    """Full-attention layer in the cache of the completion pass: prepends the repeated prompt, and stores nothing."""
 
     def __init__(self, stored: StoredAttention, rows: Rows) -> None:
         super().__init__()
         self.attach(stored, rows)
 
     def attach(self, stored: StoredAttention, rows: Rows) -> None:
-        """Refer to the stored prompt; transformers reads sequence lengths and mask sizes from `keys`."""
+        """Refer to the stored prompt. `keys` is set, because transformers reads lengths and mask sizes from it."""
         self.stored, self.rows, self.is_initialized = stored, rows, True
         self.keys, self.values = stored.keys, stored.values
 
@@ -117,7 +118,7 @@ class ReadAttention(DynamicLayer):
 
 
 class ReadSlidingAttention(ReadAttention, DynamicSlidingWindowLayer):
-    """Completion pass of a sliding-window layer."""
+    """Sliding-window layer in the cache of the completion pass."""
 
     def __init__(self, stored: StoredSlidingAttention, rows: Rows) -> None:
         DynamicSlidingWindowLayer.__init__(self, stored.sliding_window)
@@ -137,7 +138,7 @@ READS: dict[type, type] = {StoredAttention: ReadAttention, StoredSlidingAttentio
 if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_state"):
 
     class StoredLinear(cache_utils.LinearAttentionLayer):  # type: ignore[name-defined, misc]
-        """Prompt pass of a linear-attention layer: convolution and recurrent states, stored by reference."""
+        """Linear-attention layer in the cache of the prompt pass: refers to the convolution and recurrent states."""
 
         def update_conv_state(
             self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
@@ -165,7 +166,7 @@ if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_sta
             return any(self.is_conv_states_initialized.values()) or any(self.is_recurrent_states_initialized.values())
 
     class ReadLinear(cache_utils.LinearAttentionLayer):  # type: ignore[name-defined, misc]
-        """Completion pass of a linear-attention layer."""
+        """Linear-attention layer in the cache of the completion pass."""
 
         def __init__(self, stored: StoredLinear, rows: Rows) -> None:
             super().__init__(number_of_states=stored.number_of_states)
@@ -185,18 +186,18 @@ if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_sta
             return conv_states if previous is None else torch.cat([previous, conv_states], -1)
 
         def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-            """Store nothing: the next chunk starts again after the prompt."""
+            """Store nothing: the next chunk of completions starts after the prompt again."""
             return recurrent_states
 
     class StoredHybrid(StoredLinear, StoredAttention):
-        """Prompt pass of a hybrid layer with attention and linear attention."""
+        """Hybrid layer (attention and linear attention) in the cache of the prompt pass."""
 
         def __init__(self, number_of_states: int = 1) -> None:
             StoredAttention.__init__(self)
             StoredLinear.__init__(self, number_of_states=number_of_states)  # type: ignore[call-arg]
 
     class ReadHybrid(ReadLinear, ReadAttention):
-        """Completion pass of a hybrid layer."""
+        """Hybrid layer (attention and linear attention) in the cache of the completion pass."""
 
         def __init__(self, stored: StoredHybrid, rows: Rows) -> None:
             ReadAttention.__init__(self, stored, rows)
@@ -221,7 +222,8 @@ class PrefixCache(Cache):
     """Cache of the prompt pass: filled by one forward pass over the prompts.
 
     Raises:
-        UnsupportedCacheError: If a layer has no write-once version; such models run each prompt once per completion.
+        UnsupportedCacheError: If a cache layer of the model is not in `STORES`, or the config does not contain the
+            number of cache layers. The model then runs each prompt once per completion (dense path).
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -234,7 +236,7 @@ class PrefixCache(Cache):
 
     @property
     def is_full_attention(self) -> bool:
-        """True if all layers have full attention: a token's state then depends on no later token, nor on its column."""
+        """True if all layers have full attention: a token's state depends neither on later tokens nor on its column."""
         return all(type(layer) is StoredAttention for layer in self.layers)
 
     def check_filled(self) -> None:
@@ -292,26 +294,26 @@ class ExtendedCache(Cache):
 # ------------------------------------------------------------------------------------------------------------ decoding
 
 FIRST_CAPACITY = 64
-"""Tokens per completion that `SharedPrompts` has room for at first. The room doubles when it is full."""
+"""Number of tokens per completion that `SharedPrompts` has room for at first. When the room is full, it is doubled."""
 
 KEY_MULTIPLE = {"cuda": 8}
-"""Number of keys for which attention kernels read the bias at once, by device type; 1 on other devices. The padded
-length of prompts is a multiple of this number."""
+"""Number of keys whose bias an attention kernel reads at a time, by device type; 1 on other devices. The padded length
+of prompts is a multiple of this number."""
 
 WINDOWS = (64, 128, 256, 512)
-"""Possible numbers of columns of own tokens that a step with fixed shapes attends to, whether they are filled or not.
-Above the last number, its multiples are used."""
+"""Window sizes of decoding steps with fixed shapes. A window of w covers the first w columns of completion tokens;
+columns that are not filled yet are masked. Larger windows are multiples of the last size."""
 
 ATTENTION = "grpo_lightning_shared_prompts"
-"""The name of `SharedPrompts.attend` among transformers' attention functions. It has no mask function there, so
-transformers makes no mask."""
+"""The name under which transformers finds `attend_to_current` among its attention functions. No mask function has this
+name, so transformers makes no mask."""
 
 
 class DecodingCache(Protocol):
-    """States of the open rows, which are the completions that are decoded together."""
+    """KV cache of the open rows, which are the completions that are currently decoded together."""
 
     def next_token(self) -> dict[str, Any]:
-        """Make room for a token per row. Returns: arguments for `known_arguments` and the model's forward."""
+        """Make room for one more token per row. Returns: arguments of the model's forward, for `known_arguments`."""
 
     def decoding(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the model's forward reads this cache."""
@@ -350,11 +352,11 @@ class RepeatedPrompts:
     """A prefilled cache whose states are repeated for the completions.
 
     Args:
-        policy: The model; not needed here.
+        policy: The model; not used by this class.
         prefilled: The states of N prompts.
         mask: [N, L] bool, False at padding.
         prompt_of: [rows] index of each row's prompt.
-        longest: Maximum number of tokens per row that will be stored; not needed here.
+        longest: Maximum number of tokens per row that will be stored; not used by this class.
     """
 
     def __init__(
@@ -383,19 +385,19 @@ numbers = itertools.count()
 
 
 class SharedPrompts(Cache):
-    """Cache that stores the prompts' states once, and writes the completions' own states in place.
+    """Cache that stores the prompts' states once, and writes the states of completion tokens in place.
 
-    Attention over [prompt | own tokens] is computed in two parts, which are then merged (Juravsky et al. 2024,
-    "Hydragen", equations 4 and 5):
+    The own tokens of a row are the tokens of its completion. Attention over [prompt | own tokens] is computed in two
+    parts, which are then merged (Juravsky et al. 2024, "Hydragen", equations 4 and 5):
 
         o = o_c + sigmoid(s_p - s_c) (o_p - o_c)
 
-    The outputs of the two parts are o_p (prompt) and o_c (own tokens of the completion), and s_p and s_c are the
-    log-sum-exps of their scores. The queries of all completions of a prompt attend to its keys in one matrix product,
-    without a copy of the keys per completion or per query head.
+    The output of attention to the prompt is o_p, and that of attention to the own tokens is o_c; s_p and s_c are the
+    log-sum-exps of the scores of the two parts. The queries of all completions of a prompt attend to the prompt's keys
+    in one matrix product, without a copy of the keys per completion or per query head.
 
     Rows that join later (`join`) have fewer own tokens than the rows before them. The k-th own token of a row is always
-    in column k, and a bias masks the columns that a younger row has not filled.
+    in column k, and a bias masks the columns that a row has not filled yet.
 
     Args:
         policy: The model.
@@ -407,7 +409,7 @@ class SharedPrompts(Cache):
 
     has_fixed_shapes = False
     """True if every step uses the same tensors, with the same shapes, until `layout` changes. A CUDA graph can then
-    compute the steps. Attention masks the columns of the window that are not filled yet."""
+    compute the steps. Attention covers the whole window (`WINDOWS`), and masks its columns that are not filled yet."""
 
     def __init__(
         self, policy: nn.Module, prefilled: SamplingCache, mask: Tensor, prompt_of: Tensor, longest: int
@@ -424,15 +426,15 @@ class SharedPrompts(Cache):
         if not bool(mask.all()):
             self.bias = masking_bias(mask, states[0].keys.dtype)
         self.num_steps = 0
-        """Calls of `next_token`."""
+        """Number of calls of `next_token`."""
         self.start = [0] * len(prompt_of)
         """[rows] `num_steps` when the row joined."""
         self.length = 0
-        """Own tokens of the oldest row."""
+        """Number of own tokens of the oldest row."""
         self.ages: Tensor | None = None
-        """[rows] own tokens of each row; None if all rows have `length`."""
+        """[rows] number of own tokens of each row; None means that all rows have `length`."""
         self.column: Tensor | None = None
-        """[rows] column that each row's new token is written to, if the rows' ages differ."""
+        """[rows] column that each row's new token is written to; not used while `ages` is None."""
         self.own_bias: Tensor | None = None
         """[rows, 1, 1, length] added to the own tokens' scores: -inf in unfilled columns; None if all are filled."""
         self.stored: tuple[int, Tensor, Tensor] | None = None
@@ -469,11 +471,11 @@ class SharedPrompts(Cache):
 
     @property
     def layout(self) -> tuple[int, int, int]:
-        """Changes when a step uses different tensors or shapes from the step before; differs between any two caches."""
+        """Identifies the tensors and shapes of a step: changes when they change, and differs between any two caches."""
         return self.number, self.changes, self.window
 
     def fill_in_place(self) -> None:
-        """Set the columns of the new tokens and the bias of the own tokens, in the tensors of the step before."""
+        """Set the new tokens' columns and the own tokens' bias by writing into the tensors of the previous step."""
         window = next((w for w in WINDOWS if w >= self.length), -(-self.length // WINDOWS[-1]) * WINDOWS[-1])
         window = min(window, self.capacity)
         if self.ages is None:
@@ -543,10 +545,10 @@ class SharedPrompts(Cache):
         ]
 
     def join(self, other: SharedPrompts) -> None:
-        """Append the prompts and rows of another cache. Its rows must not have completion tokens yet.
+        """Append the prompts and rows of another cache, whose rows must not have own tokens yet.
 
-        The other cache must not be used afterwards. The prompts are then padded to the length of the longest open
-        prompt.
+        The other cache must not be used afterwards. All prompts of this cache are then left-padded to the length of the
+        longest one; on CUDA, this length is rounded up to a multiple of 8 (`KEY_MULTIPLE`).
         """
         assert not other.num_steps, "the rows of the other cache have own tokens already"
         lengths = torch.cat([self.mask.sum(1), other.mask.sum(1)]).tolist()
@@ -587,7 +589,7 @@ class SharedPrompts(Cache):
         rows = [[*group, *[0] * (size - len(group))] for group in members]
         self.every_row = torch.arange(len(prompt_of), device=self.device)
         self.is_in_order = [row for group in rows for row in group] == list(range(len(prompt_of)))
-        """True if the groups are equally large and their rows follow each other, so that no row has to be gathered."""
+        """True if the groups are equally large and the rows are in group order, so that no row has to be gathered."""
         self.row_at = torch.tensor(rows, device=self.device)  # [N, size]
         self.place_of = torch.tensor([prompt_of, places], device=self.device)  # [2, rows]
 
@@ -596,7 +598,7 @@ class SharedPrompts(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write a token's keys and values of a layer, [rows, key heads, 1, head size], and return them."""
+        """Write the new tokens' keys and values of a layer, [rows, key heads, 1, head size], and return them."""
         for own, states in zip(self.own[layer_idx], (key_states, value_states), strict=True):
             if self.ages is None:
                 own[:, :, self.length - 1] = states[:, :, 0]
@@ -606,7 +608,7 @@ class SharedPrompts(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before the new one."""
+        """Number of tokens before the new token."""
         return self.prompt_length + self.length - 1
 
     def layer_of(self, key: Tensor, value: Tensor) -> int:
@@ -665,7 +667,7 @@ class SharedPrompts(Cache):
 
 
 NOT_COMPUTED = ("softcap", "s_aux", "sinks", "position_bias", "sliding_window", "indices", "block_indices")
-"""Arguments of transformers' attention functions that change the result, and that `SharedPrompts.attend` lacks."""
+"""Arguments of transformers' attention functions that change the result and that `SharedPrompts` does not support."""
 
 current: ContextVar[SharedPrompts] = ContextVar("the cache that `attend_to_current` reads")
 
@@ -725,7 +727,7 @@ AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple
 
 @functools.cache
 def attention_kernel(device_type: str, dtype: torch.dtype, head_size: int) -> AttentionKernel:
-    """The fused kernel behind torch's `scaled_dot_product_attention`, if there is one for this dtype and head size.
+    """The fused kernel behind torch's `scaled_dot_product_attention`; `matrix_products` if none supports the arguments.
 
     Older GPUs have no kernels for bfloat16, and no GPU has kernels for head sizes that are not multiples of 8.
     """
@@ -760,7 +762,7 @@ def efficient_of_cuda(
 def matrix_products(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """See `attention`; in at least float32, for devices and dtypes without a fused kernel."""
+    """See `attention`. Computes in at least float32, for devices, dtypes and head sizes without a fused kernel."""
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = scaling * query.to(wide) @ keys.to(wide).transpose(-1, -2)
     scores = scores if bias is None else scores + bias
@@ -779,7 +781,7 @@ def masking_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fit_left(states: Tensor, length: int) -> Tensor:
-    """Pad left-padded states [..., L, size] with zeros on the left to `length` tokens, or drop padding there."""
+    """Bring left-padded states [..., L, size] to `length` tokens: add zeros on the left, or drop padding there."""
     return nn.functional.pad(states, (0, 0, length - states.shape[-2], 0))
 
 

@@ -259,8 +259,8 @@ def remote_code(settings: PolicySettings, config: PretrainedConfig) -> dict[str,
     """Arguments of `from_config` that select the modelling code in the checkpoint, in the revision `policy.revision`.
 
     Without these arguments, transformers would download the newest code, because `from_config` does not know the
-    revision that the config was loaded from. A revision of the checkpoint does not pin code that is in another
-    repository.
+    revision that the config was loaded from. If the code is in another repository, no revision is passed, because the
+    checkpoint's revision does not apply there.
     """
     references = map(str, (getattr(config, "auto_map", None) or {}).values())
     repositories = {reference.partition("--")[0] for reference in references if "--" in reference}
@@ -274,10 +274,10 @@ def remote_code(settings: PolicySettings, config: PretrainedConfig) -> dict[str,
 def import_model_code(config: PretrainedConfig) -> None:
     """Import the module of transformers that defines the models of this config; do nothing for code of a checkpoint.
 
-    While ZeRO-3 builds a model, it replaces the constructors of all module classes, and restores them afterwards. If
-    the import of a module defines a class meanwhile, ZeRO-3 restores the constructor that this class had before its
+    While ZeRO-3 builds a model, it replaces the constructors of all `nn.Module` classes, and restores them afterwards.
+    If a Python module is imported meanwhile, ZeRO-3 gives its classes the constructors that they had before their
     decorators ran. The classes of experts then lack what transformers' decorators add to their constructors, and the
-    next model of the process cannot run. Therefore the module is imported before the model is built.
+    next model of the process cannot run. Therefore the Python module is imported before the model is built.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -440,9 +440,10 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
     Raises:
         FileNotFoundError: If the policy's config or the initial adapter does not exist.
         ModuleNotFoundError: If a package is missing.
-        ValueError: If the strategy cannot shard the weights, because they are quantised, or because of DoRA or adapted
-            experts. If the adapter cannot be used, or its settings have names that match nothing. If the model does not
-            support a setting of images or vision. If more layers are to be frozen than the model has.
+        ValueError: If the strategy shards weights that are quantised. If the strategy is ZeRO-3, and the adapter is
+            DoRA or adapts experts. If the adapter is DoRA, and the weights are quantised to 8 bits. If the adapter
+            cannot be used, or its settings have names that match nothing. If the model does not support a setting of
+            images or vision. If more layers are to be frozen than the model has.
     """
     if loader.quantization != "none":
         if sharding.is_sharded:
@@ -506,7 +507,7 @@ def check_names_without_weights(loader: PolicySettings, config: PretrainedConfig
 
 
 def adapter_setting(loader: PolicySettings, name: str) -> Any:
-    """A setting of the policy's adapter: of the model in memory, of the initial adapter, or of new adapters.
+    """A setting of the policy's adapter, which is that of a model in memory, the initial adapter, or a new adapter.
 
     Args:
         loader: The policy's settings.
@@ -540,7 +541,7 @@ def check_in_step(model: Any, sharding: Sharding) -> None:
     if reason is None:
         return
     base = base_model(model)
-    # Adapters and copies of layers may be in the language model alone, which runs on every rank.
+    # Adapters and copies of layers in the language model need no images: the language model runs on every rank.
     language = (base.get_decoder(), base.get_output_embeddings()) if is_adapted(model) else ()
     own = {id(parameter) for module in filter(None, language) for parameter in module.parameters()}
     is_trained = any(parameter.requires_grad and id(parameter) not in own for parameter in model.parameters())

@@ -25,7 +25,7 @@ OF_ADAPTERS = (
 
 @dataclass
 class LoRA:
-    """Low-rank adapters (arXiv:2106.09685): a layer W computes W + alpha / rank * B A, and only A and B are trained.
+    """Low-rank adapters (arXiv:2106.09685): a layer's weight is W + alpha / rank * B A, and only A and B are trained.
 
     The base is the model without adapters. New adapters start with B = 0, so that the initial policy equals the base.
     Adapters are float32, whatever the dtype of the base.
@@ -120,8 +120,9 @@ def adapter_config(adapter: str) -> Any:
 
     Raises:
         FileNotFoundError: If the adapter cannot be found.
-        ValueError: If the adapter is not LoRA. If it trains biases or single embeddings, which cannot be switched off
-            for the reference. If its initialisation changed the base's weights in a way that cannot be repeated.
+        ValueError: If the adapter is not LoRA. If it trains biases or the embeddings of single tokens, which cannot be
+            switched off for the reference. If its initialisation changed the base's weights in a way that cannot be
+            repeated.
     """
     from peft import PeftConfig
 

@@ -122,7 +122,7 @@ def select(model: Any, lora: LoRA) -> Selection:
 
 
 def check_names(model: Any, lora: LoRA, *, freezes_vision: bool = False) -> None:
-    """Check that all names of the adapters' settings match modules that may be trained.
+    """Check that all names in the adapters' settings match modules that may be trained.
 
     Args:
         model: The base model; its weights are not read, so that it may be on the meta device.

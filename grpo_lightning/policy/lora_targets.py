@@ -10,7 +10,7 @@ from torch import nn
 from grpo_lightning.policy.sharding import full_shape
 
 NOT_LANGUAGE = ("visual", "vision", "image", "audio", "projector", "merger", "connector")
-"""Parts of the names of modules outside the language model, for models that do not declare their decoder."""
+"""Substrings of the names of modules outside the language model, for models that do not declare their decoder."""
 
 
 def language_modules(model: Any) -> dict[str, nn.Module]:
@@ -85,8 +85,8 @@ def names_mistaken_for_experts(model: nn.Module, names: Iterable[str]) -> set[st
     """Names of linear layers that peft mistakes for experts, so that these layers would get no adapter.
 
     Before all experts were fused into one tensor, each expert had its own `gate_proj`, `up_proj` and `down_proj`. To
-    load adapters from before the fusion, peft redirects these names to the fused tensor. It also redirects the name of
-    a dense layer or a shared expert that has one of these names.
+    load adapters from before the fusion, peft redirects these names to the fused tensor. Dense layers and shared
+    experts that have one of these names are redirected as well.
 
     Args:
         model: The base model.
@@ -143,9 +143,10 @@ def saved_modules(
         setting: Name of the setting in error messages.
 
     Raises:
-        ValueError: If a suffix matches no module, or matches a module whose weights are quantised or tied to those of
-            other modules. Also if peft would select more modules: it accepts a suffix that begins in the middle of a
-            part of a name.
+        ValueError: If a suffix matches no module. If it matches a module without weights, or a module whose weights are
+            quantised or tied to those of other modules. If peft would select more modules: it also accepts a suffix
+            that begins in the middle of a part of a name, as `head` does in `lm_head`. If a selected module is part of
+            another selected module.
     """
     found: dict[str, nn.Module] = {}
     modules = dict(model.named_modules(remove_duplicate=False))

@@ -125,10 +125,10 @@ def make_reference(
 def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
     """Checksums of the reference's weights, one per dtype (see `checksums`); the same on every device.
 
-    If the reference equals the initial policy, checkpoints do not contain it, and a resumed run makes it again. The
-    checksums show whether the new reference is the same as the old one. If the reference is an adapter, or the policy
-    without adapters, the weights of the base have separate checksums ("base torch.float32"). Weights that ZeRO-3 has
-    partitioned while loading are skipped. The weights of a model given in memory are never skipped: they are
+    Checkpoints do not contain a reference that equals the initial policy; a resumed run makes it again. The checksums
+    show whether the new reference is the same as the old one. If the reference is an adapter, or the policy without
+    adapters, the weights of the base have separate checksums ("base torch.float32"). Weights that ZeRO-3 has
+    partitioned while loading are skipped. No weights of a model given in memory are skipped, because that model is
     partitioned later.
     """
     sums = checksums(reference.weights(policy))
@@ -138,7 +138,7 @@ def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
 
 
 def checksums(weights: Iterable[Tensor]) -> dict[str, int]:
-    """Sum the bits of weights by dtype. Each weight's sum is multiplied by its position, so that the order matters."""
+    """Sum the bits of weights as integers, by dtype. The order matters: each sum is multiplied by its position."""
     sums: dict[str, int] = {}
     for number, weight in enumerate(weights, start=1):
         if not is_partitioned(weight):

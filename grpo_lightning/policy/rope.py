@@ -1,10 +1,10 @@
 """Fix length-dependent rotary frequencies (longrope, dynamic NTK) for the whole run.
 
 transformers recomputes these frequencies in every forward pass, from the largest position in the batch. A row that
-grows beyond the model's original length then changes the log-probs of all rows in its batch. It also changes those of
-its own earlier tokens in the KV cache. The log-probs of sampling, of a training batch and of a single row would differ
-by nats. Here every forward pass uses the frequencies of the longest possible row of the run, as if the batch contained
-such a row. Sampling, training and the reference then agree in any batch.
+grows beyond the model's original length then changes the log-probs of all rows in its batch, and those of its own
+earlier tokens in the KV cache. The log-probs of sampling, of a training batch and of a single row would differ by nats.
+Here every forward pass uses the frequencies of the longest possible row of the run, as if the batch contained such a
+row. Sampling, training and the reference then agree in any batch.
 """
 
 from __future__ import annotations

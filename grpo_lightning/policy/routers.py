@@ -3,7 +3,8 @@
 The models of transformers compute their load-balancing loss from the attention mask and the router logits of one
 forward pass. With a KV cache, the mask covers all tokens and the logits only the new tokens, so the loss cannot be
 computed in this way. Instead, forward hooks on the routers record the logits. The hooks exist only while the root
-module runs: activation checkpointing runs the routers again in the backward pass, and must not record a token twice.
+module runs. When activation checkpointing runs the routers again in the backward pass, the hooks are gone, so that no
+token is recorded twice.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Routers:
 
 
 def _record(recorded: list[Tensor], index: int, module: nn.Module, inputs: Any, output: Any) -> None:
-    """Forward hook. It must not compute anything, because activation checkpointing recomputes without the hook."""
+    """Forward hook: record logits. It must compute nothing, because activation checkpointing recomputes without it."""
     recorded.append(output[index] if isinstance(output, tuple) else output)
 
 

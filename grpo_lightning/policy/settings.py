@@ -29,9 +29,9 @@ class PolicySettings:
 
     Args:
         name: Hub name or local folder. Not needed when `model` is given.
-        model: A transformers model in memory, which is trained in place; or a config, for random weights. If it is a
-            `PeftModel`, its one LoRA adapter is trained, and the reference is the `PeftModel` as it was given.
-            `torch.compile(model)` is trained without compilation.
+        model: A transformers model in memory, which is trained in place; or a config, from which a model with random
+            weights is built. If a `PeftModel` is given, its one LoRA adapter is trained, and the reference is the
+            `PeftModel` as it was given. `torch.compile(model)` is trained without compilation.
         tokenizer: The tokenizer, or the processor of a multimodal policy: an object, a hub name or a folder. None uses
             the tokenizer or processor of `name`.
         dtype: Dtype of the weights; adapters are always float32. Without adapters, keep float32 unless the strategy
@@ -46,13 +46,14 @@ class PolicySettings:
         scoring: How log-probs are computed: "extended" runs each prompt once for all its completions, "dense" once per
             completion. "auto" uses "extended" if the model supports it, else "dense".
         chunk_size: Maximum completions per forward pass when computing log-probs; a smaller number needs less memory.
-            "auto" sorts the completions of a micro-batch by length, and splits them where less padding saves more time
-            than another pass costs. None runs all completions of a micro-batch at once.
-        head_chunk_size: Tokens per slice of the vocabulary head when computing log-probs: limits the memory of the
-            logits. None computes the logits of all tokens at once.
+            "auto" sorts the completions of a micro-batch by length, and divides them into passes so that padding and
+            passes together take the least time. None runs all completions of a micro-batch at once.
+        head_chunk_size: Number of tokens whose logits are computed at a time when computing log-probs; a smaller number
+            needs less memory. None computes the logits of all tokens at once.
         activation_checkpointing: "chunks" recomputes the activations of each chunk of completions in the backward pass,
             "layers" those of each decoder layer. "none" stores all activations.
-        lora: Train low-rank adapters and freeze all other weights; a mapping gives the fields of `LoRA`.
+        lora: Train low-rank adapters with these settings, and freeze all other weights. May be a mapping with the
+            fields of `LoRA`.
         freeze_layers: Freeze the embeddings and this many decoder layers, counted from the first. The reference shares
             the frozen weights. A head that is tied to the embeddings is frozen as well.
         freeze_vision_modules: Freeze the vision tower and its projector. Images are then encoded once per rollout.
@@ -190,12 +191,12 @@ def model_or_config(given: Any) -> Any:
     """Check a policy given as a transformers model or config, and unwrap `torch.compile(model)`.
 
     Raises:
-        ValueError: If the policy is not a transformers model or config, for example another wrapper of a model. If its
-            adapters cannot be trained (`lora.check_given`).
+        ValueError: If the policy is neither a transformers model nor a config. This includes models in wrappers other
+            than those of peft and `torch.compile`. If its adapters cannot be trained (`lora.check_given`).
     """
     from transformers import PretrainedConfig, PreTrainedModel
 
-    # `_orig_mod` is read from the modules, because a PeftModel also has the attributes of its base.
+    # `_orig_mod` is read from the submodules: `getattr` would also find that of a PeftModel's base.
     model = vars(given).get("_modules", {}).get("_orig_mod", given) if isinstance(given, nn.Module) else given
     if model is not given:
         log.warning(

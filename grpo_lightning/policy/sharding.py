@@ -39,7 +39,7 @@ class Sharding:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Context in which layers with random weights or adapters are created unsharded, to be sharded later."""
+        """Context in which randomly initialised layers and adapters are created unsharded, to be sharded later."""
         yield
 
     @contextlib.contextmanager
@@ -52,7 +52,7 @@ class Sharding:
 
     @contextlib.contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
-        """Context in which every rank has the model's full weights: forward passes are not collective."""
+        """Context in which every rank has the model's full weights, so that forward passes are not collective."""
         yield
 
     def reshard(self, model: nn.Module) -> None:
@@ -111,13 +111,13 @@ class FullyShard(Sharding):
         for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
             fully_shard(layer, mesh=self.mesh, **self.options)
         # In a trained model, the rest (embeddings, head) stays gathered until the backward pass. A frozen model has no
-        # backward pass.
+        # backward pass, so its rest is resharded after the forward pass.
         is_trained = any(parameter.requires_grad for parameter in model.parameters())
         fully_shard(model, mesh=self.mesh, reshard_after_forward=not is_trained, **self.options)
 
     @contextlib.contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
-        """Gather all weights once, instead of every layer at every token."""
+        """Gather all weights once, instead of gathering every layer again for every token."""
         parts = fsdp_modules(model)
         for part in parts:
             part.unshard()

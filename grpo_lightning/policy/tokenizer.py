@@ -28,7 +28,9 @@ SETTINGS = {"max_pixels": "pixels", "min_pixels": "pixels", "max_anyres_num": "t
 def load_tokenizer(
     loader: PolicySettings, processor: Any = None, config: PretrainedConfig | None = None
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, with a pad token that the policy has an embedding for (padding is masked: any id works).
+    """Load the tokenizer; if its pad token is missing or has no embedding, the eos token becomes the pad token.
+
+    Any token with an embedding can be the pad token, because padding is masked.
 
     Args:
         loader: Settings of the policy, which name the tokenizer.

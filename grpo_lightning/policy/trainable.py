@@ -240,9 +240,9 @@ def compute_dtype(
 ) -> str:
     """The dtype in which a run computes matrix products.
 
-    This is the 16-bit dtype of `trainer.precision` or of DeepSpeed's configuration. If neither sets a 16-bit dtype,
-    there are two cases. Without DeepSpeed, it is the dtype of the weights. With DeepSpeed, it is float32, to which
-    DeepSpeed converts all weights.
+    This is the 16-bit dtype of `trainer.precision` or of DeepSpeed's configuration. If neither sets a 16-bit dtype, the
+    run computes in the dtype of the weights. With DeepSpeed, it then computes in float32 instead, because DeepSpeed
+    converts all weights to float32.
 
     Args:
         settings: The policy's settings, which give the dtype of the weights.

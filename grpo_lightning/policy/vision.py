@@ -278,7 +278,7 @@ def position_of(inner: Any, ids: Tensor, prompt: PromptVision) -> tuple[Tensor, 
 
 
 def at_tokens(rows: Sequence[Tensor], mask: Tensor) -> Tensor:
-    """Spread N tensors [..., l] over the l tokens of each row of a mask [N, L], with zeros at padding: [N, ..., L]."""
+    """Write N tensors [..., l] to the l True columns of each row of a mask [N, L], and zeros elsewhere: [N, ..., L]."""
     spread = [row.new_zeros(*row.shape[:-1], mask.shape[1]) for row in rows]
     for each, row, tokens in zip(spread, rows, mask.to(rows[0].device), strict=True):
         each[..., tokens] = row

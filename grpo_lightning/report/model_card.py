@@ -1,7 +1,7 @@
 """The card of an exported model: a README.md in the format of the Hugging Face Hub.
 
-The hub uses the front matter to find and link models. It has the base model, the data sets, the library, the task and
-the results on held-out prompts. The text has what a reader needs to judge and repeat the run: settings, rewards, data,
+The front matter has the base model, the data sets, the library, the task and the results on held-out prompts. The hub
+uses it to find and link models. The text has what a reader needs to judge and repeat the run: settings, rewards, data,
 results before and after training, the learning curves and versions. All of it comes from the files of the run.
 """
 

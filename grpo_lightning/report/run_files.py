@@ -319,7 +319,7 @@ def split_groups(lines: Sequence[Line], size: int | None) -> list[list[Line]]:
 
 
 def group_record(group: Sequence[Line], first: int) -> dict[str, Any]:
-    """Record of a group: its prompt, the range of its completions, and mean and spread of its rewards."""
+    """Record of a group: its prompt, the range of its completions, and mean, minimum and maximum of its rewards."""
     rewards = [line["reward"] for line in group if line.get("reward") is not None]
     mean = sum(rewards) / len(rewards) if rewards else None
     line = group[0]
@@ -336,7 +336,7 @@ def group_record(group: Sequence[Line], first: int) -> dict[str, Any]:
 
 
 def completion_columns(lines: Sequence[Line]) -> dict[str, Any]:
-    """Columns of the completions; columns that few completions have are mappings from the completion's index."""
+    """Columns of the completions. A column that few completions have is a mapping from their indices to values."""
 
     def sparse(value: Callable[[Line], Any]) -> dict[str, Any]:
         found = ((str(place), value(line)) for place, line in enumerate(lines))
@@ -387,8 +387,8 @@ def read_tokens(path: Path, lines: Sequence[Line]) -> dict[str, Any]:
 def read_images(lines: Sequence[Line]) -> dict[str, str]:
     """Thumbnails of the prompts' images by name, as data: URIs; at most `MAX_IMAGES`, chosen at equal distances.
 
-    Images that are not files, or cannot be read any more, are left out. The report shows an empty frame in the place of
-    each.
+    Images that are not files, or cannot be read any more, are left out. For each of them, the report shows an empty
+    frame.
     """
     names = list(dict.fromkeys(str(image["name"]) for line in lines for image in line.get("images") or ()))
     chosen = names[:: max(1, -(-len(names) // MAX_IMAGES))]

@@ -90,16 +90,16 @@ class Accuracy(AnswerReward):
     several answers ("3 and 4", or one per line). A completion is not scorable if the ground truth cannot be parsed as
     mathematics, or if the comparison fails or times out; a warning is then logged.
 
-    math-verify (install the extra `math`) runs in a separate process, so the reward can be called from any thread. If
-    four comparisons with the same ground truth have failed or timed out in a call, the remaining answers are not
-    compared with this ground truth and are not scorable. This bounds the time of the call.
+    math-verify (install the extra `math`) runs in a separate process, so the reward can be called from any thread.
+    After four failed or timed-out comparisons with the same ground truth in a call, no further answers are compared
+    with it. These answers are not scorable. This rule bounds the time of the call.
 
     Args:
         answer_column: The data column with the ground truth, text or a number. If the text has a part after `####`,
             between answer tags or in `\boxed{}`, that part is the ground truth.
         timeout_seconds: Time limit of one comparison.
-        max_answer_characters: Maximum length of an answer that is parsed. Without tags and box, the answer is searched
-            for in this many characters at the end of the completion.
+        max_answer_characters: Maximum length of an answer; longer answers are wrong. Without tags and box, the answer
+            is searched for in this many characters at the end of the completion.
     """
 
     def __init__(

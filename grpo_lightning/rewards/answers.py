@@ -103,8 +103,8 @@ def chat_answer(text: str, finish_reason: str = "stop") -> str | None:
 
     Args:
         text: A completion.
-        finish_reason: "length" if the completion was truncated. Only closed tags and boxes are then read from its last
-            line, because that line may end with half an answer.
+        finish_reason: "length" if the completion was truncated. The last line may then end with half an answer, so only
+            closed tags and boxes are read from this line.
     """
     tagged = between_answer_tags(text)
     final = readable(after_reasoning(text) if tagged is None else tagged)
@@ -227,7 +227,7 @@ def gold_answer(answer: Any, column: str) -> str:
 
 
 def normalize(text: str) -> str:
-    r"""Normalize a text for comparison: remove the commas of "1,000", a full stop at the end, and outer delimiters.
+    r"""Normalize a text for comparison: remove the commas of "1,000", full stops at the end, and outer delimiters.
 
     The delimiters are whitespace, `$`, `\$`, `\(...\)`, `\[...\]` and `**...**`. Full-width characters become ASCII.
     """
@@ -250,12 +250,12 @@ def amount(text: str) -> str:
 
 
 def _strip_marks(text: str) -> str:
-    """Strip whitespace and `$` around a text, and a full stop at its end."""
+    """Strip whitespace and `$` around a text, and full stops at its end."""
     return text.strip(" \t\r\n$").rstrip(" \t\r\n$.")
 
 
 def plain(text: str) -> str:
-    """Lowercase a text, collapse whitespace and strip a full stop at the end."""
+    """Lowercase a text, collapse whitespace and strip full stops at the end."""
     return " ".join(text.casefold().split()).rstrip(". ")
 
 

@@ -6,11 +6,11 @@ A reward is a function or a callable object, sync or async. It is called by keyw
     log_extra, log_metric
 
 and with every data column. Arguments that the reward's signature does not name are left out, unless the signature has
-`**kwargs`. Prompts, completions, token ids, finish reasons ("stop" or "length"), image views and columns are lists with
-one element per completion. The G completions of a prompt (a group) are adjacent. Each element of `image_views` is a
-list with one `ImageView` per image of the prompt. An `ImageView` holds the size of the image and the coordinate system
-that the policy uses for boxes. `max_completion_length` is the run's limit on the length of a completion, in tokens;
-None means no limit.
+`**kwargs`. Prompts, completions, token ids, finish reasons, image views and columns are lists with one element per
+completion. A finish reason is "stop", "length" or, in conversations only, "turns" (`core.types.FinishReason`). The G
+completions of a prompt (a group) are adjacent. Each element of `image_views` is a list with one `ImageView` per image
+of the prompt. An `ImageView` holds the size of the image and the coordinate system that the policy uses for boxes.
+`max_completion_length` is the run's limit on the length of a completion, in tokens; None means no limit.
 
 A chat prompt is a list of messages, and its completion is `[{"role": "assistant", "content": text}]`. A text prompt and
 its completion are strings. A reward can request a different form of the completions with `completions_as`. The reward
@@ -29,7 +29,10 @@ the same name:
 - `response_token_ids` and `completions_ids`: the same as `completion_ids`.
 - `messages`: the chat including the completion. If the prompt starts an assistant turn, the completion is merged into
   this turn.
-- `finish_reason`, `is_truncated`, `prompt_id` and `request_id`.
+- `finish_reason`: the same as `finish_reasons`.
+- `is_truncated`: booleans.
+- `prompt_id`: "<source>/<index>" of the prompt.
+- `request_id`: "<prompt_id>/<g>" with g the index of the completion in its group.
 - `rollout_infos`: empty dicts.
 - `images`: the paths of the row's images; None for an image that is not a file.
 - `image_path`: the same as `images`, but None for rows without images.
@@ -41,8 +44,8 @@ For conversations (`model.environment`), the completion of a chat consists of al
 the observations. The text of such a completion is the text of the policy's last turn. These arguments are passed too,
 if the data has no column of the same name:
 
-- `turns`: lists of `core.types.Turn`.
-- `environment_rewards`: the sum of the environment's rewards; None if the environment gave none.
+- `turns`: the turns of each conversation, as a list of `core.types.Turn`.
+- `environment_rewards`: the sum of the environment's rewards; None if the environment gave no reward.
 - `environment_metrics`: dicts with the sums of the numbers that the environment logs.
 - `environments`, only if the signature names it: the user's environment object, as it is at the end of the
   conversation.
@@ -53,8 +56,8 @@ reward, so a reward that runs there must keep no state between calls.
 
 A `Reward` may override two checks, which run before any weights load: `check` for its settings, and `check_row` for
 each row that it will score. It may load its models in `connect`, which is called when the policy is loaded. In
-`prefetch`, a reward that runs in the training process may start its slow part for a prompt while other prompts are
-still being sampled.
+`prefetch`, a reward that runs in the training process may start the slow part of scoring one prompt's completions while
+other prompts are still being sampled.
 """
 
 from __future__ import annotations
@@ -121,7 +124,8 @@ ImageSize = tuple[int, int] | None
 CompletionsAs = Literal["auto", "text", "messages"]
 
 _TEXT_CLASSES = {"ORM", "AsyncORM"}
-"""Names of ms-swift's base classes of rewards that take text. Comparing names avoids an import of ms-swift."""
+"""Names of ms-swift's base classes. Rewards derived from them take text. Comparing names avoids an import of
+ms-swift."""
 
 
 class Reward(ABC):
@@ -131,9 +135,9 @@ class Reward(ABC):
     """True if the reward is called with whole groups."""
 
     says_solved: bool = False
-    """True if a value of 1 means that the completion solves its prompt, as for a reward that compares the completion
-    with the ground truth. Validation (`val/avg@G`) uses the first such reward, unless `validation.success` names
-    another."""
+    """True if a value of 1 means that the completion solves its prompt. This holds for rewards that compare the
+    completion with the ground truth. Validation (`val/avg@G`) uses the first such reward, unless `validation.success`
+    names another."""
 
     in_process: bool = False
     """True if the reward is called in the training process, once per batch. Set it for a reward that uses a device or
@@ -158,7 +162,7 @@ class Reward(ABC):
         """Score completions; an override names the arguments that it needs.
 
         Returns:
-            [B] numbers or None; with `per_group`, [N] lists of them.
+            [B] values, each a number or None; with `per_group`, [N] lists of G values.
         """
 
     def check(self, max_completion_length: int) -> None:  # noqa: B027 (most rewards have nothing to check)
@@ -167,7 +171,7 @@ class Reward(ABC):
         A reward that contains other rewards must also call their `check`.
 
         Args:
-            max_completion_length: The training run's limit, in tokens.
+            max_completion_length: The training run's limit on the length of a completion, in tokens.
 
         Raises:
             ValueError: If the reward's settings do not fit the run.
@@ -221,7 +225,7 @@ class Reward(ABC):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The progress of the run, for rewards: a picklable copy of the Trainer's counters under their usual names."""
+    """The progress of the run, as rewards get it: a picklable copy of the Trainer's counters, with the same names."""
 
     global_step: int
     """Completed optimizer steps."""
@@ -236,17 +240,17 @@ class TrainerState:
 
     @property
     def epoch(self) -> float:
-        """`current_epoch`, under its name in the transformers Trainer."""
+        """`current_epoch`, under the name that the transformers Trainer uses."""
         return float(self.current_epoch)
 
     @property
     def num_train_epochs(self) -> int | None:
-        """`max_epochs`, under its name in the transformers Trainer."""
+        """`max_epochs`, under the name that the transformers Trainer uses."""
         return self.max_epochs
 
     @property
     def is_world_process_zero(self) -> bool:
-        """Whether `global_rank` is 0, under its name in the transformers Trainer."""
+        """Whether `global_rank` is 0, under the name that the transformers Trainer uses."""
         return self.global_rank == 0
 
     @classmethod
@@ -276,11 +280,11 @@ class WeightedReward(Reward):
         reward: The function or callable object.
         weight: Factor in the total; with 0 the reward is only computed and logged.
         name: The name in logs; by default the function's name, or the class name in snake case.
-        on_error: The consequence of a failure: "raise" stops the run, "none" sets the failed values to None, "value"
-            sets them to `error_value`. An invalid value affects one completion; with "none", this completion is not
-            scorable. Any other failure affects all completions of the call; with "none", only the other rewards count
-            for these completions.
-        error_value: The value after a failure; only with `on_error="value"`.
+        on_error: The effect of a failure. "raise" stops the run, "none" sets the affected values to None, and "value"
+            sets them to `error_value`. An invalid value affects one completion. With "none", this completion is then
+            not scorable. Any other failure affects all completions of the call. With "none", only the other rewards
+            then count for these completions.
+        error_value: The value of the affected completions after a failure; only with `on_error="value"`.
         completions_as: "text" passes completions as strings and "messages" as message lists, whatever the form of the
             prompt. "auto" uses the form of the prompt, except that classes derived from ms-swift's ORM or AsyncORM get
             text.
@@ -381,9 +385,10 @@ class WeightedReward(Reward):
 
     @property
     def has_prefetch(self) -> bool:
-        """True if the wrapped reward overrides `Reward.prefetch`, and no later subclass overrides only `__call__`.
+        """True if the wrapped reward overrides `Reward.prefetch`, and this `prefetch` fits its `__call__`.
 
-        A subclass that overrides only `__call__` may need different results from those that its base class prefetches.
+        If a subclass overrides only `__call__`, its `__call__` may need different results from those that the inherited
+        `prefetch` fetches. The value is then False.
         """
         inner = innermost(self.reward)
         if not isinstance(inner, Reward) or type(inner).prefetch is Reward.prefetch:
@@ -425,7 +430,7 @@ def completion_text(completion: Content) -> str:
 
 
 def prompt_text(prompt: Content) -> str:
-    """Extract the text of a prompt; for a chat, the text of its last message, not counting a prefill."""
+    """Extract the text of a prompt; for a chat, that of its last message, ignoring a prefilled assistant message."""
     is_prefilled = not isinstance(prompt, str) and len(prompt) > 1 and prompt[-1]["role"] == "assistant"
     return completion_text(prompt[:-1] if is_prefilled else prompt)
 
@@ -440,12 +445,12 @@ def completion_in_form(completion: Content, form: CompletionsAs) -> Content:
 
 
 def inner_reward(reward: RewardLike, outer: str, name: str | None = None) -> WeightedReward:
-    """Wrap an inner reward: a reward that another reward, the outer reward, calls.
+    """Wrap an inner reward, which is a reward that another reward (the outer reward) calls.
 
     Args:
         reward: The inner reward.
-        outer: Class name of the outer reward.
-        name: The name of the inner reward in messages.
+        outer: Class name of the outer reward, for messages.
+        name: The name of the inner reward, for messages.
 
     Raises:
         ValueError: If the inner reward takes whole groups, or has a weight or failure policy of its own.

@@ -94,7 +94,7 @@ class YesNo(Method):
 
 
 class AllMatch(Method):
-    """1 if the answer equals the ground truth, ignoring case, whitespace and a full stop at the end."""
+    """1 if the answer equals the ground truth, ignoring case, the amount of whitespace, and full stops at the end."""
 
     def score(self, given: str, right: str) -> float | None:
         """Compare the texts."""
@@ -118,9 +118,9 @@ class Counting(Method):
 class TextSimilarity(Method):
     """Similarity of the answer a and the ground truth b: 2 * LCS / (len(a) + len(b)), in characters.
 
-    LCS is the length of the longest common subsequence. Case, whitespace and a full stop at the end are ignored.
-    VLM-R1's `default` method scores text by the same formula (`Levenshtein.ratio`). Words of similar spelling get a
-    high value, whatever they mean.
+    LCS is the length of the longest common subsequence. Case, the amount of whitespace, and full stops at the end are
+    ignored. VLM-R1's `default` method scores text by the same formula (`Levenshtein.ratio`). Words of similar spelling
+    get a high value, whatever they mean.
     """
 
     def score(self, given: str, right: str) -> float | None:
@@ -131,11 +131,11 @@ class TextSimilarity(Method):
 class AnyAnswer(Method):
     r"""1 if the answer is correct; the kind of ground truth (number, option, mathematics, text) selects the comparison.
 
-    An answer with the same text as the ground truth, ignoring case, whitespace and a full stop, is correct. Other
-    answers are compared by the kind of ground truth:
+    An answer that equals the ground truth as in `AllMatch` is correct. Other answers are compared by the kind of ground
+    truth:
 
     - A number: an answer with exactly one number is correct if that number equals the ground truth ("There are 3." is
-      3). A formula ("3/4" for 0.75, "12 cm" for 12) is compared as mathematics.
+      3). An answer that is a formula ("3/4" for 0.75, "12 cm" for 12) is compared as mathematics.
     - One letter: compared as in `MultipleChoice`.
     - Mathematics: compared as in `Accuracy`.
     - Other text: the answer is wrong or, with `has_partial_credit`, gets the value of `TextSimilarity`. VLM-R1 always
@@ -202,7 +202,7 @@ class ByMethod(Reward):
     `yes_no` (`YesNo`), `all_match` (`AllMatch`) and `counting` (`Counting`). Those for boxes are `iou` and `rec`
     (`IoU`), `map` and `od_ap` (`DetectionMAP`), `od_ap50` (`DetectionMAP` with `iou_threshold=0.5`), `odLength`
     (`OdLength`) and `weighted_sum` (`WeightedSum`). The method `llm` needs an `LLMJudge` in `methods`. If the package
-    that a method needs is missing, an error is raised only if a row names this method.
+    that a method needs is missing, an error is raised only if this method is the default, or if a row names it.
 
     Args:
         methods: Further methods by name, or replacements of built-in methods. Rewards for whole groups are not allowed.
@@ -224,7 +224,8 @@ class ByMethod(Reward):
         """Make the methods.
 
         Raises:
-            ValueError: If `default` is unknown, or a method takes whole groups or has its own weight or failure policy.
+            ValueError: If `default` is unknown. Also if a method takes whole groups, or has its own weight or failure
+                policy.
             ImportError: If the package that `default` needs is missing.
         """
         made: dict[str, RewardLike] = {}

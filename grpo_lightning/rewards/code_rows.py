@@ -88,8 +88,8 @@ def read_tests(value: Any, column: str, setup: str = "", entry_point: str | None
         value: The value of a column, in one of the formats that this module's docstring lists.
         column: The column's name, for errors.
         setup: Code to run before test code.
-        entry_point: In test code, the argument of the function `check`, as Python code. In a case that calls a
-            function, the name of this function, if the case itself names none.
+        entry_point: For test code, the Python expression that is passed to its function `check`. For a case, the name
+            of the function to call if the case itself names none.
 
     Raises:
         ValueError: If `value` has another format.
@@ -157,7 +157,7 @@ def _read(value: Any, setup: str, entry_point: str | None) -> Iterator[Test]:
 
 
 def _from_text(text: str) -> Any:
-    """Decompress a text if it is compressed; parse JSON (it starts with "{" or "["), and return test code unchanged."""
+    """Decompress a compressed text. Parse the text if it is JSON (starts with "{" or "["), else return it unchanged."""
     if text.startswith(_COMPRESSED):
         text = _decompress(text)
     if not text.lstrip().startswith(("{", "[")):
@@ -435,7 +435,7 @@ def accepts(call: Call, value: Any, tolerance: float) -> bool:
 
 
 def largest_output(test: Stdin | Call) -> int:
-    """Maximum output of a test, in bytes. It leaves room for spaces, and for a different encoding of the values."""
+    """Maximum size of a test's output, in bytes: with room for more spaces, or a different encoding of the values."""
     if isinstance(test, Stdin):
         return 65536 + 12 * len(test.expected.encode("utf-8", "surrogatepass"))
     return 65536 + 3 * max(len(values.pack_frame(values.encode(value, values.refuse))) for value in test.accepted)

@@ -1,7 +1,7 @@
 """Reward of programs: run the program of a completion on the tests of its row.
 
-Programs are untrusted code. They run in a sandbox (`rewards/sandbox/`), in which the kernel refuses files, sockets,
-processes and signals. Programs cannot read the expected answers:
+Programs are untrusted code. They run in a sandbox (`rewards/sandbox/`), in which the kernel refuses access to files,
+sockets and other processes. Programs cannot read the expected answers:
 
 - Standard output and returned values are compared with the expected ones in the reward's process.
 - Test code (`assert f(1) == 2`) runs in a separate process, and calls the program's functions through pipes. The test
@@ -76,9 +76,10 @@ class CodeTests(Reward):
       functions and classes by name. Arguments and returned values are copied between the test's process and the
       program's.
 
-    Each test runs in a new process, in a sandbox without network access and without access to other processes. The only
-    files that can be read there are the standard library and the system's shared libraries. The sandbox needs Linux
-    5.13 or later with Landlock, on x86_64 or aarch64. It needs no privileges. A run on another system is refused.
+    Each test runs in new processes, in a sandbox without access to the network or to other processes. The only files
+    that can be read in the sandbox are the standard library, the system's shared libraries and three system files. The
+    sandbox needs Linux 5.13 or later with Landlock, on x86_64 or aarch64. It needs no privileges. A run on another
+    system is refused, except that `allow_file_reads` permits a kernel without Landlock.
 
     The reward logs the fraction of completions without a program (`code_tests/no_program`), and the fraction of
     completions with a test that ran out of time (`code_tests/timed_out`). The log of completions gets a column
@@ -100,8 +101,9 @@ class CodeTests(Reward):
             an equal part of the time that is left. Tests that do not run within this part count as failed. Keep
             `call_seconds` below `model.reward_workers.timeout_seconds`.
         memory_mb: Address space in MB that a program may reserve.
-        tolerance: Decimal numbers are equal if they differ by at most this, absolutely or relative to the expected
-            number. Printed integers must be equal as text. With 0, printed decimal numbers must be equal as text, too.
+        tolerance: Decimal numbers are equal if they differ by at most `tolerance`, absolutely or relative to the
+            expected number. Printed integers must be equal as text. With 0, printed decimal numbers must be equal as
+            text, too.
         preamble: Code that every program starts with. The default imports the type names that LeetCode solutions use
             without importing them.
         allow_file_reads: Run programs even if the kernel has no Landlock. Programs can then read every file of this

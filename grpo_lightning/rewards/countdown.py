@@ -38,8 +38,8 @@ class Countdown(Reward):
     expression may be followed by `= target`. Any other answer is wrong. Answers are never executed as code:
     `99**98**97` is a wrong answer and takes no time.
 
-    With the defaults, this is the task of TinyZero (data columns `nums` and `target`). TinyZero's own reward calls
-    Python's `eval`, which hangs on `99**98**97`. With `uses="some"`, it is the task `countdown` of reasoning-gym.
+    With the defaults, the task is that of TinyZero (data columns `nums` and `target`). TinyZero's own reward calls
+    Python's `eval`, which hangs on `99**98**97`. With `uses="some"`, the task is `countdown` of reasoning-gym.
 
     Args:
         numbers_column: The data column with the numbers that may be used.

@@ -115,7 +115,7 @@ class Cosine(Reward):
         max_len_wrong: Reward of a wrong answer of length T.
         max_len: T, in tokens; None uses the run's `max_completion_length`.
         accuracy: The reward that decides which answers are correct; by default `Accuracy()`. An answer is correct if
-            its value is at least 1. Where the value is None, `Cosine` gives None too.
+            this reward is at least 1. Where this reward is None, `Cosine` is None too.
     """
 
     def __init__(

@@ -65,14 +65,14 @@ class LLMJudge(AnswerReward):
     r"""The score from 0 to 1 that a language model, the judge, gives an answer (VLM-R1's method `llm`).
 
     The judge gets the question (the text of the prompt's last turn), the ground truth and the answer of the completion.
-    The answer is the content of the last `<answer>...</answer>`; without these tags, the content of the last
-    `\boxed{...}` after the reasoning; without a box, the whole text after the reasoning. The judge is queried
-    concurrently for all completions of a batch, while other rewards run. The queries of a prompt start as soon as its
-    completions have ended, even if other prompts are still being sampled.
+    The answer is the content of the last `<answer>...</answer>`. Without these tags, it is the content of the last
+    `\boxed{...}` after the reasoning. Without a box, it is the whole text after the reasoning. The judge is queried
+    concurrently for all completions of a batch, while other rewards run. The queries for a prompt start as soon as its
+    completions are sampled, even while other prompts are still being sampled.
 
     If a query fails, or the reply has no score, the completion is not scorable (None). A warning is logged, and the
     fraction of such completions is logged as `llm_judge/failed`. If all queries of a batch fail (wrong address, key or
-    model), the reward raises an error, which is handled as `WeightedReward.on_error` sets. VLM-R1 uses a fixed model,
+    model), the reward raises an error. `WeightedReward.on_error` decides what happens then. VLM-R1 uses a fixed model,
     queries it for one completion at a time without a time limit, and compares the texts if a query fails.
 
     Args:

@@ -19,11 +19,11 @@ COLUMNS = ("task", "task_config", "entry")
 class ReasoningGym(Reward):
     r"""Score from 0 to 1 by reasoning-gym's verifier of the row's task.
 
-    The answer is the content of the last answer tags; without tags, the content of the last `\boxed{}` after the
-    reasoning; without `\boxed{}`, the whole text after the reasoning. A blank answer is passed to the verifier
-    as None. The verifier's value is used unchanged, even the 0.01 that some verifiers give to any answer. A verifier
-    fails if it raises an error or does not return a number from 0 to 1. The completion then gets `failed_value`, a
-    warning is logged, and the fraction of such completions is logged as `reasoning_gym/verifier_failed`.
+    The answer is the content of the last answer tags. Without tags, it is the content of the last `\boxed{}` after the
+    reasoning. Without `\boxed{}`, it is the whole text after the reasoning. A blank answer is passed to the verifier as
+    None. The verifier's value is used unchanged, even the 0.01 that some verifiers give to any answer. A verifier fails
+    if it raises an error or does not return a number from 0 to 1. The completion then gets `failed_value`, a warning is
+    logged, and the fraction of such completions is logged as `reasoning_gym/verifier_failed`.
 
     The verifiers of nine tasks (`EVALUATES_ANSWERS`) execute the answer as Python code. Rows of these tasks are refused
     unless `evaluate_answers` is set. For the task countdown, use the reward `Countdown`, which executes nothing.

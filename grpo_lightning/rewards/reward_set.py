@@ -25,8 +25,8 @@ class RewardSet:
 
     With `workers`, picklable sync rewards run in worker processes, several calls at a time, with time and memory limits
     (`RewardWorkers`). Other sync rewards run one after the other in the calling thread. Async rewards run at the same
-    time as the sync rewards. They share one event loop for the lifetime of the process, so that their clients keep
-    their connections. A reward set is picklable if its rewards are picklable.
+    time as the sync rewards. All async rewards share one event loop for the lifetime of the process, so that their
+    clients keep their connections. A reward set is picklable if its rewards are.
 
     Args:
         rewards: Functions, callable objects, `Reward`s or `WeightedReward`s. Names must be unique, so that log keys
@@ -69,7 +69,7 @@ class RewardSet:
         self.early: EarlyCalls | None = None
         """Starts calls on single groups of a batch that is still being sampled; None outside of `early_calls`."""
         self.starts_early = True
-        """False once a batch has used none of its early calls."""
+        """Whether batches start early calls; False after a batch that used none of them."""
 
     @property
     def names(self) -> list[str]:
@@ -78,7 +78,7 @@ class RewardSet:
 
     @property
     def success(self) -> str:
-        """The reward that decides what is solved: the first one with `says_solved`, otherwise the first reward."""
+        """The reward that decides which completions are solved: the first with `says_solved`, else the first reward."""
         return next((reward.name for reward in self.rewards if reward.says_solved), self.rewards[0].name)
 
     def validate_prompts(self, prompts: Iterable[Prompt]) -> None:
@@ -87,9 +87,9 @@ class RewardSet:
         A reward is checked against the datasets to which it applies (`Prompt.rewards`).
 
         Raises:
-            ValueError: If a column is missing or has the name of a reward argument; if prompts name an unknown reward
-                or only rewards of weight 0; or if prompts have the column `accu_reward_method`, but none
-                of their rewards reads it. The message names the datasets.
+            ValueError: If a column is missing, or has the name of a reward argument. Also if prompts name an unknown
+                reward, or only rewards of weight 0. Also if prompts name a method in `accu_reward_method`, but none of
+                their rewards reads this column. The message names the datasets.
         """
         sources = sources_of(prompts)
         check_sources(sources, self.rewards, self._weights)
@@ -108,7 +108,7 @@ class RewardSet:
         """Check the settings of the rewards against the settings of the run, before any weights load.
 
         Args:
-            max_completion_length: The training run's limit, in tokens.
+            max_completion_length: The training run's limit on the length of a completion, in tokens.
 
         Raises:
             ValueError: If a reward's settings are invalid for this run; the message names the reward.
@@ -152,7 +152,8 @@ class RewardSet:
 
         Args:
             groups: N groups of G completions each.
-            max_completion_length: The training run's limit, in tokens; passed to the rewards.
+            max_completion_length: The training run's limit on the length of a completion, in tokens; passed to the
+                rewards.
             trainer_state: Passed to the rewards unchanged.
             num_generations: G, needed if there are no groups.
 
@@ -353,9 +354,9 @@ def check_sources(sources: Sequence[Source], rewards: Sequence[WeightedReward], 
         weights: Weight of each reward, by name.
 
     Raises:
-        ValueError: If a column has the name of a reward argument; if prompts name an unknown reward or only rewards of
-            weight 0; if prompts name a method in `accu_reward_method`, but none of their rewards reads this column; or
-            if a reward needs a column that none of its sources has.
+        ValueError: If a column has the name of a reward argument, or if a reward needs a column that none of its
+            sources has. Also if prompts name an unknown reward, or only rewards of weight 0. Also if prompts name a
+            method in `accu_reward_method`, but none of their rewards reads this column.
     """
     for source in sources:
         _check_names(source, weights)

@@ -42,9 +42,9 @@ from grpo_lightning.rewards.workers import Answer, WorkerPool, call_reward, desc
 logger = logging.getLogger(__name__)
 
 FAILURES = ("exception", "timeout", "crash", "wrong_length", "invalid_value", "not_scorable")
-"""Kinds of failures, in this order: the call raised an error; the call timed out; the worker process of the call died;
-the call returned the wrong number of values; a value was NaN, infinite or not a number; a completion got no value
-although other completions of its group did. For each reward and kind, the affected completions are counted."""
+"""Kinds of failures. In order: the call raised an error; the call timed out; the worker process of the call died; the
+call returned the wrong number of values; a value was NaN, infinite or not a number; a completion got no value although
+other completions of its group did. For each reward and kind, the affected completions are counted."""
 
 GRACE_SECONDS = 5.0
 """Grace period after the step's deadline for workers to report a timeout."""
@@ -554,8 +554,8 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
     assert aliases.keys() | of_conversations.keys() == set(ALIASES)
     has_turns = any(completion.turns is not None for group in groups for completion in group.completions)
     for name, read in of_conversations.items():
-        # `environments` is passed only to rewards that name it, not through `**kwargs`: the objects must be unpickled
-        # for the call, and pickled again for a worker.
+        # `environments` is passed only to rewards that name it, not through `**kwargs`. The objects must be unpickled
+        # for the call, and pickled again for a worker, which takes time.
         if reward.names(name) or (has_turns and name != "environments"):
             aliases[name] = per_completion(read)
     return reward.select(
@@ -576,7 +576,7 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
 def worker_call(reward: WeightedReward, group: Group, context: CallContext) -> tuple[dict[str, Any], int]:
     """Build the arguments and the seed of a call in a worker.
 
-    The seed depends on the completions alone, so that a resumed run gets the same random numbers.
+    The seed depends only on the reward's name and the completions, so that a resumed run gets the same random numbers.
     """
     seed = derived_seed("reward", reward.name, *(completion.text for completion in group.completions))
     return arguments(reward, [group], context), seed

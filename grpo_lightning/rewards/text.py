@@ -21,8 +21,8 @@ class ExactMatch(AnswerReward):
     r"""1 if the completion's answer equals the row's answer, else 0.
 
     Both answers are normalized first. Normalization removes whitespace and delimiters around the answer (`$`, `\$`,
-    `\(...\)`, `\[...\]`, `**...**`), a full stop at the end, the commas and spaces of "1,000" and "1 000", and the
-    currency symbol of "€72". Full-width characters become ASCII. Nothing else changes: "1.0" is not "1".
+    `\(...\)`, `\[...\]`, `**...**`), full stops at the end, the commas and spaces of "1,000" and "1 000", and the
+    currency symbol of "€72". Full-width characters become ASCII. Numbers are not compared by value: "1.0" is not "1".
 
     Args:
         answer_column: The data column with the ground truth, text or a number. If the text has a part after `####`
@@ -153,15 +153,15 @@ class Repetition(Reward):
 
         r = (1 - unique n-grams / n-grams) * max_penalty
 
-    A completion of fewer than n words or tokens gets 0 (Yeo et al., arXiv:2502.03373, app. C.2). The defaults are those
-    of ms-swift. `unit="tokens"` corresponds to TRL's `get_repetition_penalty_reward`. VLM-R1's `repetition` is
-    `BoxRepetition`.
+    The formula is from Yeo et al. (arXiv:2502.03373, app. C.2). A completion of fewer than n words or tokens gets 0.
+    The defaults are those of ms-swift. `unit="tokens"` corresponds to TRL's `get_repetition_penalty_reward`. VLM-R1's
+    `repetition` is `BoxRepetition`.
 
     Args:
         n_grams: n, the length of the n-grams.
         max_penalty: The value that the reward approaches if the completion only repeats itself; at most 0.
-        unit: "words" splits at whitespace and compares in lower case. "tokens" uses the tokenizer's tokens, for text
-            without spaces (Chinese, Japanese, Thai).
+        unit: "words" splits at whitespace and compares in lower case. "tokens" uses the completion's tokens; choose it
+            for text without spaces (Chinese, Japanese, Thai).
     """
 
     def __init__(self, n_grams: int = 3, max_penalty: float = -1.0, unit: Unit = "words") -> None:

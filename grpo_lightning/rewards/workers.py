@@ -8,8 +8,8 @@ the workers, sends calls to the workers, and kills workers whose calls time out:
                       <- answers -              <------- answer ---------
 
 A forked worker is ready in a millisecond and shares the modules that the supervisor has loaded. It runs the code as it
-was at the start of the run, even if the source files have changed since then. It calls rewards in its main thread,
-where signals work.
+was at the start of the run, even if the source files have changed since then. It calls rewards in its main thread, so a
+reward may use signal handlers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ ENDING_SECONDS = 0.2
 """Time that a worker gets to exit after it has closed its connection, so that its exit status is reported."""
 
 LONGEST_WAIT = 3600.0
-"""Maximum duration of one wait, in seconds. A time limit may exceed the longest wait that the system supports."""
+"""Maximum duration of one wait of the supervisor, in seconds. Without this maximum, a large time limit could exceed the
+longest wait that the system supports."""
 
 MOST_RECORDS = 10_000
 """Maximum number of log records per call."""
@@ -123,7 +124,7 @@ class RewardWorkers:
                 raise ValueError(f"reward_workers.{name} must be {allowed}, got {getattr(self, name)!r}.")
 
     def number(self, num_local_ranks: int = 1) -> int:
-        """The number of workers; null is resolved for `num_local_ranks` ranks that share the CPU cores."""
+        """The number of workers per rank, if `num_local_ranks` ranks share the CPU cores."""
         if self.num_workers is not None:
             return self.num_workers
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -175,7 +176,7 @@ class Answer:
     """Values logged by `log_metric`."""
 
     records: list[tuple[str, int, str]] = field(default_factory=list)
-    """Log records in a worker: logger, level, message."""
+    """Log records of the call in a worker: (logger, level, message)."""
 
     failure: str = ""
     """One of `scoring.FAILURES`, or "stays" if the reward must run in the training process; empty on success."""
@@ -221,7 +222,7 @@ def describe_error(error: BaseException) -> tuple[str, str]:
 
     Returns:
         The class, text and location of the exception ("KeyError: 'gold', at my_rewards.py:3"), and its traceback. The
-        location is in the reward's own code, and the traceback starts there.
+        location is that of the first frame in the reward's own code, and the traceback starts at this frame.
     """
     frames = frame = error.__traceback__
     while frame is not None:  # skip all frames up to the last one of this package: futures add some in between
@@ -296,8 +297,8 @@ class WorkerPool:
         self._places: dict[str, int] = {}
         """Index in the pool of each reward that runs in workers, by name."""
         self._started_by: int | None = None
-        """Id of the process that has started the workers. A fork of that process lacks its threads, so it starts new
-        workers."""
+        """Id of the process that has started the workers. A fork of this process does not have its threads. The fork
+        therefore starts new workers."""
         self._num_local_ranks = 1
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -457,7 +458,7 @@ class WorkerPool:
         self._set_deadline(calls, -math.inf)
         for call in calls:
             # A worker checks only in its first call of a reward whether the call changes the reward's state. Later
-            # calls in this worker do not repeat the report, so it is read here.
+            # calls in this worker do not repeat the report, so the report of an unused call is read here.
             if call.answer.done() and (answer := call.answer.result()).failure == "stays":
                 self.keep(call.reward, answer.problem)
         return len(calls)

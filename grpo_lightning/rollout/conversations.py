@@ -1,12 +1,13 @@
 """Conversations: the policy and its environments take turns, and earlier turns are never tokenized again.
 
-A round samples one turn for every open conversation, in one call of the engine. The environment of a conversation is
-called as soon as the conversation's turn has been sampled, while other turns are still being sampled. The environment's
-observation is appended as tokens, and the next round continues the sequence. Conversations that have ended are left out
-of later rounds. The first round samples G completions as a run without an environment does: each prompt is computed
-once, and the seeds are the same.
+A round samples, in one call of the engine, the next turn of every open conversation, that is, of every conversation
+that has not ended. As soon as a conversation's turn has been sampled, its environment is called, even if other turns
+are still being sampled. The environment's observation is appended as tokens, and the next round continues the sequence.
+The first round samples G completions per prompt, as a run without an environment does: each prompt is computed once,
+and the seeds are the same.
 
-Engines that have an argument `turns` keep the keys and values of a conversation between its turns.
+An engine whose method `generate` has an argument `turns` can keep the keys and values of a conversation between its
+turns.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turn
 log = logging.getLogger(__name__)
 
 CHARACTERS_PER_TOKEN = 32
-"""Before tokenization, an observation is cut to `max_observation_length` times this number of characters. Few tokens of
-a vocabulary have more characters."""
+"""An observation is cut to `max_observation_length` times this number of characters before it is tokenized, because
+tokenizing a huge text takes a long time. Few tokens of a vocabulary have more characters."""
 
 
 @dataclass
@@ -75,8 +76,8 @@ class ConversationSettings:
 
     max_observation_length: int = 1024
     """Tokens to which the text of an observation is cut. Images are never cut, and their tokens do not count here. The
-    policy's `max_pixels` or `max_anyres_num` limits the size of images. All tokens count in
-    `sampling.max_completion_length`."""
+    policy's `max_pixels` or `max_anyres_num` limits the size of images. All tokens, including those of images, count
+    towards `sampling.max_completion_length`."""
 
     on_error: OnError = "raise"
     """The consequence of a failed call of an environment. "raise" stops the run. "none" ends the conversation, and its
@@ -139,8 +140,8 @@ class Conversation:
     is_scorable: bool = True
     metrics: dict[str, float] = field(default_factory=dict)
     is_done: bool = False
-    """True if the environment has ended the conversation, or a call of the environment has failed. An ended
-    conversation for which this is False was ended by a limit."""
+    """True if the environment, or a failed call of it, has ended the conversation. If this is False for an ended
+    conversation, a limit has ended it."""
 
     call: Future[Any] | None = None
     """The running call of the environment."""
@@ -272,11 +273,11 @@ class Conversations:
             seeds: N seeds of the prompts.
 
         Returns:
-            The prompts with the environments' first observations, and the environments, [N] each.
+            The N prompts, each with the first observation of its environment, and the N environments.
 
         Raises:
-            RuntimeError: If a call fails. `on_error` does not apply, because all conversations of the prompt would be
-                lost.
+            RuntimeError: If a call of `reset` fails. `on_error` does not apply, because all conversations of the prompt
+                would be lost.
         """
         prompts = [self.describe_tools(prompt) for prompt in prompts]
         results = self.runner.reset(prompts, [derived_seed(seed, "reset") for seed in seeds])
@@ -290,7 +291,7 @@ class Conversations:
         return begun, [result.state for result in results]
 
     def resume_prompts(self, prompts: Sequence[Prompt], observations: Mapping[int | str, Any]) -> list[Prompt]:
-        """Make the prompts that `begin` returned again. Args: observations: `Prompt.observation` by `Prompt.key`."""
+        """Rebuild the prompts that `begin` returned. Args: observations: `Prompt.observation` by `Prompt.key`."""
         return [self.with_observation(self.describe_tools(prompt), observations.get(prompt.key)) for prompt in prompts]
 
     def shorten(self, text: str) -> tuple[str, bool]:
@@ -301,15 +302,18 @@ class Conversations:
         return short if not is_cut or short.endswith(TRUNCATED) else short + TRUNCATED, is_cut
 
     def describe_tools(self, prompt: Prompt) -> Prompt:
-        """A prompt whose chat template describes the tools."""
+        """Add the tools to the arguments of a prompt's chat template."""
         if not self.schemas:
             return prompt
         return replace(prompt, chat_template_kwargs={**prompt.chat_template_kwargs, "tools": self.schemas})
 
     def with_observation(self, prompt: Prompt, observation: Any) -> Prompt:
-        """Append a first observation to a prompt: text to the prompt's last user message, a message as a new message.
+        """Append a first observation to a prompt.
 
-        The text is cut like that of later observations. Special tokens that are spelled out in the text are escaped.
+        In a chat, text is appended to the last message if this is a user message. Otherwise, the text becomes a new
+        user message. Messages are appended to the chat. If the prompt is plain text, the text of the observation is
+        appended to it. All texts are cut like those of later observations. Special tokens that are spelled out in them
+        are escaped.
         """
         if observation is None or observation == "":
             return prompt
@@ -364,7 +368,7 @@ class Conversations:
         part: range | None = None,
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
-        """Play G conversations for each of N prompts. Every rank makes the same calls of the engine.
+        """Play G conversations for each of N prompts. In the main thread, all ranks make the same calls of the engine.
 
         Args:
             engine: Samples the turns.
@@ -377,7 +381,7 @@ class Conversations:
             seeds: N seeds, one per prompt.
             progress: Called with the decoding progress of a round.
             vision: The images of the prompts.
-            part: Indices, among the G conversations of a prompt, of those to play; None for all.
+            part: Indices of the conversations to play, among the G conversations of a prompt; None plays all.
             on_group: Called with each prompt's conversations as soon as all of them have ended.
 
         Returns:
@@ -392,8 +396,8 @@ class Conversations:
             Conversation(n, g, self.runner.copy(states[n])) for n in range(len(prompts)) for g in part
         ]
         # In the main thread, the calls of an engine are collective, so all ranks make them until the last conversation
-        # has ended. In a background thread, the calls are not collective, because only the main thread may use
-        # collectives.
+        # of any rank has ended. In a background thread, the calls are not collective, because only the main thread may
+        # use collectives.
         waits = ranks.world_size() > 1 and threading.current_thread() is threading.main_thread()
         rows = list(range(len(game.conversations)))
         while ranks.is_any(bool(rows)) if waits else bool(rows):
@@ -402,7 +406,7 @@ class Conversations:
         return [game.completions(n) for n in range(len(prompts))]
 
     def add_turn_credit(self, groups: Sequence[Group], excluded: Tensor) -> None:
-        """Set the `turn_advantages` of all completions, unless `turn_credit` is 0. A turn without reward counts as 0.
+        """Set the `turn_advantages` of all completions, unless `turn_credit` is 0. A missing reward counts as 0.
 
         Args:
             groups: N groups.

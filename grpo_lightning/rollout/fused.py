@@ -1,8 +1,8 @@
-"""Kernel fusion of token sampling on CUDA: `torch.compile` makes a few kernels of the forty operations of `NextToken`.
+"""Kernel fusion on CUDA: `torch.compile` fuses the forty operations of `NextToken` into a few kernels.
 
-Sampling a token is a sequence of small operations on the logits, which a GPU finishes faster than the host can launch
-them. The operations run one by one in three cases: on other devices, after a failed compilation, and if the compiled
-kernels compute different numbers.
+Sampling a token takes many small operations on the logits. A GPU finishes each of them faster than the host can launch
+the next one, so that fewer kernels take less time. The operations run one by one in four cases: on other devices, in
+short rollouts (`LEAST_LENGTH`), after a failed compilation, and if the compiled kernels compute different numbers.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ OPTIONS: dict[str, Any] = {
     # Benchmarks of kernel configurations are off. Their results would determine the order of sums, but the same seed
     # must always give the same tokens.
     "deterministic": True,
-    # One of these passes rewrites the softmax of logits that are divided by a temperature, and the result needs four
-    # more kernels.
+    # One of these passes rewrites the softmax of logits that are divided by a temperature. The rewritten softmax needs
+    # four more kernels.
     "use_joint_graph_passes": False,
 }
 """Options of inductor. Older releases of torch lack some of them."""
@@ -71,7 +71,7 @@ class FusedSampler:
     separately.
 
     Args:
-        sampler: The operations.
+        sampler: The `NextToken` to compile.
     """
 
     def __init__(self, sampler: NextToken) -> None:
@@ -111,8 +111,8 @@ def compile_sampler(sampler: NextToken) -> SampleToken:
     """Compile `NextToken` for any number of rows.
 
     `torch.compile` limits the number of compilations per code object. Numbers that differ between two compilations of
-    the same code object become dynamic. So each call of this function compiles a separate copy of the code. Different
-    settings then count as different code objects.
+    the same code object become variables of the compiled code. So each call of this function compiles a separate copy
+    of the code. Different settings then count as different code objects.
     """
     code = NextToken.__call__.__code__.replace(co_name=f"sample_token_{next(numbers)}")
     function = types.FunctionType(code, NextToken.__call__.__globals__)

@@ -68,9 +68,9 @@ class GroupSource(NamedTuple):
                 suppressed in addition to `suppress_tokens`.
             seeds: N seeds, one per prompt.
             progress: Called with the decoding progress.
-            part: Indices, among the G completions of a prompt, of those to sample; None for all G.
-            on_group: Called with each group as soon as all its completions have ended, if `generate` of the engine has
-                an argument `on_group`.
+            part: Indices of the completions to sample, among the G completions of a prompt; None samples all G.
+            on_group: Called with each group as soon as all its completions have ended. Without conversations, it is
+                called only if the engine's `generate` has an argument `on_group`.
 
         Returns:
             A function that samples G completions for each prompt, and returns the N groups. Asynchronous rollouts call
@@ -132,7 +132,7 @@ def kl_to_reference(groups: Sequence[Group]) -> Tensor:
 
 
 def _kl(completion: Completion) -> float:
-    """KL of one completion in nats, over the tokens that the policy sampled, even if the completion is filtered."""
+    """KL of one completion in nats, over its sampled tokens, even if the overlong filter has masked it."""
     assert completion.ref_logprobs is not None
     differences = [own - ref for own, ref in zip(completion.logprobs, completion.ref_logprobs, strict=True)]
     if completion.turns is None:
@@ -314,8 +314,8 @@ class SharedGroups:
         Collective: every member of the team must call it.
 
         Args:
-            rollout: N complete groups on the first member, and their advantages [N, G] if they are known; no group on
-                the other members.
+            rollout: On the first member, N complete groups, and their advantages [N, G] if these are known. On the
+                other members, a rollout without groups.
 
         Returns:
             N groups on every member, each with that member's part of the completions and advantages.

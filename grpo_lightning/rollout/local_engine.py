@@ -1,4 +1,4 @@
-"""The local engine: samples with the policy itself, with the unmodified model code of transformers.
+"""The local engine: samples with the policy itself, through the unmodified model code of transformers.
 
 Every prompt is prefilled once for its G completions, and finished completions leave the batch. The completions in the
 batch are called open rows. If the number of rows is limited, waiting prompts are prefilled as soon as enough rows have
@@ -65,7 +65,8 @@ CAPTURES: dict[str, Callable[[torch.device], Capture]] = {"cuda": CudaCapture}
 
 LEAST_ENDED = {"cpu": 0.0}
 """Fraction of the open rows that must have ended before the ended rows leave the batch, by device type; 0.25 on other
-types. There, a step takes hardly longer with a few more rows, and every new number of rows needs different kernels."""
+types. On those, a step takes hardly longer with a few more rows, and every new number of rows needs different
+kernels."""
 
 
 Way = Literal["shared", "repeated", "generate"]
@@ -83,11 +84,11 @@ class LocalEngine(RolloutEngine):
 
     Args:
         max_rows: Maximum number of completions decoded at the same time, which limits the memory of the KV cache. The G
-            completions of one prompt are decoded together even if G is larger. If a rollout has more completions, a
-            prompt waits until enough other completions have ended to make room for the prompt's G completions. A model
-            whose completions cannot share the keys and values of their prompt decodes in waves: prompts wait until all
-            completions that are being decoded have ended. The completions do not depend on this number. None decodes
-            all completions at the same time.
+            completions of one prompt are decoded together even if G exceeds this number. If a rollout has more
+            completions, a prompt waits until enough other completions have ended to make room for the prompt's G
+            completions. If a model's completions cannot share the keys and values of their prompt, the engine decodes
+            in waves: prompts wait until all completions that are being decoded have ended. The completions do not
+            depend on this number. None decodes all completions at the same time.
         gather_for_generation: How sharded weights (FSDP2, ZeRO-3) are gathered for sampling. True gathers them once per
             rollout, which is fast, but every device must hold the full weights. False gathers each layer when it runs,
             at every token; all ranks then wait for the longest completion. "auto" gathers once unless the full
@@ -291,7 +292,7 @@ class LocalEngine(RolloutEngine):
 
         Args:
             waiting: The prompts. Those that have room are prefilled at once, and the other prompts when rows have left.
-            num_waves: `WaitingPrompts.num_waves`, the maximum over ranks in lockstep.
+            num_waves: `WaitingPrompts.num_waves`. If ranks run in lockstep, this is the maximum over all ranks.
             sampling: Sampling settings.
             lockstep: Synchronizes the forward calls.
             progress: Called after every decoding step.
@@ -380,7 +381,7 @@ class LocalEngine(RolloutEngine):
 
         Args:
             rows: The open rows.
-            kept: Rows that have neither ended nor reached the maximum length.
+            kept: Indices of the open rows that have neither ended nor reached the maximum length.
             step: The decoding step whose tokens were sampled last.
             waiting: Prompts that may have room now.
             sampled: Where the tokens of rows that leave are stored.
@@ -580,7 +581,7 @@ class Wave(NamedTuple):
     seeds: list[int]
     num_generations: int
     part: range
-    """Indices, among the G completions of each prompt, of those to sample."""
+    """Indices of the completions to sample, among the G completions of each prompt."""
 
     vision: VisionInputs | None = None
 
@@ -608,7 +609,7 @@ class WaitingPrompts:
 
     @property
     def num_waves(self) -> int:
-        """Number of waves in which the prompts would be decoded one after the other.
+        """Number of waves if each wave starts only after the previous wave has ended.
 
         The number of decoding steps is at most this number times the maximum completion length.
         """
@@ -668,7 +669,7 @@ class OpenRows:
         return self.history[:, : self.origin + step]
 
     def completions(self, step: int) -> Tensor:
-        """Completion ids up to the token of a decoding step, [rows, tokens]. A row's own ids begin at column `late`."""
+        """Completion ids up to the token of a decoding step, [rows, tokens]. A row's own ids begin at its `late`."""
         return self.history[:, self.origin + self.oldest : self.origin + step + 1]
 
     @functools.cached_property
@@ -696,7 +697,7 @@ class OpenRows:
         return dataclasses.replace(self, start=start, end=end, num_ended=0, **tensors)
 
     def join(self, new: OpenRows, step: int, longest_prompt: int) -> OpenRows:
-        """Append rows to these rows, and drop columns of the histories that no row needs any more.
+        """Append other rows, and drop columns of the histories that no row needs any more.
 
         Args:
             new: The rows to append. Their first token is sampled in the next decoding step.

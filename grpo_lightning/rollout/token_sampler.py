@@ -138,8 +138,9 @@ def log_distribution(processors: list[Processor], history: Tensor, logits: Tenso
 def row_products(one: Tensor, other: Tensor) -> Tensor:
     """Dot product of each row of `one` and the same row of `other`: [rows], from two tensors [rows, V].
 
-    `vecdot` does not allocate a tensor [rows, V] of products. But it calls a BLAS function. `torch.compile` does not
-    fuse this function with the operations that compute its inputs, and autocast would run it in 16 bits.
+    `vecdot` does not allocate a tensor [rows, V] of products. But it calls a BLAS function, which `torch.compile` does
+    not fuse with other operations. So compiled code multiplies and adds instead. Autocast would run `vecdot` in 16
+    bits, so it is disabled.
     """
     if torch.compiler.is_compiling():
         return (one * other).sum(-1)
@@ -178,8 +179,8 @@ def first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor
             lowered to the largest number below this sum, and the index found is that of the last positive weight.
 
     Returns:
-        [rows, 1] the index, always of a positive weight; [rows, 1] the sum of the weights before that index; and
-        [rows, 1] the target, lowered if necessary.
+        Three tensors [rows, 1]: the index, which always has a positive weight; the sum of the weights before this
+        index; and the target, lowered if necessary.
     """
     # Entries of weight 0 are masked, because a parallel cumsum can increase by a rounding error at such an entry.
     cumulated = weights.cumsum(-1, dtype=target.dtype).masked_fill(weights == 0, 0)
@@ -246,7 +247,7 @@ def sampled_ids(never: tuple[int, ...], vocabulary: int, multiple: int = 1) -> t
 
 
 SampleToken = Callable[[Tensor, Tensor, Tensor | None], SampledTokens]
-"""`NextToken.__call__`, or the same in fused kernels."""
+"""`NextToken.__call__`, or the same computation in fused kernels."""
 
 ChooseSampler = Callable[[TokenSettings, int, torch.device, int], SampleToken]
 """Returns the `NextToken` for settings, V, the device and `max_completion_length`."""
@@ -261,7 +262,7 @@ def choose_unfused(settings: TokenSettings, vocabulary: int, device: torch.devic
 class Uniforms:
     """Uniform random numbers in [0, 1): one stream per prompt, G numbers per decoding step.
 
-    The numbers do not depend on the maximum completion length, the device, or the step at which a prompt joins.
+    The numbers of a prompt do not depend on the maximum completion length, the device, or the step at which it joins.
 
     Args:
         seeds: N seeds, one per prompt.
@@ -345,7 +346,7 @@ class TokenSampler:
         return new_tokens
 
     def look(self, has_ended: Tensor) -> list[bool]:
-        """Wait for the device once. Returns: `has_ended`, [rows] bool, on the host.
+        """Copy `has_ended`, [rows] bool, to the host, and check for NaN. This waits for the device once.
 
         Raises:
             FloatingPointError: If a logit was NaN or infinite since the last call, which means that training has
@@ -366,7 +367,8 @@ class TokenSampler:
 
         Args:
             completion_ids: [rows, tokens].
-            late: [rows] number of tokens before each row's completion, which are ignored; None if there are none.
+            late: [rows] number of columns of each row that are before its completion. They are ignored. None if no row
+                has any.
         """
         if self.stop_strings is None:
             return None

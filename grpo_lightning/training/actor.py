@@ -103,7 +103,7 @@ class Actor:
         return [batch.to(self.device) for batch in micro_batches], counts
 
     def cost(self, rows: Sequence[CompletionRow]) -> float:
-        """Cost of a micro-batch of these completions, in tokens. Completions with images are on the dense path."""
+        """Cost of a micro-batch of these completions, in tokens. Completions with images run on the dense path."""
         total = 0.0
         for scorer, shows in ((self.scorer, False), (replace(self.scorer, path="dense"), True)):
             part = [row for row in rows if bool(row.completion.images) == shows]
@@ -158,7 +158,7 @@ def lacks_ref_logprobs(groups: Sequence[Group], *, of_masked: bool) -> bool:
 
     Args:
         groups: N groups, of this rank.
-        of_masked: Count fully masked completions too.
+        of_masked: If true, fully masked completions count, too.
     """
     scored = [c for group in groups for c in group.completions if of_masked or c.mask is None or any(c.mask)]
     return ranks.is_any(any(completion.ref_logprobs is None for completion in scored))
@@ -182,7 +182,7 @@ def offloaded(
 
     Args:
         names: Tensors to offload: "reference", "optimizer".
-        policy: The policy. It stays on its device, as do weights that the reference shares with it.
+        policy: The policy. Its weights stay on their device, including those that the reference shares with it.
         reference: The reference; must be a `FrozenCopy` if `names` contains "reference".
         optimizers: Optimizers of the trainer. The states of the first optimizer are offloaded; the list may be empty.
     """

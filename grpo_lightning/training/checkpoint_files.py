@@ -171,7 +171,7 @@ def num_trained(content: Mapping[str, Any]) -> int | None:
 MARK = "complete.json"
 """File in a sharded checkpoint (a folder of ZeRO or FSDP2) that lists the folder's files. All ranks write into the
 folder, and this file is written when all of them have finished. A checkpoint that is a single file needs no such mark:
-it is a zip archive, and its directory is written last."""
+it is a zip archive, and the archive's list of its contents is written last."""
 
 
 def mark_complete(checkpoint: Path, *, other_files: Sequence[Path] = (), is_interrupted: bool = False) -> None:

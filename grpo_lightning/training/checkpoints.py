@@ -42,10 +42,11 @@ log = logging.getLogger(__name__)
 class StepEnds(L.Callback):
     """Makes checkpoints contain the state at the end of an optimizer step, and lets a run stop only between steps.
 
-    Checkpoints contain no gradients. So a checkpoint that is saved inside a step (after validation, by a time interval,
-    on an error, by hand) contains the state at the end of the previous step, see `StepEnd`. While the optimizer changes
-    the weights, saving waits for the end of the current step. If an error ends the run while the optimizer changes the
-    weights, the checkpoint is saved at once with these weights, and no run can resume from it.
+    Checkpoints contain no gradients. So a checkpoint that is saved inside a step (after validation, at a time interval,
+    on an error, or by hand) contains the state at the end of the previous step, see `StepEnd`. A checkpoint that is
+    requested while the optimizer changes the weights is saved at the end of the current step. If an error ends the run
+    while the optimizer changes the weights, the checkpoint is saved at once. It may then contain partly updated
+    weights, so no run can resume from it.
     """
 
     def __init__(self) -> None:
@@ -106,7 +107,7 @@ class StepEnds(L.Callback):
             save()
 
     def on_train_end(self, *args: Any) -> None:
-        """Record that callbacks may have replaced the weights."""
+        """Record that training has ended. From now on, callbacks may have replaced the weights by an average."""
         self.has_ended = True
 
     def on_fit_end(self, trainer: L.Trainer, *args: Any) -> None:

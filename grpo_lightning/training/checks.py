@@ -143,7 +143,7 @@ def check_kl_cov(surrogate: str, old_logprobs: str, num_updates: int) -> None:
 
 
 def warn_of_off_policy(surrogate: str, old_logprobs: str, num_updates: int) -> None:
-    """Warn if DPPO ignores the engine's log-probs, or if a surrogate without a ratio makes several updates."""
+    """Warn if DPPO ignores the engine's log-probs, or if several updates use a surrogate without a ratio."""
     if surrogate in ("dppo_tv", "dppo_kl") and old_logprobs == "recompute":
         log.warning(
             "model.objective.surrogate %r limits the distance from the policy that sampled the completions. "
@@ -293,7 +293,7 @@ def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
     """Round `max_steps` and the number of batches per epoch up to complete cycles, with a warning.
 
     If a limit ended inside a cycle, part of a rollout would be discarded. An accumulation window could also end early,
-    and the gradient would be divided by the wrong number. For the same reason, `fast_dev_run` runs one complete cycle.
+    and the gradient would be divided by the wrong number. For the same reasons, `fast_dev_run` runs one complete cycle.
 
     Args:
         trainer: Trainer whose limits are changed in place.
@@ -334,8 +334,8 @@ def num_batches(trainer: L.Trainer) -> int:
 def check_validation_interval(trainer: L.Trainer) -> None:
     """Check that the validation interval fits an epoch. Lightning checks this only after the weights are loaded.
 
-    If an interval is set but there is no validation data, a warning is logged and no error raised, so that a recipe
-    works without its validation data. A time interval may be longer than an epoch.
+    If an interval is set without validation data, only a warning is logged, so that a recipe also works without its
+    validation data. An interval that is a time may be longer than an epoch.
 
     Raises:
         ValueError: If `val_check_interval` has more micro-steps than an epoch, or is a fraction of an epoch and the

@@ -1,4 +1,4 @@
-"""Checks of a run's data before weights are loaded, as far as the data is known by then.
+"""Checks of a run's data before weights are loaded. Only data that is already known by then is checked.
 
 Two checks are about ground-truth boxes: rewards, metrics and callbacks must agree on the coordinate system of the boxes
 in a column, and the boxes must not be converted to pixels twice.
@@ -56,7 +56,7 @@ def check_rows(rewards: RewardSet, trainer: L.Trainer) -> None:
 
     Raises:
         ValueError: If a reward whose `on_error` is "raise" cannot score some rows; the message names the rows. Rows
-            that another reward cannot score only cause a warning.
+            that a reward with another `on_error` cannot score only cause a warning.
     """
     rewards.check_rows(itertools.chain.from_iterable(known_data(trainer)))
 
@@ -222,8 +222,8 @@ def _check_all(prompts: Sequence[Prompt], encoder: Encoder) -> None:
 
 
 TEMPLATE_TOKENS = 256
-"""Assumed maximum number of tokens that a chat template adds to a prompt. If a template adds more tokens, a prompt that
-is too long may raise its error only when completions are sampled."""
+"""Assumed maximum number of tokens that a chat template adds to a prompt. If a template adds more tokens, the error for
+a prompt that is too long may come only when completions are sampled."""
 
 
 def num_bytes(prompt: Prompt) -> int:

@@ -167,7 +167,7 @@ def check_untaken(names: Iterable[str], others: Iterable[str]) -> None:
 
 
 class EvaluationTable(Metric):
-    """Stores the values of every completion on all ranks, so that batches of different sizes are averaged correctly.
+    """Stores the values of every completion of all ranks, so that batches of unequal sizes are averaged correctly.
 
     `compute` returns means over completions: `reward` (the weighted total), each reward by name, `length` (tokens) and
     `truncated`. For conversations, it also returns `turns` (of the policy) and `environment_failures` (the fraction of

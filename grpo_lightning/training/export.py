@@ -1,9 +1,9 @@
 """Export a checkpoint to a folder that transformers loads.
 
 A checkpoint contains only the trained weights. Frozen weights, config and tokenizer (for a multimodal policy, the
-processor) come from the policy before training. So the export first loads that policy, and then replaces those of its
-weights that the checkpoint contains. LoRA adapters are merged into the policy's weights, or written separately for
-peft. The export never quantises the policy. Adapters that were trained on 4-bit or 8-bit weights are merged into the
+processor) come from the policy before training. So the export first loads that policy, and then replaces the weights
+that the checkpoint contains. LoRA adapters are merged into the policy's weights, or written separately for peft. The
+export never quantises the policy. Adapters that were trained on 4-bit or 8-bit weights are merged into the
 full-precision weights, which differ from the weights of the run by the quantisation error.
 """
 
@@ -91,7 +91,8 @@ def export(
         dtype: Dtype of the exported weights. None keeps the dtype of the checkpoint's weights; if adapters are merged,
             None uses the dtype in which the run loaded the policy.
         adapter: Export only the adapters, as a folder for peft, instead of merging them into the policy.
-        fill_missing: Take weights that the checkpoint lacks from the policy, even if they are not known to be frozen.
+        fill_missing: If the checkpoint lacks weights, take these from the policy, even if they are not known to be
+            frozen.
         force: Write into a folder that is not empty.
 
     Raises:

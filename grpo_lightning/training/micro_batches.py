@@ -281,9 +281,9 @@ class Cycle:
 class Share:
     """This rank's part of the rollout of all ranks.
 
-    A team is the ranks that share the same groups. The groups of all teams are ordered round-robin: the first group of
-    each team, then the second group of each team, and so on. In a round of dynamic sampling, teams have unequal numbers
-    of groups.
+    A team consists of the ranks that share the same groups. The groups of all teams are ordered round-robin: the first
+    group of each team, then the second group of each team, and so on. In a round of dynamic sampling, teams have
+    unequal numbers of groups.
     """
 
     counts: Sequence[int]
@@ -328,7 +328,7 @@ def plan_micro_batches(
         pad_id: Token id that fills up sequences. Any id works, because padding is masked.
         skip_zero_advantages: If true, completions with advantage 0 are left out of the micro-batches. The counts still
             include these completions.
-        share: States which part of the rollout of all ranks `groups` is; None if `groups` is the complete rollout.
+        share: The part of the rollout of all ranks that this rank has; None if `groups` is the complete rollout.
         cost: Computes the cost of a micro-batch. The ways to split an update are compared by this cost. None uses
             `padded_cost`.
 
@@ -349,7 +349,7 @@ def plan_micro_batches(
         kept = [
             row
             for row, tokens in zip(update, trained, strict=True)
-            if tokens and (row.has_advantage or not skip_zero_advantages)  # no token, no gradient
+            if tokens and (row.has_advantage or not skip_zero_advantages)  # without trained tokens, no gradient
         ]
         parts = split_update(kept, accumulate, cost)
         batches = [collate(part, pad_id) if part else idle_micro_batch(rows, pad_id) for part in parts]
@@ -389,8 +389,8 @@ def agree_on_chunks(micro_batches: Sequence[MicroBatch], scorer: Scorer) -> None
     """Set the numbers of chunks of every micro-batch to the maximum over ranks. Collective: all ranks call it.
 
     Sharded weights are gathered by all ranks together, so all ranks must run equally many forward passes. Call this
-    function before the first pass over the micro-batches. This also holds for micro-batches from an overridden
-    `split_rollout` or from a checkpoint.
+    function before the first pass over the micro-batches, even if they come from an overridden `split_rollout` or from
+    a checkpoint.
 
     Args:
         micro_batches: This rank's micro-batches.
@@ -421,7 +421,7 @@ def give_images(
 
 
 def blank_of(micro_batches: Sequence[MicroBatch], encoder: Encoder) -> Mapping[str, Tensor] | None:
-    """The blank image if a completion of any rank contains images, else None. Collective: call it on every rank."""
+    """The blank image if a completion of any rank contains images, else None. Collective: all ranks call it."""
     if not encoder.is_multimodal or encoder.family is None:
         return None
     return encoder.blank if ranks.is_any(any(any(batch.images) for batch in micro_batches)) else None
@@ -542,16 +542,17 @@ RowsCost = Callable[[list[CompletionRow]], float]
 def split_update(rows: list[CompletionRow], parts: int, cost: RowsCost | None = None) -> list[list[CompletionRow]]:
     """Split one update's completions into `parts` micro-batches of about equal cost, the most expensive first.
 
-    The function cuts three orders of the completions into balanced runs, and returns the best of these splits:
+    The function puts the completions into three orders, cuts each order into parts of balanced size, and returns the
+    best of these splits. The orders are:
 
     - whole groups: the policy processes each prompt once. This order is used only if there are at least as many groups
       as micro-batches.
     - completions in the order of their groups: at most one prompt per cut is processed twice.
     - completions in the order of their lengths: less padding, but many prompts are processed several times.
 
-    Each order is balanced twice: by the number of tokens without padding, and by the number of tokens with all
-    completions padded to the longest. With the scorer's chunks (`AutoChunks`), little padding is computed. In a single
-    forward pass, all padding is computed. The best split has the smallest
+    Each order is balanced twice. The first time, the size of a part is its number of tokens without padding, because
+    the scorer's chunks (`AutoChunks`) contain little padding. The second time, it is the number of tokens with all
+    completions padded to the longest, as in a single forward pass. The best split has the smallest
 
         sum over micro-batches of cost + parts * largest cost
 

@@ -39,8 +39,8 @@ class StepEnd:
     """State of the run right after its latest optimizer step. Every checkpoint contains this state.
 
     Weights and optimizer do not change between two steps. So a checkpoint that is saved later (inside an accumulation
-    window, after validation, or at the end of an epoch) is as good as one that is saved right after the step. A resumed
-    run always continues right after the step.
+    window, after validation, or at the end of an epoch) contains the same state as one that is saved right after the
+    step. A resumed run always continues right after the step.
     """
 
     num_micro_steps: int
@@ -92,7 +92,7 @@ class RunState:
         """The reference policy, set when the policy is loaded; None if the run has no reference."""
 
         self.is_updating = False
-        """True while the optimizer changes the weights, so that only some of them may be updated."""
+        """True while the optimizer changes the weights, so that possibly only some weights are updated."""
 
         self.was_interrupted_in_step = False
         """True if the loaded checkpoint was saved while the optimizer changed the weights."""

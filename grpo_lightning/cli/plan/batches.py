@@ -54,7 +54,7 @@ class BatchPlan:
 
     @property
     def completions_per_rank(self) -> int:
-        """Completions that a rank samples and trains on per rollout; the largest number, if ranks differ."""
+        """Completions that a rank samples and trains on per rollout; if ranks differ, the largest number."""
         return self.batch_size * -(-self.num_generations // self.ranks_per_group)
 
     @property

@@ -438,7 +438,7 @@ def largest_images(prompts: list[Prompt]) -> list[Prompt]:
 
 
 def positions(loader: PolicyLoader) -> int | None:
-    """Number of positions of the policy; None if they are unlimited, or if no policy is found (reported later)."""
+    """Number of positions of the policy; None if it is unlimited, or if the policy is not found (reported later)."""
     from grpo_lightning.policy.hf import num_positions
 
     try:
@@ -448,7 +448,7 @@ def positions(loader: PolicyLoader) -> int | None:
 
 
 def check_lengths(loader: PolicyLoader, prompts: list[Prompt], max_completion_length: int) -> None:
-    """Check, as `fit` does, that prompts and completions fit the policy's positions. Raises: ValueError."""
+    """Check, as `fit` does, that prompts and completions fit the policy's positions. Raises: ValueError if not."""
     from grpo_lightning.policy.encoder import check_length
     from grpo_lightning.training.data_checks import TEMPLATE_TOKENS, num_bytes
 
@@ -468,7 +468,7 @@ def check_lengths(loader: PolicyLoader, prompts: list[Prompt], max_completion_le
 
 
 def check_given_length(loader: PolicyLoader, prompt_tokens: int, max_completion_length: int) -> None:
-    """Check that a prompt with --prompt_tokens tokens could be trained on. Raises: ValueError."""
+    """Check that a prompt with --prompt_tokens tokens could be trained on. Raises: ValueError if not."""
     if prompt_tokens < 1:
         raise ValueError(f"--prompt_tokens must be at least 1, got {prompt_tokens}.")
     limit = positions(loader)
@@ -501,9 +501,9 @@ def run_length(trainer: Namespace, batches: BatchPlan, num_prompts: int | None) 
 def sampling_size(engine: Any, batches: BatchPlan, *, shares_prompts: bool) -> SamplingSize:
     """The largest numbers of completions and prompts during sampling; 0 for an external engine.
 
-    A row is one completion that is being decoded. If `max_rows` is set and completions share the keys and values of
-    their prompt, the newest prompt has G open rows, and every other open prompt has at least one open row. So at most
-    1 + max_rows - G prompts are open.
+    A row is one completion that is being decoded. `max_rows` limits the number of rows. If completions share the keys
+    and values of their prompt, all G completions of the newest prompt are rows, and every other prompt that is still in
+    memory has at least one row. So at most 1 + max_rows - G prompts are in memory.
     """
     from grpo_lightning.cli.plan.memory import SamplingSize
     from grpo_lightning.rollout.local_engine import LocalEngine

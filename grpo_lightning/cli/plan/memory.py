@@ -94,7 +94,10 @@ class Precision:
 
     @property
     def residual(self) -> int:
-        """Bytes per number in the residual stream and in scoring's cached keys, which autocast rotates in 32 bits."""
+        """Bytes per number in the residual stream, and in the keys that are cached for scoring.
+
+        Under autocast, the keys have 32 bits too, because rotary embeddings are applied to them in 32 bits.
+        """
         return 4 if self.is_mixed else self.compute
 
 
@@ -158,7 +161,8 @@ def division_of(strategy: Any, world_size: int) -> Division:
     PyTorch's default is `gradient_as_bucket_view=False`.
 
     Args:
-        strategy: A name, or a class path and its arguments. "..._offload" offloads optimizer and weights to the CPU.
+        strategy: A name, or a class path and its arguments. With a name that ends in "_offload", the optimizer and the
+            weights are offloaded to the CPU.
         world_size: W.
 
     Raises:
@@ -504,12 +508,12 @@ def adapter_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     the bytes per LoRA weight, and c the bytes per number in matrix products:
 
         sums of experts    E b F, and E b / L for the gradient of one layer's sum; E b / L while sampling
-        norms              a (in^2 + 3 in out) for the largest matrix, in^2 only with gradients; a in out more for its
-                           copy if the base is narrower
+        norms              a (in^2 + 3 in out) for the largest matrix; the term in^2 only with gradients; a in out more
+                           for a copy of the matrix, if the base has fewer bytes per weight than the adapter
         outputs            a + c per token and output
 
-    With `activation_checkpointing: layers`, F is 1 / L, and the outputs are those of one layer. Measured with peft
-    0.21, which computes DoRA's norms in the dtype of the adapters.
+    With `activation_checkpointing: layers`, F is 1 / L, and the outputs are those of one layer. The memory was measured
+    with peft 0.21, which computes DoRA's norms in the dtype of the adapters.
     """
     batch, mode, layers = settings.batch, settings.checkpointing, model.num_layers
     a, c = settings.adapter_width, settings.widths.compute

@@ -234,7 +234,7 @@ def remarks(engine: Any, size: VLLMSize | None) -> list[str]:
 
 
 def batch_lines(engine: Any, batches: BatchPlan, max_staleness: int) -> list[str]:
-    """Format where vLLM samples. Devices of servers are not ranks, so they change no number of the batch arithmetic."""
+    """Format on which devices vLLM samples. Devices of servers are not ranks, so the batch arithmetic is unchanged."""
     if not isinstance(engine, VLLMEngine):
         return []
     lines = []
@@ -278,7 +278,7 @@ def devices_line(rest: int, here: int) -> str:
 
 
 def check_run(engine: Any, loader: PolicyLoader, sampling: Sequence[SamplingParams], world_size: int) -> None:
-    """Make the checks of `VLLMEngine.check_run` that need neither vLLM nor a server. Raises: ValueError."""
+    """Make those checks of `VLLMEngine.check_run` that need no vLLM and no server. Raises: ValueError if one fails."""
     if isinstance(engine, VLLMEngine):
         config = loader.load_config()
         engine.check_supported(loader, config)

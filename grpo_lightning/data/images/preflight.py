@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 BadImages: TypeAlias = Literal["error", "drop"]
 
 Found: TypeAlias = tuple[int, int] | ImageError
-"""The width and height of an image, or the error of reading it."""
+"""The width and height of an image, or the error that reading it raised."""
 
 MANY = 1000
-"""A progress bar is shown for more images than this."""
+"""The check of images shows a progress bar if there are more images than this."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Box coordinates: map answer boxes and ground-truth boxes to one frame; base class of rewards that compare boxes."""
+"""Box coordinates: convert answer boxes and ground-truth boxes to the same units; base class of box rewards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GivenCoordinates = Literal["auto", "original", "resized", "norm1000"]
 GoldCoordinates = Literal["original", "norm1000"]
 
 Scale = tuple[float, float]
-"""Pixels of the image in the data per unit of x and of y."""
+"""Size of one unit of x and of y, in pixels of the image in the data."""
 
 
 class BoxFrame(NamedTuple):
@@ -151,7 +151,7 @@ class BoxReward(Reward):
         """Parse the ground truth of a row; None if it has none. Raises: ValueError if it cannot be parsed."""
 
     def boxes_of(self, right: Any) -> Sequence[Box]:
-        """The boxes of a parsed ground truth, for `check_row`. By default none; only calls then check boxes."""
+        """The boxes of a parsed ground truth, for `check_row`; by default none, so that only calls check boxes."""
         return ()
 
     def given_boxes(self, given: Any) -> Sequence[Box]:
@@ -243,7 +243,7 @@ def _right_units(size: tuple[float, float] | None, right: GoldCoordinates) -> tu
 
 
 def _scale(view: ImageView, coordinates: GivenCoordinates) -> Scale:
-    """Pixels of the image in the data per unit of a coordinate convention."""
+    """The size of one unit of a coordinate system, in pixels of the image in the data."""
     if coordinates == "original":
         return 1, 1
     return view.scale if coordinates == "auto" else dataclasses.replace(view, coordinates=coordinates).scale

@@ -94,7 +94,11 @@ _PROBLEMS = {
 
 
 class Sandbox:
-    """Runs one program any number of times. A launcher process is started once, and forks a new process for each run.
+    """Runs one program any number of times, each time in new processes.
+
+    The constructor starts a launcher process, which forks the processes of every run. `run_main` and `call` need one
+    process, for the program. `judge` needs two: one for the program, and one for the test code. A launcher that is lost
+    is replaced.
 
     Args:
         program: Python code, untrusted.
@@ -161,9 +165,9 @@ class Sandbox:
         """Run the program as a script.
 
         Args:
-            stdin: Its standard input.
+            stdin: The program's standard input.
             seconds: Time limit.
-            max_output: A program that prints more bytes than this is stopped.
+            max_output: Maximum size of the output, in bytes. A program that prints more is stopped.
 
         Raises:
             SandboxError: If the sandbox failed.
@@ -280,7 +284,7 @@ for name, attempt in attempts.items():
     except OSError:
         pass
 """
-"""Prints what the sandbox does not prevent."""
+"""A program that tries forbidden actions, and prints those that the sandbox does not prevent."""
 
 
 def check_sandbox(limits: Limits) -> list[str]:

@@ -1,23 +1,24 @@
 """Sandbox of one process on Linux: Landlock (files), seccomp (system calls) and resource limits.
 
-After `Isolation.enter` a process can compute, start threads, use its open pipes, and read Python's standard library and
-the system's shared libraries. The kernel refuses everything else:
+After `Isolation.enter`, a process can compute, start threads, use its open pipes, and read Python's standard library,
+the system's shared libraries and three system files (`readable_paths`). The kernel refuses everything else:
 
 | it cannot | because |
 |---|---|
 | start a process or program, or leave its process group | seccomp allows `clone` for threads only, and no `execve` |
 | open a socket | seccomp allows `socketpair`, which connects a process with itself, and no `socket` |
 | write, create, delete or rename a file | Landlock, seccomp, and RLIMIT_FSIZE 0 |
-| read `/proc`, the memory or environment of other processes, or files other than those libraries | Landlock |
+| read any other file, `/proc`, or the memory or environment of other processes | Landlock |
 | signal or trace another process, or change its limits | seccomp |
 | gain privileges | no_new_privs, and all capabilities are dropped |
 
 Landlock and seccomp work without privileges and in containers. Landlock needs Linux 5.13. A kernel without Landlock is
 accepted only with `allow_file_reads`. A program can then read every file that its user can read, `/proc` included. The
-other rows of the table still hold. In every case a program sees the names, sizes and dates of files (`stat`), the time,
-and the load of the machine.
+other rows of the table still hold. With and without Landlock, a program can see the names, sizes and dates of files
+(`stat`), the time, and the load of the machine.
 
-This module imports only the standard library, because it runs in the launcher (`sandbox/launcher.py`).
+This module imports only the standard library, because the launcher (`sandbox/launcher.py`) runs without installed
+packages.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ class Isolation:
     """The sandbox, prepared once by the launcher; every child process of the launcher enters it with `enter`.
 
     Args:
-        allow_file_reads: Continue without Landlock if the kernel lacks it; programs can then read files.
+        allow_file_reads: Continue without Landlock if the kernel lacks it; programs can then read every file of this
+            user.
 
     Raises:
         IsolationError: If this is not 64-bit Linux on x86_64 or aarch64, or if the kernel has no Landlock and
@@ -173,7 +175,10 @@ class Isolation:
             os._exit(1)
 
     def _drop_privileges(self) -> None:
-        """Drop all capabilities. With Landlock, root keeps the capability to read files: Landlock restricts reading."""
+        """Drop all capabilities.
+
+        With Landlock, root keeps the capability to read files, because Landlock then restricts reading.
+        """
         self._check(self._libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         kept = 1 << _CAP_DAC_READ_SEARCH if self.ruleset is not None and os.geteuid() == 0 else 0
         header = struct.pack("Ii", 0x20080522, 0)
@@ -183,7 +188,11 @@ class Isolation:
         raise OSError(ctypes.get_errno(), "the capabilities could not be dropped")
 
     def _make_ruleset(self) -> int:
-        """Make the Landlock ruleset: nothing but reading the standard library. Returns: its file descriptor."""
+        """Make the Landlock ruleset. Returns: its file descriptor.
+
+        The ruleset allows three things: reading `readable_paths`, reading and writing `/dev/null`, and listing the
+        empty working folder. It refuses all other reads, writes and executions of files.
+        """
         abi = self.landlock_abi
         # Versions 2, 3 and 5 of Landlock each add a right to files. Version 4 adds a field for TCP, and version 6 one
         # for signals and abstract sockets.
@@ -226,7 +235,7 @@ def architecture() -> str:
 
 
 def readable_paths() -> list[str]:
-    """Python's standard library without installed packages, and the shared libraries that it loads."""
+    """The paths of the standard library without installed packages, of shared libraries, and of three system files."""
     library = os.path.dirname(os.__file__)
     hidden = {"site-packages", "dist-packages", "test", "ensurepip"}
     paths = [f"{library}/{name}" for name in os.listdir(library) if name not in hidden]
@@ -296,7 +305,7 @@ def _argument(number: int) -> list[Instruction]:
 
 
 def _one_of(number: int, values: tuple[int, ...]) -> list[Instruction]:
-    """Allow certain values of an argument."""
+    """Allow the call if an argument has one of these values."""
     tests: list[Instruction] = []
     for value in values:
         tests += [(_JEQ, 0, 1, value), (_RETURN, 0, 0, _ALLOW)]
@@ -304,7 +313,7 @@ def _one_of(number: int, values: tuple[int, ...]) -> list[Instruction]:
 
 
 def _no_pointer(number: int) -> list[Instruction]:
-    """Allow an argument that is a null pointer, in both halves."""
+    """Allow the call if an argument is a null pointer: both halves are 0."""
     low, high = _ARGUMENTS + 8 * number, _ARGUMENTS + 8 * number + 4
     return [(_LOAD, 0, 0, low), (_JEQ, 0, 3, 0), (_LOAD, 0, 0, high), (_JEQ, 0, 1, 0), (_RETURN, 0, 0, _ALLOW)]
 

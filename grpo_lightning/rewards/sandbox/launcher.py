@@ -1,8 +1,8 @@
 """Launcher of sandboxed programs: a small process that forks one or two children per test.
 
-`sandbox/client.py` starts the launcher in a new interpreter without site packages. Therefore its memory holds neither
-the data nor the environment of the training run, and a child starts in a millisecond. Only the children execute the
-program, after `Isolation.enter`:
+`sandbox/client.py` starts the launcher in a new interpreter without site packages. Therefore the launcher's memory
+holds neither the data nor the environment of the training run, and a child starts in a millisecond. Only the children
+execute the program, after `Isolation.enter`:
 
     reward worker  -- program, input -->  launcher  -- fork -->  program
                   <- status, output -              -- fork -->  tests (only for tests that are Python code)
@@ -11,9 +11,9 @@ The reward worker sends jobs of three kinds:
 
 - "main" runs the program as `__main__` with a standard input, and returns its standard output.
 - "call" loads the program, and sends it one request, which calls a function (`sandbox/values.py`).
-- "judge" loads the program in one child, and runs test code in another, which calls the program's functions through
-  pipes. The test code comes from a file descriptor that only the second child reads, so neither the launcher nor the
-  program ever holds it in memory.
+- "judge" loads the program in one child, and runs test code in a second child. The test code calls the program's
+  functions through pipes. It comes from a file descriptor that only the second child reads, so neither the launcher nor
+  the program ever holds it in memory.
 
 This module imports only the standard library and its siblings.
 """
@@ -411,7 +411,7 @@ def run_test(test: dict[str, Any], call_program: Callable[[dict[str, Any]], Any]
     """Run test code.
 
     Args:
-        test: `setup` and `code`, Python code to run one after the other; `names`, the names that the program defines;
+        test: `setup` and `code`, Python code to run in this order; `names`, the names that the program defines;
             `modules`, the modules to import.
         call_program: Sends a request to the program and returns its answer.
 

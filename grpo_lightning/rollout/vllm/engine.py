@@ -66,8 +66,8 @@ OF_MODE: dict[str, tuple[str, ...]] = {
         *("weight_transfer_backend", "group_port", "lora_folder"),
     ),
 }
-"""For each mode, the settings that apply only to this mode. For the settings of `colocate`, a server has its own
-flags."""
+"""For each mode, the settings that apply only to this mode. In mode `server`, flags of `vllm serve` replace the
+settings of `colocate`."""
 
 PROBE_TEMPERATURE = 0.5
 """Temperature of the probe. It is not 1, so that log-probs before and after the temperature differ."""
@@ -78,7 +78,7 @@ the weights. If vLLM's dtype and the policy's differ, the coarser one counts."""
 
 
 QUANTIZED_DIFFERENCE = 0.5
-"""The same limit if `quantization` is set, in nats."""
+"""Largest accepted mean |difference| if `quantization` is set, in nats."""
 
 
 class Backend(Protocol):
@@ -87,16 +87,16 @@ class Backend(Protocol):
     max_model_len: int
 
     def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> Any:
-        """Load the policy's weights. Returns: what the other ranks `adopt`."""
+        """Load the policy's weights. Returns: the value that the other ranks pass to `adopt`."""
 
     def load_adapter(self, adapter: dict[str, Tensor], version: int) -> Any:
-        """Load the policy's adapter. Returns: what the other ranks `adopt`."""
+        """Load the policy's adapter. Returns: the value that the other ranks pass to `adopt`."""
 
     def adopt(self, announced: Any) -> None:
         """Take over the result of rank 0's `update` or `load_adapter`."""
 
     def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
-        """Sample one completion per request, and yield each when it ends. Some completions may never be yielded."""
+        """Sample one completion per request, and yield each when it ends. Some are missing if weights get lost."""
 
     def decode(self, token_ids: list[int]) -> str:
         """Decode tokens as vLLM does when it looks for stop strings."""
@@ -112,7 +112,7 @@ class Batch:
         progress: Called with the decoding progress.
         on_group: Called with each complete group.
         vision: The images of the prompts.
-        limits: Maximum number of tokens of each prompt's completions; None for that of `sampling`.
+        limits: Maximum number of tokens of each prompt's completions; None uses the maximum in `sampling`.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Batch:
             self.on_group(number, group)
 
     def report(self, steps: int) -> None:
-        """Report progress as the number of decoding steps or, if that is unknown, of tokens per completion."""
+        """Report progress: the number of decoding steps or, if it is 0, the mean number of tokens per completion."""
         if self.progress is not None:
             longest = self.sampling.max_completion_length
             self.progress(min(steps or self.num_tokens // len(self.completions), longest), longest)
@@ -188,13 +188,13 @@ def check_addresses(urls: list[str], group_port: int) -> None:
 class VLLMEngine(RolloutEngine):
     """Samples with vLLM.
 
-    The policy's full weights are sent to vLLM before each rollout, one decoder layer at a time: sharded weights are
+    Before each rollout, the policy's full weights are sent to vLLM, one decoder layer at a time. Sharded weights are
     gathered, and adapters are merged out of place (W + s B A). The policy must have no experts. vLLM itself processes
-    images, and the resulting token ids are checked.
+    images. The resulting token ids are compared with those of the policy's processor.
 
     Args:
-        mode: "colocate" runs vLLM in the training process, on the same device; every rank has a separate vLLM.
-            "server" uses an external `vllm serve`.
+        mode: "colocate" runs vLLM in the training process, on the same device. Every rank has a separate vLLM, unless
+            `tensor_parallel_size` is above 1. "server" uses an external `vllm serve`.
         gpu_memory_utilization: Fraction of the GPU's memory for vLLM: its copy of the weights and its KV cache.
         max_model_len: Maximum tokens of a prompt and its completion; null uses the policy's number of positions. A
             smaller number lets vLLM start with less memory.
@@ -207,8 +207,8 @@ class VLLMEngine(RolloutEngine):
             lower limit lets vLLM start with less memory.
         tensor_parallel_size: Number of consecutive ranks that share one vLLM: its weights and KV cache are divided
             between them, and they sample their prompts together. Must divide the number of ranks.
-        sleep_level: Use of vLLM's GPU memory while the policy trains. 0 keeps it; 1 moves vLLM's weights to the CPU and
-            discards the KV cache; 2 discards both, so that the weights are sent before every rollout.
+        sleep_level: How vLLM's GPU memory is used while the policy trains. 0 keeps it; 1 moves vLLM's weights to the
+            CPU and discards the KV cache; 2 discards both, so that the weights are sent before every rollout.
         quantization: Quantisation of vLLM's copy of the weights, by vLLM's name, for example "fp8"; null for none. The
             quantised weights are computed again at every update. Completions then come from a different distribution
             than the policy's: set `objective.rollout_correction`.
@@ -226,8 +226,8 @@ class VLLMEngine(RolloutEngine):
             this package must be installed in the server's environment.
         group_port: Free port of the training machine, through which the workers of the first server join the weight
             transfer. The workers of the next servers join through the following ports.
-        lora_folder: Folder for adapters (`enable_lora`), which must have the same path for trainer and server; null
-            uses a temporary folder of this machine.
+        lora_folder: Folder for adapters (`enable_lora`). The trainer and the server must see it under the same path.
+            null uses a temporary folder of this machine.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
@@ -486,7 +486,7 @@ class VLLMEngine(RolloutEngine):
             )
 
     def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:
-        """Start vLLM (colocate), or keep the connection to the server. Raises: see `weights.check_policy`."""
+        """Start vLLM (colocate), or keep the connection to the server. Raises: ValueError for unsupported policies."""
         weights.check_policy(policy)
         if self.enable_lora:
             weights.check_adapter(policy)
@@ -511,7 +511,15 @@ class VLLMEngine(RolloutEngine):
         self.sent, self.is_discarded = None, False
 
     def connect_servers(self, policy: str | None) -> Servers:
-        """Make and check the servers. Args: policy: its name; None if it is in memory. Raises: see `Served.check`."""
+        """Make and check the servers.
+
+        Args:
+            policy: Name of the policy; None if it is in memory.
+
+        Raises:
+            ServerError: Where `Served.check` raises one.
+            ValueError: Where `Served.check` raises one.
+        """
         found = Servers(
             self.urls,
             self.timeout,
@@ -560,7 +568,7 @@ class VLLMEngine(RolloutEngine):
         waits until this sampling has ended.
 
         Raises:
-            RuntimeError: On every rank, if vLLM of any rank cannot load the weights. That rank raises the original
+            RuntimeError: On every rank, if the vLLM of any rank cannot load the weights. That rank raises the original
                 error.
         """
         with self.lock:
@@ -585,7 +593,7 @@ class VLLMEngine(RolloutEngine):
         Collective: all ranks call it.
 
         Raises:
-            RuntimeError: On every rank, if vLLM of any rank cannot load the weights. That rank raises the original
+            RuntimeError: On every rank, if the vLLM of any rank cannot load the weights. That rank raises the original
                 error.
         """
         for failures in itertools.count(1):
@@ -618,7 +626,9 @@ class VLLMEngine(RolloutEngine):
         return ("base", *kinds) if lacks else kinds
 
     def _adopt_if_sent(self, error: Exception | None, failures: int) -> bool:
-        """Exchange the errors of an attempt to send weights, and adopt its result. Collective: all ranks call it.
+        """Exchange the errors of all ranks in sending weights; without errors, adopt the result.
+
+        Collective: all ranks call it.
 
         Args:
             error: The error of this rank.
@@ -662,8 +672,8 @@ class VLLMEngine(RolloutEngine):
             pass
         return error
 
-    # A class is accepted in a configuration only if its methods have the annotations of the protocol. So the generator
-    # is a separate method.
+    # A configuration accepts an engine only if its methods have the same annotations as those of the protocol. A
+    # generator has a different annotation, so it is a separate method.
     def hold_weights(self) -> contextlib.AbstractContextManager[None]:
         """Context of the calls of `generate` for one rollout, such as the turns of its conversations.
 
@@ -705,8 +715,8 @@ class VLLMEngine(RolloutEngine):
         the states of conversations.
 
         In the thread that has called `sync_weights`, the call is collective: the ranks agree on errors and on servers
-        that need the weights again. In another thread, weights are never sent, because training may be changing them.
-        Errors are then raised on this rank only. If vLLM has discarded its weights (`sleep_level: 2`), the policy's
+        that need the weights again. A call in another thread never sends weights, because training may be changing
+        them, and raises errors on this rank only. If vLLM has discarded its weights (`sleep_level: 2`), the policy's
         weights are sent first.
 
         Raises:
@@ -746,7 +756,12 @@ class VLLMEngine(RolloutEngine):
                 self._send(self.policy, self.kinds)
 
     def sample(self, batch: Batch, seeds: list[int]) -> None:
-        """Sample the completions that the batch lacks; stops early if vLLM loses the weights. Raises: as `generate`."""
+        """Sample the completions that the batch lacks; stop early if vLLM loses the weights.
+
+        Raises:
+            ValueError: Where `generate` raises one.
+            RuntimeError: Where `generate` raises one.
+        """
         assert self.backend is not None
         own: Exception | None = None
         requests: dict[int, Request] = {}
@@ -770,7 +785,11 @@ class VLLMEngine(RolloutEngine):
             raise own
 
     def requests(self, batch: Batch, seeds: list[int]) -> dict[int, Request]:
-        """Check a batch, and make the requests of its completions, by their indices. Raises: as `generate`."""
+        """Check a batch, and make the requests of its completions, by index.
+
+        Raises:
+            ValueError: Where `generate` raises one.
+        """
         prompts, sampling = batch.prompts, batch.sampling
         if len(seeds) != len(prompts):
             raise ValueError(f"seeds must hold one seed per prompt: {len(prompts)} prompts, {len(seeds)} seeds.")
@@ -824,7 +843,7 @@ class VLLMEngine(RolloutEngine):
             self.sent, self.is_discarded = None, True
 
     def agree(self, error: Exception | None, batch: Batch) -> int:
-        """Exchange errors and the number of missing completions with the other ranks. Collective as `generate` is.
+        """Exchange errors and the number of missing completions with the other ranks. Collective where `generate` is.
 
         Returns:
             Number of missing completions on all ranks.
@@ -879,7 +898,7 @@ class VLLMEngine(RolloutEngine):
             )
 
     def check_decoding(self) -> None:
-        """Check that vLLM decodes tokens to the same text as the policy; otherwise vLLM would miss stop strings.
+        """Check that vLLM decodes tokens to the same text as the policy's tokenizer. Else vLLM would miss stop strings.
 
         Raises:
             ValueError: If the texts differ.
@@ -898,8 +917,8 @@ class VLLMEngine(RolloutEngine):
     def check_logprobs(self, scorer: Scorer) -> None:
         """Check that vLLM's log-probs equal those of training, on a small rollout.
 
-        This finds servers that report log-probs before the temperature, weights that vLLM loads differently, and
-        kernels that compute something else. `policy/rollout_kl` measures the difference in every rollout.
+        This finds servers that report log-probs before the temperature is applied, weights that vLLM loads differently,
+        and kernels that compute different results. `policy/rollout_kl` measures the difference in every rollout.
 
         Args:
             scorer: Computes the policy's log-probs in training.

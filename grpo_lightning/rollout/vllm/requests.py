@@ -59,7 +59,7 @@ class Answer:
     """Number of the update whose weights sampled the completion; None if vLLM has not reported this number."""
 
     prompt_ids: list[int] | None = None
-    """[L] tokens of the prompt that vLLM computed; None if it does not report them."""
+    """[L] tokens of the prompt, as vLLM has computed them; None if it does not report them."""
 
 
 class Arrivals(NamedTuple):
@@ -101,7 +101,7 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 def sampling_settings(sampling: SamplingParams, stop_ids: Sequence[int]) -> dict[str, Any]:
-    """Translate sampling settings to vLLM's names. Everything is set, so that no default of a model or server applies.
+    """Translate sampling settings to vLLM's names. All are set, so that no default of a model or server applies.
 
     Args:
         sampling: Settings that `check_sampling` accepts.
@@ -148,7 +148,7 @@ def requests_of(
     Args:
         prompts: N prompts, unpadded token ids.
         seeds: N seeds, one per prompt.
-        part: Indices, among the G completions of a prompt, of those to sample.
+        part: Indices of the completions to sample, among the G completions of a prompt.
         settings: The result of `sampling_settings`.
         images: The images of the N prompts; None if no prompt has any.
         limits: Maximum number of tokens of each prompt's completions; None uses the number in `settings`.

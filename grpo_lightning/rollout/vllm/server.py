@@ -116,7 +116,7 @@ class Client:
             return None
 
     def refusal(self, route: str, error: urllib.error.HTTPError) -> ServerError:
-        """Make an error for an HTTP status, temporary for 5xx and `BUSY`, with a remedy where `remedy` has one."""
+        """Make an error for an HTTP status, with the advice of `remedy`. For 5xx and `BUSY`, the error is temporary."""
         try:
             text = error.read().decode(errors="replace")
         except (OSError, http.client.HTTPException):  # the server died while it explained the error
@@ -401,7 +401,7 @@ class Served:
         """Put the weights that were sent into place, and let the server sample from them.
 
         Args:
-            version: Name of the weights, which the server reports from now on.
+            version: Name that the server reports for these weights from now on.
 
         Raises:
             ServerError: If a weight is missing, or the server cannot sample.
@@ -458,7 +458,7 @@ class Served:
         return Answer(choice["token_ids"], logprobs, choice["finish_reason"], update_of(version), prompt_ids)
 
     def _request_tokens(self, route: str, body: dict[str, Any]) -> Any:
-        """Answer to a request for a completion. Raises: as `complete`."""
+        """Answer to a request for a completion. Raises: the errors of `complete`."""
         try:
             return self.client.post(route, body)
         except ServerError as error:

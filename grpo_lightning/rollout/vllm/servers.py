@@ -1,4 +1,4 @@
-"""Several vLLM servers as one: balanced requests, retries, and servers that die and come back.
+"""Uses several vLLM servers as one: balances and repeats requests, and handles servers that die and come back.
 
 All servers get all weight updates. A completion does not depend on the server that samples it, because each request has
 its own seed. So a failed request can be repeated on any server with the same result.
@@ -151,18 +151,18 @@ class Servers:
         return ", ".join(server.url for server in self.servers)
 
     def check(self, policy: str | None) -> None:
-        """Check all servers, before the policy's weights are loaded. Raises: as `Served.check`."""
+        """Check all servers, before the policy's weights are loaded. Raises: the errors of `Served.check`."""
         for server in self.servers:
             server.check(policy)
         self.max_model_len = min(server.max_model_len for server in self.servers)
 
     def check_images(self) -> None:
-        """Check that all servers take images. Raises: as `Served.check_images`."""
+        """Check that all servers take images. Raises: the error of `Served.check_images`."""
         for server in self.servers:
             server.check_images()
 
     def check_adapters(self) -> None:
-        """Check that all servers take adapters. Raises: as `Served.check_adapters`."""
+        """Check that all servers take adapters. Raises: the error of `Served.check_adapters`."""
         for server in self.servers:
             server.check_adapters()
 
@@ -178,7 +178,7 @@ class Servers:
             version: Number of the update.
 
         Returns:
-            The argument of `adopt` on the other ranks.
+            The value that the other ranks pass to `adopt`.
 
         Raises:
             UnavailableError: If no server has received the weights, but another try may succeed.
@@ -214,7 +214,7 @@ class Servers:
         return self.announcement()
 
     def lack(self, update: int) -> bool:
-        """True if one of the servers that answer lacks the weights of an update. Raises: as `wait_for_one`."""
+        """True if a server that answers lacks the weights of an update. Raises: the error of `wait_for_one`."""
         return not all(is_at(server, update) and server.has_weights() for server in self.wait_for_one())
 
     def load_adapter(self, adapter: dict[str, Tensor], version: int) -> Announcement:
@@ -225,7 +225,7 @@ class Servers:
             version: Number of the update.
 
         Returns:
-            The argument of `adopt` on the other ranks.
+            The value that the other ranks pass to `adopt`.
 
         Raises:
             UnavailableError: If no server has received the adapter, but another try may succeed.
@@ -253,7 +253,7 @@ class Servers:
         return [server for server in self.servers if server.version is not None and server.adapter == self.adapter]
 
     def announcement(self) -> Announcement:
-        """The argument of `adopt` on the other ranks."""
+        """The value that the other ranks pass to `adopt`."""
         return Announcement({server.url: (server.version, server.adapter) for server in self.servers}, self.adapter)
 
     def adopt(self, announced: Announcement) -> None:

@@ -50,7 +50,7 @@ class GlooGroup:
     Args:
         host: Address of rank 0.
         port: Free port of rank 0.
-        rank: This process: 0 is the trainer.
+        rank: Rank of this process; the trainer has rank 0.
         world_size: Number of processes in the group.
         timeout: Seconds that each operation may take.
     """
@@ -78,7 +78,7 @@ class NCCLGroup:
     Args:
         host: Address of the trainer.
         port: Free port of the trainer.
-        rank: This process: 0 is the trainer.
+        rank: Rank of this process; the trainer has rank 0.
         world_size: Number of processes in the group.
         timeout: Seconds that opening the group may take, and seconds that each broadcast may take. NCCL itself has no
             limit and would wait forever for a server that has died.
@@ -148,7 +148,7 @@ def register() -> None:
 
 @dataclass
 class NoInit:
-    """A backend in one process has nothing to set up."""
+    """Setup of the backend `tensors`, which needs none."""
 
 
 @dataclass
@@ -160,7 +160,7 @@ class Tensors:
 
 @dataclass
 class GroupInit:
-    """Where the trainer opens the group. The fields are those of `nccl`, with a timeout in seconds."""
+    """Where the trainer opens the group. The fields are those of `nccl`, and a timeout in seconds."""
 
     master_address: str
     master_port: int
@@ -181,7 +181,7 @@ class Announced:
 class Reload:
     """Loads full weights layer by layer, and checks that every weight of the model got a value.
 
-    `register` combines this class with vLLM's own base, which sets the attributes.
+    `register` combines this class with vLLM's base class, which sets the attributes.
     """
 
     init_info_cls: type = NoInit
@@ -216,8 +216,8 @@ class Reload:
     def finish_weight_update(self) -> None:
         """Put the collected weights into place. Raises: RuntimeError if a weight is missing, in the first call only.
 
-        vLLM considers an update active until this method succeeds. The second call ends an update that has failed, so
-        that the trainer can start a new one (`Served.end_update`).
+        vLLM considers an update active until this method succeeds. So a second call ends an update in which a weight
+        was missing, and the trainer can start a new one (`Served.end_update`).
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 

@@ -89,7 +89,7 @@ def weight_groups(policy: nn.Module, gathered: Iterable[Gathered] | None = None)
 
 @torch.no_grad()
 def adapter_weights(policy: nn.Module, gathered: Iterable[Gathered]) -> dict[str, Tensor]:
-    """A and s B of all adapted layers by peft's names, on the CPU. B contains the scale s, so vLLM needs no scale.
+    """A and s B of all adapted layers by peft's names, on the CPU. vLLM gets s B as B, so its own scale is 1.
 
     Args:
         policy: Model with adapters.
@@ -182,9 +182,9 @@ def merged_weight(weight: Tensor, layer: Any, adapter: str | None, values: dict[
 
 
 def state_of(policy: nn.Module, sharding: Sharding, kind: Kind = "merged") -> dict[str, int]:
-    """Hashes, by dtype, of this rank's shards of the weights of a kind ("merged": all weights).
+    """Hash this rank's shards of the weights of a kind, by dtype. The kind "merged" hashes all weights.
 
-    If no weight has changed, each rank gets the same hashes as in its earlier call. Not collective.
+    Each rank gets the same hashes as in its previous call if no weight has changed since. The call is not collective.
     """
     sharding.reshard(policy)
     own: set[int] = set()
@@ -229,8 +229,8 @@ def check_policy(policy: Any) -> None:
     """Check that vLLM can load the weights of a policy under the names that `weight_groups` gives them.
 
     Raises:
-        ValueError: For mixtures of experts whose experts have different names in checkpoints than in transformers; for
-            quantised weights; and for adapters that are not W + s B A.
+        ValueError: For mixtures of experts in which one parameter holds all experts of a layer; for quantised weights;
+            and for adapters that cannot be merged as W + s B A.
     """
     model = base_model(policy)
     kind = model.config.model_type
