@@ -164,8 +164,8 @@ class GRPOLightningModule(L.LightningModule):
         updates_per_rollout: Optimizer steps per epoch over a rollout.
         max_staleness: S, maximum number of rollouts by which sampling is ahead of training. With 0, each rollout is
             sampled from the current weights. With 1, the next rollout is sampled in the background while the policy
-            trains on the current one. Training on that next rollout then starts with weights that are one rollout newer
-            than those that sampled the rollout. A value above 0 needs an engine that has a copy of the weights:
+            trains on the current one. When training on that next rollout starts, the policy's weights are one rollout
+            newer than the weights that sampled it. A value above 0 needs an engine that has a copy of the weights:
             `VLLMEngine` in mode "server".
         old_logprobs: Source of the old log-probs: "recompute" computes them with the policy's weights at the start of
             training on the rollout; "rollout" uses the engine's log-probs.
@@ -307,14 +307,17 @@ class GRPOLightningModule(L.LightningModule):
     # super(): logging, checkpoints and dynamic sampling do not depend on the code inside these methods.
 
     def sample(self, prompts: Sequence[Prompt], indices: Sequence[int] | None = None) -> Rollout:
-        """Sample G completions for each of N prompts from the current weights.
+        """Sample G completions for each of N prompts.
+
+        If `max_staleness` is 0, all completions are sampled with the current weights. Otherwise, groups that were
+        sampled in the background with older weights are used where they exist, see `take_in_flight`.
 
         Args:
             prompts: N prompts of this rank.
-            indices: Position of each of the N prompts among the prompts that all ranks sample for this rollout. None
-                numbers the prompts round-robin over the ranks (with `ranks_per_group`, over the teams of ranks that
-                share prompts). The seed of a prompt follows from its index, so that completions do not depend on the
-                number of ranks.
+            indices: Position of each of the N prompts among the prompts that all ranks sample for this rollout. If
+                None, the prompts are numbered round-robin over the ranks (with `ranks_per_group`, over the teams of
+                ranks that share prompts). The seed of a prompt follows from its index, so that completions do not
+                depend on the number of ranks.
         """
         indices = self.teams.indices(len(prompts)) if indices is None else indices
         seeds = self.rollout_seeds(self.run.rollout_index, indices)
@@ -448,8 +451,9 @@ class GRPOLightningModule(L.LightningModule):
     def take_in_flight(self, prompts: Sequence[Prompt], seeds: list[int], in_flight: InFlight) -> Rollout:
         """Take the groups of N prompts that were sampled in the background, and request the groups of the next cycles.
 
-        Prompts that are not in flight are sampled now. There are such prompts if the run has just started or resumed,
-        if dynamic sampling has already used prompts of this cycle, or if sampling in the background has failed.
+        Prompts that are not in flight are sampled now. A prompt may not be in flight because the run has just started
+        or resumed, because dynamic sampling has already used the prompts that were requested for this cycle, or because
+        sampling in the background has failed.
 
         Collective: all ranks must call this.
 
@@ -473,7 +477,7 @@ class GRPOLightningModule(L.LightningModule):
         return Rollout([group for group in groups if group is not None])
 
     def request_next_cycles(self, in_flight: InFlight) -> None:
-        """Start sampling the prompts of the next cycles in the background, from the engine's weights.
+        """Start sampling the prompts of the next cycles in the background, with the engine's weights.
 
         Collective: all ranks must call this.
         """
@@ -604,9 +608,10 @@ class GRPOLightningModule(L.LightningModule):
         self.restore_images(batch.prompts)
 
     def restore_images(self, prompts: Sequence[Prompt]) -> None:
-        """Restore the images of a cycle that was loaded from a checkpoint: checkpoints do not contain images.
+        """Restore the images of a cycle that was loaded from a checkpoint.
 
-        The data loader yields the prompts of a cycle, with their images, at every training step of the cycle.
+        The checkpoint contains only the images that environments have shown. The images of the data come from the data
+        loader, which yields the prompts of a cycle, with their images, at every training step of the cycle.
         """
         cycle = self.run.cycle
         if cycle is None or not self.encoder.is_multimodal or cycle.micro_batches[0].vision is not None:

@@ -24,8 +24,8 @@
 In the column surrogate, low and high stand for `epsilon` and `epsilon_high`; a pair such as 3e-4 / 4e-4 gives both. The
 cap is the largest ratio. Three rows also set a baseline: RLOO `leave_one_out`, OPO `length_weighted`, and pass@k
 `pass_at_k`. REINFORCE++ also sets `kl: k2`. Each row except the default is a YAML file in `recipes/objectives/`. That
-folder also has GDPO, which normalizes each reward separately, and high_entropy, DAPO's loss on the tokens of highest
-entropy.
+folder also has GDPO, which normalizes each reward separately, and high_entropy, which applies DAPO's loss only to the
+tokens of highest entropy.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class Objective:
     tokens, from the completion's reward, as in PPO for RLHF (arXiv:2203.02155). The estimator is then always k1."""
 
     importance_corrected_kl: bool = False
-    """Multiply each token's KL by the token's importance ratio, which keeps the KL estimate unbiased after updates of
+    """Multiply each token's KL by the token's importance ratio. This keeps the KL estimate unbiased after updates of
     the policy (DeepSeek-V3.2)."""
 
     entropy_coefficient: float = 0.0
@@ -520,7 +520,7 @@ class Correction(NamedTuple):
     """Off-policy correction of a micro-batch."""
 
     factor: Tensor
-    """[B, T] what the policy loss of each token is multiplied by."""
+    """[B, T] factors by which the policy losses of the tokens are multiplied."""
 
     weight: Tensor
     """[B, T] off-policy weights, for the logs. They equal `factor`, except with VESPO, where the loss already contains
@@ -767,7 +767,7 @@ def _check_ranges(objective: Objective) -> None:
 
 
 def _check_unused(objective: Objective) -> None:
-    """Refuse settings without an effect. Raises: ValueError if one is changed; the message gives the reason."""
+    """Refuse settings without an effect. Raises: ValueError if one differs from its default; the message says why."""
     own = SURROGATES[objective.surrogate].settings
     others = sorted(frozenset().union(*(surrogate.settings for surrogate in SURROGATES.values())) - own)
     is_capped = objective.surrogate == "cispo" and objective.epsilon_high is not None

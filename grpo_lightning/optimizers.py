@@ -24,8 +24,7 @@ class AdamW(torch.optim.AdamW):
     Args:
         params: Parameters to train.
         lr: Learning rate (the size of an update) before the schedule changes it.
-        betas: Two decays per step: that of the running mean of the gradient, and that of the running mean of its
-            square.
+        betas: Decay factors per step: one for the running mean of the gradient, one for the running mean of its square.
         eps: Added to the divisor, which is the square root of the running mean of the squared gradient.
         weight_decay: Each step subtracts `lr * weight_decay * weight` from every weight.
     """
@@ -61,7 +60,7 @@ class AdamW8bit(Optimizer):
         Args:
             params: Parameters to train.
             lr: Learning rate (the size of an update) before the schedule changes it.
-            betas: Two decays per step: that of the running mean of the gradient, and that of the running mean of its
+            betas: Decay factors per step: one for the running mean of the gradient, one for the running mean of its
                 square.
             eps: Added to the divisor, which is the square root of the running mean of the squared gradient.
             weight_decay: Each step subtracts `lr * weight_decay * weight` from every weight.
@@ -89,7 +88,7 @@ class PagedAdamW8bit(Optimizer):
         Args:
             params: Parameters to train.
             lr: Learning rate (the size of an update) before the schedule changes it.
-            betas: Two decays per step: that of the running mean of the gradient, and that of the running mean of its
+            betas: Decay factors per step: one for the running mean of the gradient, one for the running mean of its
                 square.
             eps: Added to the divisor, which is the square root of the running mean of the squared gradient.
             weight_decay: Each step subtracts `lr * weight_decay * weight` from every weight.

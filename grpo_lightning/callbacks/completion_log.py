@@ -59,8 +59,8 @@ class CompletionLog(L.Callback):
     advantage x (new - old log-prob) shows whether the updates moved the log-prob of a token in the intended direction.
     A line has the fields rollout, completion (index of the completion among those of the rollout), tokens (text),
     old_logprobs, logprobs (nats; null for tokens that are not trained on) and, if turns have credit, turn_advantages.
-    There are no lines for completions that the updates leave out because their advantage is 0, and none for a rollout
-    inside which a run resumes.
+    There are no lines for completions that the updates leave out because their advantage is 0. If a run resumes in the
+    middle of training on a rollout, there are no lines for this rollout either.
 
     Args:
         every_n_rollouts: Write only every n-th rollout.
@@ -160,7 +160,7 @@ class CompletionLog(L.Callback):
             self.show(trainer.loggers, [json.loads(line) for line in written], prompts)
 
     def show(self, loggers: Sequence[Logger], lines: Sequence[Line], prompts: Sequence[Prompt | None]) -> None:
-        """Show lines of a rollout in the loggers. A line's prompt is None if it is on another rank."""
+        """Show lines of a rollout in the loggers. The prompt of a line from another rank is None."""
         chosen = choose(lines, self.num_samples)
         images = [
             (f"{label}/{number}", image)
@@ -264,9 +264,9 @@ def token_records(
     """Records of the tokens of this rank's completions, with the current policy's log-probs. Every rank must call this.
 
     Returns:
-        For each completion, a tuple (first rank of the team that sampled it, index of its group on that rank, its index
-        in the group) and its record. There are no records for a micro-batch whose `numbers` or `groups` are empty, as a
-        subclass's `split_rollout` may leave them.
+        For each completion, a tuple (rank, index of its group on that rank, its index in the group) and its record. The
+        rank is the first of the ranks that share the group. A subclass's `split_rollout` may leave `numbers` or
+        `groups` of a micro-batch empty; the completions of this micro-batch then have no records.
     """
     actor, teams = module.actor, module.teams
     texts: dict[int, str] = {}
@@ -309,7 +309,7 @@ def token_text(tokenizer: Any, token: int) -> str:
 
 
 def keep_rollouts_before(path: Path, rollout: int) -> None:
-    """Drop the lines of the rollout number `rollout` and of later rollouts, and an incomplete last line.
+    """Drop the lines of rollout number `rollout` and of later rollouts, and an incomplete last line.
 
     A resumed run samples these rollouts again.
 

@@ -22,8 +22,8 @@ class ExportPolicy(L.Callback):
     Args:
         folder: Output folder, inside the run's folder unless the path is absolute. Files of an earlier export are
             replaced.
-        every_n_steps: Number of optimizer steps between two exports during training, into subfolders `step-<step>`;
-            null exports only at the end.
+        every_n_steps: Number of optimizer steps between two exports during training. Each of these exports has a
+            subfolder `step-<step>`. Null exports only at the end.
     """
 
     def __init__(self, folder: str = "policy", every_n_steps: int | None = None) -> None:

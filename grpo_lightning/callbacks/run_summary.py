@@ -47,8 +47,8 @@ class RunSummary(StepMetrics):
 
     Two mean rewards are shown: that of the first rollouts and that of the last rollouts. Each is taken over a tenth of
     all rollouts, but at most 20. Tokens are those that all ranks sampled. The time of a phase is the time of the
-    slowest rank; "other" is the rest of the run: loading, evaluation and checkpoints. Counts and times cover only this
-    process: those of a resumed run do not include earlier steps.
+    slowest rank; "other" is the rest of the run: loading, evaluation and checkpoints. Counts and times of a resumed run
+    do not include the steps before it was resumed.
     """
 
     def __init__(self) -> None:

@@ -36,8 +36,8 @@ LOOKS = 20
 class StallInterrupt(SystemExit):
     """Ends a rollout that makes no progress; the process then prints the message, and exits with status 1.
 
-    Engines and rewards may catch every `Exception`. Like KeyboardInterrupt, this class is no `Exception`, so they do
-    not catch it.
+    Engines and rewards may catch every `Exception`. They do not catch this class, because it is not a subclass of
+    `Exception` (neither is KeyboardInterrupt).
     """
 
 

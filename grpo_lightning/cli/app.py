@@ -386,7 +386,7 @@ class GRPOCLI(LightningCLI):
             raise
 
     def before_fit(self) -> None:
-        """Before the weights load, refuse a checkpoint from which this number of ranks cannot resume."""
+        """Before the weights are loaded, refuse a checkpoint that cannot be resumed with this number of ranks."""
         if path := self.config[self.subcommand].get("ckpt_path"):
             try:
                 check_ranks(self.trainer, Path(path))

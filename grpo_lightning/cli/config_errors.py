@@ -356,7 +356,7 @@ def wrong_value(problem: Problem, sources: Iterable[Source]) -> str | None:
     got = re.search(r"(?:Got|Given) value: (.*?)(?:\. Got value: .*)?$", problem.text, re.MULTILINE)
     if got is None:
         return None
-    # If the value is inside a list, leave out the part of the message about values that are allowed instead of a list.
+    # If the value is inside a list, leave out what the message says about types that are allowed instead of a list.
     text = problem.text[: got.start()].rpartition("Does not validate")[2]
     if got[0].startswith("Got"):
         text = "\n".join(line for line in problem.text.splitlines() if f"Got value: {got[1]}" in line)
@@ -410,7 +410,7 @@ def below_one_value(keys: Mapping[str, Key], sources: Iterable[Source]) -> str |
 
 
 def unknown_name(trainer: Any) -> str | None:
-    """Error message for an unknown strategy or accelerator, which lists the known names; None for known names."""
+    """Error message with the known names if the strategy or the accelerator is unknown; None if both are known."""
     from grpo_lightning.training.strategies import is_supported
 
     strategies = {name: entry["strategy"] for name, entry in StrategyRegistry.items()}

@@ -264,7 +264,7 @@ def brief(text: str, width: int) -> str:
 
 
 def emphasize(text: str) -> str:
-    """Bold text in a terminal; plain text in a file, with NO_COLOR and in a terminal that has no bold type."""
+    """Bold text in a terminal; plain text in a file, in a terminal without bold type, and if NO_COLOR is set."""
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty()
     return text if is_plain else f"\x1b[1m{text}\x1b[0m"
 

@@ -129,7 +129,7 @@ def written_at(path: Path) -> tuple[int, str]:
 
 
 def check_there(path: str | None, *, to_train: bool = False) -> None:
-    """Before the weights load, check that a checkpoint exists and is usable. Raises: ConfigurationError if not."""
+    """Before weights are loaded, check that a checkpoint exists and is usable. Raises: ConfigurationError if not."""
     if path is None or "://" in path or path.startswith("registry"):
         return
     if path in LIGHTNINGS_NAMES:  # refers to an earlier run in the same process, but there is none

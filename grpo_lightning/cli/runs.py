@@ -128,7 +128,7 @@ def remove_without_results(folder: Path) -> None:
 
 
 def has_numbers(events: Path) -> bool:
-    """True if a TensorBoard file holds more than hyperparameters, or if it cannot be read without tensorboard."""
+    """True if a TensorBoard file holds more than hyperparameters, or if tensorboard is not installed to read it."""
     try:
         from tensorboard.backend.event_processing.event_file_loader import (  # type: ignore[import-untyped]
             LegacyEventFileLoader,
@@ -280,7 +280,7 @@ class MetricsWriter(ExperimentWriter):
 
 
 def without_anonymous(logger: Any) -> None:
-    """Remove the unset `anonymous` argument of a WandbLogger, for which W&B would warn that it has no effect."""
+    """Remove the unset `anonymous` argument of a WandbLogger; W&B would warn that this argument has no effect."""
     settings = getattr(logger, "_wandb_init", None)
     if isinstance(settings, dict) and settings.get("anonymous", "") is None:
         del settings["anonymous"]

@@ -90,7 +90,7 @@ def check_positions(args: Sequence[str]) -> None:
 
 
 def check(args: Sequence[str]) -> None:
-    """Check what can be checked of a command line without its parser: flags, recipes and the syntax of the files.
+    """Check a command line as far as possible without its parser: flags, recipes and the syntax of the files.
 
     Args:
         args: Command line, with the command first.

@@ -1,4 +1,4 @@
-"""Lazy references to the images of prompts, which decode images to upright RGB."""
+"""Lazy references to the images of prompts. Reading a reference decodes the image to upright RGB."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ImageRef:
     """Cached (width, height); None until first requested."""
 
     is_whole: bool = field(default=False, init=False, compare=False)
-    """True once any rank has read all pixels; False if possibly only the header was read."""
+    """True once any rank has read all pixels; False if only the header may have been read."""
 
     def read(self) -> Image:
         """Read the image: RGB, upright, transparency replaced by white.

@@ -27,7 +27,7 @@ NOISE = (
     # The summary of the run shows its last step. Messages about other reasons why a run ended (max_time, early
     # stopping) stay.
     r"^`Trainer\.fit` stopped: `max_(steps|epochs)=\d+` reached\.$",
-    # States with which `weights_only` Lightning loads the checkpoint of a resumed run.
+    # This message states how Lightning sets `weights_only` when it loads the checkpoint of a resumed run.
     r"^`weights_only` was not set, defaulting to `False`\.$",
 )
 """Patterns of Lightning's log messages that are dropped."""

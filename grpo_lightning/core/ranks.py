@@ -1,8 +1,8 @@
 """Collectives that are no-ops in single-process runs, and `Teams`: ranks that divide the completions of a prompt.
 
 All ranks must make the same collective calls in the same order. For a collective of a team, this applies only to the
-ranks of the team. The run hangs if one of these ranks does not make a call that the others make, for example because
-the call depends on the data of a rank.
+ranks of the team. The run hangs if one of these ranks skips a call that the others make, for example because its own
+data decide whether it makes the call.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def part_of_group(num_generations: int, member: int, ranks_per_group: int) -> ra
     """The part of a prompt's G completions that one rank of a team samples and trains on: every R-th one (see `Teams`).
 
     The parts of a team's members differ in size by at most one. Consecutive completions belong to different members. So
-    every member has some completions of each update, even if a rollout has fewer groups than updates, and each update
-    trains on only some consecutive completions of a group (`split_updates`).
+    every member has some completions of each update. This holds even if a rollout has fewer groups than updates. An
+    update then trains on only some consecutive completions of a group (`split_updates`).
 
     Args:
         num_generations: G.

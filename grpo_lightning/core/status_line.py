@@ -112,8 +112,8 @@ class InWidth:
 def live_display() -> Live:
     """Make a display on stdout that is updated on request, without a thread that updates it."""
     stream: Any = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
-    # In a notebook, rich would need ipywidgets. So a notebook is treated as a terminal: the line is updated by
-    # returning to its start, as other progress bars do.
+    # In a notebook, rich would need ipywidgets. So a notebook is treated as a terminal: rich returns to the start of
+    # the line to update it, as other progress bars do.
     console = Console(file=stream, force_terminal=True, force_jupyter=False, highlight=False)
     # If stderr is not a terminal, what is printed on stderr is not redirected to this display.
     return Live(console=console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())

@@ -67,7 +67,7 @@ class Prompt:
     """Names of the rewards that apply to the prompt; None for all."""
 
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments with which the chat template is rendered, for example `enable_thinking=False`."""
+    """Arguments for the chat template, for example `enable_thinking=False`."""
 
     token_ids: Sequence[int] | None = None
     """[L] tokens of a truncated prompt. None for other prompts, which are tokenized just before sampling."""
@@ -76,7 +76,7 @@ class Prompt:
     """References to the images, in the order of the message parts `{"type": "image"}`. Images are read lazily."""
 
     observation: Any = field(default=None, compare=False)
-    """The environment's first observation, with which `content` ends; None if there is none."""
+    """The environment's first observation, which has been appended to `content`; None if there is none."""
 
     where: str = field(default="", compare=False)
     """File and line of the row, for messages; empty if unknown."""
@@ -108,7 +108,7 @@ class Turn:
     """The decoded tokens of the policy without special tokens, or the observation, with `IMAGE_MARK` for an image."""
 
     start: int
-    """Index, among the tokens of the completion, of the first token of this turn."""
+    """Index of the turn's first token among the tokens of the completion."""
 
     end: int
     """Index after the last token of this turn. An observation that the policy does not see, because the conversation
@@ -179,8 +179,8 @@ class Completion:
     engine does not report it."""
 
     turn_advantages: list[float] | None = None
-    """[T] the credit of each turn of a conversation, repeated for the tokens of the turn and added to the completion's
-    advantage; None if turns have no credit."""
+    """[T] for each token, the credit of its turn in the conversation, which is added to the completion's advantage;
+    None if turns have no credit."""
 
     weight_version: int | None = None
     """Number of the engine's weight update (1 for the first) after which the completion was sampled. The staleness of
@@ -262,7 +262,8 @@ class MicroBatch:
     """[B, T] float32, reported by the engine."""
 
     old_logprobs: Tensor | None = None
-    """[B, T] float32, of the policy that sampled the tokens; None until computed."""
+    """[B, T] float32, of the policy at the start of training on the rollout; with `model.old_logprobs: rollout`, the
+    engine's log-probs (`rollout_logprobs`). None until computed."""
 
     ref_logprobs: Tensor | None = None
     """[B, T] float32, of the reference; None until computed, or without a reference."""
@@ -291,10 +292,10 @@ class MicroBatch:
     """Vision inputs of the prompts; None for a text-only policy."""
 
     images: Sequence[Sequence[ObservedImages]] = ()
-    """[B] observations with images of each completion; empty if there are none."""
+    """[B] for each completion, its observations that contain images; empty if there are none."""
 
     conversation_vision: VisionInputs | None = None
-    """[B] vision inputs of prompt and completion together, without images for completions that contain none. None if no
+    """[B] vision inputs of prompt and completion together; empty inputs for completions without images. None if no
     completion of any rank contains images."""
 
     num_image_chunks: int | None = None

@@ -64,8 +64,8 @@ class PromptDataModule(L.LightningDataModule):
         shuffle_buffer: Number of rows of a stream kept in memory; the next row is sampled from these rows.
         prepare: Called once per machine before the files are read, to download or build them.
         bad_images: Handling of rows with unreadable images or with boxes outside the image. "error" stops the run
-            before any weights load and lists all such rows. (The rows of a stream are checked only when they are read,
-            and the first such row stops the run.) "drop" removes these rows and logs how many there are.
+            before any weights load and lists all bad rows. (The rows of a stream are checked only when they are read;
+            the first bad row then stops the run.) "drop" removes the bad rows and logs how many there are.
         image_root: Base folder of relative image paths, for datasets without an `image_root` of their own. With null,
             the base is the folder of each data file.
     """

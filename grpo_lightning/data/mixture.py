@@ -1,6 +1,7 @@
-"""Mixtures of datasets: all, the first, the last or random rows of each dataset, one dataset after the other.
+"""Mixtures of datasets.
 
-In YAML:
+A mixture has the rows of several datasets, one dataset after the other. Each entry selects all, the first, the last or
+random rows of its dataset. In YAML:
 
     datasets:
       - json_path: data/gsm8k.jsonl

@@ -244,8 +244,8 @@ class PromptSource:
     def next_cycles(self, count: int, *, epochs_left: int | None = None) -> list[list[Prompt]]:
         """Peek at this rank's prompts in each of the next cycles, including cycles of the next epochs.
 
-        The cycles of a stream are known for this epoch only. With dynamic sampling, a cycle may get other prompts than
-        returned here, because earlier cycles may take further prompts from the same order.
+        The cycles of a stream are known for this epoch only. With dynamic sampling, a cycle may get prompts other
+        than those returned here, because earlier cycles may take further prompts from the same order.
 
         Args:
             count: Maximum number of cycles.
@@ -287,8 +287,9 @@ class PromptSource:
 
         Returns:
             The number of prompts taken for all ranks together, and this rank's prompts. At the end of an epoch, fewer
-            prompts than requested may be left. The last prompt of the epoch is never taken, because Lightning fetches
-            the next batch early: the batch takes its prompts only when it is used, and must not be empty then.
+            prompts than requested may be left. The last prompt of the epoch is never taken. It is left for the next
+            batch: Lightning fetches that batch early, but the batch takes its prompts only when it is used, and must
+            not be empty then.
 
         Raises:
             ValueError: If `takes_more` is False.

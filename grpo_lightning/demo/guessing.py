@@ -1,6 +1,7 @@
 """The number game's tiny Qwen2, its tokenizer and its rows: built offline in seconds, then cached.
 
-The policy guesses a digit, and the environment answers whether the digit is higher (`+`) or lower (`-`), four times:
+The policy has four guesses to find a digit. After a wrong guess, the environment answers whether the digit is higher
+(`+`) or lower (`-`) than the guess:
 
     guess:5<eos>+7<eos>-6<eos>
 

@@ -6,9 +6,9 @@ The task is a sum of three numbers of two digits, which this model cannot comput
     A:[calculator(expression="45+67+89")]<eos>R:201
     A:201<eos>
 
-A brief supervised warm-up teaches the model two kinds of answers, and GRPO has to find out which kind is rewarded:
-calls, which lead to the right answer, and guesses, which are hardly ever right. At the end of the warm-up, most answers
-are guesses.
+A brief supervised warm-up teaches the model two kinds of answers: calls, which lead to the right answer, and guesses,
+which are hardly ever right. GRPO has to find out which kind is rewarded. At the end of the warm-up, most answers are
+guesses.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ class MultiTurnFunction(Environment):
     The function gets a list with one dict. The dict contains the data columns and `messages`, the chat up to and
     including the policy's turn. The function returns the list, with `finished` set in the dict. To continue the
     conversation, it either appends messages, which become the observation, or changes the policy's last message. A
-    changed message must consist of the policy's message, or of its beginning, and of added text. The policy then
-    continues after the added text.
+    changed message must consist of the policy's message, which may be cut off at any point, and of added text. The
+    policy then continues after the added text.
 
     Args:
         function: The function.
@@ -80,8 +80,9 @@ _SHARED = ("factory", "object")
 class ToolObject(Tools):
     """An environment of TRL (`environment_factory`): an object whose public methods are tools.
 
-    Its method `reset`, if it has one, gets the data columns that it names, and may return the first observation. Its
-    method `get_reward`, if it has one, gives the reward at the end of every conversation. All methods may be async.
+    If the object has a method `reset`, this method gets the data columns that its signature names, and may return the
+    first observation. If the object has a method `get_reward`, this method gives the reward at the end of every
+    conversation. All methods may be async.
 
     `reset` is called once per prompt, and the G conversations of the prompt begin with copies of the object. An object
     that cannot be pickled (for example because it has a lock or a client) runs in the training process. If it cannot be

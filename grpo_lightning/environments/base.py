@@ -152,8 +152,8 @@ def as_step(value: Any) -> Step:
     """Convert the value that `step` returned to a `Step`.
 
     Args:
-        value: A `Step`; an observation (the conversation continues); None (the conversation is done, without reward);
-            or a tuple (observation, done) or (observation, done, reward).
+        value: A `Step`, an observation, None, or a tuple (observation, done) or (observation, done, reward). An
+            observation alone continues the conversation. None ends the conversation without a reward.
 
     Raises:
         InvalidStepError: If the value is something else, or has no observation although the conversation continues.
@@ -236,7 +236,7 @@ def messages_of(observation: Any, role: str) -> list[Message]:
 
 
 def _content(content: Any) -> str | list[Mapping[str, Any]]:
-    """Check the content of a message, text or a list of parts. If no part is an image, join the parts to one text."""
+    """Check the content of a message (text or a list of parts); join parts without images to one text."""
     if isinstance(content, str):
         return content
     parts = list(content) if isinstance(content, list | tuple) else [content]

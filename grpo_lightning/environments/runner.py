@@ -10,8 +10,8 @@ In the training process, a call changes the environment object itself. Changes m
 Memory has no limit there, and only async methods have a time limit.
 
 The random generators of `random`, numpy and torch (on the CPU) are seeded for each call, in workers and in the training
-process. Two kinds of calls are exceptions: those of async methods, because they run at the same time, and those in the
-training process during asynchronous rollouts, because they do not run in the main thread.
+process. There are two exceptions: calls of async methods, because several run at the same time, and calls in the
+training process during asynchronous rollouts, because these do not run in the main thread.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Result(NamedTuple):
     """Description of the failure; in messages, it follows the name of the environment."""
 
     cause: BaseException | None = None
-    """The exception behind the failure; None if there is none."""
+    """The exception that caused the failure; None if there is none."""
 
 
 class EnvironmentRunner:
@@ -171,7 +171,7 @@ class EnvironmentRunner:
             return future
         future = Future()
         try:
-            # Restoring the generators in any other thread would make training repeat random numbers.
+            # Outside of the main thread, restoring the generators would make training repeat random numbers.
             is_alone = threading.current_thread() is threading.main_thread()
             with seeded_random(seed) if is_alone else contextlib.nullcontext():
                 outcome = self.calls.call(method, state, arguments)

@@ -1,7 +1,7 @@
 """Tools: the policy calls functions, and gets what they return.
 
-The chat template describes the functions to the policy, from their type hints and docstrings. Calls are parsed from the
-policy's text, in any of the formats that chat templates use. An error in a call becomes an observation, so that the
+The chat template describes the functions to the policy, using their type hints and docstrings. Calls are parsed from
+the policy's text, in any of the formats that chat templates use. An error in a call becomes an observation, so that the
 policy can try again.
 """
 
@@ -63,7 +63,7 @@ class ToolCall:
 class Tools(Environment):
     """Lets the policy call functions. A turn without a call ends the conversation.
 
-    A function needs type hints and a docstring in Google's style. The chat template describes the function from these.
+    A function needs type hints and a docstring in Google's style. The chat template uses both to describe the function.
     The function runs in a worker process, so that it can be killed. Its result becomes a message of the role "tool". An
     error (an unknown tool, wrong arguments, an exception or a timeout) becomes a message too, and is counted. An async
     function is awaited.
@@ -134,7 +134,7 @@ class Tools(Environment):
         return "ok", value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
     def on_failure(self, kind: str, problem: str) -> Step | None:
-        """Report a call that timed out or ended its process to the policy."""
+        """Report the timeout or crash of a call to the policy."""
         if kind not in ("timeout", "crash"):
             return None
         what = "took too long" if kind == "timeout" else "ended unexpectedly"
@@ -167,8 +167,8 @@ def read_calls(text: str, names: Mapping[str, Any], style: ToolFormat = "auto") 
     Calls are marked by `<tool_call>...</tool_call>`, by a code fence (`tool_code` or `tool_call`), or by another marker
     of the model. In a turn with markers, only the marked text is read. Many tokenizers, however, remove the markers. In
     a turn without markers, a call in JSON may have other text around it, and a list of calls in Python may have other
-    text after it. If there is other text, a call counts only if it names a known tool. If there is none, a call of an
-    unknown tool counts too, but with the style "auto" only if it has arguments.
+    text after it. Next to other text, a call counts only if it names a known tool. Without other text, a call of an
+    unknown tool counts too; with the style "auto", it must have arguments.
 
     Args:
         text: The turn.
@@ -258,7 +258,7 @@ def _calls_of(value: Any) -> Iterator[ToolCall]:
 def _python_calls(text: str) -> Iterator[ToolCall]:
     """Calls in Python's syntax. They are parsed, never executed."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # warnings of syntax that will be an error later
+        with warnings.catch_warnings(action="ignore"):  # warnings about syntax that later versions refuse
             tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return

@@ -23,7 +23,7 @@ def importance_ratio(
     *,
     level: RatioLevel = "token",
 ) -> Tensor:
-    """Importance ratio: probability of tokens under the current policy, divided by that under the old policy.
+    """Importance ratio: probability of tokens under the current policy, divided by their probability under the old one.
 
         token:     r[b, t] = exp(logprobs - old_logprobs)
         sequence:  r[b]    = exp( mean over trained t of (logprobs - old_logprobs) )
@@ -91,10 +91,10 @@ def clipped_surrogate(
 
         loss = -min( min(r, dual_clip) A, clip(r, 1 - epsilon, 1 + epsilon_high) A )
 
-    PPO (arXiv:1707.06347, eq. 7) has no `dual_clip`. The loss of a token of negative advantage then has no limit: it
+    Without `dual_clip`, as in PPO (arXiv:1707.06347, eq. 7), the loss of a token of negative advantage has no limit: it
     grows with the token's ratio. `dual_clip` = c bounds this loss by -c A, and the gradient is 0 beyond the bound. For
-    A < 0 the objective is then max(min(r A, clip(r) A), c A), as in dual-clip PPO (arXiv:1912.09729). Here c is the
-    delta of INTELLECT-2's two-sided clipping (arXiv:2505.07291).
+    A < 0 the objective is then max(min(r A, clip(r) A), c A), as in dual-clip PPO (arXiv:1912.09729). INTELLECT-2's
+    two-sided clipping (arXiv:2505.07291) is the same, and calls c delta.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences.
@@ -109,7 +109,7 @@ def clipped_surrogate(
 
     Raises:
         ValueError: If `dual_clip` is not above 1 + `epsilon_high`, and would thus limit ratios inside the clip range.
-            Also if `ratio` or `advantages` does not have two dimensions.
+        ValueError: If `ratio` or `advantages` does not have two dimensions.
     """
     _check_columns(ratio=ratio, advantages=advantages)
     highest = 1 + (epsilon if epsilon_high is None else epsilon_high)
@@ -132,8 +132,8 @@ def cispo_surrogate(
         loss = -stop_gradient( min(max(r, 1 - epsilon), 1 + epsilon_high) ) A logprob
 
     CISPO is the loss of MiniMax-M1 (arXiv:2506.13585). Its authors and TRL do not use the lower bound; verl does. The
-    cap is 1 + `epsilon_high`. In some other implementations, the cap is `epsilon_high` itself: for the same cap,
-    subtract 1 from that value.
+    cap is 1 + `epsilon_high`. In some other implementations, the cap is `epsilon_high` itself: to get the same cap,
+    subtract 1 from their value.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences; treated as a constant.
@@ -287,15 +287,16 @@ def dppo_surrogate(
     *,
     max_ratio: float = 20.0,
 ) -> Tensor:
-    """DPPO: limit how far the probability of a token may move. PPO limits the ratio of the probabilities instead.
+    """DPPO: no gradient if a token's probability has moved too far in the direction of the advantage.
 
         r = exp(logprobs - old_logprobs)
         loss = 0 where outside, else -stop_gradient( min(r, max_ratio) ) A logprob
 
-    The policy changes less if a token's probability goes from 0.001 to 0.005 (ratio 5) than if it goes from 0.5 to 0.6
-    (ratio 1.2). But a limit on the ratio stops the first change earlier. DPPO is divergence proximal policy
-    optimization (arXiv:2602.04879, eq. 12), with the loss as in verl. Its old policy is the one that the engine sampled
-    from, so pass the engine's log-probs as `old_logprobs`.
+    PPO measures the change by the ratio of the probabilities; DPPO measures it by a divergence. The policy changes less
+    if a token's probability goes from 0.001 to 0.005 (ratio 5) than if it goes from 0.5 to 0.6 (ratio 1.2). But a limit
+    on the ratio stops the first change earlier. DPPO is divergence proximal policy optimization (arXiv:2602.04879, eq.
+    12), with the loss as in verl. Its old policy is the one that the engine sampled from, so pass the engine's
+    log-probs as `old_logprobs`.
 
     Args:
         logprobs: [B, T] nats, of the current policy.
@@ -372,10 +373,10 @@ def vespo_surrogate(
     positive: tuple[float, float] = (2.0, 3.0),
     negative: tuple[float, float] = (3.0, 2.0),
 ) -> Tensor:
-    """VESPO: weight each token's log-probability by a soft function of its completion's ratio, instead of a clip.
+    """VESPO: instead of a clip, weight each token's log-probability by a soft function of its completion's ratio.
 
         w = product over trained t of r[b, t] (times rollout_weights[b, t])
-        phi = exp(lambda) w^k exp(-lambda w),   k and lambda by the sign of A
+        phi = exp(lambda) w^k exp(-lambda w),   where k and lambda depend on the sign of A
         loss = -stop_gradient(phi) A logprob
 
     phi is 1 at w = 1, has its maximum at w = k / lambda and goes to 0 for small and for large w. VESPO is variational
@@ -389,8 +390,8 @@ def vespo_surrogate(
         advantages: [B, 1].
         rollout_weights: [B, T] off-policy weights, from the function `rollout_weights` with the level "token"; None
             without an off-policy correction.
-        positive: k and lambda where A >= 0. phi falls off faster towards small w with a larger k, and towards large w
-            with a larger lambda.
+        positive: k and lambda where A >= 0. A larger k makes phi fall faster towards small w; a larger lambda makes it
+            fall faster towards large w.
         negative: k and lambda where A < 0.
 
     Returns:
@@ -491,9 +492,9 @@ def rollout_weights(
 
     A "sequence" weight is a product over tokens, so that long completions have very large or very small weights. The
     size of a "geometric" weight does not depend on the length, but it is not a ratio of completion probabilities. With
-    a narrow range, such as 0.99 to 1.01, it serves to mask completions that the policy would not have sampled.
-    ms-swift's sequence modes use this weight. verl's `seq_mean_k1` keeps the same completions, but with weight 1.
-    Exponents are clipped to [-20, 20] (`bounded_exp`).
+    "mask" and a narrow range, such as 0.99 to 1.01, it drops completions that the policy would not have sampled.
+    ms-swift's sequence modes use this weight. verl's `seq_mean_k1` drops the same completions, but gives the others the
+    weight 1. Exponents are clipped to [-20, 20] (`bounded_exp`).
 
     Args:
         old_logprobs: [B, T] nats, under the policy that sampled the tokens, computed by the training code.

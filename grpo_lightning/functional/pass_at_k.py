@@ -14,8 +14,8 @@ def pass_at_k(solved: Tensor, sampled: Tensor, k: int) -> Tensor:
 
         pass@k = 1 - C(n - c, k) / C(n, k)
 
-    Chen et al. 2021 (arXiv:2107.03374), equation 1. The plain estimate, 1 - (1 - c / n)^k, is too low. pass@1 is c / n,
-    and its mean over prompts is avg@n.
+    This is equation 1 of Chen et al. 2021 (arXiv:2107.03374). The plain estimate, 1 - (1 - c / n)^k, is too low. pass@1
+    is c / n, and its mean over prompts is avg@n.
 
     Args:
         solved: [N] c, number of completions that solve their prompt.
@@ -59,7 +59,7 @@ def marginal_gains(rewards: Tensor, k: int | None) -> Tensor:
 
 
 def _chances(n: int, k: int, size: int) -> list[float]:
-    """For j = 0 .. size - 1: chance that the j-th lowest of n - 1 rewards is the highest of k - 1 random ones.
+    """For j = 0 .. size - 1: chance that the j-th lowest of n - 1 rewards is the highest of k - 1 drawn from them.
 
     All chances are 0 if n < max(k, 2).
     """

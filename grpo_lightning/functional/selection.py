@@ -45,8 +45,8 @@ def high_covariance_tokens(logprobs: Tensor, advantages: Tensor, fraction: float
         logprobs: [M] nats.
         advantages: [M] advantage of each token's completion.
         fraction: Fraction of the tokens to choose, above 0 and at most 1.
-        keys: [M] random numbers. If tokens have equal covariances, those with the smallest numbers are chosen. None
-            chooses the first of them.
+        keys: [M] random numbers. If tokens have equal covariances, those with the smallest numbers are chosen. With
+            None, the first of them are chosen.
 
     Returns:
         [M] bool, True at the chosen tokens.

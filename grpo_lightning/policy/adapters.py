@@ -208,7 +208,7 @@ def add_starting_adapter(policy: Any) -> None:
     name = trained_adapter(policy)
     config = copy.deepcopy(policy.peft_config[name])
     # PiSSA, OLoRA and LoftQ subtract the initial adapter from the base. This was already done when the trained adapter
-    # was made.
+    # was made, and must not be repeated.
     config.init_lora_weights, config.inference_mode = False, True
     with torch.random.fork_rng():
         policy.add_adapter(STARTING, config)

@@ -80,9 +80,9 @@ class Scorer:
 
     Args:
         path: "extended" runs a prompt once, "dense" runs it once per completion.
-        chunk_size: Completions per chunk. Each chunk is one forward pass: a completion pass, or a pass of the dense
-            path. Completions are sorted by length first, to reduce padding. `AutoChunks` chooses chunks by the lengths.
-            None runs all rows in one chunk.
+        chunk_size: Maximum completions per chunk. Each chunk is one forward pass: a completion pass, or a pass of the
+            dense path. Completions are sorted by length first, to reduce padding. `AutoChunks` chooses the chunks by
+            the lengths. None runs all rows in one chunk.
         checkpoint_chunks: Recompute each chunk's activations in the backward pass instead of storing them.
         head_chunk_size: Tokens per slice of the vocabulary head (`SlicedHead`). None computes the model's own logits of
             all tokens at once (`FullHead`).
@@ -328,7 +328,7 @@ class AutoChunks:
     """Choose chunks that minimise the cost of the computed tokens and of the passes.
 
     Args:
-        pass_tokens: Cost of one more forward and backward pass, in tokens that are computed in the same time.
+        pass_tokens: Cost of one more forward and backward pass, as the number of tokens computed in the same time.
         max_tokens: Maximum tokens per chunk, padding included; a chunk of a single completion may have more. None means
             no limit.
     """
@@ -368,10 +368,10 @@ def chunk_sizes(lengths: Sequence[int], chunk_size: int | AutoChunks | None, num
 
     Args:
         lengths: [B] tokens of each completion, longest first.
-        chunk_size: Maximum completions per chunk (all chunks then have the same size), or `AutoChunks`. None makes one
-            chunk.
-        number: Number of chunks that another rank needs. All ranks run equally many passes, because each pass gathers
-            sharded weights from all ranks.
+        chunk_size: Maximum completions per chunk (the sizes of the chunks then differ by at most 1), or `AutoChunks`.
+            None sets no maximum.
+        number: Minimum number of chunks: as many as another rank needs. All ranks run equally many passes, because each
+            pass gathers sharded weights from all ranks.
     """
     count = len(lengths)
     if isinstance(chunk_size, AutoChunks):
@@ -534,13 +534,13 @@ def extended_chunks(
 def columns_of_prompts(
     model: nn.Module, prefix: PrefixCache, batch: MicroBatch, placed: PlacedPrompts, head: Head
 ) -> Tensor | None:
-    """Order of columns [N, L] that puts each prompt's padding behind the prompt; None if the order is to stay as it is.
+    """Order of columns [N, L] that puts each prompt's padding after the prompt; None if the order is to stay as it is.
 
     The order is for the prompt pass. For example, it is 2, 3, 0, 1 for a prompt of two tokens in four columns. Padding
-    behind the prompts needs no mask, because no token attends to later ones. Attention is then computed by causal
+    after the prompts needs no mask, because no token attends to later ones. Attention is then computed by causal
     kernels, which skip half of the scores. The new order needs full attention in all layers, and a sliced head: a full
     head would compute the logits of all prompt tokens. Prompts with images also need a model with positions in three
-    dimensions: in other models, image tokens may attend to later tokens.
+    dimensions, because in other models image tokens may attend to later tokens.
     """
     if not (prefix.is_full_attention and isinstance(head, SlicedHead)):
         return None
@@ -548,7 +548,7 @@ def columns_of_prompts(
         return None
     mask = batch.prompt_mask
     if mask.device.type != "cpu" and not (runs_in_16_bits(model, mask.device) or leaves_out_masks.get()):
-        return None  # in 32 bits, the only kernel for grouped heads without a mask stores all scores
+        return None  # without a mask, the only kernel for grouped heads in 32 bits stores all scores
     if bool(mask.all()):
         return None
     length = mask.shape[1]
@@ -678,7 +678,7 @@ class FullHead:
     trains_entropy: bool = False
 
     def prompt_states(self, model: nn.Module, inputs: dict[str, Any], last: Tensor | None = None) -> Tensor:
-        """[N, 1, V] logits."""
+        """Run the prompts; return the logits [N, 1, V] at their last tokens."""
         return at_columns(model(**inputs).logits, last)
 
     def score(self, model: nn.Module, inputs: dict[str, Any], aligned: Aligned, ids: Tensor, mask: Tensor) -> Tensor:
@@ -706,7 +706,7 @@ class SlicedHead:
     trains_entropy: bool = False
 
     def prompt_states(self, model: nn.Module, inputs: dict[str, Any], last: Tensor | None = None) -> Tensor:
-        """[N, 1, H] hidden states; the head runs on them later, together with the hidden states of the completions."""
+        """Run the prompts; return hidden states [N, 1, H]. The head runs on them later, with those of completions."""
         dtypes: list[torch.dtype] = []
 
         def pass_hidden(_: Logits, hidden: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 WORD_JOINER = "\u2060"
-"""Invisible character that is inserted into image placeholders spelled out in texts, so that these are tokenized as
-text."""
+"""Invisible character. If a text spells out an image placeholder, the character is inserted into the placeholder, which
+is then tokenized as text."""
 
 BLANK_SIDE = 56
 """Side of the blank image in pixels. It is so small that the image has only a few tokens. If a vision tower must run
@@ -386,9 +386,9 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = ""
         where: Name of the prompt in errors; its `label` by default.
 
     Raises:
-        ValueError: If the prompt has no tokens. If its messages cannot be rendered, because the tokenizer has no chat
-            template or the template refuses them. If its `chat_template_kwargs` set an argument that the encoder sets
-            itself (`OWN_SETTINGS`).
+        ValueError: If the prompt has no tokens.
+        ValueError: If the tokenizer has no chat template for the messages, or the template refuses them.
+        ValueError: If `chat_template_kwargs` sets an argument that the encoder sets itself (`OWN_SETTINGS`).
     """
     if prompt.token_ids is not None:
         return list(prompt.token_ids)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def base_model(model: nn.Module) -> Any:
-    """The model under a peft wrapper, or the model itself."""
+    """The model inside a peft wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
@@ -63,7 +63,7 @@ def forward_arguments(model_class: type[nn.Module]) -> frozenset[str]:
 
 
 def known_arguments(model: nn.Module, **arguments: Any) -> dict[str, Any]:
-    """Keep the arguments that the model's forward names; `cache` is passed under the model's name for its KV cache."""
+    """Keep the arguments that the model's forward names; `cache` gets the name that the model has for its KV cache."""
     if "cache" in arguments and (name := cache_argument(model)):
         arguments[name] = arguments.pop("cache")
     return {name: value for name, value in arguments.items() if accepts(model, name)}
@@ -101,7 +101,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def naming(key: str, name: str) -> Iterator[None]:
     """Context for loading the files that a setting names. Raises: FileNotFoundError, which names the setting.
 
-    transformers' own error only requests a hub login.
+    The error of transformers only tells the user to log in to the hub.
     """
     # Hub names are `name` or `owner/name`: anything else can only be a folder.
     if (name.count("/") > 1 or name.startswith((".", "/", "~"))) and not Path(name).is_dir():

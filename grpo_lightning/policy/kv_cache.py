@@ -19,8 +19,8 @@ caches, which have the same methods (`DecodingCache`):
   and the keys and values of each completion are written in place. Other prompts can join while completions are decoded.
   This cache needs a model whose attention can be replaced.
 - `RepeatedPrompts` repeats the prompts' states for their completions, and grows with every token. It works with all
-  states that transformers can repeat, also those of sliding windows, linear attention, and attention that cannot be
-  replaced.
+  states that transformers can repeat, including those of sliding windows, linear attention, and attention that cannot
+  be replaced.
 """
 
 from __future__ import annotations
@@ -436,7 +436,10 @@ class SharedPrompts(Cache):
         self.column: Tensor | None = None
         """[rows] column that each row's new token is written to; not used while `ages` is None."""
         self.own_bias: Tensor | None = None
-        """[rows, 1, 1, length] added to the own tokens' scores: -inf in unfilled columns; None if all are filled."""
+        """[rows, 1, 1, length] added to the own tokens' scores: -inf in unfilled columns; None if all are filled.
+
+        With fixed shapes (`has_fixed_shapes`), the last dimension is the window (`WINDOWS`), and the bias is never None
+        during a step."""
         self.stored: tuple[int, Tensor, Tensor] | None = None
         """The layer that was the last to store a token, with the token's keys and values."""
         self.own = [States(*(x.new_empty(len(prompt_of), x.shape[1], 0, x.shape[3]) for x in pair)) for pair in states]
@@ -471,7 +474,7 @@ class SharedPrompts(Cache):
 
     @property
     def layout(self) -> tuple[int, int, int]:
-        """Identifies the tensors and shapes of a step: changes when they change, and differs between any two caches."""
+        """Identifier of a step's tensors and shapes: it changes when they change, and no two caches have the same."""
         return self.number, self.changes, self.window
 
     def fill_in_place(self) -> None:
@@ -547,7 +550,7 @@ class SharedPrompts(Cache):
     def join(self, other: SharedPrompts) -> None:
         """Append the prompts and rows of another cache, whose rows must not have own tokens yet.
 
-        The other cache must not be used afterwards. All prompts of this cache are then left-padded to the length of the
+        The other cache must not be used afterwards. All prompts, old and new, are left-padded to the length of the
         longest one; on CUDA, this length is rounded up to a multiple of 8 (`KEY_MULTIPLE`).
         """
         assert not other.num_steps, "the rows of the other cache have own tokens already"
@@ -831,7 +834,7 @@ def pack_rows(kept: list[int]) -> list[int]:
 
 
 def unshared_reason(policy: nn.Module) -> str | None:
-    """Reason why completions cannot read their prompt's states together, from declared properties; None if they can."""
+    """Reason, by declared properties, why completions cannot read their prompt's states together; None if they can."""
     base = base_model(policy)
     if not getattr(base, "_supports_attention_backend", False):
         return f"the attention of {type(base).__name__} cannot be replaced"

@@ -51,8 +51,8 @@ class Policy:
     """Encodes prompts with the policy's tokenizer and processor."""
 
     scorer: Scorer | None
-    """None if the weights are sharded. The module then calls `choose_scorer` at the start of training, because a
-    sharded model cannot run earlier."""
+    """None if the weights are sharded. The Lightning module then calls `choose_scorer` at the start of training,
+    because a sharded model cannot run earlier."""
 
     converted_dtype: torch.dtype | None = None
     """Dtype that the strategy will convert all weights to; None if it converts none."""
@@ -440,10 +440,12 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
     Raises:
         FileNotFoundError: If the policy's config or the initial adapter does not exist.
         ModuleNotFoundError: If a package is missing.
-        ValueError: If the strategy shards weights that are quantised. If the strategy is ZeRO-3, and the adapter is
-            DoRA or adapts experts. If the adapter is DoRA, and the weights are quantised to 8 bits. If the adapter
-            cannot be used, or its settings have names that match nothing. If the model does not support a setting of
-            images or vision. If more layers are to be frozen than the model has.
+        ValueError: If the weights are to be quantised, and the strategy shards weights.
+        ValueError: If the strategy is ZeRO-3, and the adapter is DoRA or adapts experts.
+        ValueError: If the adapter is DoRA, and the weights are to be quantised to 8 bits.
+        ValueError: If the adapter cannot be used, or its settings have names that match nothing.
+        ValueError: If the model does not support a setting of images or vision.
+        ValueError: If more layers are to be frozen than the model has.
     """
     if loader.quantization != "none":
         if sharding.is_sharded:
@@ -507,7 +509,7 @@ def check_names_without_weights(loader: PolicySettings, config: PretrainedConfig
 
 
 def adapter_setting(loader: PolicySettings, name: str) -> Any:
-    """A setting of the policy's adapter, which is that of a model in memory, the initial adapter, or a new adapter.
+    """Read a setting of the adapter: that of a model in memory, else the initial adapter, else a new adapter.
 
     Args:
         loader: The policy's settings.
@@ -535,7 +537,7 @@ def check_in_step(model: Any, sharding: Sharding) -> None:
     """Check that ranks without images can make the same collective calls as ranks with images.
 
     Raises:
-        ValueError: If the model family is not known and its vision tower would have to run on every rank.
+        ValueError: If the model's family is not known, and its vision tower would have to run on every rank.
     """
     reason = unknown_reason(base_model(model).config)
     if reason is None:

@@ -43,8 +43,9 @@ class LoRA:
             experts.
         use_rslora: Scale B A by alpha / sqrt(rank) instead of alpha / rank (rsLoRA, arXiv:2312.03732, equation 4). A
             larger rank then does not make the adapter's output smaller.
-        use_dora: Also train the magnitude of each row of W + s B A, with s = alpha / rank (DoRA, arXiv:2402.09353,
-            equation 5). The row is scaled to a trained norm, which starts at the norm of the same row of W.
+        use_dora: Also train the magnitude of each row of W + s B A (DoRA, arXiv:2402.09353, equation 5). Here s is
+            alpha / rank, or alpha / sqrt(rank) with `use_rslora`. Each row is scaled to a trained norm, which starts at
+            the norm of the same row of W.
         modules_to_save: Suffixes of names of modules that are trained completely, as float32 copies next to the frozen
             originals, for example `embed_tokens` and `lm_head`. The reference uses the originals. Modules whose weights
             are tied to those of other modules are refused.
@@ -120,9 +121,10 @@ def adapter_config(adapter: str) -> Any:
 
     Raises:
         FileNotFoundError: If the adapter cannot be found.
-        ValueError: If the adapter is not LoRA. If it trains biases or the embeddings of single tokens, which cannot be
-            switched off for the reference. If its initialisation changed the base's weights in a way that cannot be
-            repeated.
+        ValueError: If the adapter is not LoRA.
+        ValueError: If the adapter trains biases or the embeddings of single tokens, which cannot be switched off for
+            the reference.
+        ValueError: If the adapter's initialisation changed the base's weights in a way that cannot be repeated.
     """
     from peft import PeftConfig
 
@@ -177,9 +179,11 @@ def check_given(model: Any) -> None:
         model: Any model with peft's `peft_config`, for example the result of `get_peft_model`.
 
     Raises:
-        ValueError: If the model is not a `PeftModel` around a transformers model. If it has several adapters, an
-            adapter that is not LoRA, or a kind of LoRA that is not supported (see `adapter_config`). If the adapter is
-            inactive, merged or frozen. If weights other than the adapter's are trainable.
+        ValueError: If the model is not a `PeftModel` around a transformers model.
+        ValueError: If the model has several adapters, an adapter that is not LoRA, or a kind of LoRA that is not
+            supported (see `adapter_config`).
+        ValueError: If the adapter is inactive, merged or frozen.
+        ValueError: If weights other than the adapter's are trainable.
     """
     from peft import PeftModel
     from transformers import PreTrainedModel

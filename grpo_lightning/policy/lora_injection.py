@@ -45,8 +45,9 @@ def add_adapters(model: Any, lora: LoRA, dtype: torch.dtype | None = None) -> An
         dtype: Dtype that the strategy converts all weights to (`Sharding.converts_weights`); None if it converts none.
 
     Raises:
-        ValueError: If the model already has adapters. If a name in `target_modules` or `modules_to_save` matches no
-            layer, or matches a layer that cannot be trained.
+        ValueError: If the model already has adapters.
+        ValueError: If a name in `target_modules` or `modules_to_save` matches no layer, or matches a layer that cannot
+            be trained.
     """
     from peft import LoraConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
     from transformers.pytorch_utils import Conv1D
@@ -107,8 +108,8 @@ def select(model: Any, lora: LoRA) -> Selection:
         lora: Settings of new adapters, without `adapter`.
 
     Raises:
-        ValueError: If a name matches nothing, or matches a layer that cannot be trained. If no layer is left for an
-            adapter.
+        ValueError: If a name matches nothing, or matches a layer that cannot be trained.
+        ValueError: If no layer is left for an adapter.
     """
     saved = saved_modules(model, lora.modules_to_save)
     layers = targets(model, lora.target_modules, saved)
@@ -131,8 +132,8 @@ def check_names(model: Any, lora: LoRA, *, freezes_vision: bool = False) -> None
             (`policy.freeze_vision_modules`).
 
     Raises:
-        ValueError: If a name matches nothing, or matches a layer that cannot be trained. If a part of the vision tower
-            would be trained although the tower is to be frozen.
+        ValueError: If a name matches nothing, or matches a layer that cannot be trained.
+        ValueError: If a part of the vision tower would be trained although the tower is to be frozen.
     """
     refuse_adapted(model)
     found = adapted_modules(model, lora)
@@ -162,7 +163,11 @@ def refuse_adapted(model: nn.Module) -> None:
 
 
 def adapted_modules(model: Any, lora: LoRA) -> dict[str, nn.Module]:
-    """Modules that get an adapter or are trained completely, by name, without expert tensors. Raises: ValueError."""
+    """Modules that get an adapter or are trained completely, by name; expert tensors are left out.
+
+    Raises:
+        ValueError: If a name matches nothing, or matches a layer that cannot be trained.
+    """
     if lora.adapter is None:
         chosen = select(model, lora)
         return chosen.layers | chosen.saved

@@ -143,10 +143,12 @@ def saved_modules(
         setting: Name of the setting in error messages.
 
     Raises:
-        ValueError: If a suffix matches no module. If it matches a module without weights, or a module whose weights are
-            quantised or tied to those of other modules. If peft would select more modules: it also accepts a suffix
-            that begins in the middle of a part of a name, as `head` does in `lm_head`. If a selected module is part of
-            another selected module.
+        ValueError: If a suffix matches no module.
+        ValueError: If a suffix matches a module without weights, or a module whose weights are quantised or tied to
+            those of other modules.
+        ValueError: If peft would select more modules: it also accepts a suffix that begins in the middle of a part of a
+            name, as `head` does in `lm_head`.
+        ValueError: If a selected module is part of another selected module.
     """
     found: dict[str, nn.Module] = {}
     modules = dict(model.named_modules(remove_duplicate=False))

@@ -81,9 +81,9 @@ def forward_in_float32(module: nn.Module, hidden: Tensor, **kwargs: Any) -> Tens
 def linear_copies(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """Copy the float32 weights of linear layers, by name, to the dtype of autocast; tied weights get one copy per name.
 
-    Autocast makes the same copies in every forward pass. A layer with a replaced `forward`, as by `use_float32_head`,
-    keeps its weights and gets no copy. In a model with DoRA, no layer gets a copy, because DoRA computes its norms
-    from the weights themselves.
+    Autocast makes the same copies in every forward pass. A layer whose `forward` was replaced, for example by
+    `use_float32_head`, gets no copy. In a model with DoRA, no layer gets a copy, because DoRA computes its norms from
+    the weights themselves.
     """
     if any("lora_magnitude_vector" in name for name, _ in model.named_parameters()):
         return {}

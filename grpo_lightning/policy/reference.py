@@ -30,7 +30,7 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by size in bytes."""
 
 PART = 2**24
-"""How many numbers are summed at once. Limits memory, because torch first converts each number to 8 bytes."""
+"""How many numbers are summed at once. This limits memory, because torch first converts each number to 8 bytes."""
 
 
 class FrozenCopy(nn.Module):
@@ -128,8 +128,7 @@ def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
     Checkpoints do not contain a reference that equals the initial policy; a resumed run makes it again. The checksums
     show whether the new reference is the same as the old one. If the reference is an adapter, or the policy without
     adapters, the weights of the base have separate checksums ("base torch.float32"). Weights that ZeRO-3 has
-    partitioned while loading are skipped. No weights of a model given in memory are skipped, because that model is
-    partitioned later.
+    partitioned while loading are skipped. A model given in memory is partitioned later, so its weights are not skipped.
     """
     sums = checksums(reference.weights(policy))
     if isinstance(reference, FrozenCopy):
@@ -138,7 +137,10 @@ def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
 
 
 def checksums(weights: Iterable[Tensor]) -> dict[str, int]:
-    """Sum the bits of weights as integers, by dtype. The order matters: each sum is multiplied by its position."""
+    """Sum the bits of weights as integers, by dtype.
+
+    The sum of each weight is multiplied by the weight's position, so that the order matters.
+    """
     sums: dict[str, int] = {}
     for number, weight in enumerate(weights, start=1):
         if not is_partitioned(weight):

@@ -75,7 +75,10 @@ def _record(recorded: list[Tensor], index: int, module: nn.Module, inputs: Any, 
 
 
 def find_routers(model: nn.Module) -> Routers:
-    """Find the routers by what the model declares for transformers' `output_router_logits` (`_can_record_outputs`).
+    """Find the routers of a model.
+
+    For transformers' option `output_router_logits`, a model declares in `_can_record_outputs` which modules compute
+    router logits. The routers are these modules.
 
     Raises:
         UnsupportedRoutersError: If the model declares no routers, or does not declare the number of experts per token.

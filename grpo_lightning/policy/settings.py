@@ -28,7 +28,7 @@ class PolicySettings:
     """Settings of the policy: where it is loaded from and how it is run.
 
     Args:
-        name: Hub name or local folder. Not needed when `model` is given.
+        name: Hub name or local folder; None if `model` is given.
         model: A transformers model in memory, which is trained in place; or a config, from which a model with random
             weights is built. If a `PeftModel` is given, its one LoRA adapter is trained, and the reference is the
             `PeftModel` as it was given. `torch.compile(model)` is trained without compilation.
@@ -54,16 +54,17 @@ class PolicySettings:
             "layers" those of each decoder layer. "none" stores all activations.
         lora: Train low-rank adapters with these settings, and freeze all other weights. May be a mapping with the
             fields of `LoRA`.
-        freeze_layers: Freeze the embeddings and this many decoder layers, counted from the first. The reference shares
-            the frozen weights. A head that is tied to the embeddings is frozen as well.
+        freeze_layers: Freeze the embeddings and this many decoder layers, counted from the first. A head that is tied
+            to the embeddings is frozen as well. The reference shares the frozen weights, unless the strategy shards
+            weights.
         freeze_vision_modules: Freeze the vision tower and its projector. Images are then encoded once per rollout.
         max_pixels: Maximum pixels per image; larger images are scaled down. Null uses the processor's own limit. Only
             for model families in which an image's number of tokens is proportional to its number of pixels (Qwen-VL,
             GLM-4.1V).
         min_pixels: Minimum pixels per image; smaller images are scaled up. For the same families as `max_pixels`.
         max_anyres_num: Maximum number of tiles per image. Only for InternVL.
-        quantization: Quantise the frozen weights under adapters to "4bit" (NF4) or "8bit". `dtype` is then the dtype of
-            the weights that are not quantised: embeddings, norms and head.
+        quantization: Quantise the frozen weights of the base model to "4bit" (NF4) or "8bit"; needs `lora`. `dtype` is
+            then the dtype of the weights that are not quantised: embeddings, norms and head.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run modelling code that comes with the checkpoint.
     """
@@ -191,8 +192,9 @@ def model_or_config(given: Any) -> Any:
     """Check a policy given as a transformers model or config, and unwrap `torch.compile(model)`.
 
     Raises:
-        ValueError: If the policy is neither a transformers model nor a config. This includes models in wrappers other
-            than those of peft and `torch.compile`. If its adapters cannot be trained (`lora.check_given`).
+        ValueError: If the policy is neither a transformers model nor a config, for example a model in a wrapper other
+            than those of peft and `torch.compile`.
+        ValueError: If the policy's adapters cannot be trained (`lora.check_given`).
     """
     from transformers import PretrainedConfig, PreTrainedModel
 

@@ -297,8 +297,8 @@ def using_full_shapes() -> Iterator[None]:
     """Context in which transformers transposes expert tensors according to their full shapes.
 
     Checkpoints store expert tensors in one of two layouts. transformers transposes a tensor if its shape is not that of
-    the model's weight. Under ZeRO-3 the model's weight is empty, so that tensors in the right layout would be
-    transposed as well, and then refused for their shape.
+    the model's weight. With ZeRO-3 the model's weight is empty, so that tensors in the right layout would be transposed
+    as well, and then refused for their shape.
     """
     from transformers import core_model_loading
 
@@ -347,7 +347,7 @@ def gathered_dtypes(model: nn.Module) -> set[torch.dtype | None]:
 
 
 def computes_in_float32(model: nn.Module) -> bool:
-    """False if a weight is stored or used in fewer than 32 bits; quantised weights compute in 16 bits."""
+    """False if a weight is stored or used in fewer than 32 bits; quantised models compute in 16 bits."""
     if getattr(base_model(model).config, "quantization_config", None) is not None:
         return False  # whatever dtype the quantised weights are stored in
     if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
@@ -366,5 +366,5 @@ def full_shape(parameter: Tensor) -> torch.Size:
 
 
 def own_part(parameter: Tensor) -> Tensor:
-    """The tensor that holds this rank's partition of a parameter under ZeRO-3, else the parameter itself."""
+    """With ZeRO-3, the tensor that holds this rank's partition of a parameter; else the parameter itself."""
     return getattr(parameter, "ds_tensor", parameter)

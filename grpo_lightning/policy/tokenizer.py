@@ -47,7 +47,7 @@ def load_tokenizer(
         with naming("model.policy.tokenizer" if loader.tokenizer else "model.policy", str(tokenizer)):
             tokenizer = AutoTokenizer.from_pretrained(str(tokenizer), **origin(loader))
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
-    if getattr(processor, "chat_template", None):  # takes precedence, as in the processor's own methods
+    if getattr(processor, "chat_template", None):  # it takes precedence, as in the processor's own methods
         tokenizer.chat_template = processor.chat_template
     size = (0 if config is None else vocabulary_size(config)) or math.inf
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id

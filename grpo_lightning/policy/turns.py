@@ -1,8 +1,8 @@
 """The tokens between two turns of the policy, as the chat template writes them for messages of an environment.
 
 A conversation is one growing sequence of tokens. The policy's own text is never tokenized again, because it could then
-get different tokens. Only the messages that follow the policy's turn are rendered, behind a placeholder turn of one
-word (`MARK`). The text that the template writes behind this word is tokenized and appended.
+get different tokens. Only the messages that follow the policy's turn are rendered, after a placeholder turn of one word
+(`MARK`). The text that the template writes after this word is tokenized and appended.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REASONING = "reasoningofthepolicy"
 """The word that stands for the reasoning of the policy."""
 
 TRUNCATED = " ... (truncated)"
-"""Ends an observation that was cut."""
+"""Appended to an observation that was cut."""
 
 
 class TurnTokens:
@@ -67,11 +67,11 @@ class TurnTokens:
         return ids[self.num_repeated(ids, last_id) :]
 
     def num_repeated(self, ids: Sequence[int], last_id: int | None) -> int:
-        """Number of tokens at the beginning that repeat the stop token with which the policy's turn has ended.
+        """Number of tokens at the beginning of `ids` that repeat the stop token of the policy's turn.
 
         Only the stop token that the policy wrote counts as repeated: a different stop token can open the next message,
-        as `<|user|>` does in GLM's templates. Some templates write a space in front of the repeated token; its tokens
-        count as well.
+        as `<|user|>` does in GLM's templates. Some templates write a space in front of the repeated token; the tokens
+        of the space count as well.
         """
         if last_id not in self.stop_ids or last_id not in ids:
             return 0
@@ -145,9 +145,9 @@ class TurnTokens:
         return str(self.tokenizer.decode(ids[:max_tokens])) + TRUNCATED, True
 
     def behind_the_turn(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
-        """Text that the template writes behind a turn of the policy."""
+        """Text that the template writes after a turn of the policy."""
         turn = {"role": "assistant", "content": MARK}
-        if any(message["role"] == "tool" for message in messages):  # many templates require a call before them
+        if any(message["role"] == "tool" for message in messages):  # many templates require a call before tool messages
             try:
                 call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
                 answers = [{"tool_call_id": "call00000", "name": "f", **message} for message in messages]

@@ -211,7 +211,7 @@ def extend_vision(prompt: PromptVision, more_ids: Sequence[int], length: int) ->
 
     Args:
         prompt: Vision inputs of the prompt.
-        more_ids: The tokens behind the prompt.
+        more_ids: The tokens that follow the prompt.
         length: Number of tokens of the prompt.
     """
     if not more_ids:
@@ -237,7 +237,7 @@ def whole(
     Args:
         prompt: Vision inputs of the prompt.
         prompt_ids: [L] tokens of the prompt.
-        completion_ids: [T] tokens behind the prompt.
+        completion_ids: [T] tokens that follow the prompt.
         observed: The observations with images.
     """
     parts = [prompt, *(each.vision for each in observed)]

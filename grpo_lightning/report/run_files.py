@@ -76,7 +76,7 @@ def read_run(folder: Path, *, max_completions: int = 20_000) -> dict[str, Any]:
     Args:
         folder: Folder of the run.
         max_completions: Maximum number of completions with their texts. If the run has more completions, the report
-            shows only rollouts at equal distances. The histograms count all completions.
+            shows only every n-th rollout, with the smallest n that suffices. The histograms count all completions.
     """
     record = read_json(folder / "run.json")
     metrics = read_metrics(folder / "metrics.csv")
@@ -216,7 +216,7 @@ def finite(text: str) -> float | None:
 
 
 def num_generations(config: Mapping[str, Any]) -> int | None:
-    """Completions per group, as the settings state."""
+    """Completions per group, from the settings; None if unknown."""
     size = (config.get("model") or {}).get("num_generations")
     return size if isinstance(size, int) and size > 0 else None
 

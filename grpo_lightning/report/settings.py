@@ -18,13 +18,13 @@ CLASSES = {
 """Classes of the sections of a recipe."""
 
 UNKNOWN = object()
-"""The default of a setting whose class cannot be imported, or that has no default."""
+"""Stands for the default of a setting that has none, or whose class cannot be imported."""
 
 HIDDEN = ("trainer.logger", "trainer.default_root_dir")
 """Settings that the command line fills in."""
 
 CLI_DEFAULTS: dict[str, Any] = {
-    # Set here so that the engine's arguments are keys of the parser, like the optimizer's arguments.
+    # This default names a class, so that the engine's arguments are keys of the parser, like the optimizer's arguments.
     "model.engine": {"class_path": "grpo_lightning.LocalEngine"},
     # With Lightning's default of 50, short runs would log nothing.
     "trainer.log_every_n_steps": 1,
@@ -138,7 +138,7 @@ def defaults(owner: Any) -> dict[str, Any]:
 
 
 def hint(owner: Any, name: str) -> Any:
-    """The dataclass in the type hint of a parameter, for settings that are written without a class path; else None."""
+    """The dataclass in the type hint of a parameter, or None. Its settings are written without a class path."""
     try:
         hints = typing.get_type_hints(owner if dataclasses.is_dataclass(owner) else owner.__init__)
     except (AttributeError, NameError, TypeError):  # no hints, or names that are imported only for type checkers

@@ -98,8 +98,8 @@ class Accuracy(AnswerReward):
         answer_column: The data column with the ground truth, text or a number. If the text has a part after `####`,
             between answer tags or in `\boxed{}`, that part is the ground truth.
         timeout_seconds: Time limit of one comparison.
-        max_answer_characters: Maximum length of an answer; longer answers are wrong. Without tags and box, the answer
-            is searched for in this many characters at the end of the completion.
+        max_answer_characters: Maximum length of an answer; longer answers are wrong. If the completion has neither tags
+            nor a box, only its last `max_answer_characters` characters are searched for the answer.
     """
 
     def __init__(
@@ -262,8 +262,8 @@ def compare(gold: str, answer: str, timeout_seconds: float) -> bool | None:
 def parse_short(text: str) -> list[Any]:
     r"""Parse a short answer into its possible expressions; empty if it is not mathematics.
 
-    A formula without delimiters is put between `$`, because `math_verify` would parse `2\pi` and `(1, 2)` without `$`
-    as the number 2.
+    A formula without delimiters is put between `$`. Otherwise, `math_verify` would parse both `2\pi` and `(1, 2)` as
+    the number 2.
     """
     from math_verify import parse
 
@@ -348,7 +348,7 @@ def names_several(text: str, expressions: list[Any]) -> bool:
 
 
 def is_negated(text: str) -> bool:
-    """Whether a text negates its answer ("not 54"), which `math_verify` would ignore."""
+    """Whether a text negates its answer ("not 54"); `math_verify` would ignore the negation."""
     return "\\" not in text and _NEGATED.search(text) is not None
 
 

@@ -202,7 +202,7 @@ class Reward(ABC):
         """Start the slow part of scoring one prompt's completions, while other prompts are still being sampled.
 
         This method is for rewards that run in the training process and get the whole batch in one call. An example is a
-        judge behind a server: `prefetch` queries the server, and the later call uses the replies. `prefetch` gets the
+        judge on a server: `prefetch` queries the server, and the later call uses the replies. `prefetch` gets the
         arguments of the later call, but only for one prompt, and without the logging functions. It runs in the event
         loop of asynchronous rewards. The later call may get different completions. The coroutine is cancelled when the
         batch is scored, and also if the batch is not scored at all. An error that the coroutine raises is logged, and
@@ -385,7 +385,7 @@ class WeightedReward(Reward):
 
     @property
     def has_prefetch(self) -> bool:
-        """True if the wrapped reward overrides `Reward.prefetch`, and this `prefetch` fits its `__call__`.
+        """True if the wrapped reward overrides `Reward.prefetch`, and the override fits its `__call__`.
 
         If a subclass overrides only `__call__`, its `__call__` may need different results from those that the inherited
         `prefetch` fetches. The value is then False.

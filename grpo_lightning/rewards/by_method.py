@@ -224,8 +224,8 @@ class ByMethod(Reward):
         """Make the methods.
 
         Raises:
-            ValueError: If `default` is unknown. Also if a method takes whole groups, or has its own weight or failure
-                policy.
+            ValueError: If `default` is unknown, or if a method takes whole groups or has a weight or failure policy of
+                its own.
             ImportError: If the package that `default` needs is missing.
         """
         made: dict[str, RewardLike] = {}

@@ -277,7 +277,7 @@ def _to_lists(value: Any) -> Any:
 
 
 def _code(setup: str, code: str, entry_point: str | None) -> Code:
-    """Find the names in test code that the program has to define. Raises: _FormatError."""
+    """Parse test code, and find the names that the program has to define. Raises: _FormatError."""
     try:
         tree = ast.parse(f"{setup}\n{code}")
         defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
@@ -435,7 +435,7 @@ def accepts(call: Call, value: Any, tolerance: float) -> bool:
 
 
 def largest_output(test: Stdin | Call) -> int:
-    """Maximum size of a test's output, in bytes: with room for more spaces, or a different encoding of the values."""
+    """Maximum size of a test's output, in bytes; more spaces, or a different encoding of the values, still fit."""
     if isinstance(test, Stdin):
         return 65536 + 12 * len(test.expected.encode("utf-8", "surrogatepass"))
     return 65536 + 3 * max(len(values.pack_frame(values.encode(value, values.refuse))) for value in test.accepted)

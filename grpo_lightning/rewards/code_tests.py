@@ -4,12 +4,12 @@ Programs are untrusted code. They run in a sandbox (`rewards/sandbox/`), in whic
 sockets and other processes. Programs cannot read the expected answers:
 
 - Standard output and returned values are compared with the expected ones in the reward's process.
-- Test code (`assert f(1) == 2`) runs in a separate process, and calls the program's functions through pipes. The test
-  code gets the returned values as copies of builtin types. Therefore a program cannot pass by patching `==` or a
-  builtin, or by ending its process with status 0.
+- Test code (`assert f(1) == 2`) runs in a separate process, and calls the program's functions through pipes. The
+  returned values reach the test code as copies, which have builtin types only. Therefore a program cannot pass by
+  patching `==` or a builtin, or by ending its process with status 0.
 
-A program can still pass without solving the problem: it can recognise the arguments of the tests, or print answers that
-the prompt shows.
+A program can still pass without solving the problem: it can recognise the arguments of the tests, or print the expected
+answers if the row's prompt contains them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Result:
 
     value: float | None
     text: str
-    """The text in the log of completions: the number of passed tests, and the reason of the first failure."""
+    """The text in the log of completions: the number of passed tests, and the reason for the first failure."""
 
     timed_out: bool = False
     problem: str = ""
@@ -83,7 +83,7 @@ class CodeTests(Reward):
 
     The reward logs the fraction of completions without a program (`code_tests/no_program`), and the fraction of
     completions with a test that ran out of time (`code_tests/timed_out`). The log of completions gets a column
-    `code_tests`: the number of passed tests, and the reason of the first failure.
+    `code_tests`: the number of passed tests, and the reason for the first failure.
 
     Args:
         tests_columns: The data columns with the tests: `[verification_info]` (open-r1), `[input_output]` (APPS, TACO),
@@ -94,10 +94,10 @@ class CodeTests(Reward):
         entry_point_column: The data column with the name of a function. With `entry_point` (HumanEval), this function
             is passed to `check`. With `metadata` (LiveCodeBench), the tests call this function.
         score: "fraction" is the fraction of the tests that pass. "all" is 1 if all tests pass, else 0.
-        max_tests: Run only this many tests of a row, from the first; null runs all.
+        max_tests: Run only the first `max_tests` tests of a row; null runs all tests.
         timeout_seconds: Time limit of a test in wall time. After the first test that exceeds it, the remaining tests of
             the program count as failed. The limit in CPU time is at most one second longer.
-        call_seconds: Time for all programs of a call of the reward (the G completions of a prompt). Each program gets
+        call_seconds: Time for all programs in one call of the reward (the G completions of a prompt). Each program gets
             an equal part of the time that is left. Tests that do not run within this part count as failed. Keep
             `call_seconds` below `model.reward_workers.timeout_seconds`.
         memory_mb: Address space in MB that a program may reserve.
@@ -169,8 +169,8 @@ class CodeTests(Reward):
             columns: [B] values of each data column.
 
         Returns:
-            [B] values, 0 to 1; None where the row has no tests, or where test code passes an argument that cannot be
-            copied to the program.
+            [B] values, 0 to 1; None where the row has no tests, or where test code passes the program an argument that
+            cannot be copied.
 
         Raises:
             ValueError: If a row's tests are in no known format.

@@ -101,8 +101,8 @@ def evaluate(text: str, *, max_numbers: int) -> tuple[Fraction | None, Counter[i
     """Evaluate an expression of integers, + - * / and parentheses, exactly and without executing it.
 
     Args:
-        text: The expression: untrusted text.
-        max_numbers: Maximum count of numbers in the expression, which bounds the size of its value.
+        text: The expression, which is untrusted text.
+        max_numbers: Maximum count of numbers in the expression. This bounds the size of the expression's value.
 
     Returns:
         (The value of the expression, the count of each number in it). The value is None if the text is not such an

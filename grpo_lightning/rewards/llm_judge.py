@@ -87,7 +87,7 @@ class LLMJudge(AnswerReward):
         timeout_seconds: Time limit for the connection, and for each wait for data from the endpoint. All attempts of a
             query together take at most (`timeout_seconds` + 60) * (`max_retries` + 1) seconds.
         max_retries: Number of retries after a timeout, a lost connection, too many requests or a server error.
-        concurrency: Maximum number of concurrent queries, over all batches and prompts.
+        concurrency: Maximum number of concurrent queries of all batches and prompts together.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
@@ -182,7 +182,7 @@ class LLMJudge(AnswerReward):
         }
 
     def _question(self, question: str, right: str, given: str) -> str:
-        """Fill in the prompt for the judge, in one pass: placeholders inside a completion are not replaced."""
+        """Fill in the prompt for the judge, in one pass, so that placeholders inside a completion are not replaced."""
         texts = {"question": question, "right": right, "given": given}
         return _PLACES.sub(lambda place: texts[place[1]], self.prompt)
 

@@ -17,7 +17,7 @@ COLUMNS = ("task", "task_config", "entry")
 
 
 class ReasoningGym(Reward):
-    r"""Score from 0 to 1 by reasoning-gym's verifier of the row's task.
+    r"""Score from 0 to 1, given by reasoning-gym's verifier of the row's task.
 
     The answer is the content of the last answer tags. Without tags, it is the content of the last `\boxed{}` after the
     reasoning. Without `\boxed{}`, it is the whole text after the reasoning. A blank answer is passed to the verifier as
@@ -65,7 +65,7 @@ class ReasoningGym(Reward):
             [B] values, 0 to 1; None where the row has no task, `failed_value` where the verifier fails.
 
         Raises:
-            ValueError: If a row does not have the format of `ReasoningGymTasks`. Also if the verifier of its task
+            ValueError: If a row does not have the format of `ReasoningGymTasks`, or if the verifier of its task
                 executes answers and `evaluate_answers` is not set.
         """
         values: list[float | None] = []

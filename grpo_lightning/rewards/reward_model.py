@@ -164,7 +164,8 @@ class RewardModel(Reward):
         tokenizer: A tokenizer, or its name or folder; null uses the model's own. Required for a model in memory.
         revision: Branch, tag or commit of the model on the hub.
         batch_size: Sequences per forward pass; sequences of similar length are in the same pass.
-        max_length: Maximum number of tokens of a sequence; null uses the smaller limit of model and tokenizer.
+        max_length: Maximum number of tokens of a sequence; null uses the model's limit or the tokenizer's, whichever is
+            smaller.
         dtype: Precision of the weights; "auto" uses the precision of the checkpoint. In bfloat16, a score near 10 is
             rounded to a multiple of 0.06.
         device: The device for all ranks, such as "cpu" or "cuda:1"; null uses the device of the policy on each rank.
@@ -260,7 +261,10 @@ class RewardModel(Reward):
             self._rendered_roles.add(roles)
 
     def connect(self, device: torch.device) -> None:
-        """Load the weights, onto the CPU with `offload`, else onto the configured device or `device`.
+        """Load the weights.
+
+        With `offload`, they are loaded onto the CPU. Otherwise, they are loaded onto the configured device or, if there
+        is none, onto `device`.
 
         Raises:
             ValueError: If weights are missing.

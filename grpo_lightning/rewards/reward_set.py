@@ -84,12 +84,13 @@ class RewardSet:
     def validate_prompts(self, prompts: Iterable[Prompt]) -> None:
         """Check that prompts have the columns that the rewards need, dataset by dataset, and record the columns.
 
-        A reward is checked against the datasets to which it applies (`Prompt.rewards`).
+        A reward is checked against the datasets to which it applies (`Prompt.rewards`). The message of an error names
+        the datasets.
 
         Raises:
-            ValueError: If a column is missing, or has the name of a reward argument. Also if prompts name an unknown
-                reward, or only rewards of weight 0. Also if prompts name a method in `accu_reward_method`, but none of
-                their rewards reads this column. The message names the datasets.
+            ValueError: If a column is missing, or has the name of a reward argument.
+            ValueError: If prompts name an unknown reward, or only rewards of weight 0.
+            ValueError: If prompts name a method in `accu_reward_method`, but none of their rewards reads this column.
         """
         sources = sources_of(prompts)
         check_sources(sources, self.rewards, self._weights)
@@ -180,7 +181,7 @@ class RewardSet:
     def early_calls(
         self, prompts: Sequence[Prompt], max_completion_length: int | None = None, trainer_state: Any = None
     ) -> Iterator[None]:
-        """Open a context in which a batch is sampled and scored; in it, `early.start` starts calls on a sampled group.
+        """Open a context for sampling and scoring a batch, in which `early.start` starts the calls on a sampled group.
 
         `begin` uses the answers of these early calls if it is called with the same groups and arguments. Early calls
         whose answers are not used are cancelled at the end of the context. If no answer is used (for example because a
@@ -345,8 +346,8 @@ def sources_of(prompts: Iterable[Prompt]) -> list[Source]:
 def check_sources(sources: Sequence[Source], rewards: Sequence[WeightedReward], weights: Mapping[str, float]) -> None:
     """Check that rewards and data match.
 
-    If only some of the sources to which a reward applies have a column, the reward gets None as the value of the column
-    in the rows of the other sources.
+    A reward may apply to several sources of which only some have a column. In rows of the other sources, the reward
+    then gets None for this column.
 
     Args:
         sources: The sources of the prompts.
@@ -354,9 +355,10 @@ def check_sources(sources: Sequence[Source], rewards: Sequence[WeightedReward], 
         weights: Weight of each reward, by name.
 
     Raises:
-        ValueError: If a column has the name of a reward argument, or if a reward needs a column that none of its
-            sources has. Also if prompts name an unknown reward, or only rewards of weight 0. Also if prompts name a
-            method in `accu_reward_method`, but none of their rewards reads this column.
+        ValueError: If a column has the name of a reward argument.
+        ValueError: If a reward needs a column that none of its sources has.
+        ValueError: If prompts name an unknown reward, or only rewards of weight 0.
+        ValueError: If prompts name a method in `accu_reward_method`, but none of their rewards reads this column.
     """
     for source in sources:
         _check_names(source, weights)

@@ -47,7 +47,7 @@ call returned the wrong number of values; a value was NaN, infinite or not a num
 other completions of its group did. For each reward and kind, the affected completions are counted."""
 
 GRACE_SECONDS = 5.0
-"""Grace period after the step's deadline for workers to report a timeout."""
+"""Time after the step's deadline in which workers may still report a timeout."""
 
 T = TypeVar("T")
 
@@ -212,7 +212,8 @@ class Scoring:
             RuntimeError: If a call raised an error, timed out or crashed its worker, and the reward's `on_error` is
                 "raise". The cause is chained.
             ValueError: If a reward returned an invalid value or the wrong number of values, and its `on_error` is
-                "raise". Also if a reward logs a metric under a reserved name.
+                "raise".
+            ValueError: If a reward logs a metric under a reserved name.
         """
         try:
             values = {call.reward.name: call.finish() for call in self.calls}
@@ -425,7 +426,7 @@ class RewardCall:
     def _handle_failure(
         self, kind: str, problem: str, groups: Sequence[Group], count: int, cause: BaseException | None = None
     ) -> float | None:
-        """Count a failure, then raise or return the fallback value, as `on_error` requires.
+        """Count a failure. Then raise an error, or return the fallback value, as `on_error` requires.
 
         Args:
             kind: One of `FAILURES`.
@@ -447,7 +448,7 @@ class RewardCall:
         return self.reward.error_value
 
     def _log(self) -> None:
-        """Log the first failure of each kind with the number of such failures, and the messages logged in workers."""
+        """Log the messages of workers, and the first failure of each kind with the number of such failures."""
         for (name, level, message), times in self._records.items():
             repeats = f" ({times} times)" if times > 1 else ""
             logging.getLogger(name).log(level, "Reward %r: %s%s", self.reward.name, message, repeats)

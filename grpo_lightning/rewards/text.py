@@ -78,7 +78,8 @@ class Format(Reward):
     Only whitespace is allowed around and between the two parts; each tag must occur exactly once.
 
     Args:
-        tags: The tags, in order: `[reasoning, answer]` for `<reasoning>...</reasoning><answer>...</answer>`.
+        tags: The tags, in order. For example, `[reasoning, answer]` requires
+            `<reasoning>...</reasoning><answer>...</answer>`.
         prompt_opens_first: True if the prompt, as the chat template renders it, ends with the first opening tag. The
             completion then starts inside this part and must not repeat the tag.
         text_after: True if any text may follow the last part. For example, `tags=[think], text_after=True` accepts

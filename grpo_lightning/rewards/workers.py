@@ -254,7 +254,7 @@ class Call(NamedTuple):
 
 
 class Deadline(NamedTuple):
-    """A new deadline of calls that were sent earlier."""
+    """A new deadline for calls that were sent earlier."""
 
     numbers: frozenset[int]
     """Numbers of the calls."""
@@ -297,7 +297,7 @@ class WorkerPool:
         self._places: dict[str, int] = {}
         """Index in the pool of each reward that runs in workers, by name."""
         self._started_by: int | None = None
-        """Id of the process that has started the workers. A fork of this process does not have its threads. The fork
+        """Id of the process that has started the workers. A fork of this process lacks the process's threads, and
         therefore starts new workers."""
         self._num_local_ranks = 1
         self._lock = threading.Lock()
@@ -826,7 +826,7 @@ def _answer(request: bytes, rewards: Sequence[Any], called: set[int]) -> Answer:
     _seed_random(seed)
     recorder = FirstRecords()
     logging.getLogger().addHandler(recorder)
-    answer = call_reward(reward, arguments, BaseException)  # SystemExit is a failure like others
+    answer = call_reward(reward, arguments, BaseException)  # SystemExit is a failure like any other
     logging.getLogger().removeHandler(recorder)
     answer.records = recorder.all_records()
     if isinstance(answer.cause, MemoryError):

@@ -1,10 +1,10 @@
 """Conversations: the policy and its environments take turns, and earlier turns are never tokenized again.
 
-A round samples, in one call of the engine, the next turn of every open conversation, that is, of every conversation
-that has not ended. As soon as a conversation's turn has been sampled, its environment is called, even if other turns
-are still being sampled. The environment's observation is appended as tokens, and the next round continues the sequence.
-The first round samples G completions per prompt, as a run without an environment does: each prompt is computed once,
-and the seeds are the same.
+In a round, one call of the engine samples the next turn of every open conversation. A conversation is open until it
+ends. As soon as a conversation's turn has been sampled, its environment is called, even if other turns are still being
+sampled. The environment's observation is appended as tokens, and the next round continues the sequence. The first round
+samples G completions per prompt, as a run without an environment does: each prompt is computed once, and the seeds are
+the same.
 
 An engine whose method `generate` has an argument `turns` can keep the keys and values of a conversation between its
 turns.
@@ -233,8 +233,9 @@ class Conversations:
             is_chat: Whether the prompts are chats.
 
         Raises:
-            ValueError: If the template cannot render observations. With tools, also if the template does not describe
-                them, or if the prompts are plain text, in which tools cannot be described.
+            ValueError: If (a) the template cannot render observations, (b) there are tools and the template does not
+                describe them, or (c) there are tools and the prompts are plain text, in which tools cannot be
+                described.
         """
         if not is_chat:
             if self.schemas:
@@ -310,10 +311,10 @@ class Conversations:
     def with_observation(self, prompt: Prompt, observation: Any) -> Prompt:
         """Append a first observation to a prompt.
 
-        In a chat, text is appended to the last message if this is a user message. Otherwise, the text becomes a new
-        user message. Messages are appended to the chat. If the prompt is plain text, the text of the observation is
-        appended to it. All texts are cut like those of later observations. Special tokens that are spelled out in them
-        are escaped.
+        In a chat, an observation that is a text is appended to the last message if this is a user message. Otherwise,
+        the text becomes a new user message. An observation that consists of messages is appended to the chat. If the
+        prompt is plain text, the text of the observation is appended to it. The texts of the observation are cut like
+        those of later observations, and special tokens that are spelled out in them are escaped.
         """
         if observation is None or observation == "":
             return prompt
@@ -593,7 +594,7 @@ class Game:
                 each.read(str(message["role"]), text_of(message), [])
 
     def end(self, limited: Sequence[Conversation]) -> None:
-        """Add the last rewards of environments whose conversations a limit has ended."""
+        """Add the environments' last rewards to conversations that a limit has ended."""
         seeds = [derived_seed(self.seeds[each.prompt], "end", each.number) for each in limited]
         for each, result in zip(limited, self.runner.end([each.state for each in limited], seeds), strict=True):
             each.state = result.state
@@ -709,8 +710,8 @@ def continued_vision(vision: VisionInputs, chosen: Sequence[Conversation], input
             prompts.append(whole(prompt, ids[:length], each.token_ids, each.images))
             continue
         more = extend_vision(prompt, each.token_ids, length)
-        # A rank whose prompts have no images runs the vision tower on the blank image. A sharded tower is run by all
-        # ranks together, so this rank must run it, too.
+        # A sharded vision tower is run by all ranks together. Ranks without images run it on the blank image, so this
+        # rank must run it too, instead of using features that it has computed before.
         prompts.append(more if vision.blank is None else replace(more, features=None))
     return VisionInputs(prompts, vision.blank)
 

@@ -4,7 +4,7 @@ A group has no gradient if every completion has advantage 0 or is masked by the 
 baseline `pass_at_k`, some groups without a gradient have nonzero reward variance
 (`functional.groups_without_gradient`). The prompt of a group without a gradient is replaced by the next prompt in the
 data, in up to `max_resample_times` rounds. Each round samples as many new prompts as there are groups to replace, so
-that no group with a gradient is discarded. A group that is still without a replacement after the last round stays in
+that no group with a gradient is discarded. A group that has still not been replaced when the last round ends stays in
 the rollout.
 """
 

@@ -25,8 +25,8 @@ class Turns:
 
     rows: Sequence[int]
     """For each completion of a call, the number of its conversation. Later calls use the same number for the same
-    conversation. In a later call, the prompt of a conversation begins with the tokens of its prompt and its completion
-    in the earlier call, except that some of the last of these tokens may be missing."""
+    conversation. In a later call, the prompt of a conversation begins with its earlier prompt and completion, of which
+    the last tokens may be missing."""
 
     states: dict[int, Any]
     """The kept states, by the number of the conversation. The engine changes this mapping, and the caller drops it
@@ -112,7 +112,7 @@ class RolloutEngine(Protocol):
         return None
 
     def hold_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Context for all turns of a rollout's conversations. A `sync_weights` in another thread waits for its end."""
+        """Context for all turns of a rollout's conversations. Until it ends, `sync_weights` waits in other threads."""
         return contextlib.nullcontext()
 
     def check_run(

@@ -1,8 +1,8 @@
 """Kernel fusion on CUDA: `torch.compile` fuses the forty operations of `NextToken` into a few kernels.
 
 Sampling a token takes many small operations on the logits. A GPU finishes each of them faster than the host can launch
-the next one, so that fewer kernels take less time. The operations run one by one in four cases: on other devices, in
-short rollouts (`LEAST_LENGTH`), after a failed compilation, and if the compiled kernels compute different numbers.
+the next one, so fewer kernels take less time. The operations run one by one in four cases: on other devices, in short
+rollouts (`LEAST_LENGTH`), after a failed compilation, and if the compiled kernels compute different numbers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ settings."""
 
 OTHER_TOKENS = 0.01
 """Largest accepted share of rows for which the fused and the separate operations sample different tokens. A single
-different row is always accepted. Kernels may round a cumulative probability differently. If the uniform number lies
-between the two rounded values, another token is sampled."""
+different row is always accepted. Tokens may differ because kernels may round a cumulative probability differently: if
+the uniform number lies between the two rounded values, another token is sampled."""
 
 OTHER_NATS = 1e-3
 """Largest accepted difference between the results of fused and separate operations, in nats. Entropies are compared in

@@ -243,7 +243,7 @@ def per_completion(values: Tensor | None, groups: Sequence[Group], *, name: str,
 
 
 def check_finite(values: Tensor, *, name: str, verb: str) -> None:
-    """Check that values [N, G] have no nan and no infinity. Raises: ValueError with their number and the method."""
+    """Check that values [N, G] are finite. Raises: ValueError with the method and the number of non-finite values."""
     if num_wrong := int((~values.isfinite()).sum()):
         raise ValueError(
             f"`{verb}` returned {num_wrong} of {values.numel()} `{name}` that are nan or infinite, which would make "
@@ -353,7 +353,7 @@ class SharedGroups:
                 completion.ref_logprobs = values
 
     def forget(self) -> None:
-        """Free the parts of the cycle. The micro-batches of the cycle must have been made before."""
+        """Free the parts of the cycle. The micro-batches of the cycle must already exist."""
         self._sampled = []
 
     def _part_of(self, rollout: Rollout, member: int) -> tuple[list[int], list[list[Completion]], Tensor | None]:

@@ -65,7 +65,7 @@ CAPTURES: dict[str, Callable[[torch.device], Capture]] = {"cuda": CudaCapture}
 
 LEAST_ENDED = {"cpu": 0.0}
 """Fraction of the open rows that must have ended before the ended rows leave the batch, by device type; 0.25 on other
-types. On those, a step takes hardly longer with a few more rows, and every new number of rows needs different
+types. On the other types, a step takes hardly longer with a few more rows, and every new number of rows needs different
 kernels."""
 
 
@@ -258,7 +258,7 @@ class LocalEngine(RolloutEngine):
 
     @contextlib.contextmanager
     def quick_steps(self, longest: int) -> Iterator[None]:
-        """Context in which, if possible, decoding steps run from CUDA graphs, and autocast casts weights once.
+        """Context in which decoding steps run from CUDA graphs and autocast casts weights once, if possible.
 
         Args:
             longest: `max_completion_length`. Short rollouts, such as the probe of a policy, are not worth a capture.
@@ -291,7 +291,8 @@ class LocalEngine(RolloutEngine):
         """Decode a rollout: prefill prompts, then sample one token per step for every unfinished completion.
 
         Args:
-            waiting: The prompts. Those that have room are prefilled at once, and the other prompts when rows have left.
+            waiting: The prompts. Those for which there is room are prefilled immediately, and the others when rows have
+                left.
             num_waves: `WaitingPrompts.num_waves`. If ranks run in lockstep, this is the maximum over all ranks.
             sampling: Sampling settings.
             lockstep: Synchronizes the forward calls.
@@ -641,7 +642,7 @@ class OpenRows:
     """[rows] decoding step of each row's first token."""
 
     end: list[int]
-    """[rows] decoding step after that of the last token that the row may have."""
+    """[rows] `start` plus the maximum number of tokens of each row."""
 
     origin: int
     """Column of `history` minus decoding step."""
@@ -724,7 +725,7 @@ PER_ROW = ("number", "logits", "position", "history", "has_ended")
 
 
 def fit_history(ids: Tensor, columns: int) -> Tensor:
-    """Drop the first columns of ids [rows, any], or repeat the first column, so that [rows, columns] are left."""
+    """Drop first columns of ids [rows, any], or repeat the first column, to get ids [rows, columns]."""
     missing = columns - ids.shape[1]
     return ids[:, -columns:] if missing <= 0 else torch.cat([ids[:, :1].expand(-1, missing), ids], 1)
 
@@ -857,8 +858,8 @@ class KeptStates:
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
         self.earlier: dict[int, tuple[list[int], list[States]]] = dict(turns.states)
-        """Token ids and states that earlier calls have kept, by conversation: the ids, and for each layer the states of
-        these tokens [key heads, tokens, head size]."""
+        """What earlier calls have kept, by conversation: token ids, and for each layer the states of these tokens [key
+        heads, tokens, head size]."""
         turns.states.clear()
 
     def before(self, wave: Wave, width: int) -> list[States] | None:
@@ -991,9 +992,10 @@ optimizer states, which are not allocated yet when the first rollout is sampled.
 class Lockstep:
     """Synchronizes the number of forward calls over ranks while the weights stay sharded.
 
-    Forward calls of sharded weights are collective, but completions end at different steps on each rank. All ranks
-    therefore make the same calls until the last rank is done. When other ranks decode, a rank without unfinished rows
-    runs a dummy row. When other ranks prefill prompts, a rank without waiting prompts runs a dummy prefill.
+    With sharded weights, a forward call of the policy is collective, but completions end at different steps on each
+    rank. All ranks therefore make the same calls until the last rank is done. When other ranks decode, a rank without
+    unfinished rows runs a dummy row. When other ranks prefill prompts, a rank without waiting prompts runs a dummy
+    prefill.
 
     Args:
         is_needed: True if forward calls are collective. Otherwise no rank waits for another.

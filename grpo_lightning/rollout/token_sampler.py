@@ -139,8 +139,8 @@ def row_products(one: Tensor, other: Tensor) -> Tensor:
     """Dot product of each row of `one` and the same row of `other`: [rows], from two tensors [rows, V].
 
     `vecdot` does not allocate a tensor [rows, V] of products. But it calls a BLAS function, which `torch.compile` does
-    not fuse with other operations. So compiled code multiplies and adds instead. Autocast would run `vecdot` in 16
-    bits, so it is disabled.
+    not fuse with other operations. So compiled code multiplies and adds instead. Autocast is disabled, because it would
+    run `vecdot` in 16 bits.
     """
     if torch.compiler.is_compiling():
         return (one * other).sum(-1)

@@ -119,8 +119,8 @@ class Actor:
     def add_old_logprobs(self, micro_batches: Sequence[MicroBatch], shape: CycleShape) -> None:
         """Add old-policy log-probs to a rollout's micro-batches, except those of the first update.
 
-        The first update needs no stored log-probs: the forward passes of the update still use the weights that sampled
-        the rollout.
+        The old policy is the policy at the start of training on the rollout. The first update needs no stored
+        log-probs, because its own forward passes run before the weights change.
         """
         if later := micro_batches[shape.accumulate_grad_batches :]:
             with torch.no_grad(), self.phase("old_logprobs"):

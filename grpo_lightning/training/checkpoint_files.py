@@ -108,8 +108,8 @@ def num_deepspeed_ranks(checkpoint: Path) -> int:
 
 
 UNIVERSAL = "checkpoint_universal", "latest_universal"
-"""Inside a DeepSpeed folder: the folder of DeepSpeed's universal checkpoint, and the file that names this folder.
-DeepSpeed's tool writes the file last."""
+"""Two names inside a DeepSpeed folder: the folder of DeepSpeed's universal checkpoint, and the file that names this
+folder. DeepSpeed's tool writes the file last."""
 
 
 def is_universal(checkpoint: Path) -> bool:
@@ -224,7 +224,7 @@ def was_interrupted(checkpoint: Path) -> bool:
 
 
 REFERENCE = "reference"
-"""Takes the place of the rank in the name of the file that contains the weights of an updated reference."""
+"""Replaces the rank's number in the name of the file with the weights of an updated reference."""
 
 
 class RankFiles:

@@ -85,7 +85,7 @@ class StepEnds(L.Callback):
         trainer.strategy.remove_checkpoint = remove_all  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Make checkpoint callbacks treat the step from which a run resumes as saved, which Lightning does not do."""
+        """Make checkpoint callbacks treat the step from which a run resumes as saved; Lightning itself does not."""
         for callback in trainer.checkpoint_callbacks if trainer.global_step else ():
             if isinstance(callback, ModelCheckpoint):
                 remember_saved_step(callback, trainer.global_step)
@@ -123,7 +123,7 @@ class StepEnds(L.Callback):
 
 
 def warn_of_average(trainer: L.Trainer, filepath: Any, weights_only: bool | None = False, *_: Any, **__: Any) -> None:  # noqa: FBT001, FBT002 - as Lightning's `save_checkpoint`
-    """Warn if a checkpoint that can be resumed is saved after averaged weights have replaced the trained weights."""
+    """Warn if a resumable checkpoint is saved after averaged weights have replaced the trained weights."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     names = [type(callback).__name__ for callback in callbacks if isinstance(callback, WeightAveraging)]
     if names and not weights_only:
@@ -248,8 +248,8 @@ def check_keys(names: Collection[str], known: Collection[str], trained: Sequence
 def restore_optimizer_settings(trainer: L.Trainer, settings: Sequence[dict[str, Any]], schedule: Any) -> None:
     """Replace the optimizer settings that were loaded from a checkpoint by the settings of this run.
 
-    The learning rate is replaced only if the schedule is a `Schedule` of this library. Other schedules continue from
-    the learning rate in the checkpoint.
+    The learning rate is replaced if the run has no schedule, or a `Schedule` of this library. Other schedules continue
+    from the learning rate in the checkpoint.
 
     Args:
         trainer: Trainer of a run that may be resumed.

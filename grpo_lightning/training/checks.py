@@ -124,7 +124,7 @@ def check_counts(*, num_generations: int, **counts: int) -> None:
 
 
 def check_pass_k(pass_k: int | None, num_generations: int) -> None:
-    """Check that a group holds k completions. Raises: ValueError naming both settings."""
+    """Check that a group holds k completions. Raises: ValueError if not; the message names both settings."""
     if pass_k is not None and pass_k > num_generations:
         raise ValueError(
             f"model.objective.pass_k must be at most model.num_generations ({num_generations}), got {pass_k}: lower "
@@ -414,8 +414,8 @@ def check_teams(ranks_per_group: int, num_generations: int, engine: RolloutEngin
     """Check that the ranks can be divided into teams that share groups.
 
     Raises:
-        ValueError: If the number of ranks is no multiple of `ranks_per_group`, if a rank would have no completion, or
-            if the engine cannot sample a part of a group.
+        ValueError: If the number of ranks is not a multiple of `ranks_per_group`, if a rank would have no completion,
+            or if the engine cannot sample a part of a group.
     """
     if ranks_per_group == 1:
         return

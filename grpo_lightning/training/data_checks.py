@@ -55,8 +55,8 @@ def check_rows(rewards: RewardSet, trainer: L.Trainer) -> None:
     Boxes are compared with the size of their image if the size is known, so call this function after `check_images`.
 
     Raises:
-        ValueError: If a reward whose `on_error` is "raise" cannot score some rows; the message names the rows. Rows
-            that a reward with another `on_error` cannot score only cause a warning.
+        ValueError: If a reward whose `on_error` is "raise" cannot score some rows; the message names the rows. A reward
+            with another `on_error` only causes a warning.
     """
     rewards.check_rows(itertools.chain.from_iterable(known_data(trainer)))
 
@@ -151,9 +151,9 @@ def check_prompts(
             has no limit of its own.
 
     Raises:
-        ValueError: If a prompt is too long for model or engine, has different numbers of images and image placeholders,
-            or contains a video. Also if a prompt is a chat and the tokenizer has no chat template, or if a prompt
-            contains images and the model is text-only.
+        ValueError: If a prompt (a) is too long for model or engine, (b) has different numbers of images and image
+            placeholders, (c) contains a video, (d) is a chat although the tokenizer has no chat template, or (e)
+            contains images although the model is text-only.
     """
     prompts = [prompt for data in known_data(trainer) for prompt in data]
     if not prompts:
@@ -259,8 +259,8 @@ def check_readers(reward_set: RewardSet, metrics: Sequence[Any], loader: PolicyL
     """Check that rewards, metrics and callbacks agree on box coordinates, and that the policy's coordinates are known.
 
     Raises:
-        ValueError: If a metric or callback reads the same ground-truth boxes as rewards, but its `gold_coordinates`
-            differ from those of all these rewards. Also if a reward, metric or callback has to use the box coordinate
+        ValueError: If (a) a metric or callback reads the same ground-truth boxes as rewards, but its `gold_coordinates`
+            differ from those of all these rewards, or (b) a reward, metric or callback has to use the box coordinate
             system of the policy's model family (`coordinates: auto`), but this coordinate system is not known.
     """
     rewards, watchers = used_box_rewards(reward_set, trainer), box_readers(_watchers(metrics, trainer))

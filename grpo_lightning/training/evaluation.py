@@ -42,7 +42,7 @@ class Validation:
     compares completions with the row's ground truth (`Reward.says_solved`), or the first reward if none does."""
 
     success_value: float = 1.0
-    """A completion counts as solved if the value of the reward `success` is at least this."""
+    """Minimum value of the reward `success` for a completion to count as solved."""
 
     pass_at: list[int] = dataclasses.field(default_factory=list)
     """Values of k for which pass@k is logged, each at most `num_generations`. An empty list logs pass@k only for k =

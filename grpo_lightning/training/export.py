@@ -86,8 +86,8 @@ def export(
     Args:
         checkpoint: Checkpoint file, or folder of a sharded checkpoint.
         folder: Output folder; created if missing.
-        policy: Name or folder of the policy before training; None uses the policy that the checkpoint or the
-            `config.yaml` of its run names.
+        policy: Name or folder of the policy before training; None uses the policy named in the checkpoint or in
+            the `config.yaml` of its run.
         dtype: Dtype of the exported weights. None keeps the dtype of the checkpoint's weights; if adapters are merged,
             None uses the dtype in which the run loaded the policy.
         adapter: Export only the adapters, as a folder for peft, instead of merging them into the policy.
@@ -237,7 +237,7 @@ def load_trained_weights(
 
     Args:
         model: The policy before training.
-        weights: Weights by the model's names.
+        weights: Weights by their names in the model.
         trained: Number of parameter tensors that the optimizer trained; None if unknown. If the checkpoint contains
             that many tensors, the other parameters may be missing.
         fill_missing: Allow missing weights even if they are not known to be frozen.

@@ -162,9 +162,9 @@ def restore_position(trainer: L.Trainer) -> None:
 def recount_batches(trainer: L.Trainer) -> None:
     """Recompute the counts of micro-steps of a resumed run for its batch size, number of ranks and cycle length.
 
-    Lightning continues from the counts in the checkpoint. If this run has other sizes, Lightning would end the epoch
-    too early (with prompts left over) or too late. It would also look for the end of a cycle or of an accumulation
-    window at the wrong micro-step. The number of optimizer steps does not depend on these sizes.
+    Lightning continues from the counts in the checkpoint. If these sizes differ in this run, Lightning would end the
+    epoch too early (with prompts left over) or too late. It would also look for the end of a cycle or of an
+    accumulation window at the wrong micro-step. The number of optimizer steps does not depend on these sizes.
     """
     loader = trainer.train_dataloader
     if not isinstance(loader, PromptSource) or loader.resume_from is None or loader.resumed_cycle is None:

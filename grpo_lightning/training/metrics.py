@@ -304,8 +304,8 @@ def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -
 
     The KL to the reference and the fraction of selected tokens are means over all completions. All other means describe
     the policy loss, to which completions with advantage 0 do not contribute. They are therefore means over the
-    completions whose advantage is not 0. So no metric changes if a run leaves completions with advantage 0 out of its
-    micro-batches: only runs without a reference and without token selection do so.
+    completions whose advantage is not 0. Only runs without a reference and without token selection leave completions
+    with advantage 0 out of their micro-batches, so leaving them out changes no metric.
 
     `policy/rollout_kl` is KL(engine || policy at the time of sampling) in nats per token. It measures how much the
     distribution that the engine sampled from differs from the distribution that training computes.
@@ -349,7 +349,10 @@ def add_router_loss(metrics: StepMetrics, share: Tensor, largest: Tensor, *, ope
 
 
 def num_empty_updates(micro_batches: Sequence[MicroBatch], updates_per_rollout: int) -> int:
-    """Count a cycle's updates in which no completion of any rank has an advantage. Collective: all ranks call it."""
+    """Count a cycle's updates in which no trained token of any rank has a nonzero advantage.
+
+    Collective: all ranks call it.
+    """
     has_advantage = [((batch.token_advantages != 0) & batch.completion_mask).any() for batch in micro_batches]
     of_updates = torch.stack(has_advantage).view(updates_per_rollout, -1).any(dim=1)
     return int((ranks.max_over_ranks(of_updates.int()) == 0).sum())
@@ -358,7 +361,10 @@ def num_empty_updates(micro_batches: Sequence[MicroBatch], updates_per_rollout: 
 def empty_reason(
     rollout: Rollout, objective: Objective, overlong_filter: OverlongFilter, max_completion_length: int
 ) -> str:
-    """The most likely reason why a rollout's completions have no advantage. Collective: all ranks call it."""
+    """The most likely reason why no trained token of a rollout has a nonzero advantage.
+
+    Collective: all ranks call it.
+    """
     completions = [completion for group in rollout.groups for completion in group.completions]
     num_masked = sum(completion.mask is not None and not any(completion.mask) for completion in completions)
     num_scorable = 0 if rollout.scores is None else int((~rollout.scores.total.isnan()).sum())

@@ -200,7 +200,7 @@ class CycleShape:
 
 
 class Cycle:
-    """The micro-batches of one rollout, and the number of micro-steps that have been trained on them.
+    """The micro-batches of one rollout, and the number of micro-steps done so far.
 
     A cycle is the training on one rollout: `num_iterations` epochs over its `updates x accumulate` micro-batches.
 
@@ -282,7 +282,7 @@ class Share:
     """This rank's part of the rollout of all ranks.
 
     A team consists of the ranks that share the same groups. The groups of all teams are ordered round-robin: the first
-    group of each team, then the second group of each team, and so on. In a round of dynamic sampling, teams have
+    group of each team, then the second group of each team, and so on. In a round of dynamic sampling, teams may have
     unequal numbers of groups.
     """
 
@@ -453,7 +453,10 @@ def saved_images(images: Sequence[Sequence[ObservedImages]]) -> list[list[dict[s
 
 
 def loaded_batch(fields: Mapping[str, Any]) -> MicroBatch:
-    """Restore a checkpoint's micro-batch, without vision inputs; images in completions have only files and text."""
+    """Restore a checkpoint's micro-batch, without vision inputs.
+
+    Images in completions are restored only as files and text; `restore_observed` encodes them again.
+    """
     finder = ImageFinder("the checkpoint")
     images = [
         [

@@ -131,8 +131,8 @@ def make_router_loss(policy: nn.Module, scorer: Scorer, requested: float | None)
         requested: `objective.router_aux_loss_coef`.
 
     Returns:
-        The loss, or None if the coefficient is 0. Also None, with a warning, if the routers cannot be read and no
-        coefficient was requested.
+        The loss. None if the coefficient is 0, or (with a warning) if the routers cannot be read and no coefficient was
+        requested.
 
     Raises:
         ValueError: If a coefficient above 0 is requested, and the model is dense or its routers cannot be read.

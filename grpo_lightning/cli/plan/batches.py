@@ -44,7 +44,7 @@ class BatchPlan:
 
     @property
     def num_teams(self) -> int:
-        """Number of teams of ranks that get different prompts. It is the number of ranks, unless ranks share groups."""
+        """Number of teams: sets of ranks that share groups, or single ranks. Different teams get different prompts."""
         return self.world_size // self.ranks_per_group
 
     @property

@@ -44,9 +44,9 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
 
     Raises:
         ValueError: If a setting is invalid for training or cannot be translated.
-        SystemExit: With status 1, after the plan, if the run does not fit.
-        FileNotFoundError: If the data do not exist, and neither --prompt_tokens nor data.prepare is set. Also if the
-            policy does not exist, and data.prepare is not set; the batch arithmetic is then printed before the error.
+        SystemExit: With status 1, if the run does not fit. The plan is printed first.
+        FileNotFoundError: If (a) the data do not exist, and neither --prompt_tokens nor data.prepare is set, or (b) the
+            policy does not exist, and data.prepare is not set. In case (b), the batch arithmetic is printed first.
     """
     if any(arg == "--from" or arg.startswith("--from=") for arg in args):
         from grpo_lightning.cli.plan.batches import translate

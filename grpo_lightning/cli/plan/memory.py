@@ -125,7 +125,7 @@ def precision_of(precision: str | int | None, dtype: str) -> Precision:
 
 @dataclass(frozen=True)
 class Division:
-    """For each state, the number of ranks over which a strategy shards it (1: not sharded); and CPU offload."""
+    """Over how many ranks a strategy shards each state (1: not sharded), and what it offloads to the CPU."""
 
     weights: int = 1
     gradients: int = 1
@@ -617,7 +617,7 @@ def layer_bytes(model: ModelSizes, size: Pass, precision: Precision, *, is_eager
     The count follows Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), who get `s b h (34 + 5 a s / h)` for a
     layer of GPT-3. Here, a layer has RMS norms, grouped queries, fused kernels, a gated feed-forward block and no
     dropout. Numbers have c bytes in matrix products and r bytes in the residual stream. h is the hidden width, i the
-    feed-forward width, and there are a heads of size d. Per token:
+    feed-forward width, a the number of heads, and d the size of a head. Per token:
 
         2 norms       their input in 32 bits and their result        2 h (4 + r)
                       copies read by the matrix products after them  2 c h; under autocast 5 c h, without a gate 4 c h

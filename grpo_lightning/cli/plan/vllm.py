@@ -51,7 +51,7 @@ class VLLMSize:
 
     weights: int
     per_token: float
-    """KV cache of one token of a long sequence."""
+    """KV cache of one token in all layers. The limits of sliding windows are not taken into account."""
 
     sequence: int
     """KV cache of one sequence of the maximum length (`longest`). If this does not fit, vLLM does not start."""

@@ -37,7 +37,7 @@ def place_images(
 
     Raises:
         ValueError: If the number of placeholders and image parts without an image differs from the number of images in
-            the column; the message names both numbers. Also if there is no user turn for the images.
+            the column (the message names both numbers), or if there is no user turn for the images.
     """
     placed = [_with_parts(message, finder, f"message {number}") for number, message in enumerate(messages, start=1)]
     slots = [part for message in placed for part in _image_parts(message)]

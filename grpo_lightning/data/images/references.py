@@ -58,7 +58,7 @@ class RowsWithCells:
 
 
 def with_cells(dataset: Any, label: str) -> Any:
-    """Wrap a dataset so that it yields references from the columns that have images or lists of images as their type.
+    """Wrap a dataset so that its columns of type image or list of images yield references.
 
     A dataset without such columns, or with a transform or format (`set_transform`, `with_format`), is returned
     unchanged.

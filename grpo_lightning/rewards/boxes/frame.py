@@ -106,8 +106,8 @@ class BoxReward(Reward):
             [B] in [0, 1], None where the row is not scorable.
 
         Raises:
-            ValueError: If a row's ground-truth boxes cannot be parsed or lie outside its image. Also if its prompt has
-                several images, or has no image although the image size is needed.
+            ValueError: If a row's ground-truth boxes cannot be parsed, or lie outside its image.
+            ValueError: If a row's prompt has several images, or has no image although the image size is needed.
         """
         answers = columns[self.answer_column]
         views: Sequence[Sequence[ImageView]] = [()] * len(completions) if image_views is None else image_views
@@ -151,7 +151,7 @@ class BoxReward(Reward):
         """Parse the ground truth of a row; None if it has none. Raises: ValueError if it cannot be parsed."""
 
     def boxes_of(self, right: Any) -> Sequence[Box]:
-        """The boxes of a parsed ground truth, for `check_row`; by default none, so that only calls check boxes."""
+        """The boxes of a parsed ground truth, for `check_row`; by default none, and then only calls check boxes."""
         return ()
 
     def given_boxes(self, given: Any) -> Sequence[Box]:

@@ -71,7 +71,7 @@ def detections(text: str) -> list[Detection] | None:
 
 
 def has_json_box(answer: str) -> bool:
-    """Whether an answer is JSON, maybe in code fences: an object with a box in it, or a list with such an object."""
+    """Whether an answer is a JSON object with a box, or a JSON list with such an object; code fences are allowed."""
     answer = answer.strip()
     value = _parse_json(_in_fences(answer) if answer.startswith(_FENCE) and answer.endswith(_FENCE) else answer)
     items = value if isinstance(value, list) else [value]

@@ -34,9 +34,10 @@ class IoU(BoxReward):
     """Intersection over union of the answer's box and the ground-truth box.
 
     The box of a completion is the last `[x1, y1, x2, y2]` in its last `<answer>...</answer>`. If the completion has no
-    answer tags, the box is searched for after `</think>`, and without that tag in the whole completion. The numbers may
-    be integers or decimals, and the box may be inside JSON or outside of it. The box is converted to pixels of the
-    image in the data and clipped to the image. The reward is 0 if there is no box, or if the box is inverted or empty.
+    answer tags, the box is searched for after `</think>` or, if that tag is missing too, in the whole completion. The
+    numbers may be integers or decimals, and the box may be inside JSON or outside of it. The box is converted to pixels
+    of the image in the data and clipped to the image. The reward is 0 if there is no box, or if the box is inverted or
+    empty.
 
     VLM-R1's `iou_reward` differs in these points:
 

@@ -73,7 +73,7 @@ class Ended:
     """Exit status of the process, or minus the number of the signal that ended it."""
 
     output: bytes = b""
-    """Standard output of the program, or the answer to a call, or the verdict of test code."""
+    """Standard output of the program, the answer to a call, or the verdict of test code."""
 
     @property
     def problem(self) -> str:
@@ -215,8 +215,8 @@ class Sandbox:
             seconds: Time limit.
 
         Returns:
-            (how the job ended, outcome, reason). The outcome is "passed", "failed" or, if the test passes an argument
-            that cannot be copied to the program, "unsupported".
+            (how the job ended, outcome, reason). The outcome is "passed", "failed" or "unsupported". It is
+            "unsupported" if the test passes the program an argument that cannot be copied.
 
         Raises:
             SandboxError: If the sandbox failed.

@@ -177,7 +177,7 @@ class Isolation:
     def _drop_privileges(self) -> None:
         """Drop all capabilities.
 
-        With Landlock, root keeps the capability to read files, because Landlock then restricts reading.
+        With Landlock, root keeps the capability to read files; Landlock restricts which files can be read.
         """
         self._check(self._libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         kept = 1 << _CAP_DAC_READ_SEARCH if self.ruleset is not None and os.geteuid() == 0 else 0
@@ -194,8 +194,8 @@ class Isolation:
         empty working folder. It refuses all other reads, writes and executions of files.
         """
         abi = self.landlock_abi
-        # Versions 2, 3 and 5 of Landlock each add a right to files. Version 4 adds a field for TCP, and version 6 one
-        # for signals and abstract sockets.
+        # Versions 2, 3 and 5 of Landlock each add a right for files. Version 4 adds a field for TCP, and version 6 adds
+        # a field for signals and abstract sockets.
         bits = 13 + sum(abi >= version for version in (2, 3)) + (abi >= 5)
         fields = [(1 << bits) - 1, *([0b11] if abi >= 4 else []), *([0b11] if abi >= 6 else [])]
         attributes = struct.pack(f"{len(fields)}Q", *fields)

@@ -12,8 +12,8 @@ The reward worker sends jobs of three kinds:
 - "main" runs the program as `__main__` with a standard input, and returns its standard output.
 - "call" loads the program, and sends it one request, which calls a function (`sandbox/values.py`).
 - "judge" loads the program in one child, and runs test code in a second child. The test code calls the program's
-  functions through pipes. It comes from a file descriptor that only the second child reads, so neither the launcher nor
-  the program ever holds it in memory.
+  functions through pipes. The test code comes from a file descriptor that only the second child reads. Neither the
+  launcher nor the program ever holds the test code in memory.
 
 This module imports only the standard library and its siblings.
 """
@@ -88,7 +88,7 @@ def _serve_jobs(control: int, tests: int, parent: int) -> Callable[[], None]:
         isolation.end_with(parent)
         for name in PRELOADED:
             importlib.import_module(name)
-        for name in ("exit", "quit"):  # `site` defines them in other interpreters
+        for name in ("exit", "quit"):  # `site` defines them, but is not imported here
             setattr(builtins, name, _sitebuiltins.Quitter(name, ""))
     except Exception as error:  # noqa: BLE001 (reported to the reward, which raises it)
         kind = "" if isinstance(error, IsolationError) else f"{type(error).__name__}: "
@@ -148,8 +148,8 @@ class Launcher:
         """Run a job.
 
         Args:
-            job: `kind`; `seconds`, the time limit; `max_output`, the limit of the output in bytes. A "judge" job also
-                has `place` and `size`, the offset and length of the test code in the file.
+            job: Has `kind`, `seconds` (the time limit) and `max_output` (the limit of the output in bytes). A "judge"
+                job also has `place` and `size`, the offset and length of the test code in the file.
             body: The standard input ("main"), or the request ("call").
 
         Returns:

@@ -13,7 +13,7 @@ object of any other type stays in the program's process, and the tests get a `Re
 | list, tuple, set, frozenset | `["l", [...]]`, `["t", [...]]`, `["s", [...]]`, `["z", [...]]` |
 | dict | `["d", [[key, value], ...]]` |
 | range | `["r", [start, stop, step]]` |
-| all others | `["o", place, type]`: the object's index among those that the program keeps, and its type's name |
+| all others | `["o", place, type]`: the object's index among those that the program keeps, and the name of its type |
 
 This module imports only the standard library, because the launcher (`sandbox/launcher.py`) runs without installed
 packages.

@@ -70,7 +70,7 @@ OF_MODE: dict[str, tuple[str, ...]] = {
 settings of `colocate`."""
 
 PROBE_TEMPERATURE = 0.5
-"""Temperature of the probe. It is not 1, so that log-probs before and after the temperature differ."""
+"""Temperature of the probe. It is not 1, so that log-probs differ before and after it is applied."""
 
 LARGEST_DIFFERENCE = {torch.float32: 0.01, torch.bfloat16: 0.1, torch.float16: 0.1}
 """Largest accepted mean |difference| between vLLM's and the policy's log-probs in the probe, in nats, by the dtype of
@@ -392,7 +392,7 @@ class VLLMEngine(RolloutEngine):
         Raises:
             ModuleNotFoundError: If vLLM is needed in this process and not installed.
             ServerError: If no server answers.
-            ValueError: If vLLM is too old. Also if it does not support the policy, sampling settings, strategy or
+            ValueError: If vLLM is too old, or does not support the policy, the sampling settings, the strategy or the
                 device.
         """
         config = policy.load_config()
@@ -673,7 +673,7 @@ class VLLMEngine(RolloutEngine):
         return error
 
     # A configuration accepts an engine only if its methods have the same annotations as those of the protocol. A
-    # generator has a different annotation, so it is a separate method.
+    # generator has a different annotation, so the generator `_held` is a separate method.
     def hold_weights(self) -> contextlib.AbstractContextManager[None]:
         """Context of the calls of `generate` for one rollout, such as the turns of its conversations.
 
@@ -715,8 +715,8 @@ class VLLMEngine(RolloutEngine):
         the states of conversations.
 
         In the thread that has called `sync_weights`, the call is collective: the ranks agree on errors and on servers
-        that need the weights again. A call in another thread never sends weights, because training may be changing
-        them, and raises errors on this rank only. If vLLM has discarded its weights (`sleep_level: 2`), the policy's
+        that need the weights again. A call in another thread raises errors on this rank only. It never sends weights,
+        because training may be changing them. If vLLM has discarded its weights (`sleep_level: 2`), the policy's
         weights are sent first.
 
         Raises:

@@ -63,7 +63,7 @@ class Answer:
 
 
 class Arrivals(NamedTuple):
-    """The tokens and completions that vLLM has sampled since the last call."""
+    """Progress of vLLM while it samples, and the completions that have ended since the last report."""
 
     done: int
     """Number of decoding steps done, or 0 if vLLM does not report this number."""
@@ -76,9 +76,9 @@ def check_sampling(sampling: SamplingParams) -> None:
     """Check that vLLM samples from exactly the distribution that `LocalEngine` samples from.
 
     Raises:
-        ValueError: If the distributions differ. This is the case for more suppressed tokens than vLLM accepts, for
-            temperatures that vLLM raises, and for `min_p` together with `top_p`. (vLLM applies `min_p` first, and then
-            `top_p` to the remaining probability mass.)
+        ValueError: If the distributions would differ, because (a) more tokens are suppressed than vLLM accepts, (b)
+            vLLM would increase the temperature, or (c) `min_p` and `top_p` are both set. (vLLM applies `min_p` first,
+            and then `top_p` to the remaining probability mass.)
     """
     if len(set(sampling.suppress_tokens)) > MOST_SUPPRESSED:
         raise ValueError(

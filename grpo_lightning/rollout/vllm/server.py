@@ -314,8 +314,8 @@ class Served:
     def begin_update(self) -> None:
         """Begin to send weights. Until `finish_update`, the server samples nothing and reports version `INCOMPLETE`.
 
-        A server that does not have this run's last weights has restarted, or another run uses it. Its workers then join
-        a new group.
+        At the first update, the server's workers join a group. They join a new one if the server does not report this
+        run's last weights, because it has restarted or another run uses it.
 
         Raises:
             ServerError: If the server cannot be updated.

@@ -80,8 +80,8 @@ class NCCLGroup:
         port: Free port of the trainer.
         rank: Rank of this process; the trainer has rank 0.
         world_size: Number of processes in the group.
-        timeout: Seconds that opening the group may take, and seconds that each broadcast may take. NCCL itself has no
-            limit and would wait forever for a server that has died.
+        timeout: Limit in seconds for opening the group, and for each broadcast. NCCL itself has no limit and would wait
+            forever for a server that has died.
     """
 
     def __init__(self, host: str, port: int, rank: int, world_size: int, timeout: float) -> None:
