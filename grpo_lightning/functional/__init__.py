@@ -2,7 +2,7 @@
 
 These lines compute the loss of N prompts with G completions each. The inputs are the rewards [N, G], the completions'
 tokens `ids` [N * G, T] with their `mask`, and the logits [N * G, T, V]. Two more inputs are the tokens' log-probs under
-the policy that sampled them (`old`), and under the reference (`ref`).
+the policy before the first update on these completions (`old`), and under the reference (`ref`).
 
     advantages = group_relative_advantages(rewards).view(-1, 1)
     logprobs = token_logprobs(logits, ids)

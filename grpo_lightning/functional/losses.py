@@ -34,7 +34,7 @@ def importance_ratio(
 
     Args:
         logprobs: [B, T] nats, of the current policy.
-        old_logprobs: [B, T] nats, under the policy that sampled the tokens; treated as a constant.
+        old_logprobs: [B, T] nats, under the policy before the rollout's first update; treated as a constant.
         mask: [B, T] bool, True where a token is trained on. Masked tokens have log-ratio 0, whatever their log-probs.
         level: "token" is the ratio of PPO and GRPO. "sequence" is the length-normalised ratio of GSPO
             (arXiv:2507.18071, eq. 7). "sequence_token" has the value of "sequence", but the gradient of each token's
@@ -223,7 +223,7 @@ def gmpo_surrogate(
 
     Args:
         logprobs: [B, T] nats, of the current policy.
-        old_logprobs: [B, T] nats, under the policy that sampled the tokens; treated as a constant.
+        old_logprobs: [B, T] nats, under the policy before the rollout's first update; treated as a constant.
         mask: [B, T] bool, True where a token is trained on. Masked tokens have d = 0, whatever their log-probs.
         advantages: [B, 1].
         epsilon: How far the log-ratio of a token may fall, in nats.
@@ -260,7 +260,7 @@ def kl_cov_surrogate(
 
     Args:
         logprobs: [B, T] nats, of the current policy.
-        old_logprobs: [B, T] nats, under the policy that sampled the tokens; treated as a constant.
+        old_logprobs: [B, T] nats, under the policy before the rollout's first update; treated as a constant.
         mask: [B, T] bool, True where a token is trained on. Masked tokens have log-ratio 0, whatever their log-probs.
         advantages: [B, 1].
         selected: [B, T] bool, True at the tokens that `high_covariance_tokens` finds among all tokens of the optimizer
@@ -385,7 +385,7 @@ def vespo_surrogate(
 
     Args:
         logprobs: [B, T] nats, of the current policy; the gradient flows through these alone.
-        old_logprobs: [B, T] nats, under the policy that sampled the tokens; treated as a constant.
+        old_logprobs: [B, T] nats, under the policy before the rollout's first update; treated as a constant.
         mask: [B, T] bool, True where a token is trained on. Masked tokens have r = 1, whatever their log-probs.
         advantages: [B, 1].
         rollout_weights: [B, T] off-policy weights, from the function `rollout_weights` with the level "token"; None
@@ -497,7 +497,7 @@ def rollout_weights(
     weight 1. Exponents are clipped to [-20, 20] (`bounded_exp`).
 
     Args:
-        old_logprobs: [B, T] nats, under the policy that sampled the tokens, computed by the training code.
+        old_logprobs: [B, T] nats, under the policy before the rollout's first update, computed by the training code.
         rollout_logprobs: [B, T] nats, of the engine when it sampled the tokens.
         mask: [B, T] bool, True where a token is trained on; masked tokens have d = 0.
         level: "token" gives one weight per token. "sequence" gives one weight per completion, the product of its

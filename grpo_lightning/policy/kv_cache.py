@@ -548,9 +548,9 @@ class SharedPrompts(Cache):
         ]
 
     def join(self, other: SharedPrompts) -> None:
-        """Append the prompts and rows of another cache, whose rows must not have own tokens yet.
+        """Append the prompts and rows of another cache.
 
-        The other cache must not be used afterwards. All prompts, old and new, are left-padded to the length of the
+        The rows of the other cache must not have tokens of their own yet. The other cache must not be used afterwards. All prompts, old and new, are left-padded to the length of the
         longest one; on CUDA, this length is rounded up to a multiple of 8 (`KEY_MULTIPLE`).
         """
         assert not other.num_steps, "the rows of the other cache have own tokens already"

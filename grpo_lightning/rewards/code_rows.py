@@ -41,7 +41,7 @@ STDIN_TYPES = ("stdin_stdout", "stdin")
 CALL_TYPES = ("function_call", "functional", "call_based")
 
 _COMPRESSED = "eJ"
-"""The first two bytes of zlib's default format, in base64. Python code in this module's formats never starts with these
+"""The beginning of zlib's default format, in base64. Python code in this module's formats never starts with these
 characters."""
 
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][+-]?[0-9]+)?")

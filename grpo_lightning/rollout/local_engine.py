@@ -858,8 +858,8 @@ class KeptStates:
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
         self.earlier: dict[int, tuple[list[int], list[States]]] = dict(turns.states)
-        """What earlier calls have kept, by conversation: token ids, and for each layer the states of these tokens [key
-        heads, tokens, head size]."""
+        """The tokens and states that earlier calls have kept, by conversation: token ids, and for each layer the states of
+        these tokens [key heads, tokens, head size]."""
         turns.states.clear()
 
     def before(self, wave: Wave, width: int) -> list[States] | None:

@@ -133,7 +133,11 @@ def check_pass_k(pass_k: int | None, num_generations: int) -> None:
 
 
 def check_kl_cov(surrogate: str, old_logprobs: str, num_updates: int) -> None:
-    """Check that KL-Cov's penalty has a gradient. Raises: ValueError if each rollout has only one optimizer step."""
+    """Check that KL-Cov's penalty has a gradient.
+
+    Raises:
+        ValueError: If old log-probs are recomputed and each rollout has only one optimizer step.
+    """
     if surrogate == "kl_cov" and old_logprobs == "recompute" and num_updates == 1:
         raise ValueError(
             "model.objective.surrogate 'kl_cov' penalizes the distance from the policy at the start of the cycle, "

@@ -304,11 +304,11 @@ def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -
 
     The KL to the reference and the fraction of selected tokens are means over all completions. All other means describe
     the policy loss, to which completions with advantage 0 do not contribute. They are therefore means over the
-    completions whose advantage is not 0. Only runs without a reference and without token selection leave completions
-    with advantage 0 out of their micro-batches, so leaving them out changes no metric.
+    completions whose advantage is not 0. Completions with advantage 0 are left out of the micro-batches only if no
+    mean over all completions is logged (`GRPOLightningModule.split_rollout`).
 
-    `policy/rollout_kl` is KL(engine || policy at the time of sampling) in nats per token. It measures how much the
-    distribution that the engine sampled from differs from the distribution that training computes.
+    `policy/rollout_kl` is KL(engine || policy before the rollout's first update) in nats per token. It measures how
+    much the distribution that the engine sampled from differs from the distribution that training computes.
     `policy/rollout_difference_max` is the largest |difference| of the two log-probs of a token, in nats.
     `policy/rollout_ess` is the effective sample size of the tokens' importance weights, as a fraction of the number of
     tokens: 1 if engine and policy agree. A weight is the policy's probability of the token, divided by the engine's.
