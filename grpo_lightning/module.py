@@ -169,8 +169,8 @@ class GRPOLightningModule(L.LightningModule):
             `VLLMEngine` in mode "server".
         old_logprobs: Source of the old log-probs: "recompute" computes them with the policy's weights at the start of
             training on the rollout; "rollout" uses the engine's log-probs.
-        dynamic_sampling: Settings for replacing the prompts of groups without a gradient (zero reward variance, or all
-            tokens masked) by new prompts; null keeps all prompts.
+        dynamic_sampling: Settings of dynamic sampling: if a group has no gradient (zero reward variance, or all tokens
+            masked), a new prompt replaces the prompt of the group. Null keeps all prompts.
         overlong_filter: How to treat truncated completions: "none" trains on them, "loss" masks them in the loss, and
             "group" also excludes their rewards from the statistics of their group.
         seed: Sampling seed; null uses the seed of `seed_everything`.
@@ -331,7 +331,7 @@ class GRPOLightningModule(L.LightningModule):
         with self.phase("reward"):
             scoring = self.begin_rewards(rollout.groups, self.num_generations)
         # With dynamic sampling, some groups may still be replaced. The reference's log-probs are therefore computed in
-        # `start_cycle`, for the final groups only. If the KL is part of the rewards, they are needed now.
+        # `start_cycle`, for the final groups only. If the KL is part of the rewards, the log-probs are needed now.
         if self.dynamic_sampling is None or self.objective.kl_in == "reward":
             self.add_ref_logprobs(rollout)  # overlaps with the reward workers
         with self.phase("reward"):
@@ -552,7 +552,7 @@ class GRPOLightningModule(L.LightningModule):
             self.router_loss.begin([each.load for each in scores if each.load is not None])
 
     def select_tokens(self, micro_step: MicroStep) -> list[TokenScores]:
-        """Select tokens of the optimizer step that begins, in an additional pass over its micro-batches."""
+        """Select tokens of the coming optimizer step, in an additional pass over the micro-batches of the step."""
         step = run_seed(self.seed), self.run.rollout_index, micro_step.number
         with seeded_dropout(self.policy, *step, "selection dropout", ranks.rank()):
             return select_tokens(self.actor, self.objective, micro_step.update, seed=derived_seed(*step, "selection"))
@@ -865,7 +865,7 @@ class GRPOLightningModule(L.LightningModule):
         self.tokenizer = loaded.tokenizer  # set last, so that a failed load is retried
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load weights; load the policy first if the module has none yet.
+        """Load weights; if the module has no policy yet, load the policy first.
 
         With `ddp_notebook` and `ddp_fork`, the run happens in child processes, and the launching process has no policy
         when it loads the trained weights. Without a policy, the keys of these weights would be ignored as unknown.

@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 
 
 class StepCounts(NamedTuple):
-    """Numbers of trained tokens and completions in an optimizer step, over all ranks. The loss is divided by them."""
+    """How many trained tokens and completions an optimizer step has over all ranks: the divisors of the loss."""
 
     num_tokens: int
     num_sequences: int
@@ -162,9 +162,9 @@ class Objective:
     # Token selection
 
     top_entropy_fraction: float = 1.0
-    """Fraction of the tokens of an optimizer step that get a policy loss: those of highest entropy (arXiv:2506.01939).
-    KL and entropy bonus still use all tokens. A value below 1 costs one more forward pass of every micro-batch. It also
-    needs a loss per token, so use the ratio `sequence_token` instead of `sequence`."""
+    """Only this fraction of the tokens of an optimizer step gets a policy loss: the tokens of highest entropy
+    (arXiv:2506.01939). KL and entropy bonus still use all tokens. A value below 1 costs one more forward pass of every
+    micro-batch. It also needs a loss per token, so use the ratio `sequence_token` instead of `sequence`."""
 
     covariance_fraction: float = 2e-4
     """Fraction of the tokens of an optimizer step that Clip-Cov or KL-Cov selects by the covariance of log-prob and
@@ -184,8 +184,9 @@ class Objective:
     # From tokens to the loss
 
     aggregate: Literal["token", "sequence", "constant"] = "token"
-    """`token` is the mean over all tokens. `sequence` is the mean over completions of each completion's mean over
-    tokens. `constant` is the sum over all tokens, divided by (number of completions * maximum completion length)."""
+    """`token` is the mean over all tokens. `sequence` is first the mean over the tokens of each completion, then the
+    mean over completions. `constant` is the sum over all tokens, divided by (number of completions * maximum completion
+    length)."""
 
     # From rewards to advantages
 
@@ -409,8 +410,8 @@ class Objective:
             batch: The micro-batch. It must have `old_logprobs`. It must also have `selected` if the objective has a
                 `selection`, and `ref_logprobs` if the loss has a KL. Only a micro-batch without trained tokens may lack
                 `ref_logprobs`: the KL is then 0.
-            counts: Numbers of trained tokens and completions in the entire optimizer step over all ranks, used as
-                divisors.
+            counts: How many trained tokens and completions the entire optimizer step has over all ranks: the divisors
+                of the loss.
             max_completion_length: Tokens; the divisor of the "constant" aggregation.
             entropy: [B, T] nats, of the current policy; with gradients if `trains_entropy`.
             router_loss: Scalar, the micro-batch's share of the load-balancing loss, times the weight of this loss; None

@@ -41,7 +41,7 @@ class AdamW(torch.optim.AdamW):
 
 
 class AdamW8bit(Optimizer):
-    """AdamW with 8-bit states, quantised block by block (arXiv:2110.02861).
+    """AdamW with 8-bit states, quantized block by block (arXiv:2110.02861).
 
     The states take 2 bytes per parameter instead of 8. The weights keep their dtype. The optimizer runs on CUDA devices
     and CPUs.

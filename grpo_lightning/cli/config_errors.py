@@ -100,7 +100,7 @@ OTHER_VALUES = {
         "no": "32-true",
     }
 }
-"""Values that other trainers use and the values that correspond to them in this package, by key."""
+"""Values of other trainers, and the corresponding values of this package, by key."""
 
 
 UNKNOWN = r"Option '([^']+)' is not accepted|unrecognized arguments: --([^\s=]+)"

@@ -26,11 +26,11 @@ SHOWN = 20
 
 
 def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
-    """Return why a checkpoint cannot be loaded or, with `to_train`, resumed from; None if it is usable.
+    """Return why a checkpoint cannot be loaded, or why no run can resume from it (`to_train`); None if it is usable.
 
-    Only DeepSpeed itself can read a DeepSpeed checkpoint. Therefore only the file `complete.json` of such a checkpoint
-    is read. It shows whether all files are complete and, for `to_train`, whether an error interrupted the optimizer
-    step.
+    Only DeepSpeed itself can read the weights and states of a DeepSpeed checkpoint. Therefore, this function reads only
+    the file `complete.json` of such a checkpoint. The file shows whether the checkpoint is complete, and whether an
+    error interrupted the optimizer step. The second fact matters only for `to_train`.
     """
     if why := why_incomplete(path):
         return why

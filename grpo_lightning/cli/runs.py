@@ -151,11 +151,12 @@ def default_loggers() -> list[dict[str, Any]]:
 
 
 def place(trainer: Namespace, folder: Path) -> None:
-    """Make the Trainer and its loggers write into the run's folder, except loggers for which a name or folder is set.
+    """Make the Trainer and its loggers write into the run's folder.
 
-    If loggers are set but none writes metrics.csv, a `MetricsLogger` is added. Lightning saves checkpoints in the
-    folder of the first logger, so a logger that writes files is moved to the front. With W&B as the first logger, the
-    folder of the checkpoints would be named by the id of the W&B run.
+    A logger for which the recipe sets a name or a folder may write elsewhere (`place_logger`). If loggers are set but
+    none writes metrics.csv, a `MetricsLogger` is added. Lightning saves checkpoints in the folder of the first logger,
+    so a logger that writes files is moved to the front. If W&B were the first logger, Lightning would use the id of the
+    W&B run as the name of the checkpoints' folder.
     """
     trainer.default_root_dir = str(folder)
     loggers = trainer.get("logger")

@@ -100,7 +100,7 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """Format a record as one line of JSON: tensors become lists, nan and infinity null, other objects their `str`."""
+    """Format a record as one line of JSON: tensors as lists, nan and infinity as null, other objects by their `str`."""
     return json.dumps(plain(record), ensure_ascii=False, default=str)
 
 

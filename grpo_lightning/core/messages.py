@@ -46,7 +46,7 @@ HARMLESS_WARNINGS = (
 )
 
 NO_VALIDATION_WARNINGS = (
-    # Both complain about the empty validation loader of a recipe without validation.
+    # Both warnings are about the empty validation loader of a recipe without validation.
     r"You defined a `validation_step` but have no `val_dataloader`",
     r"Total length of `list` across ranks is zero",
 )
@@ -134,7 +134,7 @@ class Wrapped(logging.Formatter):
 
 
 class NoNoise(logging.Filter):
-    """Drops log records without information about the run, and those that repeat messages of this package (`NOISE`)."""
+    """Drops log records that say nothing about the run or repeat messages of this package (`NOISE`)."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """True if the record is to be shown."""

@@ -1,8 +1,8 @@
 """Collectives that are no-ops in single-process runs, and `Teams`: ranks that divide the completions of a prompt.
 
 All ranks must make the same collective calls in the same order. For a collective of a team, this applies only to the
-ranks of the team. The run hangs if one of these ranks skips a call that the others make, for example because its own
-data decide whether it makes the call.
+ranks of the team. The run hangs if one rank skips a call that the others make. For example, this happens if each rank
+decides by its own data whether to make the call.
 """
 
 from __future__ import annotations
@@ -178,11 +178,11 @@ class Teams:
         return self.ranks_per_group > 1
 
     def indices(self, count: int) -> list[int]:
-        """Indices of this team's `count` prompts among those of all teams; prompts go round-robin to the teams."""
+        """Indices of this team's `count` prompts among the prompts of all teams; they go round-robin to the teams."""
         return [self.team + i * self.num_teams for i in range(count)]
 
     def part(self, num_generations: int, member: int | None = None) -> range:
-        """Indices of the completions of a group that a member samples and trains on; None stands for this rank."""
+        """Indices, in a group, of the completions that a member samples and trains on; None stands for this rank."""
         return part_of_group(num_generations, self.member if member is None else member, self.ranks_per_group)
 
     def sampling_rank(self, number: int) -> int:

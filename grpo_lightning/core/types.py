@@ -183,9 +183,9 @@ class Completion:
     None if turns have no credit."""
 
     weight_version: int | None = None
-    """Number of the engine's weight update (1 for the first) after which the completion was sampled. The staleness of
-    the completion is the engine's current number of weight updates minus this number. None if the engine has no copy of
-    the weights."""
+    """Number of weight updates that the engine had received when the completion was sampled. The staleness of the
+    completion is the engine's current number of weight updates minus this number. None if the engine has no copy of the
+    weights."""
 
     @property
     def is_truncated(self) -> bool:
@@ -215,7 +215,7 @@ class Group:
     completions: list[Completion]
 
     weight_version: int = 0
-    """Number of rollouts before the rollout of this group. This number identifies the weights that sampled the
+    """Number of rollouts that the policy had trained on when this group was requested. It identifies the weights that sampled the
     group."""
 
     image_views: Sequence[ImageView] = ()

@@ -1,7 +1,7 @@
 """Mixtures of datasets.
 
-A mixture has the rows of several datasets, one dataset after the other. Each entry selects all, the first, the last or
-random rows of its dataset. In YAML:
+A mixture has the rows of several datasets, one dataset after the other. Each entry selects rows of its dataset: all
+rows, the first rows, the last rows, or random rows. In YAML:
 
     datasets:
       - json_path: data/gsm8k.jsonl

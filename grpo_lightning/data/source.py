@@ -98,7 +98,7 @@ class PromptSource:
         self.given_rank, self.given_world_size = rank, world_size
         self.epoch = 0
         self.prompts_used = 0  # position in the epoch's order after all used prompts (of all ranks)
-        self.cycle_start = 0  # position in the epoch's order of the current cycle's first prompt
+        self.cycle_start = 0  # where the current cycle starts: position of its first prompt in the epoch's order
         self.position = 0  # finished micro-steps of the current cycle; 0 between cycles
         self.cycle_prompts: list[Prompt] = []
         self.cycle_size = 0  # prompts used by the current cycle, over all ranks
@@ -337,7 +337,7 @@ class PromptSource:
         - between two cycles of an epoch: the number of ranks, `ranks_per_group` and the batch size, because the
           position counts the prompts of all ranks. If a different number of ranks changes the number of prompts per
           rollout, a warning names the settings that keep the old number of prompts;
-        - inside a cycle: the same settings as between two cycles, if a rollout still has as many prompts.
+        - inside a cycle: the same settings as between two cycles, if the number of prompts per rollout stays the same.
 
         `begin` compares `shuffle` with the checkpoint when the epoch begins; the other settings are compared here.
 

@@ -402,8 +402,8 @@ def labels_of(scenes: Sequence[Scene], task: SceneTask) -> Tensor:
     """Label each image token with the thing that covers most of it.
 
     Returns: [images, tokens, 6]: colour, shape, and left, top, right and bottom edge of the thing in cells. All six
-        labels are `NOTHING` for tokens that show no thing. The label of a colour or shape alone is `NOTHING` if the
-        colour or shape is not in `COLOURS` or `SHAPES`.
+        labels are `NOTHING` for tokens that show no thing. A colour that is not in `COLOURS` has the label `NOTHING`,
+        and so has a shape that is not in `SHAPES`.
     """
     side = task.num_cells // PATCHES_PER_TOKEN
     colours, shapes = ({name: index for index, name in enumerate(names)} for names in (COLOURS, SHAPES))

@@ -63,7 +63,7 @@ class ToolTask:
         return f"T:calculator \nQ:{self.question(terms)}\nA:"
 
     def answer_with_call(self, terms: list[int]) -> list[tuple[str, bool]]:
-        """The answer with a call, as parts: the text, and whether the policy writes it."""
+        """The answer with a call, in parts: the text of each part, and whether the policy writes this part."""
         total = str(sum(terms))
         call = f'[calculator(expression="{"+".join(map(str, terms))}")]{EOS}'
         return [(call, True), (f"R:{total}\nA:", False), (f"{total}{EOS}", True)]

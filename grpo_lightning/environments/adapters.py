@@ -95,7 +95,7 @@ class ToolObject(Tools):
     """
 
     def __init__(self, factory: Callable[[], Any], format: ToolFormat = "auto", max_calls: int = 8) -> None:
-        """Raises: ValueError if what the factory makes has no public methods, or is an environment of this package."""
+        """Raises: ValueError if the object from `factory` has no public methods, or is an `Environment`."""
         self.factory = factory
         self.object: Any = factory()
         kind = type(self.object).__name__

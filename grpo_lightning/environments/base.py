@@ -105,9 +105,9 @@ class Environment(ABC):
 
         Returns:
             An `Observation`, which is placed at the end of the prompt; None adds nothing. In a chat, text is appended
-            to the last message if this is a user message. Otherwise, the text becomes a new user message. Messages are
-            appended to the chat. If the prompt is plain text, the text of the observation is appended to the prompt,
-            without a separator.
+            to the last message if that message is a user message. Otherwise, the text becomes a new user message. If
+            the observation consists of messages, these are appended to the chat. If the prompt is plain text, the text
+            of the observation is appended to the prompt, without a separator.
         """
         return None
 

@@ -74,7 +74,7 @@ class Tools(Environment):
     Args:
         tools: The functions.
         format: The format of calls.
-        max_calls: Maximum number of calls of one turn that are run.
+        max_calls: Maximum number of calls that are run in one turn.
     """
 
     observation_role = "tool"

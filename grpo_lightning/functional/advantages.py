@@ -52,11 +52,11 @@ def group_relative_advantages(
             - "length_weighted" is OPO (arXiv:2505.23585), the mean reward of the group, weighted by the lengths of the
               completions. It minimizes the variance of the gradient if the squared norm of a completion's gradient is
               proportional to the completion's length.
-            - "pass_at_k" trains the best of k completions (arXiv:2503.19595): a completion's advantage is how much it
-              adds to the best of k - 1 others. With k = None, the best completion gets its lead over the second best,
-              and all others get 0 (verl's `grpo_passk`). Let g be the policy gradient with these advantages and the
-              scale "none", averaged over the group. For any k, k * g is an unbiased estimate of the gradient of the
-              expected maximum of k rewards.
+            - "pass_at_k" trains the best of k completions (arXiv:2503.19595): a completion's advantage is how much this
+              completion adds to the best of k - 1 others. With k = None, the best completion gets its lead over the
+              second best, and all others get 0 (verl's `grpo_passk`). Let g be the policy gradient with these
+              advantages and the scale "none", averaged over the group. For any k, k * g is an unbiased estimate of the
+              gradient of the expected maximum of k rewards.
         scale: The divisor of the gain. Every std is unbiased (K - 1 in the denominator). For "batch_std",
             "batch_advantage_std" and "nonzero_fraction", pass the rewards of all ranks, because otherwise each rank
             would have a different divisor.
@@ -241,9 +241,10 @@ def groups_without_gradient(
     """Find groups in which every completion has advantage 0 or no trained token.
 
     Among these are the zero-variance groups, the groups whose completions are all masked, and the groups in which only
-    masked completions have an advantage. With the baseline "pass_at_k", an advantage is above 0 only if the reward is
-    above those of k - 1 other completions. If even the highest reward is not, the group has no gradient, although its
-    rewards may differ. With k = None, this is the case if two completions share the highest reward.
+    masked completions have an advantage. With the baseline "pass_at_k", a completion has an advantage only if its
+    reward is above the rewards of k - 1 other completions. If the group has no such completion, it has no gradient,
+    although its rewards may differ. With k = None, there is no such completion if two completions share the highest
+    reward.
 
     Args:
         rewards: [N, G] one reward per completion; nan is not scorable.

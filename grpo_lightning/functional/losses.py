@@ -94,7 +94,7 @@ def clipped_surrogate(
     Without `dual_clip`, as in PPO (arXiv:1707.06347, eq. 7), the loss of a token of negative advantage has no limit: it
     grows with the token's ratio. `dual_clip` = c bounds this loss by -c A, and the gradient is 0 beyond the bound. For
     A < 0 the objective is then max(min(r A, clip(r) A), c A), as in dual-clip PPO (arXiv:1912.09729). INTELLECT-2's
-    two-sided clipping (arXiv:2505.07291) is the same, and calls c delta.
+    two-sided clipping (arXiv:2505.07291) is the same; there, c has the name delta.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences.
@@ -132,8 +132,8 @@ def cispo_surrogate(
         loss = -stop_gradient( min(max(r, 1 - epsilon), 1 + epsilon_high) ) A logprob
 
     CISPO is the loss of MiniMax-M1 (arXiv:2506.13585). Its authors and TRL do not use the lower bound; verl does. The
-    cap is 1 + `epsilon_high`. In some other implementations, the cap is `epsilon_high` itself: to get the same cap,
-    subtract 1 from their value.
+    cap is 1 + `epsilon_high`. In some other implementations, the cap is `epsilon_high` itself. To get the same cap
+    here, set `epsilon_high` to the value of the other implementation minus 1.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences; treated as a constant.
@@ -295,8 +295,8 @@ def dppo_surrogate(
     PPO measures the change by the ratio of the probabilities; DPPO measures it by a divergence. The policy changes less
     if a token's probability goes from 0.001 to 0.005 (ratio 5) than if it goes from 0.5 to 0.6 (ratio 1.2). But a limit
     on the ratio stops the first change earlier. DPPO is divergence proximal policy optimization (arXiv:2602.04879, eq.
-    12), with the loss as in verl. Its old policy is the one that the engine sampled from, so pass the engine's
-    log-probs as `old_logprobs`.
+    12), with the loss as in verl. The old policy of DPPO is the policy that the engine sampled from, so pass the
+    engine's log-probs as `old_logprobs`.
 
     Args:
         logprobs: [B, T] nats, of the current policy.
@@ -490,11 +490,11 @@ def rollout_weights(
     "truncate" is truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you
     off-policy RL training"). "mask" at the level "token" is IcePop (Ling team 2025, arXiv:2510.18855).
 
-    A "sequence" weight is a product over tokens, so that long completions have very large or very small weights. The
-    size of a "geometric" weight does not depend on the length, but it is not a ratio of completion probabilities. With
-    "mask" and a narrow range, such as 0.99 to 1.01, it drops completions that the policy would not have sampled.
-    ms-swift's sequence modes use this weight. verl's `seq_mean_k1` drops the same completions, but gives the others the
-    weight 1. Exponents are clipped to [-20, 20] (`bounded_exp`).
+    A "sequence" weight is a product over tokens, so that long completions have very large or very small weights. A
+    "geometric" weight has a size that does not depend on the length, but this weight is not a ratio of completion
+    probabilities. With "mask" and a narrow range, such as 0.99 to 1.01, the level "geometric" drops completions that
+    the policy would not have sampled. ms-swift's sequence modes use the "geometric" weight. verl's `seq_mean_k1` drops
+    the same completions, but gives the others the weight 1. Exponents are clipped to [-20, 20] (`bounded_exp`).
 
     Args:
         old_logprobs: [B, T] nats, under the policy before the rollout's first update, computed by the training code.
@@ -543,8 +543,8 @@ def keeps_sequence(
         rollout_logprobs: [B, T] nats, of the engine when it sampled the tokens.
         mask: [B, T] bool, True where a token is trained on.
         advantages: [B, 1].
-        threshold: By how many nats the mean log-prob per token of a completion with A < 0 may have fallen since it was
-            sampled.
+        threshold: Limit for completions with A < 0: by how many nats their mean log-prob per token may have fallen
+            since sampling.
 
     Returns:
         [B, 1] bool, True where a completion is trained on.
@@ -660,7 +660,7 @@ def aggregate(
             equally (GRPO, arXiv:2402.03300, eq. 3). "constant" divides by a constant that does not depend on the
             lengths (Dr. GRPO, arXiv:2503.20783, sec. 3.2).
         num_tokens: Number of trained tokens of the step, over all micro-batches and ranks.
-        num_sequences: Number of completions of the step with at least one trained token.
+        num_sequences: Number of those completions of the step that have at least one trained token.
         max_completion_length: The length limit of sampling, in tokens.
 
     Returns:

@@ -59,7 +59,7 @@ def marginal_gains(rewards: Tensor, k: int | None) -> Tensor:
 
 
 def _chances(n: int, k: int, size: int) -> list[float]:
-    """For j = 0 .. size - 1: chance that the j-th lowest of n - 1 rewards is the highest of k - 1 of them.
+    """For j = 0 .. size - 1: chance that the j-th lowest of n - 1 rewards is the maximum of a random subset of k - 1.
 
     All chances are 0 if n < max(k, 2).
     """

@@ -223,7 +223,7 @@ def add_starting_adapter(policy: Any) -> None:
 def base_weights(policy: nn.Module) -> Iterator[Tensor]:
     """Iterate over the frozen weights of the base, for checksums, except weights that are computed while loading.
 
-    Two kinds of weights are computed while loading: quantised weights, and weights of layers where PiSSA, OLoRA or
+    Two kinds of weights are computed while loading: quantized weights, and weights of layers where PiSSA, OLoRA or
     LoftQ subtracts the initial adapter. The last bits of these weights, and so their checksums, would depend on the
     device and the number of threads.
     """
@@ -252,5 +252,5 @@ def untie(policy: Any) -> None:
         return
     head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     base.config.tie_word_embeddings = base.config.get_text_config(decoder=True).tie_word_embeddings = False
-    if hasattr(base, "all_tied_weights_keys"):  # of each pair in it, transformers 5 saves only one weight
+    if hasattr(base, "all_tied_weights_keys"):  # transformers 5 saves only one weight of each pair in this dict
         base.all_tied_weights_keys = base.get_expanded_tied_weights_keys(all_submodels=True)

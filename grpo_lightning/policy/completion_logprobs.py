@@ -139,7 +139,7 @@ class Scorer:
         )
 
     def parts(self, batch: MicroBatch) -> list[Part]:
-        """Split a micro-batch into completions without and with images; those with images run on the dense path.
+        """Split a micro-batch into completions without images, and completions with images (on the dense path).
 
         All ranks run the same parts (`agree_on_chunks`), so that they gather sharded weights equally often. A rank that
         has no completions for a part runs a dummy completion.
@@ -266,7 +266,7 @@ def has_images(batch: MicroBatch) -> bool:
 
 
 def rows_by_images(batch: MicroBatch) -> tuple[list[int], list[int]]:
-    """The rows of completions without images, and with images."""
+    """The rows of completions without images, and the rows of completions with images."""
     images = batch.images or [()] * len(batch.completion_ids)
     numbers = range(len(images))
     return [row for row in numbers if not images[row]], [row for row in numbers if images[row]]
@@ -455,7 +455,7 @@ def prompt_weights(batch: MicroBatch) -> Tensor:
 def completion_weights(batch: MicroBatch, rows: Tensor | None, mask: Tensor) -> Tensor:
     """Return weights [rows, T]: 1 where a token's routing counts, 0 elsewhere.
 
-    The tokens of trained completions count, except the last of each, from which nothing is predicted.
+    All tokens of a trained completion count except its last token, from which nothing is predicted.
 
     Args:
         batch: The micro-batch.
@@ -508,7 +508,7 @@ def extended_chunks(
         queries = max(width - 1, 2)
         inputs, seen = (nn.functional.pad(x, (0, max(0, queries - width)))[:, :queries] for x in (ids, mask))
         seen = torch.cat([fan_out(batch.prompt_mask, fan), seen], 1).long()  # [B, L + queries]
-        # If a column was added to have two, it repeats the last position, so that no position is beyond the row.
+        # If a second column was added, it repeats the last position, so that no position is beyond the row.
         positions = placed.along(
             fan_out(placed.first, fan) + torch.arange(queries, device=ids.device).clamp(max=width - 1)
         )
@@ -706,7 +706,7 @@ class SlicedHead:
     trains_entropy: bool = False
 
     def prompt_states(self, model: nn.Module, inputs: dict[str, Any], last: Tensor | None = None) -> Tensor:
-        """Run the prompts; return hidden states [N, 1, H]. The head runs on them later, with those of completions."""
+        """Run the prompts; return hidden states [N, 1, H]. The head runs on them later, in `score`."""
         dtypes: list[torch.dtype] = []
 
         def pass_hidden(_: Logits, hidden: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Vision-language model families, one record each. No other file depends on the model types of these families.
 
-A record has only the properties that models do not declare themselves. Models do declare the tensors that their forward
-takes, whether their positions are three-dimensional, and the number of tokens of an image.
+A record has only the properties that models do not declare themselves. Models do declare which tensors their forward
+takes, whether their positions are three-dimensional, and how many tokens an image has.
 """
 
 from __future__ import annotations

@@ -392,9 +392,9 @@ class SharedPrompts(Cache):
 
         o = o_c + sigmoid(s_p - s_c) (o_p - o_c)
 
-    The output of attention to the prompt is o_p, and that of attention to the own tokens is o_c; s_p and s_c are the
-    log-sum-exps of the scores of the two parts. The queries of all completions of a prompt attend to the prompt's keys
-    in one matrix product, without a copy of the keys per completion or per query head.
+    Here o_p is the output of attention to the prompt, and o_c is the output of attention to the own tokens; s_p and s_c
+    are the log-sum-exps of the scores of the two parts. The queries of all completions of a prompt attend to the
+    prompt's keys in one matrix product, without a copy of the keys per completion or per query head.
 
     Rows that join later (`join`) have fewer own tokens than the rows before them. The k-th own token of a row is always
     in column k, and a bias masks the columns that a row has not filled yet.
@@ -474,7 +474,7 @@ class SharedPrompts(Cache):
 
     @property
     def layout(self) -> tuple[int, int, int]:
-        """Identifier of a step's tensors and shapes: it changes when they change, and no two caches have the same."""
+        """Identifier of a step's tensors and shapes: changes when they change, and differs between caches."""
         return self.number, self.changes, self.window
 
     def fill_in_place(self) -> None:
@@ -525,7 +525,7 @@ class SharedPrompts(Cache):
         self.count_ages([self.start[row] for row in rows])
 
     def states_of(self, row: int, num_prompt: int, num_own: int) -> list[States]:
-        """Copy the states of a row: those of its prompt, and of its first own tokens.
+        """Copy the states of a row: the states of its prompt and of its first own tokens.
 
         Args:
             row: The row.
@@ -550,8 +550,9 @@ class SharedPrompts(Cache):
     def join(self, other: SharedPrompts) -> None:
         """Append the prompts and rows of another cache.
 
-        The rows of the other cache must not have tokens of their own yet. The other cache must not be used afterwards. All prompts, old and new, are left-padded to the length of the
-        longest one; on CUDA, this length is rounded up to a multiple of 8 (`KEY_MULTIPLE`).
+        The rows of the other cache must not have tokens of their own yet. The other cache must not be used afterwards.
+        All prompts, old and new, are left-padded to the length of the longest one; on CUDA, this length is rounded up
+        to a multiple of 8 (`KEY_MULTIPLE`).
         """
         assert not other.num_steps, "the rows of the other cache have own tokens already"
         lengths = torch.cat([self.mask.sum(1), other.mask.sum(1)]).tolist()
@@ -802,7 +803,7 @@ def moves_to(rows: list[int], device: torch.device) -> Moves:
 
 
 def move_rows(states: Tensor, moves: Moves, count: int, length: int) -> Tensor:
-    """Move rows of states [rows, heads, capacity, head size] in place, copying `length` tokens of those that move.
+    """Move rows of states [rows, heads, capacity, head size] in place, copying `length` tokens of each row that moves.
 
     Args:
         states: Changed in place.

@@ -197,7 +197,7 @@ class PolicyLoader(PolicySettings):
             sharding: How the weights will be sharded over the ranks; None if they are not sharded.
             attention: Kernel to request from transformers. None uses `self.attention`; if that is "auto", the model's
                 default kernel is used.
-            device_type: Device type that quantised weights are stored on; None means CUDA if available.
+            device_type: Device type that quantized weights are stored on; None means CUDA if available.
         """
         from transformers import PreTrainedModel
 
@@ -256,7 +256,7 @@ def meta_model(config: PretrainedConfig, **options: Any) -> Any:
 
 
 def remote_code(settings: PolicySettings, config: PretrainedConfig) -> dict[str, Any]:
-    """Arguments of `from_config` that select the modelling code in the checkpoint, in the revision `policy.revision`.
+    """Arguments of `from_config` that select the checkpoint's modelling code at the revision `policy.revision`.
 
     Without these arguments, transformers would download the newest code, because `from_config` does not know the
     revision that the config was loaded from. If the code is in another repository, no revision is passed, because the
@@ -275,9 +275,9 @@ def import_model_code(config: PretrainedConfig) -> None:
     """Import the module of transformers that defines the models of this config; do nothing for code of a checkpoint.
 
     While ZeRO-3 builds a model, it replaces the constructors of all `nn.Module` classes, and restores them afterwards.
-    If a Python module is imported meanwhile, ZeRO-3 gives its classes the constructors that they had before their
-    decorators ran. The classes of experts then lack what transformers' decorators add to their constructors, and the
-    next model of the process cannot run. Therefore the Python module is imported before the model is built.
+    If a Python module is imported meanwhile, ZeRO-3 gives the module's classes the constructors that they had before
+    their decorators ran. The classes of experts then lack what transformers' decorators add to their constructors, and
+    the next model of the process cannot run. Therefore the Python module is imported before the model is built.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -440,9 +440,9 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
     Raises:
         FileNotFoundError: If the policy's config or the initial adapter does not exist.
         ModuleNotFoundError: If a package is missing.
-        ValueError: If the weights are to be quantised, and the strategy shards weights.
+        ValueError: If the weights are to be quantized, and the strategy shards weights.
         ValueError: If the strategy is ZeRO-3, and the adapter is DoRA or adapts experts.
-        ValueError: If the adapter is DoRA, and the weights are to be quantised to 8 bits.
+        ValueError: If the adapter is DoRA, and the weights are to be quantized to 8 bits.
         ValueError: If the adapter cannot be used, or its settings have names that match nothing.
         ValueError: If the model does not support a setting of images or vision.
         ValueError: If more layers are to be frozen than the model has.
@@ -509,7 +509,7 @@ def check_names_without_weights(loader: PolicySettings, config: PretrainedConfig
 
 
 def adapter_setting(loader: PolicySettings, name: str) -> Any:
-    """Read a setting of the adapter: that of a model in memory, else the initial adapter, else a new adapter.
+    """Read a setting from the adapter of a model in memory, else from the initial adapter, else from a new adapter.
 
     Args:
         loader: The policy's settings.
@@ -555,7 +555,7 @@ def check_in_step(model: Any, sharding: Sharding) -> None:
 
 
 def check_quantization(kind: Quantization) -> None:
-    """Check that quantisation is available, before weights are loaded.
+    """Check that quantization is available, before weights are loaded.
 
     Raises:
         ModuleNotFoundError: If bitsandbytes is not installed.
@@ -570,7 +570,7 @@ def check_quantization(kind: Quantization) -> None:
 
 
 def quantization_options(kind: Quantization, device_type: str) -> dict[str, Any]:
-    """Arguments of `from_pretrained`: NF4 in bfloat16 with quantised scales (arXiv:2305.14314), or int8."""
+    """Arguments of `from_pretrained`: NF4 in bfloat16 with quantized scales (arXiv:2305.14314), or int8."""
     from transformers import BitsAndBytesConfig
 
     config = (
@@ -583,7 +583,7 @@ def quantization_options(kind: Quantization, device_type: str) -> dict[str, Any]
         if kind == "4bit"
         else BitsAndBytesConfig(load_in_8bit=True)
     )
-    # The model is quantised on the device that it will run on: bitsandbytes stores the weights there.
+    # The model is quantized on the device that it will run on: bitsandbytes stores the weights there.
     device: int | str = torch.cuda.current_device() if device_type == "cuda" else device_type
     return {"quantization_config": config, "device_map": {"": device}}
 

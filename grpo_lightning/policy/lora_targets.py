@@ -95,7 +95,7 @@ def names_mistaken_for_experts(model: nn.Module, names: Iterable[str]) -> set[st
     try:
         from peft import LoraConfig
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:  # a release without this conversion, or a plan without peft
+    except ImportError:  # peft is too old for this conversion, or is missing (in `plan`)
         return set()
     taken = set()
     names = list(names)
@@ -144,7 +144,7 @@ def saved_modules(
 
     Raises:
         ValueError: If a suffix matches no module.
-        ValueError: If a suffix matches a module without weights, or a module whose weights are quantised or tied to
+        ValueError: If a suffix matches a module without weights, or a module whose weights are quantized or tied to
             those of other modules.
         ValueError: If peft would select more modules: it also accepts a suffix that begins in the middle of a part of a
             name, as `head` does in `lm_head`.
@@ -170,7 +170,7 @@ def saved_modules(
 
 
 def check_saved(model: nn.Module, name: str, module: nn.Module, setting: str) -> None:
-    """Raise ValueError if a module cannot be trained as a copy: its weights are tied to others, quantised, or missing.
+    """Raise ValueError if a module cannot be trained as a copy: its weights are tied to others, quantized, or missing.
 
     Args:
         model: The policy.
@@ -180,7 +180,7 @@ def check_saved(model: nn.Module, name: str, module: nn.Module, setting: str) ->
     """
     own = {id(weight) for weight in module.parameters()}
     if any(not weight.is_floating_point() for weight in module.parameters()):
-        raise ValueError(f"{setting}: the weights of {name} are quantised, which cannot be trained. Remove it.")
+        raise ValueError(f"{setting}: the weights of {name} are quantized, which cannot be trained. Remove it.")
     if not own:
         raise ValueError(f"{setting}: {name} has no weights to train. Remove it.")
     parts = set(module.modules())

@@ -47,7 +47,7 @@ def use_float32_head(model: nn.Module) -> None:
         model: Changed in place: the `forward` of all layers of the head, including adapters and copies, is replaced.
 
     Raises:
-        ValueError: If the model does not declare its head, or the head is quantised.
+        ValueError: If the model does not declare its head, or the head is quantized.
     """
     head = base_model(model).get_output_embeddings()
     if head is None:
@@ -56,7 +56,7 @@ def use_float32_head(model: nn.Module) -> None:
             "(get_output_embeddings). Set it to 'auto'."
         )
     if any(not weight.is_floating_point() for weight in head.parameters()):
-        raise ValueError("policy.head_dtype is 'float32', but the head's weights are quantised. Set it to 'auto'.")
+        raise ValueError("policy.head_dtype is 'float32', but the head's weights are quantized. Set it to 'auto'.")
     for part in head.modules():
         if next(part.parameters(recurse=False), None) is not None:
             part.forward = functools.partial(forward_in_float32, part)

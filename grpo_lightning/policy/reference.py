@@ -128,7 +128,8 @@ def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
     Checkpoints do not contain a reference that equals the initial policy; a resumed run makes it again. The checksums
     show whether the new reference is the same as the old one. If the reference is an adapter, or the policy without
     adapters, the weights of the base have separate checksums ("base torch.float32"). Weights that ZeRO-3 has
-    partitioned while loading are skipped. A model given in memory is partitioned later, so its weights are not skipped.
+    partitioned while the model was loaded are skipped. A model given in memory is partitioned later, so its
+    weights are not skipped.
     """
     sums = checksums(reference.weights(policy))
     if isinstance(reference, FrozenCopy):

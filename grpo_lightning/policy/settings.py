@@ -50,8 +50,8 @@ class PolicySettings:
             passes together take the least time. None runs all completions of a micro-batch at once.
         head_chunk_size: Number of tokens whose logits are computed at a time when computing log-probs; a smaller number
             needs less memory. None computes the logits of all tokens at once.
-        activation_checkpointing: "chunks" recomputes the activations of each chunk of completions in the backward pass,
-            "layers" those of each decoder layer. "none" stores all activations.
+        activation_checkpointing: "chunks" recomputes the activations of each chunk of completions in the backward pass.
+            "layers" recomputes the activations of each decoder layer. "none" stores all activations.
         lora: Train low-rank adapters with these settings, and freeze all other weights. May be a mapping with the
             fields of `LoRA`.
         freeze_layers: Freeze the embeddings and this many decoder layers, counted from the first. A head that is tied
@@ -63,8 +63,8 @@ class PolicySettings:
             GLM-4.1V).
         min_pixels: Minimum pixels per image; smaller images are scaled up. For the same families as `max_pixels`.
         max_anyres_num: Maximum number of tiles per image. Only for InternVL.
-        quantization: Quantise the frozen weights of the base model to "4bit" (NF4) or "8bit"; needs `lora`. `dtype` is
-            then the dtype of the weights that are not quantised: embeddings, norms and head.
+        quantization: Quantize the frozen weights of the base model to "4bit" (NF4) or "8bit"; needs `lora`. `dtype` is
+            then the dtype of the weights that are not quantized: embeddings, norms and head.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run modelling code that comes with the checkpoint.
     """
@@ -218,7 +218,7 @@ def model_or_config(given: Any) -> Any:
 
 
 def check_trained_settings(settings: PolicySettings) -> None:
-    """Raise ValueError for conflicting settings of adapters, frozen layers and quantisation."""
+    """Raise ValueError for conflicting settings of adapters, frozen layers and quantization."""
     kind = settings.quantization
     if settings.has_adapters_in_memory and settings.lora is not None:
         raise ValueError(
@@ -240,7 +240,7 @@ def check_trained_settings(settings: PolicySettings) -> None:
         return
     if settings.lora is None:
         raise ValueError(
-            f"policy.quantization is {kind!r}, and quantised weights cannot be trained: add policy.lora ({{}} for its "
+            f"policy.quantization is {kind!r}, and quantized weights cannot be trained: add policy.lora ({{}} for its "
             "defaults), or remove quantization."
         )
     if settings.model is not None or settings.from_scratch:
@@ -250,6 +250,6 @@ def check_trained_settings(settings: PolicySettings) -> None:
         )
     if settings.dtype == "float16":
         raise ValueError(
-            f"policy.dtype is float16, but weights quantised to {kind} compute in bfloat16: set it to bfloat16 or "
+            f"policy.dtype is float16, but weights quantized to {kind} compute in bfloat16: set it to bfloat16 or "
             "float32."
         )

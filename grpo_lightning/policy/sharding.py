@@ -347,9 +347,9 @@ def gathered_dtypes(model: nn.Module) -> set[torch.dtype | None]:
 
 
 def computes_in_float32(model: nn.Module) -> bool:
-    """False if a weight is stored or used in fewer than 32 bits; quantised models compute in 16 bits."""
+    """False if a weight is stored or used in fewer than 32 bits; quantized models compute in 16 bits."""
     if getattr(base_model(model).config, "quantization_config", None) is not None:
-        return False  # whatever dtype the quantised weights are stored in
+        return False  # whatever dtype the quantized weights are stored in
     if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
         return False
     return all(dtype in (None, torch.float32) for dtype in gathered_dtypes(model))

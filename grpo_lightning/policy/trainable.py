@@ -98,7 +98,7 @@ def frozen_names(owner: nn.Module) -> set[str]:
 def keep_frozen_out_of_checkpoints(owner: nn.Module) -> None:
     """Drop frozen weights and the reference from a module's state dict; resumed runs load or make them again.
 
-    In a policy with adapters, only the trained weights stay in the state dict: the scales and codes of quantised layers
+    In a policy with adapters, only the trained weights stay in the state dict: the scales and codes of quantized layers
     are dropped as well. In a policy without adapters, buffers also stay.
 
     A weight is dropped only if it is frozen both when this function is called and when the state dict is taken. A
@@ -240,9 +240,9 @@ def compute_dtype(
 ) -> str:
     """The dtype in which a run computes matrix products.
 
-    This is the 16-bit dtype of `trainer.precision` or of DeepSpeed's configuration. If neither sets a 16-bit dtype, the
-    run computes in the dtype of the weights. With DeepSpeed, it then computes in float32 instead, because DeepSpeed
-    converts all weights to float32.
+    This is the 16-bit dtype of `trainer.precision` or of DeepSpeed's configuration. If neither sets a 16-bit dtype, a
+    run with DeepSpeed computes in float32, because DeepSpeed converts all weights to float32. Any other run then
+    computes in the dtype of the weights.
 
     Args:
         settings: The policy's settings, which give the dtype of the weights.

@@ -385,8 +385,9 @@ def read_tokens(path: Path, lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def read_images(lines: Sequence[Line]) -> dict[str, str]:
-    """Thumbnails of the prompts' images by name, as data: URIs; at most `MAX_IMAGES`, chosen at equal distances.
+    """Make thumbnails of the prompts' images: `data:` URIs by the name of the image.
 
+    If there are more than `MAX_IMAGES` images, only every n-th image is read, so that at most `MAX_IMAGES` remain.
     Images that are not files, or cannot be read any more, are left out. For each of them, the report shows an empty
     frame.
     """

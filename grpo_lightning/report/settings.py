@@ -18,7 +18,7 @@ CLASSES = {
 """Classes of the sections of a recipe."""
 
 UNKNOWN = object()
-"""Stands for the default of a setting that has none, or whose class cannot be imported."""
+"""Stands for the default of a setting that has no default, or that belongs to a class that cannot be imported."""
 
 HIDDEN = ("trainer.logger", "trainer.default_root_dir")
 """Settings that the command line fills in."""
@@ -34,7 +34,7 @@ CLI_DEFAULTS: dict[str, Any] = {
 """Defaults of the command line that differ from those in the signatures."""
 
 MISSING = "-"
-"""Shown as the default of a setting that has none."""
+"""Shown as the default of a setting that has no default."""
 
 Setting = list[Any]
 """[key, value, default]."""

@@ -52,7 +52,7 @@ _PROSE = re.compile(
 _NEGATED = re.compile(r"\b(?:not|never|cannot|neither|nor)\b|n['\u2019]t\b|不", re.IGNORECASE)
 _MINUS = re.compile(r"(?:\b(?:minus|negative)\s{1,8}|负\s{0,8})(?=[0-9])", re.IGNORECASE)
 _LENGTH = "(?:mm|cm|dm|km|m|ft|in|yd|mi)"
-_UNIT = re.compile(  # cm^2, km/h, m/s^2; simpler units are words
+_UNIT = re.compile(  # cm^2, km/h, m/s^2; units of letters alone are handled as words
     rf"(?<=[0-9])\s{{1,8}}(?:{_LENGTH}\^\{{?[23]\}}?|(?:{_LENGTH}|g|kg|L)/(?:s|sec|min|h|hr)(?:\^\{{?2\}}?)?)\.?\Z"
 )
 _CURRENCY = re.compile(
@@ -91,8 +91,8 @@ class Accuracy(AnswerReward):
     mathematics, or if the comparison fails or times out; a warning is then logged.
 
     math-verify (install the extra `math`) runs in a separate process, so the reward can be called from any thread.
-    After four failed or timed-out comparisons with the same ground truth in a call, no further answers are compared
-    with it. These answers are not scorable. This rule bounds the time of the call.
+    If four comparisons with the same ground truth fail or time out in one call, this call compares no further answers
+    with that ground truth. The completions with these answers are not scorable. This rule bounds the time of the call.
 
     Args:
         answer_column: The data column with the ground truth, text or a number. If the text has a part after `####`,

@@ -1,9 +1,9 @@
 r"""Extract the answer from a text.
 
 The answer may be in answer tags, in `\boxed{}`, after `####`, after "the answer is", in bold, or on the last line.
-Other functions of this module find the number in an answer, or the option that it chooses. Completions are untrusted
-text, so all functions take linear time: they use `str` methods, and patterns that cannot backtrack or that look only a
-few characters ahead.
+Other functions of this module find the number in an answer, or the option that the answer chooses. Completions are
+untrusted text, so all functions take linear time: they use `str` methods, and patterns that cannot backtrack or that
+look only a few characters ahead.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ def between_answer_tags(text: str) -> str | None:
 
 
 def after_reasoning(text: str) -> str:
-    """The text after the last `</think>`, otherwise the whole text; empty if `<think>` is never closed (truncated)."""
+    """The text after the last `</think>`.
+
+    Without `<think>` and `</think>`, it is the whole text. If `<think>` is never closed (truncated), it is empty.
+    """
     _, closing, rest = text.rpartition("</think>")
     return "" if not closing and "<think>" in text else rest
 
@@ -361,7 +364,7 @@ def _is_option(found: re.Match[str], text: str) -> bool:
 
 
 def _is_article(found: re.Match[str], text: str) -> bool:
-    """Whether a lone capital letter may be the article ("A cat", but also "A or B")."""
+    """Whether a lone capital letter may be the article: "A" before a word in small letters ("A cat", even "A or B")."""
     following = text[found.end() : found.end() + 2]
     return found[0] == "A" and following[:1] == " " and following[1:].islower()
 

@@ -134,7 +134,7 @@ def _is_expression(text: str) -> bool:
 
 
 class _FormatError(Exception):
-    """A problem with a value; its text ends a sentence that starts with "column <name>"."""
+    """A problem with a value. The message continues a sentence that starts with "column <name>"."""
 
 
 def _read(value: Any, setup: str, entry_point: str | None) -> Iterator[Test]:
@@ -430,12 +430,12 @@ def accepts(call: Call, value: Any, tolerance: float) -> bool:
     """Whether a call returned one of the accepted values. Args: tolerance: as in `same_value`."""
     try:
         return any(same_value(value, wanted, tolerance) for wanted in call.accepted)
-    except (RecursionError, ValueError):  # nested too deeply, or a key too long for a text
+    except (RecursionError, ValueError):  # nested too deeply, or an integer key has too many digits for `str`
         return False
 
 
 def largest_output(test: Stdin | Call) -> int:
-    """Maximum size of a test's output, in bytes; more spaces, or a different encoding of the values, still fit."""
+    """Maximum size of a test's output, in bytes, with room for more spaces or for another encoding of the values."""
     if isinstance(test, Stdin):
         return 65536 + 12 * len(test.expected.encode("utf-8", "surrogatepass"))
     return 65536 + 3 * max(len(values.pack_frame(values.encode(value, values.refuse))) for value in test.accepted)

@@ -91,8 +91,9 @@ class CodeTests(Reward):
             (LiveCodeBench), `[test_list]` (MBPP), `[test]` (HumanEval). A column without a value is skipped. If no
             column of `tests_columns` has a value, the row is not scorable.
         setup_column: The data column with code to run before the test code: `test_setup_code` or `test_imports` (MBPP).
-        entry_point_column: The data column with the name of a function. With `entry_point` (HumanEval), this function
-            is passed to `check`. With `metadata` (LiveCodeBench), the tests call this function.
+        entry_point_column: The data column with the name of a function. A function named in the column `entry_point`
+            (HumanEval) is passed to `check`. A function named in the column `metadata` (LiveCodeBench) is called by the
+            tests.
         score: "fraction" is the fraction of the tests that pass. "all" is 1 if all tests pass, else 0.
         max_tests: Run only the first `max_tests` tests of a row; null runs all tests.
         timeout_seconds: Time limit of a test in wall time. After the first test that exceeds it, the remaining tests of
@@ -104,8 +105,8 @@ class CodeTests(Reward):
         tolerance: Decimal numbers are equal if they differ by at most `tolerance`, absolutely or relative to the
             expected number. Printed integers must be equal as text. With 0, printed decimal numbers must be equal as
             text, too.
-        preamble: Code that every program starts with. The default imports the type names that LeetCode solutions use
-            without importing them.
+        preamble: Code that runs before the code of every program. The default imports the type names that LeetCode
+            solutions use without importing them.
         allow_file_reads: Run programs even if the kernel has no Landlock. Programs can then read every file of this
             user, so set this only in a container that holds nothing secret.
     """

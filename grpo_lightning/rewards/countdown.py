@@ -66,7 +66,7 @@ class Countdown(Reward):
         return [self._score(completion_text(completion), numbers, target) for completion, numbers, target in rows]
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Check the numbers and target of a row. Raises: ValueError where a call raises one."""
+        """Check the numbers and target of a row. Raises: ValueError if a call with this row would raise one."""
         self._task(columns.get(self.numbers_column), columns.get(self.target_column))
 
     def _score(self, text: str, numbers: Any, target: Any) -> float | None:
@@ -107,7 +107,8 @@ def evaluate(text: str, *, max_numbers: int) -> tuple[Fraction | None, Counter[i
     Returns:
         (The value of the expression, the count of each number in it). The value is None if the text is not such an
         expression, for example because it has powers, decimals, words, two signs in a row or an extra operator. The
-        value is also None if the text is too long, has too many numbers or a number that is too long, or divides by 0.
+        value is also None if the text is too long, if there are too many numbers, if a number is too long, or if the
+        expression divides by 0.
     """
     text = " ".join(text.translate(_SIGNS).split())
     numbers = re.findall(r"[0-9]+", text) if len(text) <= MAX_CHARACTERS else []

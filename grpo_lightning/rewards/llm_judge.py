@@ -77,7 +77,8 @@ class LLMJudge(AnswerReward):
 
     Args:
         model: The name of the model at the endpoint.
-        base_url: The endpoint, such as `http://localhost:8000/v1`; None uses `OPENAI_BASE_URL`, otherwise OpenAI.
+        base_url: The endpoint, such as `http://localhost:8000/v1`. With None, it is the value of the environment
+            variable `OPENAI_BASE_URL` or, if this variable is not set, OpenAI's endpoint.
         api_key_env: The environment variable with the API key. It may be unset for your own endpoint.
         answer_column: The data column with the ground truth (see `Method`). A row without ground truth is not scorable.
         prompt: The prompt for the judge. In it, `{question}`, `{right}` (the ground truth) and `{given}` (the answer)

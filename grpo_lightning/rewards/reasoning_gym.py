@@ -88,12 +88,12 @@ class ReasoningGym(Reward):
         return values
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Check the task, settings and item of a row. Raises: ValueError where a call raises one."""
+        """Check the task, settings and item of a row. Raises: ValueError if a call with this row would raise one."""
         if columns.get("task") is not None:
             self._item(*(columns.get(name) for name in COLUMNS))
 
     def _item(self, task: Any, config: Any, text: Any) -> tuple[Any, Entry]:
-        """Load the task and the item of a row. Raises: ValueError where a call raises one."""
+        """Load the task and the item of a row. Raises: ValueError if the row is invalid or its task is refused."""
         for name, value in zip(COLUMNS, (task, config, text), strict=True):
             if not isinstance(value, str):
                 raise ValueError(f"column {name!r} must hold text written by ReasoningGymTasks, got {value!r:.80}.")

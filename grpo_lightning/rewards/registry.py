@@ -93,7 +93,7 @@ class Plugin(WeightedReward):
         error_value: float | None = None,
         completions_as: CompletionsAs = "auto",
     ) -> None:
-        """Raises: ValueError, ImportError or TypeError where `reward` raises one."""
+        """Raises: ValueError, ImportError or TypeError if the function `reward` raises one."""
         super().__init__(reward(name, **(init_args or {})), weight, log_name, on_error, error_value, completions_as)
 
 

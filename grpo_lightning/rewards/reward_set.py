@@ -26,7 +26,7 @@ class RewardSet:
     With `workers`, picklable sync rewards run in worker processes, several calls at a time, with time and memory limits
     (`RewardWorkers`). Other sync rewards run one after the other in the calling thread. Async rewards run at the same
     time as the sync rewards. All async rewards share one event loop for the lifetime of the process, so that their
-    clients keep their connections. A reward set is picklable if its rewards are.
+    clients keep their connections. A reward set is picklable if all its rewards are picklable.
 
     Args:
         rewards: Functions, callable objects, `Reward`s or `WeightedReward`s. Names must be unique, so that log keys
@@ -118,7 +118,7 @@ class RewardSet:
             reward.check(max_completion_length)
 
     def connect(self, device: torch.device, sharding: Sharding | None = None, num_local_ranks: int = 1) -> None:
-        """Start the workers and have the rewards load their models (`Reward.connect`).
+        """Start the workers, and call `Reward.connect`, in which the rewards load their models.
 
         Args:
             device: The policy's device on this rank.
@@ -181,12 +181,13 @@ class RewardSet:
     def early_calls(
         self, prompts: Sequence[Prompt], max_completion_length: int | None = None, trainer_state: Any = None
     ) -> Iterator[None]:
-        """Open a context for sampling and scoring a batch, in which `early.start` starts the calls on a sampled group.
+        """Open a context in which a batch is sampled and scored, and in which reward calls can start early.
 
-        `begin` uses the answers of these early calls if it is called with the same groups and arguments. Early calls
-        whose answers are not used are cancelled at the end of the context. If no answer is used (for example because a
-        subclass overrides `score_rewards` and calls no rewards, or changes the completions), no early calls are started
-        for later batches.
+        Inside the context, `early.start` starts the reward calls on a group that is already sampled. `begin` uses the
+        results of these early calls if it is called with the same groups and arguments. Early calls whose results are
+        not used are cancelled at the end of the context. If no result is used, no early calls are started for later
+        batches. This happens, for example, if a subclass overrides `score_rewards` so that it does not call the
+        rewards, or changes the completions first.
 
         Args:
             prompts: The N prompts of the batch.

@@ -122,8 +122,9 @@ class EarlyCalls:
     """Calls of rewards on sampled groups of a batch, while other groups of the batch are still being sampled.
 
     Calls in workers start early. If the `Scoring` of the batch makes the same call, with the same reward, arguments and
-    seed, it takes over the answer of the early call. A reward in the training process can start its slow part early
-    (`Reward.prefetch`). Answers that no `Scoring` takes over are ignored, and so are their logs and failures.
+    seed, the `Scoring` takes over the result of the early call. A reward in the training process can start its slow
+    part early (`Reward.prefetch`). Results that no `Scoring` takes over are ignored, and so are the logs and failures
+    of their calls.
 
     Args:
         context: Arguments shared by all completions of the batch.

@@ -28,12 +28,12 @@ class ExactMatch(AnswerReward):
         answer_column: The data column with the ground truth, text or a number. If the text has a part after `####`
             (GSM8K), between answer tags (VLM-R1) or in `\boxed{}` (MATH), that part is the answer. A row without an
             answer (None or only whitespace) is not scorable.
-        extract: Where to read the completion's answer: "answer_tag" reads the last `<answer>...</answer>`, "boxed" the
-            last `\boxed{}`, "hashes" the text after the last `####` up to the end of the line, and "text" the whole
-            completion. "auto" tries the following places in order, and reads the first that the completion has: answer
-            tags; `\boxed{}`; an announcement ("The answer is 7.") or `#### 7`; bold text (**7**); the end of the last
-            line ("3 + 4 = 7"), if the completion is not truncated. If there is no answer at the place that is read, the
-            completion is wrong.
+        extract: The place of the completion's answer: the last `<answer>...</answer>` ("answer_tag"), the last
+            `\boxed{}` ("boxed"), the text after the last `####` up to the end of the line ("hashes"), or the whole
+            completion ("text"). "auto" tries the following places in order, and reads the first that the completion
+            has: answer tags; `\boxed{}`; an announcement ("The answer is 7.") or `#### 7`; bold text (**7**); the end
+            of the last line ("3 + 4 = 7"), if the completion is not truncated. If there is no answer at the place that
+            is read, the completion is wrong.
         is_normalized: False compares the extracted texts without normalization; only whitespace around them is removed.
     """
 
@@ -81,7 +81,7 @@ class Format(Reward):
         tags: The tags, in order. For example, `[reasoning, answer]` requires
             `<reasoning>...</reasoning><answer>...</answer>`.
         prompt_opens_first: True if the prompt, as the chat template renders it, ends with the first opening tag. The
-            completion then starts inside this part and must not repeat the tag.
+            completion then starts inside the first part and must not repeat this tag.
         text_after: True if any text may follow the last part. For example, `tags=[think], text_after=True` accepts
             reasoning followed by an answer without tags.
     """

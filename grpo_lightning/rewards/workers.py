@@ -295,7 +295,7 @@ class WorkerPool:
         self.limits = limits if limits is not None and limits.num_workers != 0 else None
         """The limits of calls; None without workers."""
         self._places: dict[str, int] = {}
-        """Index in the pool of each reward that runs in workers, by name."""
+        """The rewards that run in workers: the index of each in the pool, by the reward's name."""
         self._started_by: int | None = None
         """Id of the process that has started the workers. A fork of this process lacks the process's threads, and
         therefore starts new workers."""
@@ -749,7 +749,7 @@ def _work(connection: Connection, others: Sequence[Connection], rewards: Sequenc
     try:
         os.setsid()  # so that subprocesses of rewards are killed with their worker
         _end_with_parent()
-        for other in others:  # the supervisor's ends
+        for other in others:  # the supervisor's ends of its connections, inherited by the fork
             other.close()
         _limit_memory(memory_bytes)
         for reward in rewards:

@@ -492,7 +492,7 @@ class Game:
         limits = [self.turn_limit(each) for each in chosen]
         is_first, self.num_rounds = self.num_rounds == 0, self.num_rounds + 1
         more: dict[str, Any] = {}
-        if is_first:  # the prompts are computed once for their conversations, as without an environment
+        if is_first:  # as in a run without an environment, each prompt is computed once
             inputs, seeds, count = [each.token_ids for each in self.encoded], list(self.seeds), num_generations
             if self.part != range(num_generations):
                 more["part"] = self.part

@@ -25,8 +25,8 @@ class Turns:
 
     rows: Sequence[int]
     """For each completion of a call, the number of its conversation. Later calls use the same number for the same
-    conversation. In a later call, the prompt of a conversation begins with its earlier prompt and completion, of which
-    the last tokens may be missing."""
+    conversation. In a later call, the prompt of a conversation begins with the prompt and the completion of the
+    earlier call. The last tokens of this completion may be missing."""
 
     states: dict[int, Any]
     """The kept states, by the number of the conversation. The engine changes this mapping, and the caller drops it
@@ -90,8 +90,9 @@ class RolloutEngine(Protocol):
                 conversation again for each turn.
 
         Returns:
-            N lists of G completions (or of those in `part`), in the order of the prompts. The `entropies` of a
-            completion are optional. Without them, `policy/entropy` is estimated as the mean of the negative log-probs.
+            N lists in the order of the prompts, each with the G completions of a prompt, or with the completions in
+            `part`. The `entropies` of a completion are optional. Without them, `policy/entropy` is estimated as the
+            mean of the negative log-probs.
         """
         ...
 
@@ -112,7 +113,7 @@ class RolloutEngine(Protocol):
         return None
 
     def hold_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Context for all turns of a rollout's conversations. Until it ends, `sync_weights` waits in other threads."""
+        """Context for all turns of a rollout's conversations. Other threads wait in `sync_weights` until it ends."""
         return contextlib.nullcontext()
 
     def check_run(

@@ -357,7 +357,7 @@ class SharedGroups:
         self._sampled = []
 
     def _part_of(self, rollout: Rollout, member: int) -> tuple[list[int], list[list[Completion]], Tensor | None]:
-        """A member's part of N groups: their numbers [N], completions [N][part], and advantages [N, part]."""
+        """A member's part of N groups: group numbers [N], completions [N][part], and advantages [N, part]."""
         parts = [self.teams.part(len(group.completions), member) for group in rollout.groups]
         completions = [[group.completions[i] for i in part] for group, part in zip(rollout.groups, parts, strict=True)]
         advantages = rollout.advantages

@@ -76,7 +76,7 @@ WAYS: dict[Way, str] = {
     "repeated": "a KV cache that repeats each prompt G times",
     "generate": "transformers' `generate`",
 }
-"""How the engine can sample, the fastest first."""
+"""The ways in which the engine can sample, ordered from the fastest to the slowest."""
 
 
 class LocalEngine(RolloutEngine):
@@ -847,9 +847,10 @@ class KeptStates:
     """Keys and values of conversations, kept from the end of a turn to the beginning of the next one.
 
     The states kept for a conversation cover the prompt and all tokens of the conversation so far, except the last token
-    of its last turn. The next prompt uses these states only as far as its tokens are the same, because tokens at the
-    end of a turn may have been dropped since. All rows of a wave run the same number of new tokens, so that the rows
-    stay left-padded. A row with fewer new tokens runs some of its old tokens again.
+    of its last turn. Afterwards, tokens at the end of this turn may be dropped. The next prompt therefore uses the kept
+    states only for its first tokens, up to the first token that differs from the kept ones. All rows of a wave run the
+    same number of new tokens, so that the rows stay left-padded. A row with fewer new tokens runs some of its old
+    tokens again.
 
     Args:
         turns: Numbers the conversations, and holds the kept states.
@@ -858,8 +859,8 @@ class KeptStates:
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
         self.earlier: dict[int, tuple[list[int], list[States]]] = dict(turns.states)
-        """The tokens and states that earlier calls have kept, by conversation: token ids, and for each layer the states of
-        these tokens [key heads, tokens, head size]."""
+        """The tokens and states that earlier calls have kept, by conversation: token ids, and for each layer the states
+        of these tokens [key heads, tokens, head size]."""
         turns.states.clear()
 
     def before(self, wave: Wave, width: int) -> list[States] | None:
@@ -1042,7 +1043,7 @@ def log_gathering(gathers: bool, reason: str) -> None:  # noqa: FBT001 - what wa
 
 
 def full_bytes(policy: nn.Module, dtype: torch.dtype | None = None) -> int:
-    """Bytes of the full (unsharded) weights in the dtype in which they are gathered; None is the weights' dtype."""
+    """Bytes of the full (unsharded) weights if they are gathered in `dtype`; None keeps the dtype of each weight."""
     size = None if dtype is None else dtype.itemsize
     return sum(full_shape(p).numel() * (size or p.element_size()) for p in policy.parameters())
 

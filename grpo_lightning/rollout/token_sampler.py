@@ -175,8 +175,9 @@ def first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor
 
     Args:
         weights: [rows, n], none negative, not all 0.
-        target: [rows, 1], at least 0. If rounding has made a target as large as the sum of the weights, the target is
-            lowered to the largest number below this sum, and the index found is that of the last positive weight.
+        target: [rows, 1], at least 0. Rounding can make a target equal to the sum of the weights, or larger. The target
+            is then lowered to the largest number below this sum, and the index found is that of the last positive
+            weight.
 
     Returns:
         Three tensors [rows, 1]: the index, which always has a positive weight; the sum of the weights before this
@@ -367,8 +368,8 @@ class TokenSampler:
 
         Args:
             completion_ids: [rows, tokens].
-            late: [rows] number of columns of each row that are before its completion. They are ignored. None if no row
-                has any.
+            late: [rows] number of columns before the completion of each row. These columns are ignored. None if no row
+                has such columns.
         """
         if self.stop_strings is None:
             return None

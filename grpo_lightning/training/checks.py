@@ -124,7 +124,7 @@ def check_counts(*, num_generations: int, **counts: int) -> None:
 
 
 def check_pass_k(pass_k: int | None, num_generations: int) -> None:
-    """Check that a group holds k completions. Raises: ValueError if not; the message names both settings."""
+    """Check that a group has at least k completions. Raises: ValueError if not; the message names both settings."""
     if pass_k is not None and pass_k > num_generations:
         raise ValueError(
             f"model.objective.pass_k must be at most model.num_generations ({num_generations}), got {pass_k}: lower "
@@ -381,7 +381,7 @@ def check_validation_interval(trainer: L.Trainer) -> None:
 
 
 def check_not_loaded(sharding: Sharding | None, trainer: L.Trainer) -> None:
-    """Refuse a policy that was loaded unsharded if the strategy shards it: each rank would train separate weights.
+    """If the strategy shards weights, refuse a policy that is loaded unsharded: each rank would train separate weights.
 
     Args:
         sharding: How the loaded policy is sharded; None if it is not loaded yet.

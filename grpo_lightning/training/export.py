@@ -3,8 +3,8 @@
 A checkpoint contains only the trained weights. Frozen weights, config and tokenizer (for a multimodal policy, the
 processor) come from the policy before training. So the export first loads that policy, and then replaces the weights
 that the checkpoint contains. LoRA adapters are merged into the policy's weights, or written separately for peft. The
-export never quantises the policy. Adapters that were trained on 4-bit or 8-bit weights are merged into the
-full-precision weights, which differ from the weights of the run by the quantisation error.
+export never quantizes the policy. Adapters that were trained on 4-bit or 8-bit weights are merged into the
+full-precision weights, which differ from the weights of the run by the quantization error.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Export:
     """True if only the adapters were written: loading them requires the policy before training."""
 
     quantization: Quantization = "none"
-    """Quantization of the weights that the adapters were trained on. The written weights are not quantised."""
+    """Quantization of the weights that the adapters were trained on. The written weights are not quantized."""
 
     is_multimodal: bool = False
     """True for a vision-language model, exported with its processor."""
@@ -216,7 +216,7 @@ def load_policy(loader: PolicyLoader, dtype: torch.dtype, adapter: Mapping[str, 
 
 
 def load_base(loader: PolicyLoader, dtype: torch.dtype) -> Any:
-    """Load the policy's base model, never quantised."""
+    """Load the policy's base model, never quantized."""
     config = loader.load_config()
     auto_class = auto_class_of(config)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": loader.trust_remote_code}
@@ -246,7 +246,8 @@ def load_trained_weights(
         Number of weights that are not in the checkpoint.
 
     Raises:
-        ValueError: If names or shapes do not match the model, tied weights differ, or trained weights are missing.
+        ValueError: If names or shapes do not match the model, if tied weights differ, or if trained weights are
+            missing.
     """
     own = model.state_dict()
     check_names_and_shapes(own, weights)

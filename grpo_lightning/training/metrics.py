@@ -261,7 +261,7 @@ def add_resampling(metrics: StepMetrics, done: Resampling, reason: str, warn_onc
 
 
 def add_scores(metrics: StepMetrics, scores: Scores) -> None:
-    """Add the rewards' means, stds within groups, zero-variance groups, failures, and the metrics that rewards log."""
+    """Add rewards' metrics: means, stds within groups, share of zero-variance groups, failures, and logged metrics."""
     total = scores.total
     scorable = ~total.isnan()
     metrics.add("reward/mean", total.nansum(), scorable.sum())

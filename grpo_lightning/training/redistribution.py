@@ -56,7 +56,7 @@ class SavedRow(CompletionRow):
 
 
 def saved_share(rank: int, world_size: int, ranks_per_group: int) -> dict[str, int]:
-    """Return the entries of a rank's saved cycle that state which part of the rollout the rank has.
+    """Describe the part of a rollout that a rank has, as entries of the rank's saved cycle.
 
     The i-th group of the rank has index `first_group + i * group_step` among the groups of all ranks. Within a group,
     the i-th completion of the rank has index `first_completion + i * completion_step`.

@@ -106,7 +106,7 @@ class RunState:
 
     @property
     def layout(self) -> Layout:
-        """Number of ranks of this run, and of ranks that share a group."""
+        """The number of all ranks of this run, and the number of ranks that share a group."""
         return Layout(ranks.world_size(), self.teams.ranks_per_group)
 
     def begin(self) -> None:

@@ -192,7 +192,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         checkpoint_path: Any,
         weights_only: bool | None = None,  # noqa: FBT001
     ) -> dict[str, Any]:
-        """As in Lightning, but training can load universal checkpoints, and evaluation stage 3 folders and files.
+        """As in Lightning; training also loads universal checkpoints, and evaluation loads stage 3 folders and files.
 
         A stage 3 folder contains the weights only as float32 master weights of the optimizer, and DeepSpeed cannot load
         master weights without an optimizer. Each rank saves only its shard of the optimizer states. If a different
@@ -401,7 +401,7 @@ INSTEAD = {
     "FSDPStrategy": "it flattens the weights, which sampling and scoring need unflattened. Set trainer.strategy to "
     "fsdp2 (grpo_lightning.FSDP2Strategy)",
 }
-"""Why strategies are not supported, and what to use instead, by name."""
+"""By the name of an unsupported strategy: why it is not supported, and what to use instead."""
 
 
 def is_supported(kind: type[Strategy]) -> bool:

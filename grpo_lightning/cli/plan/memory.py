@@ -454,7 +454,7 @@ def format_ranks(ranks: int) -> str:
 
 
 def offload_part(part: Part, offloaded: frozenset[str]) -> list[Part]:
-    """Split a part that `model.offload` names into device memory during training and CPU memory during sampling."""
+    """If `model.offload` names a part, split it: on the device during training, on the CPU during sampling."""
     group = {"reference": "reference", "optimizer states": "optimizer", "master weights": "optimizer"}.get(part.name)
     if group not in offloaded or part.is_on_cpu:
         return [part]
@@ -620,7 +620,7 @@ def layer_bytes(model: ModelSizes, size: Pass, precision: Precision, *, is_eager
     feed-forward width, a the number of heads, and d the size of a head. Per token:
 
         2 norms       their input in 32 bits and their result        2 h (4 + r)
-                      copies read by the matrix products after them  2 c h; under autocast 5 c h, without a gate 4 c h
+                      copies read by the matrix products after them  2 c h; autocast: 5 c h, or 4 c h without a gate
         attention     queries and output                             2 c a d
                       keys and values, per token of the context      2 c a d
                       the softmax's sum, the mask                    4 a, c per token of the context

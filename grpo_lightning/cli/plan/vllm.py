@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from grpo_lightning.policy.loading import PolicyLoader
 
 QUANTIZED_BYTES = 1
-"""Bytes per weight of a linear layer under `engine.quantization`. All quantisations that the engine accepts have 8
+"""Bytes per weight of a linear layer under `engine.quantization`. All quantizations that the engine accepts have 8
 bits. The memory of their scales is not counted."""
 
 OF_THE_POLICY = frozenset({"16-bit weights", "float32 head", "gathered layers", "DoRA's norms", "experts, one layer"})
@@ -234,7 +234,7 @@ def remarks(engine: Any, size: VLLMSize | None) -> list[str]:
 
 
 def batch_lines(engine: Any, batches: BatchPlan, max_staleness: int) -> list[str]:
-    """Format on which devices vLLM samples. Devices of servers are not ranks, so the batch arithmetic is unchanged."""
+    """Format the devices on which vLLM samples. A server's devices are not ranks and do not change the batches."""
     if not isinstance(engine, VLLMEngine):
         return []
     lines = []

@@ -235,9 +235,9 @@ class ImageCounts:
         Args:
             source: The entry's name.
             image_root: The entry's own `image_root`.
-            run_root: `image_root` of the data module. For an entry without its own `image_root`, it is used here only
-                if the entry has image paths in a column that is not read as images. An entry without such paths may be
-                text-only on purpose.
+            run_root: `image_root` of the data module. An entry without its own `image_root` is checked with `run_root`
+                only if the entry has image paths in a column that is not read as images. Without such paths, the entry
+                may be text-only on purpose.
 
         Raises:
             ValueError: If the entry has an `image_root` (its own or `run_root`), but no row with an image column or

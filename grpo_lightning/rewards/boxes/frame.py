@@ -151,7 +151,10 @@ class BoxReward(Reward):
         """Parse the ground truth of a row; None if it has none. Raises: ValueError if it cannot be parsed."""
 
     def boxes_of(self, right: Any) -> Sequence[Box]:
-        """The boxes of a parsed ground truth, for `check_row`; by default none, and then only calls check boxes."""
+        """The boxes of a parsed ground truth, for `check_row`; by default none.
+
+        Without an override, boxes are checked only when the reward is called.
+        """
         return ()
 
     def given_boxes(self, given: Any) -> Sequence[Box]:

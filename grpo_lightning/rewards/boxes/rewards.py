@@ -346,7 +346,7 @@ def average_precision(
 ) -> float:
     """COCO's mean average precision over labels, recalls and IoU thresholds, by pycocotools.
 
-    The mean runs over the labels of the answer and of the ground truth. A label that only the answer has counts as 0,
+    The mean runs over the labels of the answer and of the ground truth. A label that is only in the answer counts as 0,
     so that hallucinated labels are penalized. The boxes of an answer have no scores, so they are ranked in their order.
     COCO's limits on the number and the size of boxes do not apply.
 

@@ -56,7 +56,7 @@ class Limits:
     """Address space that a program may reserve in addition to that of the interpreter."""
 
     preamble: str = ""
-    """Python code that every program starts with."""
+    """Python code that runs before the code of every program."""
 
     allow_file_reads: bool = False
     """Run programs even if the kernel has no Landlock; they can then read files."""

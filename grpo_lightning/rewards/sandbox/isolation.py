@@ -210,7 +210,7 @@ class Isolation:
         """Allow an access to a path and, if it is a folder, to everything in it; a missing path is skipped."""
         try:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        except OSError:  # none of the paths exists on all systems
+        except OSError:  # any of the paths may be missing on some system
             return
         if os.path.isdir(path) and access & _READ_FILE:
             access |= _READ_DIR

@@ -133,7 +133,8 @@ class Launcher:
 
     Args:
         isolation: The sandbox.
-        setup: `memory_bytes`, the limit of each child, and `preamble`, code that every program starts with.
+        setup: A dictionary. `memory_bytes` is the memory limit of each child. `preamble` is code that runs before the
+            code of every program.
         source: The program.
         tests: File descriptor of the test code.
     """
@@ -142,7 +143,8 @@ class Launcher:
         self.isolation, self.setup, self.source, self.tests = isolation, setup, source, tests
         self.process = os.getpid()
         self.entered = mmap.mmap(-1, 2)
-        """One byte each for PROGRAM and TESTS, shared with the children: 1 once that child is in the sandbox."""
+        """Bytes shared with the children, at the indices PROGRAM and TESTS. A child sets its byte to 1 once it is in
+        the sandbox."""
 
     def run(self, job: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
         """Run a job.
@@ -262,7 +264,7 @@ class Launcher:
 
         Args:
             pid: The child that writes the output.
-            exchange: Its input and output.
+            exchange: The input and output of the child `pid`.
             program: The child that runs the program. Its threads are counted.
             seconds: Time limit.
 

@@ -54,7 +54,7 @@ SleepLevel = Literal[0, 1, 2]
 TransferBackend = Literal["nccl", "gloo"]
 
 QUANTIZATIONS = ("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8", "int8_per_channel_weight_only")
-"""Quantisations that vLLM can compute from full weights. All other quantisations need a quantised checkpoint."""
+"""Quantizations that vLLM can compute from full weights. All other quantizations need a quantized checkpoint."""
 
 OF_MODE: dict[str, tuple[str, ...]] = {
     "colocate": (
@@ -209,8 +209,8 @@ class VLLMEngine(RolloutEngine):
             between them, and they sample their prompts together. Must divide the number of ranks.
         sleep_level: How vLLM's GPU memory is used while the policy trains. 0 keeps it; 1 moves vLLM's weights to the
             CPU and discards the KV cache; 2 discards both, so that the weights are sent before every rollout.
-        quantization: Quantisation of vLLM's copy of the weights, by vLLM's name, for example "fp8"; null for none. The
-            quantised weights are computed again at every update. Completions then come from a different distribution
+        quantization: Quantization of vLLM's copy of the weights, by vLLM's name, for example "fp8"; null for none. The
+            quantized weights are computed again at every update. Completions then come from a different distribution
             than the policy's: set `objective.rollout_correction`.
         enable_lora: True sends the base weights once. Before each rollout, only A and B of the policy's adapter are
             sent, and vLLM does not merge them. False sends merged weights.
@@ -626,7 +626,7 @@ class VLLMEngine(RolloutEngine):
         return ("base", *kinds) if lacks else kinds
 
     def _adopt_if_sent(self, error: Exception | None, failures: int) -> bool:
-        """Exchange the errors of all ranks in sending weights; without errors, adopt the result.
+        """Exchange the errors that ranks had while they sent weights; if there are none, adopt the result.
 
         Collective: all ranks call it.
 
@@ -715,9 +715,11 @@ class VLLMEngine(RolloutEngine):
         the states of conversations.
 
         In the thread that has called `sync_weights`, the call is collective: the ranks agree on errors and on servers
-        that need the weights again. A call in another thread raises errors on this rank only. It never sends weights,
-        because training may be changing them. If vLLM has discarded its weights (`sleep_level: 2`), the policy's
-        weights are sent first.
+        that need the weights again. A call in another thread raises errors on this rank only, and sends no weights,
+        because training may be changing them.
+
+        In mode "colocate", vLLM may have discarded its weights (`sleep_level: 2`). In this case, `generate` sends the
+        policy's weights before it samples.
 
         Raises:
             ValueError: If a prompt is too long for vLLM or has too many images, or the sampling settings are not
@@ -932,7 +934,7 @@ class VLLMEngine(RolloutEngine):
         dtypes = {self.sharding.gathered_dtype or parameter.dtype for parameter in self.policy.parameters()}
         if self.mode == "colocate" and self.dtype != "auto":
             dtypes.add(getattr(torch, self.dtype))
-        is_server = self.mode == "server"  # whose dtype is not known
+        is_server = self.mode == "server"  # the server's dtype is not known
         tolerance = max(
             LARGEST_DIFFERENCE.get(dtype, 0.1) for dtype in dtypes | ({torch.bfloat16} if is_server else set())
         )

@@ -165,7 +165,7 @@ class Served:
         self.policy: str | None = None
         self.model, self.max_model_len = "", 0
         self.version: str | None = None
-        """Version of this run's weights on the server; None if it has none of them."""
+        """Version of this run's weights on the server; None if the server does not have this run's weights."""
         self.adapter: str | None = None
         """Name of this run's newest adapter on the server; None without adapters."""
         self.loaded: set[str] = set()

@@ -315,7 +315,7 @@ class Servers:
                 return
             try:
                 job, server, answer = arrived.get(timeout=POLL if pending.waiting else None)
-            except queue.Empty:  # a request that failed may be due
+            except queue.Empty:  # it may be time to repeat a failed request
                 continue
             pending.num_sent[server.url] -= 1
             if isinstance(answer, Answer):

@@ -202,7 +202,7 @@ class Reload:
 
         computed = self.names()  # a tied weight has one name before the next line, and several after it
         initialize_layerwise_reload(self.model)
-        # Weights that vLLM computes from other weights, for example the scales of quantised weights, are not expected.
+        # Weights that vLLM computes from other weights, for example the scales of quantized weights, are not expected.
         self.expected, self.loaded = computed & self.names(), set()
 
     def names(self) -> set[str]:

@@ -182,7 +182,7 @@ def merged_weight(weight: Tensor, layer: Any, adapter: str | None, values: dict[
 
 
 def state_of(policy: nn.Module, sharding: Sharding, kind: Kind = "merged") -> dict[str, int]:
-    """Hash this rank's shards of the weights of a kind, by dtype. The kind "merged" hashes all weights.
+    """Hash this rank's shards of one kind of weights, by dtype. The kind "merged" hashes all weights.
 
     Each rank gets the same hashes as in its previous call if no weight has changed since. The call is not collective.
     """
@@ -229,7 +229,7 @@ def check_policy(policy: Any) -> None:
     """Check that vLLM can load the weights of a policy under the names that `weight_groups` gives them.
 
     Raises:
-        ValueError: For mixtures of experts in which one parameter holds all experts of a layer; for quantised weights;
+        ValueError: For mixtures of experts in which one parameter holds all experts of a layer; for quantized weights;
             and for adapters that cannot be merged as W + s B A.
     """
     model = base_model(policy)
@@ -241,7 +241,7 @@ def check_policy(policy: Any) -> None:
         )
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError(
-            "VLLMEngine does not sample quantised policies yet: set policy.quantization to none, or use LocalEngine."
+            "VLLMEngine does not sample quantized policies yet: set policy.quantization to none, or use LocalEngine."
         )
     if not is_adapted(policy):
         return
