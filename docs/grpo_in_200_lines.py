@@ -1,4 +1,4 @@
-"""GRPO (Group Relative Policy Optimization, arXiv:2402.03300) in one file, with PyTorch and transformers alone.
+"""GRPO (Group Relative Policy Optimization, arXiv:2402.03300) in one file, with only PyTorch and transformers.
 
     python docs/grpo_in_200_lines.py
 
@@ -6,7 +6,7 @@ trains a tiny, untrained Qwen2 to sort letters, on a CPU, in about a minute and 
 
 1. samples G completions for each of N prompts,
 2. scores each completion with a reward function,
-3. compares each reward with the other rewards of its group: the advantage,
+3. computes the advantage of each completion, by comparing its reward with the other rewards of its group,
 4. makes the tokens of a completion more likely if its advantage is positive, and less likely if it is negative.
 
 Names and defaults are those of the package grpo_lightning, which computes the same loss. The package also runs each
@@ -46,10 +46,10 @@ class Settings:
 
 @dataclass
 class Rollout:
-    """The completions of one batch of prompts, and all constants of the loss."""
+    """The completions of one batch of prompts, and all values that are constant in the loss."""
 
     ids: Tensor  # [B, L + T] prompts, padded on the left, then completions, padded on the right
-    attention_mask: Tensor  # [B, L + T] 1 where a token is no padding
+    attention_mask: Tensor  # [B, L + T] 1 for a token, 0 for padding
     completion_mask: Tensor  # [B, T] bool, True where a token is trained on
     advantages: Tensor | None = None  # [B, 1]
     old_logprobs: Tensor | None = None  # [B, T] under the policy that sampled the tokens
@@ -77,7 +77,7 @@ def sample(
     )
     completion_ids = ids[:, prompt.input_ids.size(1) :]
     is_end = completion_ids == tokenizer.eos_token_id
-    completion_mask = is_end.cumsum(dim=1) - is_end.int() == 0  # the end token is trained on, padding after it is not
+    completion_mask = is_end.cumsum(dim=1) - is_end.int() == 0  # True up to and including the end token
     prompt_mask = prompt.attention_mask.repeat_interleave(settings.num_generations, dim=0)
     return Rollout(ids, torch.cat([prompt_mask, completion_mask], dim=1), completion_mask)
 
@@ -91,7 +91,7 @@ def decode(tokenizer: PreTrainedTokenizerFast, rollout: Rollout) -> list[str]:
 def group_relative_advantages(rewards: Tensor, eps: float = 1e-4) -> Tensor:
     """[N, G] rewards to [N, G] advantages: how much better than its group a completion is, in standard deviations."""
     advantages = (rewards - rewards.mean(dim=1, keepdim=True)) / (rewards.std(dim=1, keepdim=True) + eps)
-    # A zero-variance group has no gradient. Without this line, it would have the gradient of a rounding error.
+    # If all rewards of a group are equal, its advantages must be 0. Without this line, they could be rounding errors.
     return advantages.masked_fill((rewards == rewards[:, :1]).all(dim=1, keepdim=True), 0.0)
 
 
@@ -108,15 +108,15 @@ def token_logprobs(model: PreTrainedModel, rollout: Rollout, temperature: float)
 def grpo_loss(logprobs: Tensor, rollout: Rollout, settings: Settings) -> Tensor:
     """The loss of one optimizer step: the clipped surrogate of PPO plus beta times the KL, averaged over all tokens."""
     mask = rollout.completion_mask
-    # In the first update on a rollout the ratio is 1. It leaves 1 as the policy moves away from its state at sampling.
+    # In the first update on a rollout, the ratio is 1. In later updates it is not, because the policy has changed.
     ratio = torch.where(mask, logprobs - rollout.old_logprobs, 0.0).exp()
     clipped = ratio.clamp(1 - settings.epsilon, 1 + settings.epsilon)
-    # With the minimum, a token loses its gradient once its ratio has left the range in the direction of its advantage.
+    # The minimum removes a token's gradient once the ratio has left the range in the direction of the advantage.
     loss = -torch.minimum(ratio * rollout.advantages, clipped * rollout.advantages)
-    # k3 estimates KL(policy || reference) from the sampled token; this estimate is never negative.
+    # The k3 estimate of KL(policy || reference) needs only the sampled token, and is never negative.
     difference = torch.where(mask, rollout.ref_logprobs - logprobs, 0.0)
     loss = loss + settings.beta * (difference.exp() - difference - 1)
-    # The mean over tokens gives all tokens the same weight. The paper averages over each completion first.
+    # This mean gives all tokens the same weight. The paper first averages over the tokens of each completion.
     return torch.where(mask, loss, 0.0).sum() / mask.sum()
 
 
@@ -129,7 +129,7 @@ def train(
     num_rollouts: int,
 ) -> list[float]:
     """Train the policy in place. Returns the mean reward of each rollout."""
-    policy.eval()  # no dropout: with it, the ratio would differ from 1 even if the policy has not moved
+    policy.eval()  # no dropout: with dropout, the ratio would differ from 1 even before the policy changes
     reference = copy.deepcopy(policy).requires_grad_(False)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.lr, weight_decay=0.0)
     history = []
@@ -161,7 +161,7 @@ def sorting_prompt(letters: str = "abcd", length: int = 4) -> str:
 
 
 def sorting_reward(prompt: str, completion: str) -> float:
-    """The fraction of letters in the right place; a completion that is shorter or longer than the answer gets less."""
+    """The fraction of letters in the right place; a completion that is too short or too long gets less."""
     answer = sorted(prompt.removesuffix("="))
     right = sum(given == wanted for given, wanted in zip(completion, answer, strict=False))
     return right / max(len(completion), len(answer))

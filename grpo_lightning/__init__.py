@@ -1,6 +1,6 @@
 """GRPO for PyTorch Lightning users.
 
-The public names load on first use, so that `import grpo_lightning` stays instant and needs neither torch nor a GPU.
+The public names load on first use. `import grpo_lightning` is therefore fast, and needs neither torch nor a GPU.
 """
 
 import time
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     __version__: str
 
 IMPORTED_AT = time.time()
-"""Unix time of this import, in seconds. The command line imports this package before anything else, so that this is the
-time when its process started."""
+"""Unix time in seconds when this package was imported. The command line imports the package before anything else, so
+this is also the start time of its process."""
 
 __all__ = [
     "DatasetEntry",

@@ -35,7 +35,7 @@ class Target(NamedTuple):
         return as_box(self.frame.gold_boxes([self.right]))
 
     def predicted_box(self, text: str) -> Box | None:
-        """The last box of a completion, in pixels of the original image; None if missing or outside of the image."""
+        """The last box of a completion, in pixels of the original image; None if missing or outside the image."""
         found = last_box(text)
         given = self.frame.answer_boxes([found])
         return None if found is None or not (given[0, 2:] > given[0, :2]).all() else as_box(given)
@@ -59,7 +59,7 @@ def target_of(
     Args:
         group: The prompt and its completions.
         answer_column: The data column with the ground-truth box.
-        coordinates: The coordinate system of answers, as in `BoxReward`.
+        coordinates: The coordinate system of the completions' boxes, as in `BoxReward`.
         gold: The coordinate system of the data (`gold_coordinates` of `BoxReward`).
     """
     right = prompt_box(group.prompt, answer_column)
@@ -77,14 +77,15 @@ def prompt_box(prompt: Prompt, answer_column: str) -> Box | None:
 
 
 class BoxMetric(Metric, ABC):
-    """Base class of metrics that average a score, on all ranks, over completions whose prompt has a ground-truth box.
+    """Base class of metrics: the mean score, over all ranks, of all completions whose prompt has a ground-truth box.
 
     A prompt counts only if it has exactly one image and one box in `answer_column`. Other prompts are skipped with a
     warning. A completion without a box is not skipped: it counts as wrong.
 
     Args:
         answer_column: The data column with the ground-truth box.
-        coordinates: The coordinate system of answers, as in `BoxReward`; "auto" uses that of the policy's model family.
+        coordinates: The coordinate system of the completions' boxes, as in `BoxReward`; "auto" is that of the policy's
+            model family.
         gold_coordinates: The coordinate system of the data: "original" (pixels of the original image) or "norm1000".
     """
 
@@ -198,5 +199,9 @@ class RECAccuracy(BoxMetric):
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Log a warning once, although every validation creates a new metric for each loader and kind of completion."""
+    """Log a warning only once.
+
+    The metric object cannot remember which warnings it has logged, because every validation creates a new object for
+    each loader and each kind of completion (sampled, greedy).
+    """
     log.warning("%s", message)

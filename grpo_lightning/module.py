@@ -5,11 +5,13 @@ within their group. The rollout is split into micro-batches, and each `training_
 micro-batch. The module uses Lightning's automatic optimization, so gradient accumulation, gradient clipping,
 learning-rate schedules, `max_steps` and callbacks work as usual.
 
-The defaults depart from the paper (arXiv:2402.03300) in two ways: the loss is a mean over all tokens of the optimizer
-step instead of a mean of per-completion means (`Objective.aggregate`), and the log-ratio and the KL estimator k3 are
-bounded (`functional.losses`). Two optimizations save time without changing the loss or its gradient. First, the model
-runs on each prompt once for the whole group, not once per completion. Second, the model does not run on completions of
-advantage 0, unless the objective has a KL or entropy term, selects tokens, or has a load-balancing loss.
+The defaults differ from the paper (arXiv:2402.03300) in two ways. First, the loss is the mean over all tokens of the
+optimizer step, not the mean of per-completion means (`Objective.aggregate`). Second, the log-ratio and the KL estimator
+k3 are bounded (`functional.losses`).
+
+Two optimizations save time without changing the loss or its gradient. First, the model runs on each prompt once for the
+whole group, not once per completion. Second, the model does not run on completions of advantage 0, unless the objective
+selects tokens, or has a KL term, an entropy term or a load-balancing loss.
 """
 
 from __future__ import annotations
@@ -136,17 +138,17 @@ class GRPOLightningModule(L.LightningModule):
 
     Args:
         policy: The model to train: a hub name, a folder, a `PolicyLoader`, or a transformers model or config in memory.
-            The LoRA adapter of a `PeftModel` in memory is trained.
+            If the model is a `PeftModel`, its LoRA adapter is trained.
         rewards: Reward functions, `Reward`s or `WeightedReward`s.
         reward_weights: One weight per reward; null uses each reward's own weight (1 by default).
         reward_workers: Number and limits of the worker processes that run the rewards.
         tokenizer: The tokenizer, or the processor of a multimodal policy. Required if the policy is a model or config
             in memory; otherwise this argument replaces the tokenizer or processor of the policy.
         engine: Samples the completions; null uses `LocalEngine`, which samples with the policy itself.
-        environment: Answers the policy over several turns: an `Environment`; functions that the policy can call
-            (tools); a multi-turn function of ms-swift; or a class whose methods are tools, like TRL's environments.
-            null samples completions of one turn.
-        conversation: Limits of turns and observations, and what happens if the environment fails.
+        environment: Answers the policy in conversations of several turns. Give an `Environment`, functions that the
+            policy can call (tools), a multi-turn function of ms-swift, or a class whose methods are tools, like TRL's
+            environments. Null samples completions of one turn.
+        conversation: Limits on turns and observations, and what happens if the environment fails.
         sampling: Sampling distribution and maximum completion length.
         objective: Settings of the loss.
         validation: How `validate`, `test` and `predict` sample completions, and when a completion counts as solved.
@@ -156,19 +158,19 @@ class GRPOLightningModule(L.LightningModule):
         optimizer: Builds the optimizer for the trainable parameters.
         scheduler: Builds the learning-rate schedule for the optimizer; null keeps the rate constant.
         num_generations: G, completions per prompt.
-        ranks_per_group: Number of ranks that share the completions of a prompt: each rank samples and trains on its
-            part of the G completions. Meant for rollouts with fewer prompts than ranks.
+        ranks_per_group: Number of ranks that share the completions of a prompt: each rank samples its part of the G
+            completions and trains on it. This is meant for rollouts with fewer prompts than ranks.
         num_iterations: Epochs over each rollout (mu in the GRPO paper).
         updates_per_rollout: Optimizer steps per epoch over a rollout.
-        max_staleness: S, maximum number of rollouts by which sampling is ahead of training. 0 samples each rollout from
-            the current weights. 1 samples the next rollout in the background while the policy trains on the current
-            one. When the policy then trains on the next rollout, its weights are one rollout newer than the weights
-            that sampled this rollout. A value above 0 needs an engine that has a copy of the weights: `VLLMEngine` in
-            mode "server".
+        max_staleness: S, maximum number of rollouts by which sampling is ahead of training. With 0, each rollout is
+            sampled from the current weights. With 1, the next rollout is sampled in the background while the policy
+            trains on the current one. When training on that next rollout starts, the policy's weights are one rollout
+            newer than the weights that sampled it. A value above 0 needs an engine that has a copy of the weights:
+            `VLLMEngine` in mode "server".
         old_logprobs: Source of the old log-probs: "recompute" computes them with the policy's weights at the start of
             training on the rollout; "rollout" uses the engine's log-probs.
-        dynamic_sampling: Settings for replacing the prompts of groups without a gradient (zero reward variance, or all
-            tokens masked) by new prompts; null keeps all prompts.
+        dynamic_sampling: Settings of dynamic sampling: if a group has no gradient (zero reward variance, or all tokens
+            masked), a new prompt replaces the prompt of the group. Null keeps all prompts.
         overlong_filter: How to treat truncated completions: "none" trains on them, "loss" masks them in the loss, and
             "group" also excludes their rewards from the statistics of their group.
         seed: Sampling seed; null uses the seed of `seed_everything`.
@@ -181,7 +183,7 @@ class GRPOLightningModule(L.LightningModule):
     encoder: Encoder
     scorer: Scorer
     sharding: Sharding
-    # The first is set by `configure_optimizers`, the second at the start of a validation
+    # `configure_optimizers` sets `optimizer_settings`. `on_validation_epoch_start` sets `tables`.
     optimizer_settings: list[dict[str, Any]]
     tables: list[dict[str, EvaluationTable]]
 
@@ -227,7 +229,7 @@ class GRPOLightningModule(L.LightningModule):
             longest = limits.max_observation_length * CHARACTERS_PER_TOKEN
             runner = EnvironmentRunner(as_environment(environment), workers, longest)
             self.conversations = Conversations(runner, limits)
-            arguments["conversation"] = limits  # in checkpoints, too: loading without the environment is then refused
+            arguments["conversation"] = limits  # in checkpoints too, so that loading without the environment is refused
         self.sampling = settings_of(SamplingParams, sampling, "model.sampling")
         settings = settings_of(Objective, objective, "model.objective")
         self.objective = settings.resolve(is_off_policy=max_staleness > 0 and old_logprobs == "recompute")
@@ -292,7 +294,7 @@ class GRPOLightningModule(L.LightningModule):
         prompts = as_prompt_batch(batch)
         self.continue_cycle(prompts, batch_idx)
         if self.is_rollout_due(batch_idx):
-            # Frees the gradients' memory for sampling: Lightning zeroes them only after this method.
+            # Frees the gradients' memory for sampling. Lightning itself zeroes gradients only after this method.
             self.policy.zero_grad()
             rollout = self.sample_and_score(prompts.prompts)
             rollout = self.resample(rollout)
@@ -305,14 +307,17 @@ class GRPOLightningModule(L.LightningModule):
     # super(): logging, checkpoints and dynamic sampling do not depend on the code inside these methods.
 
     def sample(self, prompts: Sequence[Prompt], indices: Sequence[int] | None = None) -> Rollout:
-        """Sample G completions for each of N prompts from the current weights.
+        """Sample G completions for each of N prompts.
+
+        If `max_staleness` is 0, all completions are sampled with the current weights. Otherwise, groups that were
+        sampled in the background with older weights are used where they exist, see `take_in_flight`.
 
         Args:
             prompts: N prompts of this rank.
-            indices: Position of each of the N prompts among the prompts that all ranks sample for this rollout. None
-                numbers the prompts round-robin over the ranks (with `ranks_per_group`, over the teams of ranks that
-                share prompts). The seed of a prompt follows from its index, so that completions do not depend on the
-                number of ranks.
+            indices: Position of each of the N prompts among the prompts that all ranks sample for this rollout. If
+                None, the prompts are numbered round-robin over the ranks (with `ranks_per_group`, over the teams of
+                ranks that share prompts). The seed of a prompt follows from its index, so that completions do not
+                depend on the number of ranks.
         """
         indices = self.teams.indices(len(prompts)) if indices is None else indices
         seeds = self.rollout_seeds(self.run.rollout_index, indices)
@@ -325,8 +330,8 @@ class GRPOLightningModule(L.LightningModule):
         """Run the rewards and fill in the rollout's `scores` and its `rewards` [N, G]."""
         with self.phase("reward"):
             scoring = self.begin_rewards(rollout.groups, self.num_generations)
-        # Dynamic sampling may still replace some groups. The reference therefore scores only the final groups, in
-        # `start_cycle`, unless the KL is part of the rewards.
+        # With dynamic sampling, some groups may still be replaced. The reference's log-probs are therefore computed in
+        # `start_cycle`, for the final groups only. If the KL is part of the rewards, the log-probs are needed now.
         if self.dynamic_sampling is None or self.objective.kl_in == "reward":
             self.add_ref_logprobs(rollout)  # overlaps with the reward workers
         with self.phase("reward"):
@@ -368,7 +373,7 @@ class GRPOLightningModule(L.LightningModule):
         return Cycle(micro_batches, counts, self.num_iterations)
 
     def update(self, micro_step: MicroStep) -> Tensor:
-        """Compute the loss of one micro-batch, scaled for Lightning's mean over micro-batches and ranks."""
+        """Compute the loss of one micro-batch, scaled to undo Lightning's mean over micro-batches and ranks."""
         batch = micro_step.batch
         position = self.trainer.fit_loop.epoch_loop.total_batch_idx
         with seeded_dropout(self.policy, run_seed(self.seed), "dropout", ranks.rank(), position):
@@ -444,15 +449,17 @@ class GRPOLightningModule(L.LightningModule):
         return [derived_seed(run_seed(self.seed), "rollout", rollout_index, index) for index in indices]
 
     def take_in_flight(self, prompts: Sequence[Prompt], seeds: list[int], in_flight: InFlight) -> Rollout:
-        """Take the groups of N prompts that were sampled in the background, and request those of the next cycles.
+        """Take the groups of N prompts that were sampled in the background, and request the groups of the next cycles.
 
-        Prompts that are not in flight are sampled now. There are such prompts at the start of a run (also of a resumed
-        run), if dynamic sampling has already used prompts of this cycle, or if sampling in the background has failed.
-        Collective.
+        Prompts that are not in flight are sampled now. A prompt may not be in flight because the run has just started
+        or resumed, because dynamic sampling has already used the prompts that were requested for this cycle, or because
+        sampling in the background has failed.
+
+        Collective: all ranks must call this.
 
         Raises:
-            Exception: If sampling fails now; raised on every rank. The error also shows the error of sampling in the
-                background.
+            Exception: If sampling the missing groups fails. The error is raised on every rank. If groups are missing
+                because sampling in the background failed, the traceback also shows that error.
         """
         in_flight.forget(self.run.rollout_index - self.max_staleness)
         groups = in_flight.take(prompts, functools.partial(self.notify, "on_decode"))
@@ -470,7 +477,10 @@ class GRPOLightningModule(L.LightningModule):
         return Rollout([group for group in groups if group is not None])
 
     def request_next_cycles(self, in_flight: InFlight) -> None:
-        """Start sampling the prompts of the next cycles in the background, from the engine's weights. Collective."""
+        """Start sampling the prompts of the next cycles in the background, with the engine's weights.
+
+        Collective: all ranks must call this.
+        """
         trainer = self.trainer
         source: Any = trainer.train_dataloader  # a PromptSource: `check_asynchronous` refuses others
         count = int(min(self.max_staleness, self.cycle_shape.cycles_left(trainer.max_steps, trainer.global_step)))
@@ -531,7 +541,7 @@ class GRPOLightningModule(L.LightningModule):
         return loss
 
     def prepare_update(self, micro_step: MicroStep) -> None:
-        """Run the micro-batches of the step once more, if parts of its loss depend on all tokens of the step."""
+        """Run the step's micro-batches in an additional pass, if parts of the loss depend on all tokens of the step."""
         if self.objective.selection is not None:
             scores = self.select_tokens(micro_step)[1:]
         elif self.router_loss is not None and micro_step.update[1:]:
@@ -542,13 +552,13 @@ class GRPOLightningModule(L.LightningModule):
             self.router_loss.begin([each.load for each in scores if each.load is not None])
 
     def select_tokens(self, micro_step: MicroStep) -> list[TokenScores]:
-        """Select tokens of the optimizer step that begins, in one more pass over its micro-batches."""
+        """Select tokens of the coming optimizer step, in an additional pass over the micro-batches of the step."""
         step = run_seed(self.seed), self.run.rollout_index, micro_step.number
         with seeded_dropout(self.policy, *step, "selection dropout", ranks.rank()):
             return select_tokens(self.actor, self.objective, micro_step.update, seed=derived_seed(*step, "selection"))
 
     def score_others(self, micro_step: MicroStep) -> list[TokenScores]:
-        """Run all micro-batches of the step except the first once more, to record the routing of their tokens."""
+        """Record the tokens' routing in an additional pass over all micro-batches of the step except the first."""
         actor = self.actor
         with torch.no_grad(), self.phase("routing"):
             return [actor.token_logprobs(batch) for batch in micro_step.update[1:]]
@@ -598,9 +608,10 @@ class GRPOLightningModule(L.LightningModule):
         self.restore_images(batch.prompts)
 
     def restore_images(self, prompts: Sequence[Prompt]) -> None:
-        """Restore the images of a cycle that was loaded from a checkpoint: checkpoints do not contain images.
+        """Restore the images of a cycle that was loaded from a checkpoint.
 
-        The data loader yields the prompts of a cycle, with their images, at every training step of the cycle.
+        The checkpoint contains only the images that environments have shown. The images of the data come from the data
+        loader, which yields the prompts of a cycle, with their images, at every training step of the cycle.
         """
         cycle = self.run.cycle
         if cycle is None or not self.encoder.is_multimodal or cycle.micro_batches[0].vision is not None:
@@ -633,8 +644,9 @@ class GRPOLightningModule(L.LightningModule):
         `on_phase(trainer, name)`: a phase starts. Its name is "rollout", "reward", "old_logprobs", "ref_logprobs",
         "token_selection", "routing" or "update".
         `on_rollout(trainer, module, rollout)`: a cycle starts with this `Rollout`, which has scores and advantages.
-        `on_decode(trainer, done, total)`: `done` of at most `total` decoding steps are done. A step samples a token of
-        each open completion; `total` is the maximum completion length, unless some prompts have to wait (`max_rows`).
+        `on_decode(trainer, done, total)`: `done` of at most `total` decoding steps are done. Each step samples one
+        token of every unfinished completion. `total` is the maximum completion length, or a multiple of it if some
+        prompts have to wait (`max_rows` of `LocalEngine`).
         """
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, hook):
@@ -651,16 +663,16 @@ class GRPOLightningModule(L.LightningModule):
     ) -> list[Group]:
         """Encode N prompts and sample G completions for each.
 
-        Inside the context `early_rewards`, the rewards of a group start as soon as the group is complete.
+        Inside the context `early_rewards`, the reward calls on a group start as soon as the group is complete.
 
         Args:
             prompts: N prompts of this rank.
             num_generations: G.
             sampling: Sampling settings.
             seeds: N seeds, one per prompt.
-            shared: Whether the ranks that share a prompt (`ranks_per_group`) each sample a part of its completions.
-                The first of these ranks then returns the complete groups, and the others return none. If False, this
-                rank samples all G completions.
+            shared: If True, the ranks that share a prompt (`ranks_per_group`) each sample a part of its G completions.
+                The first of these ranks then returns the complete groups, and the other ranks return no groups. If
+                False, this rank samples all G completions.
         """
         progress = functools.partial(self.notify, "on_decode")
         source = self.group_source
@@ -677,14 +689,15 @@ class GRPOLightningModule(L.LightningModule):
         return GroupSource(self.engine, self.encoder, self.sharding, self.run.rollout_index, self.conversations)
 
     def begin_rewards(self, groups: list[Group], num_generations: int) -> Scoring:
-        """Start all reward calls. Rewards always get the maximum completion length of training, even in evaluation."""
+        """Start all reward calls. Even in evaluation, rewards get the maximum completion length of training."""
         limit, state = self.sampling.max_completion_length, TrainerState.of(self.trainer)
         return self.reward_set.begin(groups, limit, state, num_generations)
 
     def early_rewards(self, prompts: Sequence[Prompt]) -> contextlib.AbstractContextManager[None]:
         """Start reward calls on each group of a batch as soon as `generate` has sampled it (`RewardSet.early_calls`).
 
-        The batch is sampled and scored inside the context. Calls that `begin_rewards` does not take over are cancelled.
+        The batch is sampled and scored inside the context. Early calls whose answers `begin_rewards` does not use are
+        cancelled at the end of the context.
         """
         limit, state = self.sampling.max_completion_length, TrainerState.of(self.trainer)
         return self.reward_set.early_calls(prompts, limit, state)
@@ -695,8 +708,9 @@ class GRPOLightningModule(L.LightningModule):
     def evaluate(self, prompts: Sequence[Prompt], *, is_greedy: bool) -> Evaluation:
         """Sample completions of N prompts, with the settings of `validation` or greedily, and score them.
 
-        No loss is computed. The seed of a prompt follows from the run's seed and the prompt's index in the dataset, or
-        from its content if it has no index. The seed does not depend on the batch or the rank.
+        No loss is computed. The seed of a prompt follows from the run's seed and from the prompt's index in the
+        dataset. If the prompt has no index, its content is used instead. The seed does not depend on the batch or the
+        rank.
         """
         num_generations, sampling = self.validation.sampling_settings(self.sampling, is_greedy=is_greedy)
         self.engine.sync_weights(self.policy)
@@ -734,7 +748,7 @@ class GRPOLightningModule(L.LightningModule):
     # ---------------------------------------------------------------------------------------------------- Lightning
 
     def setup(self, stage: str) -> None:
-        """Before loading weights, check the engine and the data against cycle length, rewards, tokenizer and model."""
+        """Check, before weights are loaded, that engine and data fit the cycle length, rewards, tokenizer and model."""
         if not self.is_connected:
             sampling = [self.sampling, self.validation_sampling]
             sharding, world_size = sharding_of(self.trainer.strategy), self.trainer.world_size
@@ -829,7 +843,7 @@ class GRPOLightningModule(L.LightningModule):
         self.is_connected = True
 
     def load_policy(self) -> None:
-        """Load the policy and copy the reference, once."""
+        """Load the policy and make its reference, unless this was done before."""
         if hasattr(self, "tokenizer"):
             return
         self.sharding = sharding_of(self._trainer.strategy) if self._trainer else Sharding()
@@ -851,7 +865,7 @@ class GRPOLightningModule(L.LightningModule):
         self.tokenizer = loaded.tokenizer  # set last, so that a failed load is retried
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load weights; load the policy first if the module has none yet.
+        """Load weights; if the module has no policy yet, load the policy first.
 
         With `ddp_notebook` and `ddp_fork`, the run happens in child processes, and the launching process has no policy
         when it loads the trained weights. Without a policy, the keys of these weights would be ignored as unknown.
@@ -902,7 +916,7 @@ class GRPOLightningModule(L.LightningModule):
         return own
 
     def on_fit_start(self) -> None:
-        """Choose the scorer if the weights are sharded (such a model cannot run earlier), and find the routers."""
+        """Choose the scorer if the weights are sharded (a sharded model cannot run earlier), and find the routers."""
         if self.scorer is None:
             device_type = self.trainer.strategy.root_device.type
             scorer = self.loader.choose_scorer(self.policy, self.encoder, device_type, is_sharded=True)

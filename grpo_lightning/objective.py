@@ -24,8 +24,8 @@
 In the column surrogate, low and high stand for `epsilon` and `epsilon_high`; a pair such as 3e-4 / 4e-4 gives both. The
 cap is the largest ratio. Three rows also set a baseline: RLOO `leave_one_out`, OPO `length_weighted`, and pass@k
 `pass_at_k`. REINFORCE++ also sets `kl: k2`. Each row except the default is a YAML file in `recipes/objectives/`. That
-folder also has GDPO, which normalizes each reward separately, and high_entropy, DAPO's loss on the tokens of highest
-entropy.
+folder also has GDPO, which normalizes each reward separately, and high_entropy, which applies DAPO's loss only to the
+tokens of highest entropy.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 
 
 class StepCounts(NamedTuple):
-    """Numbers of trained tokens and completions in an optimizer step, on all ranks together: divisors of the loss."""
+    """How many trained tokens and completions an optimizer step has over all ranks: the divisors of the loss."""
 
     num_tokens: int
     num_sequences: int
@@ -133,22 +133,22 @@ class Objective:
     """The policy loss of a token. `clip` is minus the clipped ratio times the advantage (PPO). `cispo` is minus the
     capped, detached ratio times advantage times log-prob (CISPO). `sapo` is minus a sigmoid of the ratio (a soft gate)
     times the advantage (SAPO). `gmpo` is minus the geometric mean of the completion's clipped ratios times the
-    advantage (GMPO). `vespo` is minus a detached weight times advantage times log-prob; the weight is a function of the
-    product of the completion's ratios, and fades out products far from 1 (VESPO). `dppo_tv` and `dppo_kl` are minus the
-    detached ratio times advantage times log-prob, but 0 for tokens that have moved too far in the direction of their
-    advantage, measured by total variation or KL (DPPO). `reinforce` is minus the advantage times log-prob (GPG).
-    `clip_cov` is `clip` without some of the tokens that lower the entropy most. `kl_cov` is minus the unclipped ratio
-    times the advantage, plus a penalty for changing the log-prob of the tokens that lower the entropy most
-    (`covariance_fraction`)."""
+    advantage (GMPO). `vespo` is minus a detached weight times advantage times log-prob (VESPO). The weight is a
+    function of the product of the completion's ratios, and is small for products far from 1. `dppo_tv` and `dppo_kl`
+    are minus the detached ratio times advantage times log-prob, but 0 for tokens whose probability has moved too far in
+    the direction of their advantage (DPPO). The distance is measured by the total variation (`dppo_tv`) or the KL
+    (`dppo_kl`). `reinforce` is minus the advantage times log-prob (GPG). `clip_cov` is `clip` without some of the
+    tokens that lower the entropy most. `kl_cov` is minus the unclipped ratio times the advantage, plus a penalty for
+    changing the log-prob of the tokens that lower the entropy most (`covariance_fraction`)."""
 
     epsilon: float = 0.2
-    """Lower clip limit: the ratio is clipped from below at 1 - epsilon (an epsilon of 1 means no limit), or, with GMPO,
-    at exp(-epsilon). CISPO has a lower limit only with `cispo_lower_bound`. For DPPO, epsilon is the maximum divergence
-    of tokens that become less likely."""
+    """Lower clip limit: the ratio is clipped from below at 1 - epsilon; an epsilon of 1 means no limit. GMPO clips it
+    at exp(-epsilon) instead. CISPO has a lower limit only with `cispo_lower_bound`. For DPPO, epsilon is the maximum
+    divergence of tokens that become less likely."""
 
     epsilon_high: float | None = None
-    """Upper clip limit: the ratio is clipped from above at 1 + epsilon_high, or, with GMPO, at exp(epsilon_high). For
-    DPPO, epsilon_high is the maximum divergence of tokens that become more likely. Null uses epsilon."""
+    """Upper clip limit: the ratio is clipped from above at 1 + epsilon_high. GMPO clips it at exp(epsilon_high)
+    instead. For DPPO, epsilon_high is the maximum divergence of tokens that become more likely. Null uses epsilon."""
 
     dual_clip: float | None = None
     """Maximum ratio where the advantage is negative; must be above 1 + epsilon_high. Null means no limit."""
@@ -157,14 +157,14 @@ class Objective:
     """Also cap CISPO's weight from below, at 1 - epsilon (as verl does; the paper's authors do not)."""
 
     dppo_max_ratio: float = 20.0
-    """Maximum ratio of DPPO; a higher ratio counts as this one."""
+    """Maximum ratio of DPPO; higher ratios are clipped to it."""
 
     # Token selection
 
     top_entropy_fraction: float = 1.0
-    """Fraction of the tokens of an optimizer step that get a policy loss: those of highest entropy (arXiv:2506.01939).
-    KL and entropy bonus still use all tokens. A value below 1 costs one more forward pass. It also needs a loss per
-    token, so use the ratio `sequence_token` instead of `sequence`."""
+    """Only this fraction of the tokens of an optimizer step gets a policy loss: the tokens of highest entropy
+    (arXiv:2506.01939). KL and entropy bonus still use all tokens. A value below 1 costs one more forward pass of every
+    micro-batch. It also needs a loss per token, so use the ratio `sequence_token` instead of `sequence`."""
 
     covariance_fraction: float = 2e-4
     """Fraction of the tokens of an optimizer step that Clip-Cov or KL-Cov selects by the covariance of log-prob and
@@ -184,16 +184,17 @@ class Objective:
     # From tokens to the loss
 
     aggregate: Literal["token", "sequence", "constant"] = "token"
-    """`token` is the mean over all tokens. `sequence` is the mean over completions of each completion's mean over
-    tokens. `constant` is the sum over all tokens, divided by (number of completions * maximum completion length)."""
+    """`token` is the mean over all tokens. `sequence` is first the mean over the tokens of each completion, then the
+    mean over completions. `constant` is the sum over all tokens, divided by (number of completions * maximum completion
+    length)."""
 
     # From rewards to advantages
 
     baseline: Literal["group_mean", "leave_one_out", "length_weighted", "pass_at_k"] = "group_mean"
     """The value subtracted from a completion's reward. `group_mean` is the mean reward of the group. `leave_one_out` is
     the mean reward of the other completions in the group (RLOO). `length_weighted` is the mean reward of the group,
-    with completions weighted by their lengths (OPO). `pass_at_k` subtracts nothing, but replaces the reward by how much
-    the completion adds to the best of k - 1 others in the group, averaged over all choices of these others."""
+    with completions weighted by their lengths (OPO). `pass_at_k` subtracts nothing. It replaces the reward by what the
+    completion adds to the best reward of k - 1 others in the group, averaged over all choices of the others."""
 
     pass_k: int | None = None
     """k of the baseline `pass_at_k`, from 2 to `num_generations`. Groups with fewer than k scorable completions get
@@ -206,8 +207,8 @@ class Objective:
     scale: Literal["group_std", "batch_std", "batch_advantage_std", "group_mean", "nonzero_fraction", "none"] = (
         "group_std"
     )
-    """Divisor of reward minus baseline. `group_std` is the std of the rewards in the group, `batch_std` the std of the
-    rewards in the rollout, and `batch_advantage_std` the std of reward minus baseline in the rollout
+    """Divisor of reward minus baseline. `group_std` is the std of the rewards in the group. `batch_std` is the std of
+    the rewards in the rollout. `batch_advantage_std` is the std of reward minus baseline in the rollout
     (REINFORCE++-baseline). Each std is unbiased, and 1e-4 is added to it. `group_mean` is the group's mean reward
     (MaxRL); negative rewards raise an error. `nonzero_fraction` is the fraction of groups in the rollout that have an
     advantage other than 0 (GPG). `none` does not divide."""
@@ -225,7 +226,7 @@ class Objective:
     tokens, from the completion's reward, as in PPO for RLHF (arXiv:2203.02155). The estimator is then always k1."""
 
     importance_corrected_kl: bool = False
-    """Multiply each token's KL by the token's importance ratio, which keeps the KL estimate unbiased after updates of
+    """Multiply each token's KL by the token's importance ratio. This keeps the KL estimate unbiased after updates of
     the policy (DeepSeek-V3.2)."""
 
     entropy_coefficient: float = 0.0
@@ -277,11 +278,11 @@ class Objective:
         "geometric_truncate",
         "geometric_mask",
     ] = "auto"
-    """Off-policy correction: multiply the surrogate by a weight, the policy's probability of the sampled token divided
-    by the engine's. `token` is one weight per token. `sequence` is one weight per completion, the product of its
-    tokens' weights. `geometric` is one weight per completion, the geometric mean of its tokens' weights. `truncate`
-    clips weights to the range from `rollout_correction_low` to `rollout_correction_high`. `mask` masks the tokens or
-    completions whose weights are outside of this range. `auto` is "none", except for asynchronous rollouts
+    """Off-policy correction: the surrogate is multiplied by a weight. The weight of a token is the policy's probability
+    of the token, divided by the engine's. `token` is one weight per token. `sequence` is one weight per completion, the
+    product of its tokens' weights. `geometric` is one weight per completion, the geometric mean of its tokens' weights.
+    `truncate` clips weights to the range from `rollout_correction_low` to `rollout_correction_high`. `mask` masks the
+    tokens or completions whose weights are outside of this range. `auto` is "none", except for asynchronous rollouts
     (`max_staleness`) with `old_logprobs: recompute`: there it is "token_truncate", or "sequence_truncate" if the loss
     needs one weight per completion. With `geometric`, set a narrow range, such as 0.99 to 1.01. VESPO does not multiply
     its loss by the token weights, but includes them in the product of the completion's ratios. GMPO and the ratio
@@ -306,8 +307,8 @@ class Objective:
         """Replace the `rollout_correction` "auto" by the correction that the run needs, if it needs one.
 
         Args:
-            is_off_policy: True if completions are sampled with older weights than those that compute the old log-probs
-                of the ratio.
+            is_off_policy: True if the weights that sample the completions are older than the weights that compute the
+                old log-probs of the ratio.
 
         Raises:
             ValueError: If limits of the correction are set, but the run needs no correction.
@@ -328,7 +329,7 @@ class Objective:
 
     @property
     def needs_reference(self) -> bool:
-        """True if the KL is part of the loss or of the rewards."""
+        """True if the KL is part of the loss or of the rewards, so that a reference is needed."""
         return self.beta > 0
 
     @property
@@ -348,7 +349,7 @@ class Objective:
 
     @property
     def has_loss_per_completion(self) -> bool:
-        """True if all tokens of a completion share one policy loss, so that its gradient reaches all of them."""
+        """True if all tokens of a completion share one policy loss, so that the loss's gradient reaches all tokens."""
         # CISPO multiplies the sequence ratio by the log-prob of each token.
         is_sequence_loss = self.ratio == "sequence" and self.surrogate != "cispo"
         return is_sequence_loss or SURROGATES[self.surrogate].is_per_completion
@@ -359,7 +360,7 @@ class Objective:
         return self.entropy_coefficient != 0
 
     def combine_rewards(self, total: Tensor, by_reward: Mapping[str, Tensor], weights: Sequence[float]) -> Tensor:
-        """Combine several rewards into one, which advantages are computed from.
+        """Combine several rewards into the one from which advantages are computed.
 
         Args:
             total: [N, G] the weighted sum of the rewards; nan where a completion is not scorable.
@@ -406,11 +407,11 @@ class Objective:
 
         Args:
             logprobs: [B, T] nats, of the current policy, with gradients.
-            batch: The micro-batch. It must have `old_logprobs`, `selected` if the objective has a `selection`, and
-                `ref_logprobs` if the loss has a KL. Only a micro-batch without trained tokens may lack `ref_logprobs`:
-                the KL is then 0.
-            counts: Numbers of trained tokens and completions in the entire optimizer step over all ranks, used as
-                divisors.
+            batch: The micro-batch. It must have `old_logprobs`. It must also have `selected` if the objective has a
+                `selection`, and `ref_logprobs` if the loss has a KL. Only a micro-batch without trained tokens may lack
+                `ref_logprobs`: the KL is then 0.
+            counts: How many trained tokens and completions the entire optimizer step has over all ranks: the divisors
+                of the loss.
             max_completion_length: Tokens; the divisor of the "constant" aggregation.
             entropy: [B, T] nats, of the current policy; with gradients if `trains_entropy`.
             router_loss: Scalar, the micro-batch's share of the load-balancing loss, times the weight of this loss; None
@@ -488,7 +489,7 @@ class Objective:
         return Tokens(logprobs, old, mask, batch.token_advantages, ratio, selected, weights)
 
     def _rollout_weights(self, old_logprobs: Tensor, batch: MicroBatch, *, bounded: bool = True) -> Tensor | None:
-        """Off-policy weights [B, T] or [B, 1], None without a `rollout_correction`. `bounded` applies their range."""
+        """Off-policy weights [B, T] or [B, 1], limited to their range if `bounded`; None without a correction."""
         if self.rollout_correction in ("auto", "none"):
             return None
         level: Any
@@ -520,11 +521,11 @@ class Correction(NamedTuple):
     """Off-policy correction of a micro-batch."""
 
     factor: Tensor
-    """[B, T] what the policy loss of each token is multiplied by."""
+    """[B, T] factors by which the policy losses of the tokens are multiplied."""
 
     weight: Tensor
-    """[B, T] off-policy weights, for the logs. They equal `factor`, except for VESPO: its loss already contains
-    them."""
+    """[B, T] off-policy weights, for the logs. They equal `factor`, except with VESPO, where the loss already contains
+    the weights."""
 
     is_corrected: Tensor
     """[B, T] bool, True where the weight was out of range, or `off_policy_threshold` masked the completion."""
@@ -572,10 +573,11 @@ class Surrogate(NamedTuple):
     """How the surrogate selects tokens before an optimizer step; None if it selects none."""
 
     folds_rollout_weights: bool = False
-    """True if the loss itself applies the off-policy weights, which then must be one per token."""
+    """True if the loss itself applies the off-policy weights. There must then be one weight per token."""
 
     is_per_completion: bool = False
-    """True if the loss is one per completion, [B, 1]. Off-policy weights then must be one per completion."""
+    """True if there is one loss per completion, [B, 1]. There must then also be one off-policy weight per
+    completion."""
 
 
 def _clip(objective: Objective, tokens: Tokens) -> Tensor:
@@ -600,7 +602,7 @@ def _cispo(objective: Objective, tokens: Tokens) -> Tensor:
 
 
 def _cispo_clipped(objective: Objective, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """The weight is capped whatever the sign of the advantage."""
+    """Find tokens with a capped weight. The cap does not depend on the sign of the advantage."""
     ratio = tokens.ratio.detach()
     low = (ratio < 1 - objective.epsilon) & objective.cispo_lower_bound
     return low, ratio > 1 + objective.high
@@ -617,7 +619,7 @@ def _gmpo(objective: Objective, tokens: Tokens) -> Tensor:
 
 
 def _gmpo_clipped(objective: Objective, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """The limits are in nats."""
+    """Find clipped tokens. GMPO's limits are in nats, so they are converted to limits of the ratio."""
     ratio = tokens.ratio.detach()
     low = is_clipped_low(ratio, tokens.advantages, epsilon=1 - math.exp(-objective.epsilon))
     return low, is_clipped_high(ratio, tokens.advantages, epsilon_high=math.exp(objective.high) - 1)
@@ -766,7 +768,7 @@ def _check_ranges(objective: Objective) -> None:
 
 
 def _check_unused(objective: Objective) -> None:
-    """Refuse settings without an effect. Raises: ValueError if one is changed; the message gives the reason."""
+    """Refuse settings without an effect. Raises: ValueError if one differs from its default; the message says why."""
     own = SURROGATES[objective.surrogate].settings
     others = sorted(frozenset().union(*(surrogate.settings for surrogate in SURROGATES.values())) - own)
     is_capped = objective.surrogate == "cispo" and objective.epsilon_high is not None
@@ -818,8 +820,8 @@ def _check_scale(objective: Objective) -> None:
 def _check_correction(objective: Objective) -> None:
     """Refuse off-policy weights of a level that the loss cannot use. Raises: ValueError.
 
-    If the loss is one per completion, its gradient reaches all tokens, so a weight of a token could not mask this token
-    or correct its gradient: it would only scale the loss of the completion.
+    If there is one loss per completion, its gradient reaches all tokens. The weight of a single token could then
+    neither mask this token nor correct its gradient: it would only scale the loss of the completion.
     """
     levels, reason = correction_levels(objective)
     allowed = ["auto", "none", *(f"{level}_{outside}" for level in levels for outside in ("truncate", "mask"))]
@@ -831,7 +833,7 @@ def _check_correction(objective: Objective) -> None:
 
 
 def correction_levels(objective: Objective) -> tuple[list[str], str]:
-    """Levels of off-policy weights that the loss can use, default first; and why it cannot use the other levels."""
+    """Levels of off-policy weights that the loss can use, the default first; and why it cannot use other levels."""
     own = SURROGATES[objective.surrogate]
     surrogate = f"objective.surrogate {objective.surrogate!r}"
     if own.folds_rollout_weights:

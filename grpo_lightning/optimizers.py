@@ -23,10 +23,10 @@ class AdamW(torch.optim.AdamW):
 
     Args:
         params: Parameters to train.
-        lr: Learning rate: the size of an update, before the schedule.
-        betas: Decay per step of the running means of the gradient and of its square.
-        eps: Added to the divisor, the root of the running mean of squares.
-        weight_decay: Each step subtracts the learning rate times this fraction of a weight from the weight.
+        lr: Learning rate (the size of an update) before the schedule changes it.
+        betas: Decay factors per step: one for the running mean of the gradient, one for the running mean of its square.
+        eps: Added to the divisor, which is the square root of the running mean of the squared gradient.
+        weight_decay: Each step subtracts `lr * weight_decay * weight` from every weight.
     """
 
     def __init__(
@@ -41,9 +41,10 @@ class AdamW(torch.optim.AdamW):
 
 
 class AdamW8bit(Optimizer):
-    """AdamW with 8-bit states, quantised block by block (arXiv:2110.02861): 2 bytes per parameter instead of 8.
+    """AdamW with 8-bit states, quantized block by block (arXiv:2110.02861).
 
-    It runs on CUDA and CPUs. The weights keep their dtype.
+    The states take 2 bytes per parameter instead of 8. The weights keep their dtype. The optimizer runs on CUDA devices
+    and CPUs.
     """
 
     def __new__(
@@ -58,10 +59,11 @@ class AdamW8bit(Optimizer):
 
         Args:
             params: Parameters to train.
-            lr: Learning rate: the size of an update, before the schedule.
-            betas: Decay per step of the running means of the gradient and of its square.
-            eps: Added to the divisor, the root of the running mean of squares.
-            weight_decay: Each step subtracts the learning rate times this fraction of a weight from the weight.
+            lr: Learning rate (the size of an update) before the schedule changes it.
+            betas: Decay factors per step: one for the running mean of the gradient, one for the running mean of its
+                square.
+            eps: Added to the divisor, which is the square root of the running mean of the squared gradient.
+            weight_decay: Each step subtracts `lr * weight_decay * weight` from every weight.
 
         Raises:
             ModuleNotFoundError: If bitsandbytes is not installed.
@@ -72,7 +74,7 @@ class AdamW8bit(Optimizer):
 class PagedAdamW8bit(Optimizer):
     """`AdamW8bit` with states that are paged to CPU memory if the device runs out of memory."""
 
-    # jsonargparse does not find the arguments of an inherited `__new__`.
+    # Defined again, because jsonargparse does not find the arguments of an inherited `__new__`.
     def __new__(
         cls,
         params: Iterable[Parameter],
@@ -85,10 +87,11 @@ class PagedAdamW8bit(Optimizer):
 
         Args:
             params: Parameters to train.
-            lr: Learning rate: the size of an update, before the schedule.
-            betas: Decay per step of the running means of the gradient and of its square.
-            eps: Added to the divisor, the root of the running mean of squares.
-            weight_decay: Each step subtracts the learning rate times this fraction of a weight from the weight.
+            lr: Learning rate (the size of an update) before the schedule changes it.
+            betas: Decay factors per step: one for the running mean of the gradient, one for the running mean of its
+                square.
+            eps: Added to the divisor, which is the square root of the running mean of the squared gradient.
+            weight_decay: Each step subtracts `lr * weight_decay * weight` from every weight.
 
         Raises:
             ModuleNotFoundError: If bitsandbytes is not installed.
@@ -99,7 +102,7 @@ class PagedAdamW8bit(Optimizer):
 def bitsandbytes_optimizer(name: str) -> Any:
     """Import the bitsandbytes optimizer of this name.
 
-    The import is not at the top of the file, because recipes are also read without bitsandbytes.
+    The import is not at the top of the file, because recipes can also be read where bitsandbytes is not installed.
     """
     try:
         import bitsandbytes

@@ -2,9 +2,9 @@
 
     scheduler: {class_path: grpo_lightning.schedules.Cosine, init_args: {warmup_ratio: 0.1}}
 
-These are the schedules of `transformers.get_scheduler`, as classes. Recipes cannot name transformers' own functions:
-jsonargparse cannot fill in their arguments, and only the training module knows the length of the run. Any class of
-`torch.optim.lr_scheduler` works as well.
+These are the schedules of `transformers.get_scheduler`, as classes. Recipes cannot name transformers' own functions,
+for two reasons: jsonargparse cannot fill in their arguments, and one argument is the length of the run, which only the
+training module knows. Any class of `torch.optim.lr_scheduler` works as well.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Schedule(LambdaLR):
 
     Args:
         optimizer: The optimizer. The learning rates that it has when the schedule is built become the peak rates.
-        warmup_ratio: Warm-up as a fraction of the run's optimizer steps.
-        warmup_steps: Warm-up in optimizer steps; cannot be combined with `warmup_ratio`.
+        warmup_ratio: Length of the warm-up, as a fraction of the run's optimizer steps.
+        warmup_steps: Length of the warm-up in optimizer steps; cannot be combined with `warmup_ratio`.
 
     Raises:
         ValueError: If both `warmup_ratio` and `warmup_steps` are given, or `warmup_ratio` is not in [0, 1].
@@ -59,7 +59,8 @@ class Schedule(LambdaLR):
             raise ValueError("The schedule needs the length of the run: set trainer.max_steps or trainer.max_epochs.")
         warmup = math.ceil(num_training_steps * self.warmup_ratio) if self.warmup_steps is None else self.warmup_steps
         num_steps = int(num_training_steps)
-        # `get_scheduler` needs an optimizer; only the function that computes the factor is kept.
+        # `get_scheduler` needs an optimizer, so it gets a placeholder. Only the function that computes the factor is
+        # kept.
         placeholder = torch.optim.SGD([Parameter(torch.zeros(1))], lr=1.0)
         factor = get_scheduler(self.kind, placeholder, warmup, num_steps, self.settings(num_steps)).lr_lambdas[0]
         self.lr_lambdas = [factor] * len(self.base_lrs)
@@ -68,7 +69,7 @@ class Schedule(LambdaLR):
             group["lr"] = lr
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the position in the schedule; shape and rates come from this run's settings."""
+        """Restore only the position in the schedule. The schedule's shape and rates come from this run's settings."""
         self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["_step_count"]
 
     def settings(self, num_training_steps: int) -> dict[str, Any]:
@@ -93,8 +94,8 @@ class Cosine(Schedule):
 
     Args:
         optimizer: The optimizer. The learning rates that it has when the schedule is built become the peak rates.
-        warmup_ratio: Warm-up as a fraction of the run's optimizer steps.
-        warmup_steps: Warm-up in optimizer steps; cannot be combined with `warmup_ratio`.
+        warmup_ratio: Length of the warm-up, as a fraction of the run's optimizer steps.
+        warmup_steps: Length of the warm-up in optimizer steps; cannot be combined with `warmup_ratio`.
         min_lr_ratio: Learning rate at the end of the run, as a fraction of the full learning rate.
     """
 
@@ -120,8 +121,8 @@ class CosineWithRestarts(Schedule):
 
     Args:
         optimizer: The optimizer. The learning rates that it has when the schedule is built become the peak rates.
-        warmup_ratio: Warm-up as a fraction of the run's optimizer steps.
-        warmup_steps: Warm-up in optimizer steps; cannot be combined with `warmup_ratio`.
+        warmup_ratio: Length of the warm-up, as a fraction of the run's optimizer steps.
+        warmup_steps: Length of the warm-up in optimizer steps; cannot be combined with `warmup_ratio`.
         num_cycles: Number of decays.
     """
 
@@ -149,9 +150,9 @@ class WarmupStableDecay(Schedule):
 
     Args:
         optimizer: The optimizer. The learning rates that it has when the schedule is built become the peak rates.
-        warmup_ratio: Warm-up as a fraction of the run's optimizer steps.
-        warmup_steps: Warm-up in optimizer steps; cannot be combined with `warmup_ratio`.
-        decay_ratio: Length of the decay, which ends with the run, as a fraction of the run's optimizer steps.
+        warmup_ratio: Length of the warm-up, as a fraction of the run's optimizer steps.
+        warmup_steps: Length of the warm-up in optimizer steps; cannot be combined with `warmup_ratio`.
+        decay_ratio: Length of the decay, as a fraction of the run's optimizer steps. The decay ends with the run.
         min_lr_ratio: Learning rate at the end of the run, as a fraction of the full learning rate.
     """
 

@@ -248,5 +248,5 @@ def test_the_front_page_has_the_proofs_recorded():
     before, after = (shown(mean(runs["shuffled rewards"], f"accuracy_{when}"), 2) for when in WHEN)
     assert f"{before} to {after} with shuffled rewards" in text
     before, after = (f"{100 * spread[f'accuracy_{when}']:.0f} %" for when in WHEN)
-    sentence = f"Before training {before} of the sampled answers to held-out problems are right, and {after} after"
+    sentence = f"Before training, {before} of the sampled answers to held-out problems are right, and {after} after"
     assert sentence in " ".join(README.split())

@@ -49,8 +49,7 @@ class BeforeAfter(L.Callback):
 
     Args:
         metric: Headline metric: the name of a reward, "reward" (the weighted total), "pass@8", ...
-        num_samples: Number of sample completions to print from before training; the same number is printed from after
-            training. 0 prints none.
+        num_samples: Number of sample completions that are printed for each of the two evaluations. 0 prints none.
         dirpath: Folder of `summary.json`; null is the run's folder.
     """
 
@@ -98,13 +97,13 @@ class BeforeAfter(L.Callback):
         self.write(folder / "summary.json", summary)
 
     def on_decode(self, trainer: L.Trainer, done: int, total: int) -> None:
-        """Show how many tokens are sampled so far, because there may be only one batch to count."""
+        """Show how many tokens have been sampled. A count of batches is not enough: there may be only one batch."""
         if self.progress is not None and (done % 8 == 0 or done == total):
             self.progress.tokens = f"token {done}/{total}"
             self.progress.show()
 
     def measure(self, trainer: L.Trainer, pl_module: L.LightningModule, when: str) -> Numbers:
-        """Evaluate the prompts of all ranks; returns all metrics, by kind of completion and name.
+        """Evaluate the prompts of all ranks. Returns: all metrics, by kind of completion and name.
 
         Raises:
             ValueError: If there are no validation prompts.

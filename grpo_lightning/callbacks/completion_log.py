@@ -44,22 +44,23 @@ class CompletionLog(L.Callback):
     (file and line of the data row), prompt, completion, length (tokens), finish_reason, reward, rewards (by name),
     columns (the row's other columns, for example the answer; values of more than 1,000 characters are left out) and
     advantage. After these fields come the values that rewards passed to `log_extra`. A reward of null means that the
-    completion is not scorable. If the prompt has images, the line also has the field images, which contains for each
-    image its name (the path of a file), its size in pixels, its size after resizing for the policy, and the coordinate
-    convention of the policy. `step` is the number of optimizer steps done when the rollout was sampled; the loggers log
-    the rollout's metrics at the same `step`. The lines of a rollout are in the order of its prompts, regardless of the
-    number of ranks.
+    completion is not scorable. If the prompt has images, the line also has the field images. For each image, this field
+    contains the name (the path of a file), the size in pixels, the size after resizing for the policy, and the
+    coordinate convention of the policy. `step` is the number of optimizer steps done when the rollout was sampled; the
+    loggers log the rollout's metrics at the same `step`. The lines of a rollout are in the order of its prompts,
+    regardless of the number of ranks.
 
     Weights & Biases also gets a table of each rollout. TensorBoard also gets the best completions of each rollout, the
     worst completions and a few others. Both loggers get the images in the prompts of these completions, but only of
     prompts that rank 0 has: the images of other ranks are not available.
 
-    With `token_logprobs`, `tokens.jsonl` has the tokens of each completion that is trained on, with the log-probs of
-    the policy before and after the updates on the rollout. The sign of advantage x (new - old log-prob) shows whether
-    the updates moved the log-prob of a token in the intended direction. A line has the fields rollout, completion
-    (index of the completion among those of the rollout), tokens (text), old_logprobs, logprobs (nats; null for tokens
-    that are not trained on) and, with a credit per turn, turn_advantages. There are no lines for completions that the
-    updates leave out because their advantage is 0, and none for a rollout inside which a run resumes.
+    With `token_logprobs`, `tokens.jsonl` has the tokens of each completion that is trained on. Each token has two
+    log-probs: that of the policy before the updates on the rollout, and that of the policy after them. The sign of
+    advantage x (new - old log-prob) shows whether the updates moved the log-prob of a token in the intended direction.
+    A line has the fields rollout, completion (index of the completion among those of the rollout), tokens (text),
+    old_logprobs, logprobs (nats; null for tokens that are not trained on) and, if turns have credit, turn_advantages.
+    There are no lines for completions that the updates leave out because their advantage is 0. If a run resumes in the
+    middle of training on a rollout, there are no lines for this rollout either.
 
     Args:
         every_n_rollouts: Write only every n-th rollout.
@@ -159,7 +160,7 @@ class CompletionLog(L.Callback):
             self.show(trainer.loggers, [json.loads(line) for line in written], prompts)
 
     def show(self, loggers: Sequence[Logger], lines: Sequence[Line], prompts: Sequence[Prompt | None]) -> None:
-        """Show lines of a rollout in the loggers. A line's prompt is None if it is on another rank."""
+        """Show lines of a rollout in the loggers. The prompt of a line from another rank is None."""
         chosen = choose(lines, self.num_samples)
         images = [
             (f"{label}/{number}", image)
@@ -260,12 +261,12 @@ def first_lines(ranks: Sequence[Sequence[Sequence[str]]]) -> dict[tuple[int, int
 def token_records(
     module: GRPOLightningModule, micro_batches: Sequence[MicroBatch]
 ) -> list[tuple[tuple[int, int, int], dict[str, Any]]]:
-    """Records of the tokens of this rank's completions, including the current policy's log-probs. Collective.
+    """Records of the tokens of this rank's completions, with the current policy's log-probs. Every rank must call this.
 
     Returns:
-        For each completion, a tuple (first rank of the team that sampled it, index of its group on that rank, its index
-        in the group) and its record. Micro-batches of a subclass's `split_rollout` that do not state their completions
-        yield no records.
+        For each completion, a tuple (rank, index of its group on that rank, its index in the group) and its record. The
+        rank is the first of the ranks that share the group. A subclass's `split_rollout` may leave `numbers` or
+        `groups` of a micro-batch empty; the completions of this micro-batch then have no records.
     """
     actor, teams = module.actor, module.teams
     texts: dict[int, str] = {}
@@ -308,7 +309,7 @@ def token_text(tokenizer: Any, token: int) -> str:
 
 
 def keep_rollouts_before(path: Path, rollout: int) -> None:
-    """Drop the lines of the rollout number `rollout` and of later rollouts, and an incomplete last line.
+    """Drop the lines of rollout number `rollout` and of later rollouts, and an incomplete last line.
 
     A resumed run samples these rollouts again.
 

@@ -22,8 +22,8 @@ class ExportPolicy(L.Callback):
     Args:
         folder: Output folder, inside the run's folder unless the path is absolute. Files of an earlier export are
             replaced.
-        every_n_steps: Number of optimizer steps between two exports during training, into subfolders `step-<step>`;
-            null exports only at the end.
+        every_n_steps: Number of optimizer steps between two exports during training. Each of these exports has a
+            subfolder `step-<step>`. Null exports only at the end.
     """
 
     def __init__(self, folder: str = "policy", every_n_steps: int | None = None) -> None:
@@ -36,7 +36,7 @@ class ExportPolicy(L.Callback):
         self.written_at = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Remember the current step: a resumed run has exported its policy before it was interrupted."""
+        """Remember the current step, so that a resumed run does not export the policy of this step again."""
         self.written_at = trainer.global_step
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:

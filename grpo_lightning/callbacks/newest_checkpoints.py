@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 
 class NewestCheckpoints(ModelCheckpoint):
-    """Saves every `save_steps` optimizer steps and when training ends, and keeps the newest `save_total_limit`.
+    """Saves a checkpoint every `save_steps` optimizer steps and at the end; keeps the newest `save_total_limit`.
 
     The settings have the names and meanings that they have in TRL and ms-swift. A resumed run also keeps the checkpoint
     from which it was resumed.

@@ -39,7 +39,7 @@ STYLES = {"rising": "green", "falling": "yellow"}
 """Colors of the reward by its trend."""
 
 LEAST_FOR_BAR = 40
-"""Minimum width of the line, in columns, with which a bar is drawn."""
+"""Minimum width of the line, in columns, for which a bar is drawn."""
 
 PHASE_WIDTH = 14
 GAP = "  "
@@ -50,9 +50,9 @@ class ProgressBar(LightningProgressBar):
 
     The line fits 80 columns. A wider terminal also shows completion length, sampling speed, KL, epoch and elapsed time.
     Metrics that the module logs with `prog_bar=True` are shown too. Rate and ETA are computed over the latest 100
-    steps. The arrow compares the rewards of the latest rollouts (at most 20) with those of as many rollouts before. The
-    small bars show the rewards of the entire run. During validation, test and prediction, the line shows batches, and
-    how many tokens per completion are sampled.
+    steps. The arrow compares the rewards of the latest rollouts (at most 20) with those of the same number of rollouts
+    before them. The small bars show the rewards of the entire run. During validation, test and prediction, the line
+    shows the numbers of finished batches and of tokens sampled per completion.
 
     In a file (e.g. in a SLURM job), a line is printed at the start, every minute and at the end, without escape codes.
 
@@ -143,7 +143,7 @@ class ProgressBar(LightningProgressBar):
         if self.refresh_rate and (step % self.refresh_rate == 0 or step == self.total):
             self.show(trainer, is_due=True)
         if step == self.total:
-            self.line.close(is_kept=self.leave)  # what others print now begins on a new line
+            self.line.close(is_kept=self.leave)  # later output begins on a new line
 
     def on_train_end(self, *_: Any) -> None:
         """Keep the last state of the line."""
@@ -209,7 +209,7 @@ class ProgressBar(LightningProgressBar):
             self.show(trainer, is_due=True)
 
     def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
-        """Keep the last state of the line; in a training run, the line of training takes its place."""
+        """Keep the last state of the line; in a training run, the line of training replaces it."""
         self.end_evaluation(is_kept=self.leave and trainer.state.fn == TrainerFn.VALIDATING)
 
     def on_test_end(self, *_: Any) -> None:
@@ -228,7 +228,7 @@ class ProgressBar(LightningProgressBar):
     # -------------------------------------------------------------------------------------------------------- the line
 
     def show(self, trainer: L.Trainer, *, is_due: bool = False) -> None:
-        """Show the line if it is enabled and a training or an evaluation runs."""
+        """Show the line if it is enabled and training or an evaluation is running."""
         if self.is_disabled:
             return
         if self.evaluation:
@@ -330,7 +330,7 @@ def training_text(state: State, width: int | None) -> Text:
 
 
 def laid_out(parts: Sequence[Part], width: int | None, fraction: float | None) -> Text:
-    """Put parts on a line, with low ranks preferred; a bar after the second part fills the columns that are left.
+    """Make a line of the parts that fit, chosen by `Part.rank`; a bar after the second part fills the free columns.
 
     Args:
         parts: Parts, in the order of the line.

@@ -29,7 +29,9 @@ PACKAGES = ("grpo-lightning", "torch", "lightning", "transformers", "peft", "dee
 
 
 class RunRecord(L.Callback):
-    """Writes `run.json` in the run's folder: what ran, on what, and how it ended. `fit` adds it by default.
+    """Writes `run.json` in the run's folder: command, versions and devices of the run, and how the run ended.
+
+    `fit` adds this callback by default.
 
     The file has the fields command, started, ended (seconds since 1970), status (`running`, `finished`, `interrupted`
     or `failed`), error, step (optimizer steps done), seed, versions, device (accelerator, name, number of devices and
@@ -83,7 +85,7 @@ class RunRecord(L.Callback):
 
 
 class RunReport(RunRecord):
-    """Writes `report.html` in the run's folder when the run ends, even if it ends by an error.
+    """Writes `report.html` in the run's folder when the run ends, even if it ends with an error.
 
     The page is the same as that of `grpo-lightning report`: one file that loads no other files. The page shows what
     `CompletionLog`, `BeforeAfter` and the logger of `metrics.csv` have written into the folder. The callback also
@@ -117,7 +119,7 @@ class RunReport(RunRecord):
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that are installed."""
+    """Versions of Python and of those `PACKAGES` that are installed."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):

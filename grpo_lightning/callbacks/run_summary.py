@@ -43,12 +43,12 @@ FILES = {
 
 
 class RunSummary(StepMetrics):
-    """Prints a summary when a training run ends, or is stopped by a signal. `fit` adds it by default.
+    """Prints a summary when a training run ends or is stopped by a signal. `fit` adds this callback by default.
 
     Two mean rewards are shown: that of the first rollouts and that of the last rollouts. Each is taken over a tenth of
     all rollouts, but at most 20. Tokens are those that all ranks sampled. The time of a phase is the time of the
-    slowest rank; "other" is the rest of the run: loading, evaluation and checkpoints. Counts and times cover only this
-    process: those of a resumed run do not include earlier steps.
+    slowest rank; "other" is the rest of the run: loading, evaluation and checkpoints. Counts and times of a resumed run
+    do not include the steps before it was resumed.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class RunSummary(StepMetrics):
         self.reset()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Remember where the run writes and begins."""
+        """Remember the folder of the run, and the step at which it starts."""
         self.folder = run_folder(trainer, None)
         self.first_step = self.step = trainer.global_step
 

@@ -12,10 +12,10 @@ LEVELS = "▁▂▃▄▅▆▇█"
 ARROWS = {"rising": "↑", "falling": "↓", "level": "→"}
 
 MAX_WINDOW = 20
-"""Maximum number of latest values; they are compared with the same number of values before them."""
+"""Maximum number of latest values that are compared with the same number of values before them."""
 
 MIN_WINDOW = 3
-"""Minimum number of values that are compared; with fewer values, there is no trend."""
+"""Minimum number of latest values that are compared; if there are fewer, there is no trend."""
 
 Trend = Literal["rising", "falling", "level"]
 
@@ -23,8 +23,8 @@ Trend = Literal["rising", "falling", "level"]
 def trend_of(values: Sequence[float]) -> Trend | None:
     """Direction of the latest values of a metric; None if there are too few.
 
-    The mean of the last k values is compared with the mean of the k values before, k = min(20, n / 2). The difference
-    counts if it is larger than its standard error, sqrt((var_1 + var_2) / k).
+    The mean of the last k of n values is compared with the mean of the k values before them, where k = min(20, n / 2).
+    The difference counts if it is larger than its standard error, sqrt((var_1 + var_2) / k).
     """
     k = min(len(values) // 2, MAX_WINDOW)
     if k < MIN_WINDOW:

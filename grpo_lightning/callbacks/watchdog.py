@@ -21,7 +21,7 @@ from grpo_lightning.training.signals import end_launched
 log = logging.getLogger(__name__)
 
 WATCHED = "rollout"
-"""The phase in which engines report progress: sampling, with the update of the engine's weights before it."""
+"""The phase in which engines report progress: the update of the engine's weights, followed by sampling."""
 
 SIGNALS = ("SIGUSR2", "SIGUSR1", "SIGVTALRM")
 """The main thread is interrupted with the first of these signals that nothing else handles."""
@@ -36,7 +36,8 @@ LOOKS = 20
 class StallInterrupt(SystemExit):
     """Ends a rollout that makes no progress; the process then prints the message, and exits with status 1.
 
-    Like KeyboardInterrupt, it is not caught by code that catches every `Exception`, as engines and rewards may do.
+    Engines and rewards may catch every `Exception`. They do not catch this class, because it is not a subclass of
+    `Exception` (neither is KeyboardInterrupt).
     """
 
 
@@ -45,10 +46,10 @@ class Watchdog(L.Callback):
 
     The start of the rollout counts as progress, and so does each call of `on_decode`: a decoding step, or a completion
     from a server. If a rank stalls, it logs the stall, writes the Python stacks of all its threads to stderr, and
-    interrupts its main thread. If the main thread runs Python code, or waits in a way that signals interrupt, the run
-    ends with an error. In a run with one process, a checkpoint of the last optimizer step is saved first. If the main
-    thread does not react, the process exits after `grace_seconds`, with status 75. Ranks started by the same command
-    are ended too; torchrun and SLURM end the others.
+    interrupts its main thread with a signal. If the main thread runs Python code, or waits in a call that a signal can
+    interrupt, the run ends with an error. In a run with one process, a checkpoint of the last optimizer step is saved
+    first. If the main thread does not react, the process exits after `grace_seconds`, with status 75. Ranks that the
+    same command started are ended too; torchrun and SLURM end the ranks that they started.
 
     Rewards and updates are not watched: they report no progress while they run.
 
@@ -165,7 +166,7 @@ class Watchdog(L.Callback):
         self.rest()
 
     def rest(self) -> None:
-        """Stop the thread, and put the old signal handler back."""
+        """Stop the thread, and restore the old signal handler."""
         self.stop.set()
         if self.old_handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(*self.old_handler)

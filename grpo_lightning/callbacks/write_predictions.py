@@ -19,8 +19,8 @@ class WritePredictions(L.Callback):
     Each completion is one line with the fields source, prompt_index, row (file and line of the data row), prompt,
     completion, length (tokens), finish_reason, reward, rewards (by name) and columns (of the data row). A reward of
     null means that the completion is not scorable. Lines are written batch by batch, so that an interrupted run keeps
-    its results. With several ranks and a loader that is not a `PromptSource`, all lines are instead written at the end.
-    A file of an earlier run is replaced.
+    its results. With several ranks and a loader that is not a `PromptSource`, the ranks may have different numbers of
+    batches; all lines are then written at the end. A file of an earlier run is replaced.
 
     Args:
         dirpath: Output folder; null is the run's folder.

@@ -154,7 +154,7 @@ class GRPOCLI(LightningCLI):
         show_messages()
         if rank():  # all ranks would log the same
             logging.getLogger("grpo_lightning").setLevel(logging.WARNING)
-        # Parsing attribute docstrings of dataclasses (objective, sampling) takes a second, so only for help.
+        # Parsing attribute docstrings of dataclasses (objective, sampling) takes a second, so it is done only for help.
         wants_help = any("help" in arg or arg == "-h" for arg in args)
         jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=wants_help)
         return cls(
@@ -207,7 +207,7 @@ class GRPOCLI(LightningCLI):
         )
 
     def _set_seed(self) -> None:
-        """Seed all random state. Noisy loggers are quieted before, because seeding logs messages, too."""
+        """Seed all random state. Noisy loggers are silenced first, because seeding also logs messages."""
         quiet_loggers()
         super()._set_seed()
 
@@ -386,7 +386,7 @@ class GRPOCLI(LightningCLI):
             raise
 
     def before_fit(self) -> None:
-        """Before the weights load, refuse a checkpoint from which this number of ranks cannot resume."""
+        """Before the weights are loaded, refuse a checkpoint that cannot be resumed with this number of ranks."""
         if path := self.config[self.subcommand].get("ckpt_path"):
             try:
                 check_ranks(self.trainer, Path(path))

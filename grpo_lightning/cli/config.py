@@ -63,7 +63,7 @@ def unset_argument(settings: Any, key: str = "") -> str | None:
 
 
 def owner_of_untyped(kind: type, name: str) -> type | None:
-    """The class (`kind` or a base of it) that requires this argument without an annotation; None if there is none."""
+    """The class (`kind` or one of its bases) in which this argument is required and has no annotation; else None."""
     for own in kind.__mro__:
         if "__init__" in vars(own) and (argument := inspect.signature(vars(own)["__init__"]).parameters.get(name)):
             return own if argument.default is argument.empty and argument.annotation is argument.empty else None

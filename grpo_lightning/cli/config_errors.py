@@ -100,7 +100,7 @@ OTHER_VALUES = {
         "no": "32-true",
     }
 }
-"""Values that other trainers use and the values that correspond to them in this package, by key."""
+"""Values of other trainers, and the corresponding values of this package, by key."""
 
 
 UNKNOWN = r"Option '([^']+)' is not accepted|unrecognized arguments: --([^\s=]+)"
@@ -236,7 +236,7 @@ def unknown_at_top(names: Sequence[str], keys: Mapping[str, Key], sources: Itera
 
 
 def beside_class_path(problem: Problem, sources: Iterable[Source]) -> str | None:
-    """Error message for a mapping with `class_path` and unknown keys next to it: `init_args` is missing."""
+    """Error message for a mapping with unknown keys next to `class_path`; such keys belong in `init_args`."""
     # The form of the parser's message depends on the types that the key accepts, so the settings are examined instead.
     for place in places(sources, problem.names[:1]):
         for key, value in leaves(place.value, place.key):
@@ -279,7 +279,7 @@ def unknown_key(key: str, allowed: Iterable[str], keys: Mapping[str, Key] | None
     group, _, name = key.rpartition(".")
     allowed = sorted(allowed)
     near = [f"{group}.{other}" if group else other for other in difflib.get_close_matches(name, allowed)]
-    # The key may belong to another section, or have its name from another trainer.
+    # The key may belong to another section, or be another trainer's name for a setting.
     known = [
         *(keys or ()),
         *(below for key, own in (keys or {}).items() for below in nested_keys(key, own.hint, own.default)),
@@ -356,7 +356,7 @@ def wrong_value(problem: Problem, sources: Iterable[Source]) -> str | None:
     got = re.search(r"(?:Got|Given) value: (.*?)(?:\. Got value: .*)?$", problem.text, re.MULTILINE)
     if got is None:
         return None
-    # If the value is inside a list, leave out the part of the message about values that may replace the list.
+    # If the value is inside a list, leave out what the message says about types that are allowed instead of a list.
     text = problem.text[: got.start()].rpartition("Does not validate")[2]
     if got[0].startswith("Got"):
         text = "\n".join(line for line in problem.text.splitlines() if f"Got value: {got[1]}" in line)
@@ -410,7 +410,7 @@ def below_one_value(keys: Mapping[str, Key], sources: Iterable[Source]) -> str |
 
 
 def unknown_name(trainer: Any) -> str | None:
-    """Error message for an unknown strategy or accelerator, which lists the known names; None for known names."""
+    """Error message with the known names if the strategy or the accelerator is unknown; None if both are known."""
     from grpo_lightning.training.strategies import is_supported
 
     strategies = {name: entry["strategy"] for name, entry in StrategyRegistry.items()}

@@ -30,8 +30,8 @@ class ConfigurationError(ValueError):
 def rank() -> int:
     """Global rank of this process, from the launcher's environment variables; 0 without a launcher.
 
-    If only local rank and node rank are known, the result is the larger of the two: 0 only for the first process of the
-    first node.
+    If only local rank and node rank are known, the result is the larger of the two. It is 0 only for the first process
+    of the first node.
     """
     given = {name: int(os.environ[name]) for name in ("RANK", *RANKS) if os.environ.get(name, "").isdigit()}
     return given.get("RANK", max(given.values(), default=0))
@@ -43,7 +43,7 @@ def short_errors() -> Iterator[None]:
 
     All ranks read the same configuration, so only rank 0 prints an error of the set-up. An error inside Lightning's
     loops may concern a single rank, so every rank prints its own error. If a rank fails because another rank has
-    exited, it prints one line that says that the cause is in the output of the other rank.
+    exited, it prints one line that refers to the error message of that other rank.
     """
     try:
         yield
@@ -64,7 +64,7 @@ def short_errors() -> Iterator[None]:
 def fixable_error(error: BaseException | None) -> BaseException | None:
     """Return the error if a user can fix it, else None.
 
-    The parser wraps the error of a constructor in its own error. In this case, the constructor's error is returned.
+    If the error is the parser's wrapper around an error of a constructor, the constructor's error is returned.
     """
     while error is not None and not is_expected(error):
         if innermost_module(error) != "jsonargparse":
@@ -117,7 +117,7 @@ def is_inside_a_loop(tb: TracebackType | None) -> bool:
 
 
 def plain_refusal(raised: BaseException) -> BaseException | None:
-    """Return the error if this package refuses a setting with it, else None.
+    """Return the error if this package raised it to refuse a setting, else None.
 
     Such an error has no cause, and is not raised inside Lightning's loops.
     """

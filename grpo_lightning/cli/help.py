@@ -186,7 +186,7 @@ def settings_below(text: str, key: str) -> str:
 # ------------------------------------------------------------------------------------------------------- on one screen
 
 WIDTHS = range(80, 121)
-"""Columns that the help may use: those of the terminal, within these limits."""
+"""Limits of the help's width in columns. Between them, the help is as wide as the terminal."""
 
 FIRST_SENTENCE = re.compile(r"(?<=[.!?])\s")
 CLAUSES = re.compile(r" \(|[;:,] ")
@@ -241,7 +241,7 @@ def row(setting: Setting, text: str, column: int, width: int) -> str:
 
 
 def more(name: str) -> list[str]:
-    """How to get the rest: all settings, those of a class, and the recipes."""
+    """Lines that say how to show all settings, the settings of a class, and the recipes."""
     texts = {
         "Set one": "--model.sampling.temperature=0.8 (any recipe key is a flag)",
         "All settings": f"{name} {ALL}, or {ALL} model.policy",
@@ -264,7 +264,7 @@ def brief(text: str, width: int) -> str:
 
 
 def emphasize(text: str) -> str:
-    """Bold text in a terminal; plain text in a file, with NO_COLOR and in a terminal that has no bold type."""
+    """Bold text in a terminal; plain text in a file, in a terminal without bold type, and if NO_COLOR is set."""
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty()
     return text if is_plain else f"\x1b[1m{text}\x1b[0m"
 

@@ -11,8 +11,8 @@ def check_push(repo: str | None, *, private: bool) -> None:
     """Before the export, check that a model can be uploaded, if a repository is given.
 
     Raises:
-        ConfigurationError: If the name of the repository is wrong, the hub is switched off, nobody is logged in, or
-            `--private` is set without `--push`.
+        ConfigurationError: If (a) the name of the repository is wrong, (b) the hub is switched off, (c) nobody is
+            logged in, or (d) `--private` is set without `--push`.
     """
     if repo is None:
         if private:
@@ -46,7 +46,8 @@ def push(folder: Path, repo: str, *, private: bool) -> str:
         Address of the model.
 
     Raises:
-        ConfigurationError: If the hub cannot be reached or refuses the upload. The folder is complete even then.
+        ConfigurationError: If the hub cannot be reached or refuses the upload. The upload does not change the local
+            `folder`, so the exported model is still complete there.
     """
     from huggingface_hub import HfApi
 

@@ -44,8 +44,8 @@ COMMANDS = TRAINER_COMMANDS | OWN_COMMANDS
 def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModule] | None = None) -> GRPOCLI | None:
     """Run a command line.
 
-    If there is an error in configuration or data, a message of a few lines is printed and SystemExit(2) is raised, as
-    argparse does. With GRPO_LIGHTNING_TRACEBACK=1, the error itself is raised.
+    If there is an error in configuration or data, a message of a few lines is printed and, as in argparse,
+    SystemExit(2) is raised. With GRPO_LIGHTNING_TRACEBACK=1, the error itself is raised.
 
     Args:
         args: Arguments; None uses the arguments of the process.
@@ -82,7 +82,10 @@ def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModu
 
 
 def log_versions() -> None:
-    """Log the versions of the package and its main dependencies, before importing them, which takes seconds."""
+    """Log the versions of the package and its main dependencies.
+
+    They are logged before the packages are imported, because importing takes seconds.
+    """
     from grpo_lightning.core.messages import show_messages
 
     show_messages()

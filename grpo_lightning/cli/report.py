@@ -12,7 +12,8 @@ def run(args: list[str]) -> None:
     """Write the report.
 
     Raises:
-        ConfigurationError: If a folder is no run, or its files are of another kind.
+        ConfigurationError: If (a) a folder is not the folder of a run, (b) a line of a run's log of completions or
+            tokens is invalid, (c) `--max_completions` is below 1, or (d) `--output` is a folder.
     """
     options = parser().parse_args(args)
     from grpo_lightning.cli.errors import ConfigurationError

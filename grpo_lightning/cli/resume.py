@@ -26,10 +26,11 @@ SHOWN = 20
 
 
 def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
-    """Return why a checkpoint cannot be loaded or, with `to_train`, resumed from; None if it is usable.
+    """Return why a checkpoint cannot be loaded, or why no run can resume from it (`to_train`); None if it is usable.
 
-    Only DeepSpeed itself can read a DeepSpeed checkpoint. So for such a checkpoint, only its mark is checked: that all
-    files are complete and, with `to_train`, that no error interrupted the optimizer step.
+    Only DeepSpeed itself can read the weights and states of a DeepSpeed checkpoint. Therefore, this function reads only
+    the file `complete.json` of such a checkpoint. The file shows whether the checkpoint is complete, and whether an
+    error interrupted the optimizer step. The second fact matters only for `to_train`.
     """
     if why := why_incomplete(path):
         return why
@@ -128,7 +129,7 @@ def written_at(path: Path) -> tuple[int, str]:
 
 
 def check_there(path: str | None, *, to_train: bool = False) -> None:
-    """Refuse a missing or unusable checkpoint before the weights load. Raises: ConfigurationError."""
+    """Before weights are loaded, check that a checkpoint exists and is usable. Raises: ConfigurationError if not."""
     if path is None or "://" in path or path.startswith("registry"):
         return
     if path in LIGHTNINGS_NAMES:  # refers to an earlier run in the same process, but there is none
@@ -165,7 +166,7 @@ def settings(path: Path) -> tuple[dict[str, Any], bool]:
         return {}, False
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, OSError):  # settings are only compared for a notice
+    except (pickle.UnpicklingError, RuntimeError, OSError):  # no error: the settings serve only to log differences
         return {}, False
     return {"model": dict(content.get("hyper_parameters") or {})}, False
 
@@ -194,8 +195,7 @@ def differences(
         before: Settings of the checkpoint, in the sections "model" and "data".
         now: Settings of this command line.
         defaults: Values that apply if a setting is null, by dotted key.
-        is_whole: False if `before` may be incomplete. In this case, only keys that are in both `before` and `now` are
-            compared.
+        is_whole: False if `before` may be incomplete; then only keys that are in both `before` and `now` are compared.
     """
     groups = sorted(before.keys() & now.keys())
     old, new = (flat(fill_defaults({name: tree[name] for name in groups}, defaults)) for tree in (before, now))

@@ -89,8 +89,8 @@ def take_next(folder: Path) -> Path:
     if rank() and CHOSEN in os.environ:
         return Path(os.environ[CHOSEN])
     number = max(versions(folder), default=-1) + 1
-    # With other launchers, only rank 0 creates a folder, and Lightning sends its path to the other ranks
-    # (trainer.log_dir).
+    # If a launcher such as torchrun started the ranks, only rank 0 creates a folder. Lightning then sends the path of
+    # this folder to the other ranks (trainer.log_dir).
     while rank() == 0:
         path = folder / f"version_{number}"
         try:
@@ -128,7 +128,7 @@ def remove_without_results(folder: Path) -> None:
 
 
 def has_numbers(events: Path) -> bool:
-    """True if a TensorBoard file holds more than hyperparameters, or if it cannot be read without tensorboard."""
+    """True if a TensorBoard file holds more than hyperparameters, or if tensorboard is not installed to read it."""
     try:
         from tensorboard.backend.event_processing.event_file_loader import (  # type: ignore[import-untyped]
             LegacyEventFileLoader,
@@ -151,11 +151,12 @@ def default_loggers() -> list[dict[str, Any]]:
 
 
 def place(trainer: Namespace, folder: Path) -> None:
-    """Make the Trainer and its loggers write into the run's folder, except loggers for which a name or folder is set.
+    """Make the Trainer and its loggers write into the run's folder.
 
-    If loggers are set but none writes metrics.csv, a `MetricsLogger` is added. Lightning saves checkpoints in the
-    folder of the first logger, so a logger that writes files is moved to the front. With W&B as the first logger, the
-    folder of the checkpoints would be named by the id of the W&B run.
+    A logger for which the recipe sets a name or a folder may write elsewhere (`place_logger`). If loggers are set but
+    none writes metrics.csv, a `MetricsLogger` is added. Lightning saves checkpoints in the folder of the first logger,
+    so a logger that writes files is moved to the front. If W&B were the first logger, Lightning would use the id of the
+    W&B run as the name of the checkpoints' folder.
     """
     trainer.default_root_dir = str(folder)
     loggers = trainer.get("logger")
@@ -212,7 +213,7 @@ class MetricsLogger(CSVLogger):
     Args:
         save_dir: Folder of all runs.
         name: Name of the run. If neither `name` nor `version` is set, the command line chooses both.
-        version: Version of the run. If only `name` is set, the next free number.
+        version: Version of the run. If only `name` is set, the version is the next free number.
         prefix: Prefix of every metric name.
         flush_logs_every_n_steps: Write the rows every n steps; with more than 1, a killed run loses the rows that are
             not yet written.
@@ -280,7 +281,7 @@ class MetricsWriter(ExperimentWriter):
 
 
 def without_anonymous(logger: Any) -> None:
-    """Remove the unset `anonymous` argument of a WandbLogger, for which W&B would warn that it has no effect."""
+    """Remove the unset `anonymous` argument of a WandbLogger; W&B would warn that this argument has no effect."""
     settings = getattr(logger, "_wandb_init", None)
     if isinstance(settings, dict) and settings.get("anonymous", "") is None:
         del settings["anonymous"]

@@ -90,7 +90,7 @@ def check_positions(args: Sequence[str]) -> None:
 
 
 def check(args: Sequence[str]) -> None:
-    """Check what can be checked of a command line without its parser: flags, recipes and the syntax of the files.
+    """Check a command line as far as possible without its parser: flags, recipes and the syntax of the files.
 
     Args:
         args: Command line, with the command first.
@@ -192,7 +192,7 @@ def load(text: str, name: str, *, is_strict: bool = False) -> Any:
 
 
 def with_origin(message: str, sources: Iterable[Source]) -> str:
-    """Complete a constructor's error message: prefix the file or flag that gives the setting, and the full key.
+    """Complete a constructor's error message with the full key, and with the file or flag that gives the setting.
 
     A constructor knows the names of its arguments, but neither the section nor the file in which they are given.
     """

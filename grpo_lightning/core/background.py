@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def in_background(call: Callable[[], T]) -> Future[T]:
-    """Call a function in a daemon thread of its own.
+    """Call a function in a separate daemon thread.
 
     The threads of a `ThreadPoolExecutor` are not daemons: the process waits for them before it ends, even after Ctrl-C.
 

@@ -1,4 +1,4 @@
-"""The event loop of async rewards, environments and tools. It runs in a thread of its own."""
+"""The event loop of async rewards, environments and tools. It runs in a separate thread."""
 
 from __future__ import annotations
 

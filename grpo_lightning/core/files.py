@@ -28,7 +28,7 @@ def put_whole(folder: Path, recipe: str, fill: Callable[[Path], object]) -> bool
         fill: Called with an empty folder to fill; `recipe.json` is written afterwards.
 
     Returns:
-        True if the folder was created, False if it already existed, made from the same inputs.
+        True if the folder was created. False if it already existed and was made from the same inputs.
 
     Raises:
         ValueError: If the folder has files but no `recipe.json`: it was not created by this function.
@@ -80,7 +80,7 @@ def run_folder(trainer: Any, dirpath: str | None) -> Path:
     """Folder for a run's files: `dirpath`, or else the Trainer's `log_dir`, or else its `default_root_dir`.
 
     Collective: every rank must call this. Lightning broadcasts `log_dir`, so a rank that reads it waits forever if
-    another rank does not.
+    another rank does not read it.
     """
     return Path(dirpath or trainer.log_dir or trainer.default_root_dir)
 
@@ -100,7 +100,7 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """Format a record as one line of JSON: tensors as lists, null for nan and infinity, `str` of other objects."""
+    """Format a record as one line of JSON: tensors as lists, nan and infinity as null, other objects by their `str`."""
     return json.dumps(plain(record), ensure_ascii=False, default=str)
 
 

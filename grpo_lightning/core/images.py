@@ -1,4 +1,4 @@
-"""Lazy references to the images of prompts, which decode images to upright RGB."""
+"""Lazy references to the images of prompts. Reading a reference decodes the image to upright RGB."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ImageRef:
     """Cached (width, height); None until first requested."""
 
     is_whole: bool = field(default=False, init=False, compare=False)
-    """True once this rank or another rank has read all pixels; False if possibly only the header was read."""
+    """True once any rank has read all pixels; False if only the header may have been read."""
 
     def read(self) -> Image:
         """Read the image: RGB, upright, transparency replaced by white.
@@ -73,7 +73,7 @@ class ImageRef:
             return _rgb(_upright(image))
 
     def size(self) -> tuple[int, int]:
-        """(width, height) in pixels, upright. Raises: ImageError as in `read`.
+        """(width, height) in pixels, upright. Raises: ImageError if the image cannot be read.
 
         The size is read only once: from the header, or from the pixels if the format requires it (TIFF).
         """
@@ -88,7 +88,7 @@ class ImageRef:
         self.known_size, self.is_whole = size, self.is_whole or is_whole
 
     def check(self) -> tuple[int, int]:
-        """Check that all pixels can be read. Returns: (width, height). Raises: ImageError as in `read`."""
+        """Check that all pixels can be read. Returns: (width, height). Raises: ImageError if not."""
         with self._open() as image:
             size = _upright_size(image)
             if image is not self.source:
@@ -131,7 +131,7 @@ class ImageRef:
         return "in memory"
 
     def __str__(self) -> str:
-        """Return a file's path, or the row and name of another source."""
+        """Return the path of a file, or the row and name of an image from another source."""
         return self.name if isinstance(self.source, Path) or not self.where else f"{self.where}, image {self.name}"
 
     def __repr__(self) -> str:
@@ -144,7 +144,7 @@ class ImageRef:
 
     @contextmanager
     def _open(self) -> Iterator[Image]:
-        """Open the image, reading its header. Raises: ImageError for any error while it is open."""
+        """Open the image, reading its header. Raises: ImageError for any error in opening it or in the `with` block."""
         try:
             from PIL import Image
         except ImportError as error:
@@ -223,8 +223,8 @@ def _upright(image: Image) -> Image:
 
 def _orientation(image: Image) -> int:
     """The EXIF orientation; 1 is upright."""
-    # Pillow turns a TIFF upright when loading it. If a PNG has no EXIF before its pixels, Pillow would decode the
-    # pixels to search for EXIF after them.
+    # Pillow turns a TIFF upright when loading it. A PNG without EXIF before its pixels counts as upright, because
+    # Pillow would have to decode the pixels to search for EXIF after them.
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
         return 1
     found = image.getexif().get(ORIENTATION, 1)

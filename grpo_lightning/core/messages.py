@@ -24,13 +24,13 @@ NOISE = (
     r"^[TH]PU available: \w+, using: \d+ [TH]PU",
     # The seed is in config.yaml and run.json.
     r"^(\[rank: \d+\] )?Seed set to \d+$",
-    # The summary of the run shows its last step. Messages about other reasons for the end (max_time, early stopping)
-    # stay.
+    # The summary of the run shows its last step. Messages about other reasons why a run ended (max_time, early
+    # stopping) stay.
     r"^`Trainer\.fit` stopped: `max_(steps|epochs)=\d+` reached\.$",
-    # A message about the default by which Lightning loads the checkpoint of a resumed run.
+    # This message states how Lightning sets `weights_only` when it loads the checkpoint of a resumed run.
     r"^`weights_only` was not set, defaulting to `False`\.$",
 )
-"""Patterns of log messages of Lightning that are dropped."""
+"""Patterns of Lightning's log messages that are dropped."""
 
 NOISY_LOGGERS = (
     "lightning.pytorch.utilities.rank_zero",
@@ -46,7 +46,7 @@ HARMLESS_WARNINGS = (
 )
 
 NO_VALIDATION_WARNINGS = (
-    # Both complain about the empty validation loader of a recipe without validation.
+    # Both warnings are about the empty validation loader of a recipe without validation.
     r"You defined a `validation_step` but have no `val_dataloader`",
     r"Total length of `list` across ranks is zero",
 )
@@ -73,7 +73,7 @@ def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> Any:
     """Make a tqdm progress bar on stderr.
 
     In a terminal or a notebook, the bar is redrawn in place, ten times a second. A file would keep every redrawn bar as
-    a line, so in a file only one line is printed at the start, one per minute, and one at the end.
+    a line. In a file, a line is therefore printed only at the start, once per minute and at the end.
 
     Args:
         items: Items to iterate over; None for a bar that is updated manually.
@@ -134,7 +134,7 @@ class Wrapped(logging.Formatter):
 
 
 class NoNoise(logging.Filter):
-    """Drops log records that have no information about the run, or repeat lines of this package (`NOISE`)."""
+    """Drops log records that say nothing about the run or repeat messages of this package (`NOISE`)."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """True if the record is to be shown."""
@@ -163,7 +163,7 @@ def show_messages() -> None:
         handler.setFormatter(Wrapped("%(levelname)s: %(message)s"))
         logger.addHandler(handler)
     if logger.level == logging.NOTSET:
-        # All ranks log the same messages: only rank 0 shows them, and the other ranks show only errors.
+        # All ranks log the same messages, so rank 0 shows all of them, and the other ranks show only errors.
         rank = next((os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ), "0")
         logger.setLevel(logging.INFO if rank == "0" else logging.ERROR)
     # Lightning's warning does not apply: the policy is in eval mode while it is loaded and sampled from, and it is set
@@ -204,7 +204,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def similar_file(path: Path, suffixes: Sequence[str]) -> str:
-    """Suggest the file in the folder of a missing file whose name is closest to its name; "" if none is close."""
+    """Suggest a file in the folder of a missing file: the one with the most similar name; "" if no name is close."""
     names = sorted(other.name for other in path.parent.glob("*") if other.suffix.lower() in suffixes)
     close = difflib.get_close_matches(path.name, names, n=1)
     return f" Did you mean {str(path.with_name(close[0]))!r}?" if close else ""

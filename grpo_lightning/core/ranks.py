@@ -1,8 +1,8 @@
 """Collectives that are no-ops in single-process runs, and `Teams`: ranks that divide the completions of a prompt.
 
-All ranks must make the same collective calls in the same order. For a call that is "collective in a team", this applies
-only to the ranks of the team. The run hangs if one of these ranks does not make a call that the others make, for
-example because the call depends on the data of a rank.
+All ranks must make the same collective calls in the same order. For a collective of a team, this applies only to the
+ranks of the team. The run hangs if one rank skips a call that the others make. For example, this happens if each rank
+decides by its own data whether to make the call.
 """
 
 from __future__ import annotations
@@ -115,8 +115,9 @@ def _is_cuda_only() -> bool:
 def part_of_group(num_generations: int, member: int, ranks_per_group: int) -> range:
     """The part of a prompt's G completions that one rank of a team samples and trains on: every R-th one (see `Teams`).
 
-    The parts of a team's members differ in size by at most one. If a rollout has fewer groups than updates, each update
-    trains on consecutive completions of a group (`split_updates`), and every member has some of these completions.
+    The parts of a team's members differ in size by at most one. Consecutive completions belong to different members. So
+    every member has some completions of each update. This holds even if a rollout has fewer groups than updates. An
+    update then trains on only some consecutive completions of a group (`split_updates`).
 
     Args:
         num_generations: G.
@@ -177,11 +178,11 @@ class Teams:
         return self.ranks_per_group > 1
 
     def indices(self, count: int) -> list[int]:
-        """Indices of this team's `count` prompts among those of all teams; prompts go round-robin to the teams."""
+        """Indices of this team's `count` prompts among the prompts of all teams; they go round-robin to the teams."""
         return [self.team + i * self.num_teams for i in range(count)]
 
     def part(self, num_generations: int, member: int | None = None) -> range:
-        """Indices of the completions of a group that a member samples and trains on; None stands for this rank."""
+        """Indices, in a group, of the completions that a member samples and trains on; None stands for this rank."""
         return part_of_group(num_generations, self.member if member is None else member, self.ranks_per_group)
 
     def sampling_rank(self, number: int) -> int:
@@ -193,7 +194,10 @@ class Teams:
         return gather_objects(value)[:: self.ranks_per_group]
 
     def broadcast(self, value: T) -> T:
-        """Return to every member of the team the `value` of the first member. Collective in a team."""
+        """Return the first member's `value` on every member of the team.
+
+        Collective: every member of the team must call this.
+        """
         if not self.is_shared:
             return value
         values = [value]
@@ -201,7 +205,10 @@ class Teams:
         return values[0]
 
     def gather(self, value: T) -> list[T]:
-        """Gather the values of all members on the first member; the others get an empty list. Collective in a team."""
+        """Gather the values of all members on the first member; the others get an empty list.
+
+        Collective: every member of the team must call this.
+        """
         if not self.is_shared:
             return [value]
         values: list[Any] | None = [None] * self.ranks_per_group if self.is_first else None
@@ -209,10 +216,12 @@ class Teams:
         return values or []
 
     def scatter(self, values: Sequence[T]) -> T:
-        """Send one of the first member's `values` to each member of the team, in order. Collective in a team.
+        """Send one of the first member's `values` to each member of the team, in order.
+
+        Collective: every member of the team must call this.
 
         Args:
-            values: One value per member; used only on the first member, and ignored on the others.
+            values: One value per member. Only the argument of the first member is used.
 
         Returns:
             The value of this rank.
@@ -226,9 +235,10 @@ class Teams:
         return received[0]  # type: ignore[no-any-return]
 
     def check(self, problem: str | None) -> None:
-        """Raise an error on every member of the team if the first member has found a problem. Collective in a team.
+        """Raise an error on every member of the team if the first member has found a problem.
 
-        If only one member raised, the others would wait for it in their next collective.
+        Collective: every member of the team must call this. If only one member raised an error, the others would wait
+        for it in their next collective.
 
         Args:
             problem: The problem that the team's first member has found, or None. The other members' values are ignored.
@@ -244,8 +254,8 @@ class Teams:
     def _process_group(self) -> Any:
         """The process group of this rank's team. The first access creates the groups of all teams, on all ranks.
 
-        The collectives of the team have the timeout of the run's process group (`timeout` of the strategy), because
-        members may have to wait for each other as long as the ranks of the run may.
+        The collectives of the team have the timeout of the run's process group (`timeout` of the strategy), because a
+        member may have to wait for another member as long as for any other rank of the run.
         """
         firsts = range(0, world_size(), self.ranks_per_group)
         members = [list(range(first, first + self.ranks_per_group)) for first in firsts]

@@ -41,7 +41,7 @@ class StatusLine:
         """Show the line, unless the last update was a moment ago (in a file: less than a minute ago).
 
         Args:
-            render: Formats the line. It is called only if the line is shown now, or when it is closed.
+            render: Formats the line. The function is called only if the line is shown now, or when the line is closed.
             is_due: True shows the line in a terminal in any case.
         """
         self.render = render
@@ -55,10 +55,10 @@ class StatusLine:
         self.next_time = time.monotonic() + (REDRAW_SECONDS if can_redraw else LINE_SECONDS)
 
     def close(self, *, is_kept: bool) -> None:
-        """Remove the line from the terminal, or keep it there in its last state. A file gets a line that is kept.
+        """Remove the line from the terminal, or keep it there in its last state.
 
         Args:
-            is_kept: True keeps the line.
+            is_kept: True keeps the line in a terminal, and prints its last state if the output is a file.
         """
         if self.render is not None and is_kept:
             self.draw() if redraws(sys.stdout) else self.print_line()
@@ -79,7 +79,7 @@ class StatusLine:
         self.live.update(InWidth(self.render), refresh=True)
 
     def leave_screen(self, *, is_kept: bool) -> None:
-        """Stop updating the line. The next call of `show` prints it again."""
+        """Stop updating the line. The next call of `show` shows it again."""
         if self.live is None:
             return
         self.live.transient = not is_kept
@@ -96,7 +96,7 @@ class StatusLine:
 
 
 class InWidth:
-    """The line, in the width of the terminal."""
+    """The line as an object that rich renders in the width of the terminal."""
 
     def __init__(self, render: Render) -> None:
         self.render = render
@@ -112,8 +112,8 @@ class InWidth:
 def live_display() -> Live:
     """Make a display on stdout that is updated on request, without a thread that updates it."""
     stream: Any = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
-    # In a notebook, rich would need ipywidgets. So a notebook is treated as a terminal: the line is updated by
-    # returning to its start, as other progress bars do.
+    # In a notebook, rich would need ipywidgets. So a notebook is treated as a terminal: rich returns to the start of
+    # the line to update it, as other progress bars do.
     console = Console(file=stream, force_terminal=True, force_jupyter=False, highlight=False)
     # If stderr is not a terminal, what is printed on stderr is not redirected to this display.
     return Live(console=console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())

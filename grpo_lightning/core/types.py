@@ -58,7 +58,7 @@ class Prompt:
     the prompt was read from it."""
 
     index: int = -1
-    """Position in the dataset, -1 if unknown: identifies the prompt in logs and in a resumed run."""
+    """Position in the dataset, which identifies the prompt in logs and in a resumed run; -1 if unknown."""
 
     source: str = ""
     """Name of the mixture entry that the row comes from; empty for prompts from elsewhere."""
@@ -67,7 +67,7 @@ class Prompt:
     """Names of the rewards that apply to the prompt; None for all."""
 
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments with which the chat template is rendered, for example `enable_thinking=False`."""
+    """Arguments for the chat template, for example `enable_thinking=False`."""
 
     token_ids: Sequence[int] | None = None
     """[L] tokens of a truncated prompt. None for other prompts, which are tokenized just before sampling."""
@@ -76,7 +76,7 @@ class Prompt:
     """References to the images, in the order of the message parts `{"type": "image"}`. Images are read lazily."""
 
     observation: Any = field(default=None, compare=False)
-    """The environment's first observation, with which `content` ends; None if there is none."""
+    """The environment's first observation, which has been appended to `content`; None if there is none."""
 
     where: str = field(default="", compare=False)
     """File and line of the row, for messages; empty if unknown."""
@@ -100,14 +100,15 @@ class Turn:
     """A part of the completion of a conversation: what the policy wrote, or what its environment answered."""
 
     role: str
-    """The role of the message: "assistant" for the policy; "user", "tool" or another role for the environment. It is
-    empty if the environment continues the policy's message instead of sending one (see `environments.base.Step`)."""
+    """The role of the message: "assistant" for the policy; "user", "tool" or another role for the environment. The role
+    is empty if the environment continues the policy's message instead of sending a message (see
+    `environments.base.Step`)."""
 
     text: str
     """The decoded tokens of the policy without special tokens, or the observation, with `IMAGE_MARK` for an image."""
 
     start: int
-    """Index, among the tokens of the completion, of the first token of this turn."""
+    """Index of the turn's first token among the tokens of the completion."""
 
     end: int
     """Index after the last token of this turn. An observation that the policy does not see, because the conversation
@@ -178,12 +179,12 @@ class Completion:
     engine does not report it."""
 
     turn_advantages: list[float] | None = None
-    """[T] the credit of each turn of a conversation, repeated for the tokens of the turn and added to the completion's
-    advantage; None if turns have no credit."""
+    """[T] for each token, the credit of its turn in the conversation, which is added to the completion's advantage;
+    None if turns have no credit."""
 
     weight_version: int | None = None
-    """Number of the weight update (1 for the first) after which the completion was sampled. The staleness of the
-    completion is the engine's current number of updates minus this number. None if the engine has no copy of the
+    """Number of weight updates that the engine had received when the completion was sampled. The staleness of the
+    completion is the engine's current number of weight updates minus this number. None if the engine has no copy of the
     weights."""
 
     @property
@@ -214,7 +215,8 @@ class Group:
     completions: list[Completion]
 
     weight_version: int = 0
-    """Number of rollouts before the rollout of this group. It identifies the weights that sampled the group."""
+    """Number of rollouts that the policy had trained on when this group was requested. It identifies the weights that sampled the
+    group."""
 
     image_views: Sequence[ImageView] = ()
     """One view per image of the prompt."""
@@ -223,16 +225,16 @@ class Group:
     """Vision inputs of the prompt; None for a text-only policy."""
 
     number: int = -1
-    """Index of the group among all groups that its team of ranks has sampled in this cycle (see `core.ranks.Teams`); -1
-    if one rank has sampled the group alone."""
+    """Index of the group among all groups that its team of ranks has sampled in this cycle (see `core.ranks.Teams`). It
+    is -1 if one rank has sampled the group alone."""
 
 
 @dataclass
 class MicroBatch:
     """Padded prompts and completions of one micro-step.
 
-    Here N and B are the numbers of prompts and completions in the micro-batch; it may have only some of the G
-    completions of a prompt.
+    Here N and B are the numbers of prompts and completions in the micro-batch. The micro-batch may have only some of
+    the G completions of a prompt.
     """
 
     prompt_ids: Tensor
@@ -260,7 +262,8 @@ class MicroBatch:
     """[B, T] float32, reported by the engine."""
 
     old_logprobs: Tensor | None = None
-    """[B, T] float32, of the policy that sampled the tokens; None until computed."""
+    """[B, T] float32, of the policy at the start of training on the rollout; with `model.old_logprobs: rollout`, the
+    engine's log-probs (`rollout_logprobs`). None until computed."""
 
     ref_logprobs: Tensor | None = None
     """[B, T] float32, of the reference; None until computed, or without a reference."""
@@ -277,22 +280,22 @@ class MicroBatch:
     all ranks gather sharded weights equally often. None uses as many chunks as the scorer's `chunk_size` requires."""
 
     groups: Sequence[int] = ()
-    """[N] index of each prompt's group among this rank's groups, -1 for the dummy prompt of a rank without groups."""
+    """[N] index of each prompt's group among this rank's groups; -1 for the dummy prompt of a rank without groups."""
 
     prompt_keys: Sequence[int | str] = ()
     """[N] `Prompt.key` of each prompt, by which a resumed run finds the images; empty for a text-only policy."""
 
     numbers: Sequence[int] = ()
-    """[B] index of each completion in its group, -1 for the dummy completion of a micro-batch that would be empty."""
+    """[B] index of each completion in its group; -1 for the dummy completion of a micro-batch that would be empty."""
 
     vision: VisionInputs | None = None
     """Vision inputs of the prompts; None for a text-only policy."""
 
     images: Sequence[Sequence[ObservedImages]] = ()
-    """[B] observations with images of each completion; empty if there are none."""
+    """[B] for each completion, its observations that contain images; empty if there are none."""
 
     conversation_vision: VisionInputs | None = None
-    """[B] vision inputs of prompt and completion together, without images for completions that contain none. None if no
+    """[B] vision inputs of prompt and completion together; empty inputs for completions without images. None if no
     completion of any rank contains images."""
 
     num_image_chunks: int | None = None
@@ -300,8 +303,8 @@ class MicroBatch:
     counts only the chunks of completions without images."""
 
     prompt_observations: Sequence[str] = ()
-    """[N] `Prompt.observation` of each prompt as JSON, by which a resumed run finds the images; empty if there are
-    none."""
+    """[N] `Prompt.observation` of each prompt as JSON, by which a resumed run finds the images; empty if no prompt has
+    an observation."""
 
     @property
     def token_advantages(self) -> Tensor:
@@ -347,8 +350,8 @@ class SamplingParams:
     """Sampling settings of completions.
 
     The log-probs of completions are those of the distribution that the tokens are sampled from. With `top_p`, `top_k`,
-    `min_p`, `repetition_penalty` or `suppress_tokens`, this distribution differs from the one that is trained, the full
-    softmax at `temperature`.
+    `min_p`, `repetition_penalty` or `suppress_tokens`, this distribution differs from the distribution that is trained,
+    which is the full softmax at `temperature`.
     """
 
     max_completion_length: int = 512
@@ -379,7 +382,7 @@ class SamplingParams:
     """A completion ends with the token that completes one of these strings."""
 
     guided_regex: str | None = None
-    """Regular expression that the whole text of each completion matches (only `VLLMEngine`). Tokens after which the
+    """Regular expression that the whole text of each completion must match (only `VLLMEngine`). Tokens after which the
     text could not become a match are never sampled, and the log-probs are those of the distribution over the remaining
     tokens."""
 
@@ -557,7 +560,7 @@ def settings_of(kind: type[Settings], value: Settings | Mapping[str, Any] | None
 
 
 def optional_settings(kind: type[Settings], value: Settings | Mapping[str, Any] | None, key: str) -> Settings | None:
-    """Convert a value like `settings_of`, but keep None. Raises: ValueError as in `settings_of`."""
+    """Convert a value like `settings_of`, but keep None. Raises: ValueError where `settings_of` raises one."""
     return None if value is None else settings_of(kind, value, key)
 
 

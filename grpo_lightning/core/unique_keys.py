@@ -1,4 +1,4 @@
-"""YAML loader that refuses duplicate keys (e.g. a block pasted twice); plain YAML silently uses the last one."""
+"""YAML loader that refuses duplicate keys (e.g. a block pasted twice); plain YAML silently uses the last value."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class UniqueKeyLoader(yaml.SafeLoader):
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
                 continue
-            # `key+` appends to the value in earlier files. A block with both `key` and `key+` is ambiguous.
+            # `key+` appends to the value of `key` in earlier configuration files. A block with both `key` and `key+` is
+            # ambiguous.
             first = seen.setdefault(key.value.removesuffix("+"), key)
             if first is not key:
                 names = "the key {} twice" if first.value == key.value else "the keys {} and {}"

@@ -45,7 +45,7 @@ class LaterBatch(PromptBatch):
 
     If a loader has no length, Lightning fetches the next batch before it trains on the current batch. The prompts of
     the next batch are not known at that time, because dynamic sampling may still take further prompts for the current
-    rollout (`PromptSource.more`). Besides, a checkpoint saved at that time must not count them as used.
+    rollout (`PromptSource.more`). Besides, a checkpoint saved at that time must not count these prompts as used.
     """
 
     def __init__(self, cycle: int, take: Callable[[], tuple[list[Prompt], int]]) -> None:
@@ -104,13 +104,14 @@ def as_prompt(
 def as_prompt_batch(batch: Any) -> PromptBatch:
     """Convert a batch of any dataloader to a `PromptBatch`; a `PromptBatch` is returned unchanged.
 
-    The batch may be a list of prompts, texts or rows, or a mapping of columns, into which torch's default collate
-    function converts rows. The positions of texts and rows in the dataset are not known, so their prompts have no
-    index.
+    The batch may be a list of prompts, texts or rows. It may also be a mapping of columns, which torch's default
+    collate function makes from rows. The positions of texts and rows in the dataset are not known, so their prompts
+    have no index.
 
     Raises:
-        TypeError: If the batch is not a `PromptBatch`, a list or a mapping of columns, or as in `as_prompt`.
-        ValueError: As `as_prompt`.
+        TypeError: If the batch is not a `PromptBatch`, a list or a mapping of columns. Also where `as_prompt` raises
+            one.
+        ValueError: Where `as_prompt` raises one.
     """
     if isinstance(batch, PromptBatch):
         return batch
@@ -129,12 +130,12 @@ def _rows_of_columns(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Invert torch's default collate function: convert columns back to rows.
 
     Raises:
-        TypeError: If a column holds messages, lists (boxes, images) or mappings. The collate function mixes up the
-            rows of such a column: it converts the boxes of two rows, four numbers each, to four pairs of numbers.
+        TypeError: If a column holds messages, lists (boxes, images) or mappings. The collate function mixes up the rows
+            of such a column: it would convert two boxes of four numbers to four pairs of numbers.
     """
     for name, values in batch.items():
         nested = [values] if isinstance(values, Mapping) else values
-        is_tensor = isinstance(nested, torch.Tensor)  # numbers, or the rows' tensors, stacked
+        is_tensor = isinstance(nested, torch.Tensor)  # the rows' numbers or tensors, stacked
         if not is_tensor and any(isinstance(value, Mapping | list | tuple | torch.Tensor) for value in nested):
             raise TypeError(
                 f"Column {name!r} of the batch holds lists, messages or mappings, which torch's default collate mixes "

@@ -23,9 +23,9 @@ from grpo_lightning.data.templates import PromptAs, PromptTemplate
 
 log = logging.getLogger(__name__)
 
-# The list of mappings comes first: when the command line overrides a list of dataclasses, the parser keeps fields of
-# the old entries. A list may also have paths of data files. `cli.config` converts these paths to mappings, because the
-# parser would try to read a list of strings from a file.
+# The list of mappings comes first. If a list of dataclasses came first, the parser would keep fields of the old entries
+# when the command line overrides the list. A list may also contain paths of data files. `cli.config` converts these
+# paths to mappings, because the parser would try to read a list of strings from a file.
 Mixture = list[dict[str, Any]] | list[DatasetEntry] | str
 
 Prompts = list[Prompt] | PromptStream
@@ -40,10 +40,10 @@ class PromptDataModule(L.LightningDataModule):
             the path of a YAML file with the key `datasets`.
         val_datasets: Validation mixture; null for no validation.
         test_datasets: Mixture for `test` and `predict`; null uses the validation prompts.
-        val_split: Number (200) or share (0.05) of the training prompts that are held out for validation; not together
-            with `val_datasets`. The held-out prompts are sampled with `seed` and are not used for training.
-        batch_size: Prompts per rank and rollout; with the module's `ranks_per_group` above 1, prompts per team of ranks
-            and rollout. `trainer.accumulate_grad_batches` does not change the number of prompts per update.
+        val_split: Number (200) or share (0.05) of the training prompts that are held out for validation. It cannot be
+            combined with `val_datasets`. The held-out prompts are sampled with `seed` and are not used for training.
+        batch_size: Prompts per rank and rollout. If the module's `ranks_per_group` is above 1, this is the number per
+            team of ranks. `trainer.accumulate_grad_batches` does not change the number of prompts per update.
         val_batch_size: Prompts per rank and validation step; null uses `batch_size`.
         shuffle: Shuffle the training prompts in a new order every epoch.
         seed: Seed of the order, of `random:N` and of `val_split`; null uses the seed of `seed_everything`.
@@ -52,8 +52,8 @@ class PromptDataModule(L.LightningDataModule):
         question_template: Template for every question: a text with `{question}`, a file, or one of the names `tags`,
             `tags_only`, `tags_json`, `tags_json_example`, `tags_before`, `tags_boxes` and `tags_number`.
         prompt_as: Form of prompts that are text. With "text", the text is tokenized as it is. With "chat", the text
-            becomes a user turn. "auto" is as "chat", except that text from the column `prompt` is tokenized as it is if
-            the row has no images and there is no system prompt.
+            becomes a user turn. "auto" is like "chat", with one exception: text from the column `prompt` is tokenized
+            as it is if the row has no images and there is no system prompt.
         chat_template_kwargs: Keyword arguments for the chat template, for example `enable_thinking: false`.
         max_prompt_length: Maximum number of tokens of a prompt, including the chat template; null for no limit.
         overlong_prompts: Handling of longer prompts: "error" stops the run, "drop" removes the prompts, "truncate"
@@ -64,8 +64,8 @@ class PromptDataModule(L.LightningDataModule):
         shuffle_buffer: Number of rows of a stream kept in memory; the next row is sampled from these rows.
         prepare: Called once per machine before the files are read, to download or build them.
         bad_images: Handling of rows with unreadable images or with boxes outside the image. "error" stops the run
-            before any weights load and lists all such rows. (The rows of a stream are checked only when they are read,
-            and the first such row stops the run.) "drop" removes these rows and logs how many there are.
+            before any weights load and lists all bad rows. (The rows of a stream are checked only when they are read;
+            the first bad row then stops the run.) "drop" removes the bad rows and logs how many there are.
         image_root: Base folder of relative image paths, for datasets without an `image_root` of their own. With null,
             the base is the folder of each data file.
     """

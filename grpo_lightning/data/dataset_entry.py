@@ -53,7 +53,7 @@ class DatasetEntry:
     """Read each row when it is used, for datasets larger than memory. The run needs `trainer.max_steps`."""
 
     columns: dict[str, str | None] | None = None
-    """Columns to rename, old name to new name: `{instruction: question}`; null drops a column: `{messages: null}`."""
+    """New column names by old name, for example `{instruction: question}`. Null drops a column: `{messages: null}`."""
 
     name: str | None = None
     """Label in logs; by default the name of the file or dataset."""
@@ -65,8 +65,8 @@ class DatasetEntry:
     """Default of the column `accu_reward_method`: the comparison method of VLM-R1's accuracy reward."""
 
     image_root: str | None = None
-    """Base folder of relative image paths. By default, it is `image_root` of the data module; if that is null too, the
-    folder of the file `json_path`, or the folder `dataset`."""
+    """Base folder of relative image paths. By default, it is `image_root` of the data module. If that is null too, it
+    is the folder that contains the file `json_path`, or the folder `dataset`."""
 
     boxes: Boxes = "auto"
     """Form of the column `solution` in rows with images. `original`: a box [x1, y1, x2, y2] in pixels. `norm1000`: a

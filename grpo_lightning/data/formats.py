@@ -123,7 +123,7 @@ def log_prompt_columns(prompts: Iterable[Prompt], logged: set[str]) -> None:
 
 
 def describe_prompts(prompts: Iterable[Prompt], known: set[str] | None = None) -> Iterator[str]:
-    """Describe the prompts of each dataset: their column, whether they are chats, and what reward functions get.
+    """Describe the prompts of each dataset: column, chat or text, and the form in which rewards get completions.
 
     If the rows of a dataset differ, the dataset gets several lines. Prompts that were not read from rows get no line. A
     further line names columns that could also be the prompt.

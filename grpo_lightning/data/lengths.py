@@ -55,7 +55,7 @@ class LengthLimit:
     """The policy's encoder, which knows the number of tokens of an image."""
 
     max_prompt_length: int
-    """L tokens, chat template included."""
+    """Maximum length L of a prompt in tokens, including the chat template."""
 
     overlong_prompts: Overlong = "error"
     """Handling of longer prompts. `truncate` keeps the last tokens, so a chat loses its beginning, starting with the
@@ -85,7 +85,7 @@ class LengthLimit:
         return Measured(kept, num_tokens, where)
 
     def measure_kept(self, measured: Measured) -> Measured:
-        """Measure a prompt unless it has been dropped. Raises: ValueError as `measure`."""
+        """Measure a prompt unless it has been dropped. Raises: ValueError where `measure` raises one."""
         return measured if measured.prompt is None else self.measure(measured.prompt, measured.where)
 
     def cut(self, prompt: Prompt, where: str) -> Prompt:

@@ -1,6 +1,7 @@
-"""Mixtures of datasets: all, the first, the last or random rows of each dataset, one dataset after the other.
+"""Mixtures of datasets.
 
-In YAML:
+A mixture has the rows of several datasets, one dataset after the other. Each entry selects rows of its dataset: all
+rows, the first rows, the last rows, or random rows. In YAML:
 
     datasets:
       - json_path: data/gsm8k.jsonl
@@ -123,7 +124,7 @@ def stream_mixture(
     preflight: Preflight | None = None,
     image_root: str | None = None,
 ) -> PromptStream:
-    """Create a stream of a mixture, which reads each row when it is used.
+    """Create a stream of a mixture, in which the rows of streaming entries are read when they are used.
 
     Unless the stream is shuffled, the rows have the same order as in `load_mixture`. An entry that does not set
     `streaming` is loaded completely when the stream reaches it, and supports every sampling strategy. The images of a
@@ -157,7 +158,12 @@ def download(entries: Entries) -> None:
 
 
 def as_entries(entries: Entries) -> list[DatasetEntry]:
-    """Parse the entries of a mixture. Raises: as `read_mixture_yaml`; ValueError if an entry is invalid."""
+    """Parse the entries of a mixture.
+
+    Raises:
+        FileNotFoundError: Where `read_mixture_yaml` raises one.
+        ValueError: If an entry is invalid. Also where `read_mixture_yaml` raises one.
+    """
     if isinstance(entries, str | os.PathLike):
         is_data = Path(entries).suffix.lower() in DATA_FILES
         return [DatasetEntry(os.fspath(entries))] if is_data else read_mixture_yaml(entries)
@@ -208,7 +214,7 @@ def _is_next_to(entry: DatasetEntry, folder: Path) -> bool:
 
     Both the full name and the name without `:subset` and `#N` are looked up.
     """
-    names = (entry.label, entry.location.name)  # a folder may be called `a#1`: the full name goes first
+    names = (entry.label, entry.location.name)  # the full name too: a folder may be called `a#1`
     return not any(Path(name).is_dir() for name in names) and any((folder / name).is_dir() for name in names)
 
 

@@ -185,7 +185,7 @@ class StreamOrder:
         self.logged_lengths = LengthCount()
 
     def take(self, start: int, size: int) -> tuple[list[Prompt], int]:
-        """Get up to `size` prompts from position `start` on. Returns: the prompts, and the position after them."""
+        """Get up to `size` prompts, starting at position `start`. Returns: the prompts, and the position after them."""
         if self.reading is None or start < self.start:
             self.reading = self.stream.read(self.seed, start)
             self.window.clear()

@@ -65,7 +65,7 @@ class RowReader:
     with images after that check."""
 
     def __call__(self, row: Row, index: int) -> Measured:
-        """Convert, check and measure a row. Raises: ValueError as `prompt`, `Preflight.one` and `measure`."""
+        """Convert, check and measure a row. Raises: ValueError where `prompt`, `Preflight.one` or `measure` does."""
         prompt = self.prompt(row, index)
         measured = Measured(prompt, where=row.where)
         if prompt.images:
@@ -283,6 +283,6 @@ class DatasetRows:
 
 
 def stream_dataset(dataset: Any, label: str) -> Iterator[Row]:
-    """Read the rows of a dataset one by one; images as bytes or paths."""
+    """Read the rows of a dataset one by one, with images as bytes or paths."""
     for number, columns in enumerate(without_decoding(dataset), start=1):
         yield Row(f"{label}, row {number}", columns)

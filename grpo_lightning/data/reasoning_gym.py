@@ -55,7 +55,7 @@ execute any code in a completion."""
 
 
 def package() -> Any:
-    """Import the module `reasoning_gym`. Raises: ImportError naming the extra if it is not installed."""
+    """Import the module `reasoning_gym`. Raises: ImportError if it is missing; the message names the extra needed."""
     try:
         import reasoning_gym
     except ImportError as error:
@@ -67,7 +67,7 @@ def package() -> Any:
 
 
 def task_names() -> list[str]:
-    """All task names, sorted. Raises: ImportError as `package`."""
+    """All task names, sorted. Raises: ImportError if reasoning-gym is not installed."""
     package()
     from reasoning_gym.factory import DATASETS
 
@@ -114,7 +114,7 @@ def create_task(task: str, config: Mapping[str, Any], *, size: int = 1, seed: in
 
 
 def check_name(task: Any) -> None:
-    """Check that a task exists. Raises: ValueError if not (it names the nearest tasks); ImportError as `package`."""
+    """Check that a task exists. Raises: ValueError with the nearest names if not; ImportError without reasoning-gym."""
     names = task_names()
     if task == COMPOSITE:
         raise ValueError(
@@ -151,14 +151,16 @@ def make_item(dataset: Any, task: str, index: int) -> Entry:
 
 @functools.lru_cache(maxsize=256)
 def verifier(task: str, config_text: str) -> Any:
-    """Create the reasoning-gym dataset of a task; its `score_answer` scores answers. Cached by name and settings.
+    """Create the reasoning-gym dataset of a task. Its `score_answer` scores answers.
+
+    The results are cached by name and settings.
 
     Args:
         task: Name of the task.
         config_text: Settings of the task as JSON.
 
     Raises:
-        ImportError, ValueError: As `create_task`.
+        ImportError, ValueError: Where `create_task` raises one.
     """
     return create_task(task, json.loads(config_text))
 
@@ -201,7 +203,7 @@ def _nearest(name: str, allowed: list[str]) -> str:
 class ReasoningGymTasks:
     """Writes questions of reasoning-gym tasks to training and validation files.
 
-    To be passed to `PromptDataModule` as `prepare`.
+    Pass an instance to `PromptDataModule` as `prepare`.
 
     Each task gets two files, `train/<task>.jsonl` and `heldout/<task>.jsonl`; list them as datasets of the training
     and validation mixtures. A row has the columns `question` and `answer` (null if reasoning-gym has no single answer),
@@ -290,7 +292,7 @@ def entries(task: str, config: Mapping[str, Any], seed: int, indices: range) -> 
     derived from `seed` and the task name is used.
 
     Raises:
-        ImportError, ValueError: As `create_task` and `make_item`.
+        ImportError, ValueError: Where `create_task` or `make_item` raises one.
     """
     base = derived_seed(seed, "reasoning-gym", task) % 2**31
     dataset = create_task(task, config, size=indices.stop, seed=base)
@@ -367,7 +369,7 @@ def _plain(value: Any) -> Any:
 
 
 def write_rows(path: Path, task: str, config: Mapping[str, Any], items: list[Entry]) -> None:
-    """Write the rows of a task's items. Raises: ValueError as `row`."""
+    """Write the rows of a task's items. Raises: ValueError where `row` raises one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row(task, config, item), ensure_ascii=False) + "\n" for item in items]
     path.write_text("".join(lines), encoding="utf-8")

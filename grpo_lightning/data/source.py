@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 class PromptSource:
     """Yields prompts, cycle by cycle, in a seeded order.
 
-    An epoch is one pass over the data. It ends when all prompts are used, so its last cycle may have fewer prompts. The
-    number of cycles in an epoch is not known in advance if the data is a stream, or with dynamic sampling, where a
-    cycle may use more prompts than `batch_size`. A run on a stream needs `trainer.max_steps`.
+    An epoch is one pass over the data. It ends when all prompts are used, so its last cycle may have fewer prompts. If
+    the data is a stream, the number of cycles in an epoch is not known in advance. With dynamic sampling it is not
+    known either, because a cycle may use more prompts than `batch_size`. A run on a stream needs `trainer.max_steps`.
 
     An image shared by several prompts of a cycle is read once. Before a run loads any weights, it checks that images
     can be read: all images if the prompts are a list, otherwise only those of the first prompts. A `PromptSource`
@@ -40,7 +40,7 @@ class PromptSource:
     Args:
         prompts: The dataset: prompts, texts or rows with a prompt column, in a list, a `datasets.Dataset`, or a
             `datasets.IterableDataset` (a stream).
-        batch_size: Prompts per rank and rollout; with `ranks_per_group` above 1, prompts per team and rollout.
+        batch_size: Prompts per rank and rollout. If `ranks_per_group` is above 1, this is the number per team of ranks.
         cycle: Micro-steps per rollout, as returned by `GRPOLightningModule.cycle_length(accumulate_grad_batches)`.
         shuffle: Shuffle the prompts in a new order every epoch; False keeps the order of the data.
         seed: Seed of the order.
@@ -98,7 +98,7 @@ class PromptSource:
         self.given_rank, self.given_world_size = rank, world_size
         self.epoch = 0
         self.prompts_used = 0  # position in the epoch's order after all used prompts (of all ranks)
-        self.cycle_start = 0  # position in the epoch's order of the current cycle's first prompt
+        self.cycle_start = 0  # where the current cycle starts: position of its first prompt in the epoch's order
         self.position = 0  # finished micro-steps of the current cycle; 0 between cycles
         self.cycle_prompts: list[Prompt] = []
         self.cycle_size = 0  # prompts used by the current cycle, over all ranks
@@ -187,7 +187,7 @@ class PromptSource:
         while is_first or not self.is_epoch_over():
             batch = LaterBatch(self.cycle, functools.partial(self.step, is_first=is_first))
             if self.has_length:
-                batch.use()  # with a length, Lightning fetches no batch ahead
+                batch.use()  # if the source has a length, Lightning fetches no batch ahead
             yield batch
             batch.use()
             is_first = False
@@ -213,7 +213,7 @@ class PromptSource:
             ValueError: If a stream has no prompts, or the checkpoint was saved with another `shuffle`.
         """
         resume, self.resume_from = self.resume_from, None
-        # Not checked in load_state_dict: `overfit_batches` turns off shuffling only after that.
+        # Not checked in load_state_dict: `overfit_batches` turns off shuffling only after that call.
         if resume is not None and _is_inside(resume) and resume.get("shuffle") != self.shuffle:
             raise ValueError(_other_settings([f"shuffle was {resume.get('shuffle')}, is {self.shuffle}"]))
         if resume is None:
@@ -242,10 +242,10 @@ class PromptSource:
         return self.order.share(block[self.rank :: self.world_size])  # type: ignore[arg-type]
 
     def next_cycles(self, count: int, *, epochs_left: int | None = None) -> list[list[Prompt]]:
-        """Peek at this rank's prompts in each of the next cycles, also those of the next epochs.
+        """Peek at this rank's prompts in each of the next cycles, including cycles of the next epochs.
 
-        The cycles of a stream are known for this epoch only. With dynamic sampling, a cycle may get other prompts than
-        returned here, because earlier cycles may take further prompts from the same order.
+        The cycles of a stream are known for this epoch only. With dynamic sampling, a cycle may get prompts other
+        than those returned here, because earlier cycles may take further prompts from the same order.
 
         Args:
             count: Maximum number of cycles.
@@ -287,8 +287,9 @@ class PromptSource:
 
         Returns:
             The number of prompts taken for all ranks together, and this rank's prompts. At the end of an epoch, fewer
-            prompts than requested may be left. The last prompt of the epoch is never taken, because Lightning fetches
-            the next batch early: the batch takes its prompts only when it is used, and must not be empty then.
+            prompts than requested may be left. The last prompt of the epoch is never taken. It is left for the next
+            batch: Lightning fetches that batch early, but the batch takes its prompts only when it is used, and must
+            not be empty then.
 
         Raises:
             ValueError: If `takes_more` is False.
@@ -330,21 +331,21 @@ class PromptSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume at the position in `state`.
 
-        The position at which the checkpoint was saved determines which settings may differ from those in it:
+        Where the checkpoint was saved determines which settings of this source may differ from those in `state`:
 
         - between two epochs: all settings, and the data;
         - between two cycles of an epoch: the number of ranks, `ranks_per_group` and the batch size, because the
           position counts the prompts of all ranks. If a different number of ranks changes the number of prompts per
           rollout, a warning names the settings that keep the old number of prompts;
-        - inside a cycle: the same settings as between two cycles, if a rollout still has as many prompts.
+        - inside a cycle: the same settings as between two cycles, if the number of prompts per rollout stays the same.
 
         `begin` compares `shuffle` with the checkpoint when the epoch begins; the other settings are compared here.
 
         Raises:
-            ValueError: If the checkpoint was saved inside an epoch, and the number of prompts (for a stream:
-                `shuffle_buffer`) or the seed differs; or if it was saved inside a cycle, and the number of prompts per
-                rollout differs, or the finished part of the cycle is no whole number of micro-batches of the new
-                `cycle`.
+            ValueError: For a checkpoint saved inside an epoch, if the number of prompts (for a stream:
+                `shuffle_buffer`) or the seed differs. For a checkpoint saved inside a cycle, also if the number of
+                prompts per rollout differs, or if the finished part of the cycle is no whole number of micro-batches of
+                the new `cycle`.
         """
         self._check_state(state)
         sizes, was = self._sizes(), self._sizes_of(state)
@@ -364,7 +365,7 @@ class PromptSource:
         self.epochs_ahead = 0
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        """Check that this source can resume at the position in `state`. Raises: as `load_state_dict`."""
+        """Check that this source can resume at the position in `state`. Raises: ValueError if not."""
         if not _is_inside(state):
             return
         now, was = self._identity(), self._sizes_of(state)

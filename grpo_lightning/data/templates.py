@@ -34,7 +34,7 @@ class Original:
     """The library, and the location of the text in it."""
 
     words: str
-    """The text, "..." for omissions."""
+    """The text, with "..." for omissions."""
 
 
 _IN_VLM_R1 = "VLM-R1 (get_question_template of its vlm_modules)"
@@ -60,7 +60,8 @@ ORIGINALS = {
         ),
     },
 }
-"""Prompts of other libraries, by kind and name there. These names are refused, because the shipped words differ."""
+"""Prompts of other libraries, by kind and by their name in that library. These names are refused, because the shipped
+prompts have other words."""
 
 TASKS: dict[str, dict[str, str]] = {
     "question": {
@@ -71,10 +72,10 @@ TASKS: dict[str, dict[str, str]] = {
     },
     "system": {},
 }
-"""Names of shipped prompts, by a name that users may try instead; for hints in errors."""
+"""Hints for errors: the names of shipped prompts, by a name that users may try instead."""
 
 LONGEST_NAME = 255
-"""Maximum bytes of a file name. File systems raise an error for longer ones."""
+"""Maximum length of a file name in bytes. File systems raise an error for longer names."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ class PromptTemplate:
 
     prompt_as: PromptAs = "auto"
     """Form of prompts that are text. `text`: the text is tokenized as it is. `chat`: the text becomes a user turn.
-    `auto`: as `chat`, except that text from the column `prompt` is tokenized as it is if the row has no images and
-    there is no system prompt."""
+    `auto`: like `chat`, with one exception: text from the column `prompt` is tokenized as it is if the row has no
+    images and there is no system prompt."""
 
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments for the chat template of every prompt, for example `enable_thinking: false`."""
@@ -141,13 +142,17 @@ class PromptTemplate:
         return self.with_system([{"role": "user", "content": text}]) if is_chat else text
 
     def with_system(self, messages: Sequence[Message]) -> list[Message]:
-        """Prepend the system prompt, unless the messages start with their own."""
+        """Prepend the system prompt, unless the messages start with a system or developer message."""
         if self.system_prompt is None or messages[0]["role"] in ("system", "developer"):
             return list(messages)
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def _render_chat(self, messages: Sequence[Message], where: str) -> list[Message]:
-        """Prepend the system prompt to messages of the data, without changing their text. Raises: as `render`."""
+        """Prepend the system prompt to messages of the data, without changing their text.
+
+        Raises:
+            ValueError: If a question template is set, or `prompt_as` is "text".
+        """
         if self.question_template is not None:
             raise ValueError(
                 f"{where}: question_template is for questions that are text, but the row is a list of messages. Remove "
@@ -200,7 +205,7 @@ def named_text(value: str, *, kind: str, key: str) -> str:
 
 
 def _is_file_name(value: str) -> bool:
-    """True for a single line that ends like a text file; file names may have spaces and any script."""
+    """True for a single line with the suffix of a text file; it may have spaces and characters of any script."""
     is_short = len(value) < 1000 and all(len(part.encode()) <= LONGEST_NAME for part in value.split("/"))
     return value.endswith((".txt", ".md")) and len(value.splitlines()) == 1 and is_short
 

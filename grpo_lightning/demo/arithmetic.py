@@ -154,7 +154,7 @@ class DemoRecipe(Recipe):
 
 
 class Quickstart(PrepareDemo):
-    """Builds the demo's model and data for the quickstart recipe; to be passed to `PromptDataModule` as `prepare`.
+    """Builds the demo's model and data for the quickstart recipe. Pass an instance to `PromptDataModule` as `prepare`.
 
     Args:
         folder: Output folder of `model/`, `train.jsonl` and `heldout.jsonl`; these files depend on the run's seed.

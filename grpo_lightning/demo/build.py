@@ -119,7 +119,7 @@ def _numbers(value: Any) -> Any:
 
 
 class PrepareDemo:
-    """Builds a demo's model and data, and copies them to a folder; to be passed to `PromptDataModule` as `prepare`.
+    """Builds a demo's model and data, and copies them to a folder. Pass an instance to `PromptDataModule` as `prepare`.
 
     Args:
         folder: Output folder; the files depend on the run's seed.
@@ -162,7 +162,7 @@ def character_tokenizer(spaces: str = " ", **options: Any) -> PreTrainedTokenize
 
 
 class Teacher:
-    """Supervised training steps of a warm-up, with AdamW.
+    """Optimizer of the supervised phase in which a demo's model is trained: AdamW with clipped gradients.
 
     Args:
         parameters: The trainable parameters.

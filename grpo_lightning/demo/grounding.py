@@ -265,7 +265,7 @@ def varied_scenes(task: SceneTask, purpose: str, number: int) -> list[Scene]:
 
 
 def learning_rate_share(step: int, num_steps: int, settings: GroundingWarmUp) -> float:
-    """Fraction of the peak learning rate: linear warm-up, constant phase, cosine decay to zero."""
+    """Fraction of the peak learning rate: it rises linearly, stays at 1, then decays to zero along a cosine."""
     ramp = min(1.0, (step + 1) / settings.num_ramp_steps)
     held = settings.held_share * num_steps
     past = max(0.0, step - held) / (num_steps - held) if num_steps > held else 0.0
@@ -402,8 +402,8 @@ def labels_of(scenes: Sequence[Scene], task: SceneTask) -> Tensor:
     """Label each image token with the thing that covers most of it.
 
     Returns: [images, tokens, 6]: colour, shape, and left, top, right and bottom edge of the thing in cells. All six
-        labels are `NOTHING` for tokens that show no thing. The label of a colour or shape alone is `NOTHING` if the
-        colour or shape is not in `COLOURS` or `SHAPES`.
+        labels are `NOTHING` for tokens that show no thing. A colour that is not in `COLOURS` has the label `NOTHING`,
+        and so has a shape that is not in `SHAPES`.
     """
     side = task.num_cells // PATCHES_PER_TOKEN
     colours, shapes = ({name: index for index, name in enumerate(names)} for names in (COLOURS, SHAPES))
@@ -432,7 +432,7 @@ class GroundingRecipe(Recipe):
     code = "grounding 2"
 
     def build(self, folder: Path, *, show_progress: bool) -> None:
-        """Write images and data, train the model. Raises: ImportError if a package for images is missing."""
+        """Write images and data, and train the model. Raises: ImportError if a package for images is missing."""
         if missing := [name for name in ("PIL", "torchvision") if importlib.util.find_spec(name) is None]:
             raise ImportError(f"The grounding quickstart needs {missing[0]}: pip install 'grpo-lightning[vision]'.")
         self.task.write(folder)
@@ -444,7 +444,7 @@ class GroundingRecipe(Recipe):
 
 
 class GroundingQuickstart(PrepareDemo):
-    """Builds the demo's model and data for the grounding recipe; to be passed to `PromptDataModule` as `prepare`.
+    """Builds the demo's model and data for the grounding recipe. Pass an instance to `PromptDataModule` as `prepare`.
 
     Args:
         folder: Output folder of `model/`, `images/`, `train.jsonl` and `heldout.jsonl`; these files depend on the run's

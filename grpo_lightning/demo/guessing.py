@@ -1,6 +1,7 @@
 """The number game's tiny Qwen2, its tokenizer and its rows: built offline in seconds, then cached.
 
-The policy guesses a digit, and the environment answers whether the digit is higher (`+`) or lower (`-`), four times:
+The policy has four guesses to find a digit. After a wrong guess, the environment answers whether the digit is higher
+(`+`) or lower (`-`) than the guess:
 
     guess:5<eos>+7<eos>-6<eos>
 
@@ -90,7 +91,7 @@ class GuessingRecipe(Recipe):
 
 
 class GuessingGame(PrepareDemo):
-    """Builds the game's model and rows; to be passed to `PromptDataModule` as `prepare`.
+    """Builds the game's model and rows. Pass an instance to `PromptDataModule` as `prepare`.
 
     Args:
         folder: Output folder of `model/`, `train.jsonl` and `heldout.jsonl`; these files depend on the run's seed.

@@ -1,8 +1,8 @@
 """Rows of the number game in words, for a policy that understands English.
 
 A row is {"question": "I am thinking of a whole number from 312 to 411.", "number": 345}. The environment is
-`environments.GuessTheNumber`, which reads the column `number`; the rules of the game are in the recipe's
-`data.question_template`, next to the number of guesses.
+`environments.GuessTheNumber`, which reads the column `number`. The recipe's `data.question_template` states the rules
+of the game and the number of guesses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from grpo_lightning.core.seeding import run_seed
 
 
 class NumberGames:
-    """Writes games to `train.jsonl` and `heldout.jsonl`; to be passed to `PromptDataModule` as `prepare`.
+    """Writes games to `train.jsonl` and `heldout.jsonl`. Pass an instance to `PromptDataModule` as `prepare`.
 
     Any two games differ in their range or in their number, so no held-out game is also a training game. The folder is
     written atomically, and is rebuilt only if a setting has changed.
@@ -27,8 +27,8 @@ class NumberGames:
         folder: Output folder; replaced as a whole.
         size: Number of training games.
         heldout_size: Number of held-out games.
-        num_numbers: How many numbers the range of a game has.
-        num_ranges: How many ranges there are; they begin at 1, 2, 3, ...
+        num_numbers: Number of integers in the range of a game.
+        num_ranges: Number of ranges; they begin at 1, 2, 3, ...
         seed: Seed of the games; null uses the seed of `seed_everything`.
     """
 

@@ -86,8 +86,8 @@ def _comparisons(question: str) -> str:
     """The steps for a question of `number_filtering`, such as "Keep all numbers larger than 7 in this list: ...".
 
     The steps are every number of the list, its comparison with the limit (7), and whether it is kept: `y` or `n`.
-    Without `y` or `n`, the answer would depend on the comparison and on both words of the rule ("keep" or "remove",
-    "smaller" or "larger") at once, and the warm-up would succeed only with few seeds.
+    Without `y` or `n`, the answer would depend on three things at once: the comparison and the two words of the rule
+    ("keep" or "remove", "smaller" or "larger"). The warm-up would then succeed only with few seeds.
     """
     rule, numbers = question.partition(" in this list: ")[::2]
     limit = int(rule.rpartition(" ")[2])
@@ -202,7 +202,7 @@ class GymRecipe(Recipe):
 
 
 class ReasoningGymQuickstart(PrepareDemo):
-    """Builds the demo's model and data for its recipe; to be passed to `PromptDataModule` as `prepare`.
+    """Builds the demo's model and data for its recipe. Pass an instance to `PromptDataModule` as `prepare`.
 
     Args:
         folder: Output folder of `model/`, `train/<task>.jsonl` and `heldout/<task>.jsonl`; these files depend on the

@@ -6,9 +6,9 @@ The task is a sum of three numbers of two digits, which this model cannot comput
     A:[calculator(expression="45+67+89")]<eos>R:201
     A:201<eos>
 
-A brief supervised warm-up teaches the model two kinds of answers, and GRPO has to find out which kind is rewarded:
-calls, which lead to the right answer, and guesses, which are hardly ever right. At the end of the warm-up, most answers
-are guesses.
+A brief supervised warm-up teaches the model two kinds of answers: calls, which lead to the right answer, and guesses,
+which are hardly ever right. GRPO has to find out which kind is rewarded. At the end of the warm-up, most answers are
+guesses.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ToolTask:
         return "+".join(map(str, terms)) + "="
 
     def terms(self, draw: random.Random) -> list[int]:
-        """Draw the numbers of a sum."""
+        """Sample the numbers of a sum."""
         return [draw.randrange(self.least, 100) for _ in range(self.num_terms)]
 
     def prompt(self, terms: list[int]) -> str:
@@ -63,7 +63,7 @@ class ToolTask:
         return f"T:calculator \nQ:{self.question(terms)}\nA:"
 
     def answer_with_call(self, terms: list[int]) -> list[tuple[str, bool]]:
-        """The answer with a call, as parts: the text, and whether the policy writes it."""
+        """The answer with a call, in parts: the text of each part, and whether the policy writes this part."""
         total = str(sum(terms))
         call = f'[calculator(expression="{"+".join(map(str, terms))}")]{EOS}'
         return [(call, True), (f"R:{total}\nA:", False), (f"{total}{EOS}", True)]
@@ -120,7 +120,7 @@ class ToolRecipe(Recipe):
 
 
 class CalculatorSums(PrepareDemo):
-    """Builds the demo's model and sums; to be passed to `PromptDataModule` as `prepare`.
+    """Builds the demo's model and sums. Pass an instance to `PromptDataModule` as `prepare`.
 
     Args:
         folder: Output folder of `model/`, `train.jsonl` and `heldout.jsonl`; these files depend on the run's seed.
@@ -183,7 +183,7 @@ def loss_of(
     prompts: list[str],
     parts: list[list[tuple[str, bool]]],
 ) -> Tensor:
-    """Cross-entropy of the tokens that the policy writes; all prompts and parts have the same lengths."""
+    """Cross-entropy of the tokens that the policy writes. All rows have the same length, so no padding is needed."""
     ids, masks = [], []
     for prompt, of_row in zip(prompts, parts, strict=True):
         encoded = [(tokenizer.encode(text), is_written) for text, is_written in [(prompt, False), *of_row]]

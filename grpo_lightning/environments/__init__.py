@@ -1,4 +1,4 @@
-"""Environments: what a policy can act in, over several turns.
+"""Environments, in which a policy acts over several turns.
 
 The contract is in `base`. Names are imported on first use, so that a worker process does not import torch.
 """

@@ -1,4 +1,4 @@
-"""Multi-turn functions of ms-swift and environments of TRL, unchanged, as environments."""
+"""Environments from other packages, used unchanged: multi-turn functions of ms-swift and environments of TRL."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from grpo_lightning.environments.tools import ToolFormat, Tools, name_of
 class MultiTurnFunction(Environment):
     """A `multi_turn_func` of ms-swift (version 3): a function from conversations to conversations.
 
-    The function gets a list with one dict, which has the data columns and `messages`, the chat up to and including the
-    policy's turn. It returns the list with `finished` set in each dict. To continue the conversation, the function
-    either appends messages, which become the observation, or changes the policy's last message. In the second case, the
-    new message must consist of an unchanged beginning of the policy's message and added text; the policy then continues
-    after the added text.
+    The function gets a list with one dict. The dict contains the data columns and `messages`, the chat up to and
+    including the policy's turn. The function returns the list, with `finished` set in the dict. To continue the
+    conversation, it either appends messages, which become the observation, or changes the policy's last message. A
+    changed message must consist of the policy's message, which may be cut off at any point, and of added text. The
+    policy then continues after the added text.
 
     Args:
         function: The function.
@@ -80,12 +80,13 @@ _SHARED = ("factory", "object")
 class ToolObject(Tools):
     """An environment of TRL (`environment_factory`): an object whose public methods are tools.
 
-    Its method `reset`, if it has one, gets the data columns that it names, and may return the first observation. Its
-    method `get_reward`, if it has one, gives the reward at the end of every conversation. All methods may be async.
+    If the object has a method `reset`, this method gets the data columns that its signature names, and may return the
+    first observation. If the object has a method `get_reward`, this method gives the reward at the end of every
+    conversation. All methods may be async.
 
     `reset` is called once per prompt, and the G conversations of the prompt begin with copies of the object. An object
-    that cannot be pickled (with a lock or a client) runs in the training process. If it cannot be copied either, the
-    factory makes an object per conversation, and `reset` is called on each of them.
+    that cannot be pickled (for example because it has a lock or a client) runs in the training process. If it cannot be
+    copied either, the factory makes an object per conversation, and `reset` is called on each of these objects.
 
     Args:
         factory: Class, or function without arguments, that makes the object.
@@ -94,7 +95,7 @@ class ToolObject(Tools):
     """
 
     def __init__(self, factory: Callable[[], Any], format: ToolFormat = "auto", max_calls: int = 8) -> None:
-        """Raises: ValueError if what the factory makes has no public methods, or is an environment of this package."""
+        """Raises: ValueError if the object from `factory` has no public methods, or is an `Environment`."""
         self.factory = factory
         self.object: Any = factory()
         kind = type(self.object).__name__
@@ -105,10 +106,10 @@ class ToolObject(Tools):
             raise ValueError(f"The factory made a {kind}, which has no public methods that the policy could call.")
         self.in_process = bool(getattr(self.object, "in_process", False))
         self.is_new = True
-        """True until `reset` or a tool is called."""
+        """True until `reset` or `step` is called."""
         self.columns: dict[str, Any] | None = None
-        """The arguments of `reset`. None before `reset` is called, and after unpickling, which happens between calls in
-        workers."""
+        """The arguments of `reset`; None before `reset` is called and after unpickling. (In workers, the environment is
+        unpickled for every call.)"""
         self.first: Any = None
         """The observation that `reset` returned."""
         super().__init__(methods, format, max_calls)
@@ -150,7 +151,7 @@ class ToolObject(Tools):
             RuntimeError: If the object cannot be copied, and the `reset` of the new one returns a different
                 observation.
         """
-        new = copy.copy(self)  # the factory may hold what cannot be copied
+        new = copy.copy(self)  # shallow, because the factory may hold something that cannot be copied
         vars(new).update(
             {name: copy.deepcopy(value, memo) for name, value in self.__getstate__().items() if name not in _SHARED}
         )
@@ -188,9 +189,9 @@ def as_environment(value: EnvironmentLike) -> Any:
     """Make an environment from the value of `model.environment`.
 
     Args:
-        value: An object with a method `step`; a list of functions, which become `Tools`; a function in ms-swift's style
-            (`MultiTurnFunction`), which takes the list of conversations; or a class or function without arguments that
-            makes an object with tools, as TRL's `environment_factory` (`ToolObject`).
+        value: One of four: an object with a method `step`; a list of functions, which become `Tools`; a function of
+            ms-swift that takes the list of conversations (`MultiTurnFunction`); or a class or function without
+            arguments that makes an object with tools, like TRL's `environment_factory` (`ToolObject`).
 
     Raises:
         ValueError: If the value is none of these.
@@ -217,7 +218,7 @@ def as_environment(value: EnvironmentLike) -> Any:
 
 
 def _of_function(function: Callable[..., Any]) -> Environment:
-    """Wrap a function: with one argument, it is a multi-turn function of ms-swift; with none, a factory of TRL."""
+    """Wrap a multi-turn function of ms-swift (one argument) or a factory of TRL (no arguments)."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # it has no signature

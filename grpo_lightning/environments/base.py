@@ -1,7 +1,7 @@
 """The environment contract: the methods of a conversation's environment, and what they return.
 
-In a conversation, the policy writes a turn, its environment answers with an observation, and the policy continues,
-until the environment ends the conversation. Only what the policy wrote is trained on.
+In a conversation, the policy writes a turn, and an environment answers with an observation. This repeats until the
+environment, or a limit of the run, ends the conversation. Only the tokens that the policy wrote are trained on.
 
     class GuessTheNumber(Environment):
         def reset(self, number, **columns):
@@ -14,14 +14,15 @@ until the environment ends the conversation. Only what the policy wrote is train
             return "higher" if completion < str(self.number) else "lower"
 
 Every conversation has a separate environment. For each prompt, the object in `model.environment` is copied, and `reset`
-is called once on this copy, with the data columns of the prompt. The G conversations of the group all begin with copies
-of the environment after `reset`, because GRPO compares completions of one prompt. After that, `step` gets the text of
-each turn of the policy. If the environment does not end the conversation, but a limit of the run does (`max_turns`,
-`max_completion_length`), `end` is called for a last reward.
+is called once on this copy, with the data columns of the prompt. The environment after `reset` is then copied for each
+of the G conversations of the group. All of them begin in the same state, because GRPO compares completions of the same
+prompt. Then `step` gets the text of each turn of the policy. If a limit of the run (`max_turns`,
+`max_completion_length`) ends the conversation before the environment does, `end` is called to get a last reward.
 
-The environment must keep all of its state in this object. By default, its methods run in worker processes with the
-limits of `model.reward_workers` (`environments/runner.py`), and the object is pickled between two calls. An environment
-runs in the training process if it cannot be pickled, has `in_process = True`, or has an async method.
+By default, the methods of an environment run in worker processes with the limits of `model.reward_workers`
+(`environments/runner.py`). The object is pickled between two calls, so it must hold everything that the environment
+needs later. An environment runs in the training process instead if it cannot be pickled, has `in_process = True`, or
+has an async method.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ from grpo_lightning.core.types import IMAGE_MARK, Message
 from grpo_lightning.data.images.references import ImageFinder
 
 Observation = str | Message | Sequence[Message] | None
-"""Text, which becomes a message of the environment's `observation_role`; one or more messages; or None for nothing.
+"""An environment's answer to the policy: text, one message, several messages, or None for nothing.
 
+Text becomes a message whose role is the environment's `observation_role`.
 The content of a message is text, or a list of parts: {"type": "text", "text": ...} and, for a vision-language policy,
 {"type": "image", "image": ...} with a PIL image, a path, the bytes of a file or a data: URL."""
 
@@ -55,22 +57,22 @@ class Step:
     """The environment's answer to a turn of the policy. `step` may also return a shorter form: see `as_step`."""
 
     observation: Observation = None
-    """The text or message that the policy gets. Without an observation, the conversation must be done."""
+    """The text or the messages that the policy gets next. If there is no observation, `done` must be True."""
 
     done: bool = False
     """True if the conversation has ended. The policy then does not get the observation, but logs show it."""
 
     reward: float | None = None
-    """The environment's reward for the turn; None for none. The reward `EnvironmentReward` and
+    """The environment's reward for the turn, or None. The reward function `EnvironmentReward` and the setting
     `model.conversation.turn_credit` use it."""
 
     keep: int | None = None
-    """For an observation that continues the policy's message: the number of characters of the turn to keep. The tokens
-    after these characters are dropped, and the observation, which must be text, follows in the same message. With None,
-    the observation opens a new message."""
+    """With None, the observation opens a new message. With a number, the policy's turn is cut after its first `keep`
+    characters, and the tokens after them are dropped. The observation, which must be text, then continues the policy's
+    message."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to log. They are summed over a conversation; `environment/<name>` is the mean over conversations."""
+    """Numbers to log. They are summed over a conversation; `environment/<name>` is the mean of these sums."""
 
 
 class InvalidStepError(ValueError):
@@ -78,13 +80,14 @@ class InvalidStepError(ValueError):
 
 
 class Environment(ABC):
-    """Base class of environments. Any object with `step`, and with `reset` if it needs one, is an environment too."""
+    """Base class of environments. Any other object with a method `step` is an environment too; `reset` is optional."""
 
     observation_role: str = "user"
-    """The role of observations that are text, in a chat."""
+    """In a chat, the role of observations that are text."""
 
     in_process: bool = False
-    """True if the environment runs in the training process, because it has a connection or a device."""
+    """True if the environment must run in the training process, for example because it holds a connection or uses a
+    device."""
 
     @property
     def tools(self) -> Sequence[Callable[..., Any]]:
@@ -95,46 +98,48 @@ class Environment(ABC):
         """Begin a conversation.
 
         Args:
-            args: No positional arguments are passed. The signature has `*args` so that subclasses may name columns as
-                arguments.
-            columns: The data columns of the prompt that the signature names, or all data columns if it has `**columns`.
-                The prompt itself is passed in the same way, as `prompt`.
+            args: Nothing is passed here. With `*args` in this signature, type checkers accept subclasses that name
+                columns as arguments.
+            columns: The data columns of the prompt that the signature of `reset` names, or all of them if the signature
+                has `**columns`. The prompt itself is passed like a column, under the name `prompt`.
 
         Returns:
-            An `Observation` at the end of the prompt: it is appended to the prompt's last user message, or becomes a
-            separate message if it has a role. None adds nothing.
+            An `Observation`, which is placed at the end of the prompt; None adds nothing. In a chat, text is appended
+            to the last message if that message is a user message. Otherwise, the text becomes a new user message. If
+            the observation consists of messages, these are appended to the chat. If the prompt is plain text, the text
+            of the observation is appended to the prompt, without a separator.
         """
         return None
 
     @abstractmethod
     def step(self, completion: str) -> Any:
-        """Answer a turn of the policy. Args: completion: its text. Returns: what `as_step` takes."""
+        """Answer a turn of the policy. Args: completion: the turn's text. Returns: a value that `as_step` accepts."""
 
     def end(self) -> Any:
         """Give a last reward, if a limit of the run ends the conversation before `step` has ended it.
 
         Returns:
-            A number, which is added to the reward of the last turn, or None.
+            A number or None. A number is added to the reward of the last turn.
         """
         return None
 
     @property
     def for_rewards(self) -> Any:
-        """The object that rewards get in the argument `environments`."""
+        """The object that is passed to rewards in the argument `environments`."""
         return self
 
     def on_failure(self, kind: str, problem: str) -> Any:
         """Answer in place of a call of `step` that failed.
 
-        In workers, the environment is in the state before the failed call. In the training process, it is in the state
-        in which the failed call has left it.
+        If the environment runs in workers, it is in the state before the failed call. If it runs in the training
+        process, changes made by the failed call remain.
 
         Args:
             kind: See `environments.runner.FAILURES`.
             problem: The failure in words.
 
         Returns:
-            A value for `as_step`. If it is None, `model.conversation.on_error` decides.
+            A value that `as_step` accepts, or None. With None, `model.conversation.on_error` decides what happens.
         """
         return None
 
@@ -144,11 +149,11 @@ EnvironmentLike = Environment | Callable[..., Any] | list[Callable[..., Any]]
 
 
 def as_step(value: Any) -> Step:
-    """Convert what `step` returned.
+    """Convert the value that `step` returned to a `Step`.
 
     Args:
-        value: A `Step`; an observation (the conversation continues); None (the conversation is done, without reward);
-            or a tuple (observation, done) or (observation, done, reward).
+        value: A `Step`, an observation, None, or a tuple (observation, done) or (observation, done, reward). An
+            observation alone continues the conversation. None ends the conversation without a reward.
 
     Raises:
         InvalidStepError: If the value is something else, or has no observation although the conversation continues.
@@ -209,7 +214,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def messages_of(observation: Any, role: str) -> list[Message]:
-    """Convert an observation to messages. Args: role: the role of text. Raises: InvalidStepError.
+    """Convert an observation to messages. Args: role: the role of a message made from text. Raises: InvalidStepError.
 
     The content of a message is text if it has no images, else a list of parts.
     """
@@ -231,7 +236,7 @@ def messages_of(observation: Any, role: str) -> list[Message]:
 
 
 def _content(content: Any) -> str | list[Mapping[str, Any]]:
-    """Check the content of a message: text, or a list of parts. Parts without an image are joined to one text."""
+    """Check the content of a message (text or a list of parts); join parts without images to one text."""
     if isinstance(content, str):
         return content
     parts = list(content) if isinstance(content, list | tuple) else [content]
@@ -254,7 +259,7 @@ def images_of(messages: Sequence[Message]) -> list[Any]:
 
 
 def with_kept_images(message: Message) -> Message:
-    """Replace the images of a message by copies: the environment may draw on an image, or overwrite a file, later.
+    """Replace the images of a message by copies, because the environment may change an image or its file later.
 
     Raises:
         InvalidStepError: If an image cannot be read.
@@ -275,7 +280,7 @@ def with_kept_images(message: Message) -> Message:
 
 
 def text_of(message: Message) -> str:
-    """The text of a message from `messages_of`, with `IMAGE_MARK` for an image."""
+    """The text of a message from `messages_of`, with `IMAGE_MARK` in place of each image."""
     content = message["content"]
     if isinstance(content, str):
         return content
@@ -283,7 +288,7 @@ def text_of(message: Message) -> str:
 
 
 def without_image_data(message: Message) -> Message:
-    """A message whose image parts are only {"type": "image"}, as chat templates and prompts have them."""
+    """Reduce the image parts of a message to {"type": "image"}, which is their form in chat templates and prompts."""
     content = message["content"]
     if isinstance(content, str):
         return message
@@ -311,7 +316,7 @@ def kept_observation(observation: Any) -> list[Message]:
 
 
 def named_columns(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the columns that the signature of a function names; all of them if it has `**kwargs`.
+    """Select the columns that the signature of a function names, or all columns if it has `**kwargs`.
 
     Raises:
         ValueError: If the function needs a column that the row does not have.

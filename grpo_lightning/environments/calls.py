@@ -1,4 +1,4 @@
-"""The calls of an environment, in the form that workers run. Workers import this file, which does not import torch."""
+"""Calls of an environment's methods. Worker processes import this file, so it does not import torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def copy_environment(environment: Any) -> Any:
 
 @dataclass
 class EnvironmentCalls:
-    """The calls of an environment, in the form that workers run."""
+    """Calls the methods of an environment. It has the interface of a reward, so the reward workers can run it."""
 
     environment: Any
     """The environment that conversations begin with."""
@@ -68,14 +68,14 @@ class EnvironmentCalls:
         return bool(getattr(self.environment, "in_process", False)) or self.is_async
 
     def select(self, logs: Mapping[str, Any]) -> dict[str, Any]:
-        """Environments get no logging functions."""
+        """Return no logging functions, because environments get none."""
         return {}
 
     def warm_up(self) -> None:
         """Do nothing, because there is nothing to prepare."""
 
     def __call__(self, method: Method, state: bytes | None, arguments: Any) -> tuple[bytes, Any]:
-        """Call a method in a worker, where the environment arrives and leaves pickled. Args: as `call`."""
+        """Call a method in a worker, with the environment pickled before and after the call. Args: see `call`."""
         after, value = self.call(method, None if state is None else pickle.loads(state), arguments)  # noqa: S301 (our own)
         try:
             return pickle.dumps(after), value
@@ -91,11 +91,11 @@ class EnvironmentCalls:
 
         Args:
             method: Name of the method.
-            environment: The environment; None for a copy of the one that conversations begin with.
+            environment: The environment; None uses a copy of the environment that conversations begin with.
             arguments: The columns for `reset`, the text for `step`, None for `end`, (kind, problem) for `on_failure`.
 
         Returns:
-            (The environment after the call, the value), or a coroutine that returns this.
+            The pair (environment after the call, value), or a coroutine that returns this pair.
         """
         environment = copy_environment(self.environment) if environment is None else environment
         value: Any = None
@@ -130,7 +130,7 @@ class EnvironmentCalls:
     def _cut(self, observation: Any) -> Any:
         """Cut the texts of an observation, so that an answer of megabytes is not sent to the training process.
 
-        Images are replaced by copies: the environment may change or overwrite them later.
+        Images are replaced by copies, because the environment may change an image or its file later.
         """
         if observation is None or isinstance(observation, str):
             return observation and observation[: self.max_characters]

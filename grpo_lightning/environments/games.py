@@ -11,7 +11,7 @@ from grpo_lightning.environments.base import Environment, Step
 class GuessTheNumber(Environment):
     """The policy guesses a whole number, and learns after each guess whether the number is higher or lower.
 
-    The data column `number` has the number. The last number that a turn writes is the guess. The reward is 1 for the
+    The data column `number` holds the number to guess. The last number in a turn is the guess. The reward is 1 for the
     right guess, and 0 if all guesses are used up.
 
     Args:

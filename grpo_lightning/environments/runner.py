@@ -1,17 +1,17 @@
-"""Runs the environments of a rollout: concurrently, in worker processes, within limits.
+"""Runs the environments of a rollout at the same time, in worker processes with time and memory limits.
 
 The workers are of the same kind as those of the rewards (`rewards/workers.py`), but in a separate pool, with the limits
-of `model.reward_workers`. A call gets the pickled environment, and returns the environment, pickled again, and its
-answer. A worker keeps nothing between calls, so every call can be killed. After a failed call, the environment is in
-the state before this call. All calls of a round (one turn of each conversation) have the same deadline:
-`step_timeout_seconds` after the end of sampling.
+of `model.reward_workers`. A call gets the pickled environment. It returns the environment's answer, and the
+environment, pickled again. A worker keeps nothing between calls, so it can be killed during any call. After a failed
+call, the environment is in the state before this call. All calls of a round (one turn of each conversation) have the
+same deadline: `step_timeout_seconds` after the end of sampling.
 
-In the training process, a call changes the environment object itself. After a failed call, the environment is therefore
-in the state in which this call has left it. Memory has no limit there, and only async methods have a time limit.
+In the training process, a call changes the environment object itself. Changes made by a failed call therefore remain.
+Memory has no limit there, and only async methods have a time limit.
 
-In workers and in the training process, the random numbers of `random`, numpy and torch (on the CPU) are seeded for each
-call. They are not seeded for async methods, which run at the same time, or for calls in the training process during
-asynchronous rollouts.
+The random generators of `random`, numpy and torch (on the CPU) are seeded for each call, in workers and in the training
+process. There are two exceptions: calls of async methods, because several run at the same time, and calls in the
+training process during asynchronous rollouts, because these do not run in the main thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from grpo_lightning.rewards.workers import Answer, RewardWorkers, WorkerPool, se
 log = logging.getLogger(__name__)
 
 FAILURES = ("exception", "timeout", "crash", "invalid_value")
-"""Kinds of failures of a call: it raised an error; it timed out; its worker process died; its value is not allowed."""
+"""Kinds of failed calls: an error was raised, time ran out, the worker process died, or the value is not allowed."""
 
 OnError = Literal["raise", "none", "value"]
 
@@ -46,11 +46,11 @@ class Result(NamedTuple):
 
     state: Any
     """The environment after the call, pickled if it runs in workers. After a failed call in a worker, this is the
-    environment before the call. After a failed call in the training process, this is the environment as the call has
-    left it."""
+    environment before the call. After a failed call in the training process, changes made by the call remain."""
 
     value: Any
-    """An observation (`reset`) or a `Step` (`step`); None if the call failed."""
+    """The checked result of the method: an observation or None for `reset`, a `Step` for `step`, a number or None for
+    `end`, and a `Step` or None for `on_failure`. If the call failed, it is None."""
 
     failure: str = ""
     """One of `FAILURES`; empty on success."""
@@ -59,7 +59,7 @@ class Result(NamedTuple):
     """Description of the failure; in messages, it follows the name of the environment."""
 
     cause: BaseException | None = None
-    """The exception."""
+    """The exception that caused the failure; None if there is none."""
 
 
 class EnvironmentRunner:
@@ -67,7 +67,8 @@ class EnvironmentRunner:
 
     Args:
         environment: The environment that conversations begin with.
-        limits: Settings of the workers. `num_workers` 0 runs environments in the training process, without limits.
+        limits: Settings of the workers. With `num_workers` 0, environments run in the training process. Memory then has
+            no limit, and only async methods have a time limit.
         max_characters: Maximum length of an observation.
     """
 
@@ -107,7 +108,7 @@ class EnvironmentRunner:
     def end(self, states: Sequence[Any], seeds: Sequence[int]) -> list[Result]:
         """Get a last reward (`Environment.end`) from the environments of conversations that a limit has ended."""
         method = getattr(type(self.calls.environment), "end", None)
-        if method is None or method is Environment.end:  # without a call, which would pickle the environment
+        if method is None or method is Environment.end:  # no call, because it would pickle the environment
             return [Result(state, None) for state in states]
         return self._all("end", states, [None] * len(states), seeds)
 
@@ -149,7 +150,7 @@ class EnvironmentRunner:
         return result if answer.failure or answer.value is None else answer
 
     def _begin_round(self) -> None:
-        """Begin a round of calls. While turns are being sampled, its calls have no deadline."""
+        """Begin a round of calls. These have no deadline while turns are still being sampled."""
         self._round: list[Future[Answer]] = []
         self._deadline = math.inf
 
@@ -170,7 +171,7 @@ class EnvironmentRunner:
             return future
         future = Future()
         try:
-            # Restoring the generators in any other thread would make training repeat random numbers.
+            # Outside of the main thread, restoring the generators would make training repeat random numbers.
             is_alone = threading.current_thread() is threading.main_thread()
             with seeded_random(seed) if is_alone else contextlib.nullcontext():
                 outcome = self.calls.call(method, state, arguments)

@@ -1,7 +1,8 @@
 """Tools: the policy calls functions, and gets what they return.
 
-The chat template describes the functions to the policy, from their type hints and docstrings. A call is read in the
-formats in which chat templates show calls. An error in a call is an observation: the policy can try again.
+The chat template describes the functions to the policy, using their type hints and docstrings. Calls are parsed from
+the policy's text, in any of the formats that chat templates use. An error in a call becomes an observation, so that the
+policy can try again.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from grpo_lightning.core.types import Message
 from grpo_lightning.environments.base import MOST_MESSAGES, Environment, Step
 
 ToolFormat = Literal["auto", "json", "python"]
-"""`json`: `{"name": ..., "arguments": {...}}`, as Qwen, Hermes, Llama 3.1 and Mistral write calls. `python`:
-`[name(argument=value)]`, as Llama 3.2 and 4, and LFM2 do. `auto`: both."""
+"""The format of calls. `json` is `{"name": ..., "arguments": {...}}`, which Qwen, Hermes, Llama 3.1 and Mistral write.
+`python` is `[name(argument=value)]`, which Llama 3.2, Llama 4 and LFM2 write. `auto` reads both formats."""
 
 OUTCOMES = ("ok", "malformed", "unknown_tool", "wrong_arguments", "exception", "timeout", "crash", "too_many")
 """The outcomes of a call; `environment/calls/<outcome>` counts each."""
@@ -38,7 +39,7 @@ _MARKED = re.compile(
     r"|(?:\[TOOL_CALLS\]|<\|python_tag\|>)(.*?)(?=\[TOOL_CALLS\]|<\|python_tag\|>|\Z)",
     re.DOTALL,
 )
-"""The text between, or after, the markers of calls."""
+"""Matches calls with markers. A group of the match is the text between two markers, or after a marker."""
 
 MOST_FAILED = 64
 """Maximum number of places in a text at which reading JSON may fail. Each failure may take time in proportion to the
@@ -62,17 +63,18 @@ class ToolCall:
 class Tools(Environment):
     """Lets the policy call functions. A turn without a call ends the conversation.
 
-    A function needs type hints and a docstring in Google's style, from which the chat template describes it. It runs in
-    a worker process, so that it can be killed. Its result becomes a message of the role "tool". An unknown tool,
-    wrong arguments, an exception and a timeout become messages too, and are counted. An async function is awaited.
+    A function needs type hints and a docstring in Google's style. The chat template uses both to describe the function.
+    The function runs in a worker process, so that it can be killed. Its result becomes a message of the role "tool". An
+    error (an unknown tool, wrong arguments, an exception or a timeout) becomes a message too, and is counted. An async
+    function is awaited.
 
-    A timeout or a crash stops all calls of the turn: the policy gets one message about it, without the name of a tool,
-    and the answers and counts of the turn's other calls are lost.
+    A timeout or a crash stops all calls of the turn. The policy then gets one message about it, without the name of a
+    tool. The answers and counts of the turn's other calls are lost.
 
     Args:
         tools: The functions.
         format: The format of calls.
-        max_calls: Maximum number of calls of one turn that are run.
+        max_calls: Maximum number of calls that are run in one turn.
     """
 
     observation_role = "tool"
@@ -132,7 +134,7 @@ class Tools(Environment):
         return "ok", value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
     def on_failure(self, kind: str, problem: str) -> Step | None:
-        """Report a call that timed out or ended its process to the policy."""
+        """Report the timeout or crash of a call to the policy."""
         if kind not in ("timeout", "crash"):
             return None
         what = "took too long" if kind == "timeout" else "ended unexpectedly"
@@ -160,13 +162,13 @@ def call_metrics(outcomes: Counter[str]) -> dict[str, float]:
 
 
 def read_calls(text: str, names: Mapping[str, Any], style: ToolFormat = "auto") -> Iterator[ToolCall]:
-    """Find the calls in a turn, in order. Reasoning (`<think>...</think>`) has no calls.
+    """Find the calls in a turn, in order. Calls inside reasoning (`<think>...</think>`) are ignored.
 
-    Calls are inside `<tool_call>...</tool_call>` or a fence of `tool_code`, or after the marker of a model. Many
-    tokenizers remove these markers from the text. Without markers, a call in JSON may have text around it, and a list
-    of calls in Python may have text after it. If there is such text, a call counts only if it names a known tool. If
-    the turn has no other text, a call of an unknown tool counts too. With the style "auto", such a call counts only if
-    it has arguments.
+    Calls are marked by `<tool_call>...</tool_call>`, by a code fence (`tool_code` or `tool_call`), or by another marker
+    of the model. In a turn with markers, only the marked text is read. Many tokenizers, however, remove the markers. In
+    a turn without markers, a call in JSON may have other text around it, and a list of calls in Python may have other
+    text after it. Next to other text, a call counts only if it names a known tool. Without other text, a call of an
+    unknown tool counts too; with the style "auto", it must have arguments.
 
     Args:
         text: The turn.
@@ -194,7 +196,7 @@ _EXPECTED: Mapping[ToolFormat, str] = {
 def _calls_in(text: str, style: ToolFormat) -> Iterator[tuple[ToolCall, bool]]:
     """Yield each call in a text, and whether the text has nothing but calls."""
     text = text.strip()
-    if style in ("auto", "python"):  # Python first: its arguments may be texts that have JSON
+    if style in ("auto", "python"):  # Python first, because its arguments may be texts in JSON
         whole = list(_python_calls(text))
         found = whole or list(_python_calls(_first_list(text)))
         yield from ((call, bool(whole)) for call in found)
@@ -216,7 +218,7 @@ def _first_list(text: str) -> str:
 
 
 def _json_values(text: str) -> tuple[list[Any], str]:
-    """The objects and lists of objects in a text, and the text around them, without separators."""
+    """The JSON objects and lists of objects in a text, and the text around them, stripped of separators."""
     values: list[Any] = []
     rest, position, num_failed = "", 0, 0
     while match := _JSON_START.search(text, position):
@@ -240,7 +242,7 @@ def _calls_of(value: Any) -> Iterator[ToolCall]:
         if not isinstance(item, dict) or not isinstance(item.get("name"), str):
             return
         arguments = item.get("arguments", item.get("parameters"))
-        if isinstance(arguments, str):  # some models write the arguments as a text of JSON
+        if isinstance(arguments, str):  # some models write the arguments as a string of JSON
             try:
                 arguments = json.loads(arguments)
             except (ValueError, RecursionError):
@@ -256,7 +258,7 @@ def _calls_of(value: Any) -> Iterator[ToolCall]:
 def _python_calls(text: str) -> Iterator[ToolCall]:
     """Calls in Python's syntax. They are parsed, never executed."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of syntax that will be an error in later versions
+        with warnings.catch_warnings(action="ignore"):  # warnings about syntax that later versions refuse
             tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return
@@ -340,7 +342,8 @@ class Search:
         score(q, d) = sum over words w of q: idf(w) * f(w, d) * (k + 1) / (f(w, d) + k * (1 - b + b * |d| / mean |d|))
         idf(w) = log(1 + (number of texts - n(w) + 0.5) / (n(w) + 0.5)),  k = 1.5,  b = 0.75
 
-    f(w, d) is the number of times that the text d has the word w. n(w) is the number of texts that have w.
+    f(w, d) is the number of times that the text d contains the word w, and |d| is the number of words of d. n(w) is the
+    number of texts that contain w.
 
     Args:
         path: A file with one text per line (`.txt`), or JSON rows with a column `text` (`.jsonl`).
@@ -350,14 +353,20 @@ class Search:
     __name__ = "search"
 
     def __init__(self, path: str, top_k: int = 3) -> None:
-        """Raises: FileNotFoundError, or ValueError if the file has no texts; the message names file and line."""
+        """Read the file and count its words.
+
+        Raises:
+            FileNotFoundError: If the file does not exist.
+            ValueError: If `top_k` is below 1, if the file has no texts, or if a line of a `.jsonl` file is not a JSON
+                row with a column `text`. For such a line, the message states the file and the number of the line.
+        """
         if top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {top_k}.")
         self.path, self.top_k = os.path.abspath(path), top_k
         status = os.stat(path)
         self.version = (status.st_mtime_ns, status.st_size)
-        """Identifies this version of the file, because another may be written to the same path later in this
-        process."""
+        """Identifies this version of the file. Another version may be written to the same path while the process
+        runs."""
         self.index = _index(self.path, self.version)
 
     @property

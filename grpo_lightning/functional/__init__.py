@@ -1,8 +1,8 @@
-"""The mathematics of GRPO: tensors in, tensors out; no state, no logging, no in-place writes.
+"""The mathematics of GRPO: functions of tensors, without state, logging or in-place writes.
 
-These lines compute the loss of N prompts with G completions each. Given are rewards [N, G], logits [N * G, T, V] of the
-T completion tokens `ids`, the mask of these tokens, and their log-probs under the policy that sampled them (`old`) and
-under the reference (`ref`):
+These lines compute the loss of N prompts with G completions each. The inputs are the rewards [N, G], the completions'
+tokens `ids` [N * G, T] with their `mask`, and the logits [N * G, T, V]. Two more inputs are the tokens' log-probs under
+the policy before the first update on these completions (`old`), and under the reference (`ref`).
 
     advantages = group_relative_advantages(rewards).view(-1, 1)
     logprobs = token_logprobs(logits, ids)
@@ -10,7 +10,7 @@ under the reference (`ref`):
     loss = clipped_surrogate(ratio, advantages) + 0.04 * kl_divergence(logprobs, ref, mask)
     loss = masked_mean(loss, mask)
 
-`aggregate` replaces the last line where an optimizer step has several micro-batches.
+If an optimizer step has several micro-batches, `aggregate` replaces `masked_mean` in the last line.
 """
 
 from grpo_lightning.functional.advantages import (

@@ -35,12 +35,12 @@ def group_relative_advantages(
         scale "nonzero_fraction":                               A[n, g] = gain[n, g] / fraction
         scale "none":                                           A[n, g] = gain[n, g]
 
-        baseline "pass_at_k":  gain[n, g] = mean over all subsets S of k - 1 others of max(r[n, g] - max of r[n, S], 0)
+        baseline "pass_at_k":  gain[n, g] = mean of max(r[n, g] - max of r[n, S], 0) over all sets S of k - 1 others
         other baselines:       gain[n, g] = r[n, g] - baseline[n, g]
 
     A completion whose reward is nan is not scorable: its reward is excluded from every mean and std, and its advantage
-    is 0. In zero-variance groups (all scorable rewards are equal, or fewer than two are scorable) the advantages are
-    set to exactly 0: a rounding error divided by another rounding error would be noise.
+    is 0. In a zero-variance group, all scorable rewards are equal, or fewer than two are scorable. The advantages of
+    such a group are set to exactly 0, because a rounding error divided by another rounding error would be noise.
 
     Args:
         rewards: [N, G] one reward per completion. Row n is the group of prompt n. A nan means not scorable.
@@ -49,14 +49,14 @@ def group_relative_advantages(
             - "group_mean" is GRPO (arXiv:2402.03300, sec. 4.1.2).
             - "leave_one_out" is RLOO (arXiv:2402.14740), the mean of the other scorable rewards of the group. With K
               scorable rewards, the gain is K / (K - 1) times the gain with "group_mean".
-            - "length_weighted" is OPO (arXiv:2505.23585), the mean reward of the group with completions weighted by
-              their lengths. It minimizes the variance of the gradient if the squared norm of a completion's gradient is
+            - "length_weighted" is OPO (arXiv:2505.23585), the mean reward of the group, weighted by the lengths of the
+              completions. It minimizes the variance of the gradient if the squared norm of a completion's gradient is
               proportional to the completion's length.
-            - "pass_at_k" trains the best of k completions (arXiv:2503.19595): a completion's advantage is how much it
-              adds to the best of k - 1 others. With k = None, the best completion gets its lead over the second best,
-              and all others get 0 (verl's `grpo_passk`). With the scale "none" and any k, average the policy gradient
-              with these advantages over the group: k times this average is an unbiased estimate of the gradient of the
-              expected maximum of k rewards.
+            - "pass_at_k" trains the best of k completions (arXiv:2503.19595): a completion's advantage is how much this
+              completion adds to the best of k - 1 others. With k = None, the best completion gets its lead over the
+              second best, and all others get 0 (verl's `grpo_passk`). Let g be the policy gradient with these
+              advantages and the scale "none", averaged over the group. For any k, k * g is an unbiased estimate of the
+              gradient of the expected maximum of k rewards.
         scale: The divisor of the gain. Every std is unbiased (K - 1 in the denominator). For "batch_std",
             "batch_advantage_std" and "nonzero_fraction", pass the rewards of all ranks, because otherwise each rank
             would have a different divisor.
@@ -78,13 +78,14 @@ def group_relative_advantages(
 
     Returns:
         [N, G] float32, or float64 if the rewards are float64. With the baselines "group_mean" and "leave_one_out", each
-        row sums to 0; with "length_weighted", each row sums to 0 after multiplying it by the lengths. With "pass_at_k",
-        no advantage is negative.
+        row sums to 0; with "length_weighted", the sum of each row, weighted by the lengths, is 0. With "pass_at_k", no
+        advantage is negative.
 
     Raises:
-        ValueError: If the rewards are not [N, G] with G >= 2, if the baseline or scale is unknown, if a reward is below
-            0 and the scale is "group_mean", if the lengths are missing or k is out of range, or if the scale
-            "batch_advantage_std" is combined with the baseline "length_weighted" or "pass_at_k".
+        ValueError: If the rewards are not [N, G] with G >= 2, the baseline or scale is unknown, the lengths are
+            missing, or k is out of range.
+        ValueError: If a reward is below 0, and the scale is "group_mean".
+        ValueError: If the scale "batch_advantage_std" is combined with the baseline "length_weighted" or "pass_at_k".
     """
     _check_shape(rewards)
     if scale == "batch_advantage_std" and baseline in ("length_weighted", "pass_at_k"):
@@ -100,7 +101,7 @@ def group_relative_advantages(
 
 
 def _gains(rewards: Tensor, baseline: Baseline, lengths: Tensor | None, k: int | None) -> Tensor:
-    """Reward minus baseline, or the gain of "pass_at_k": [N, G], any value where the reward is nan."""
+    """[N, G] reward minus baseline, or the gain of "pass_at_k"; arbitrary where the reward is nan."""
     is_scorable = ~rewards.isnan()
     deviation = rewards - rewards.nanmean(dim=1, keepdim=True)  # [N, G]
     if baseline == "group_mean":
@@ -175,9 +176,9 @@ def normalized_sum(by_reward: Tensor, weights: Tensor, *, eps: float = 1e-4) -> 
 
 
 def turn_credits(rewards: Sequence[Sequence[float]], *, discount: float = 1.0, eps: float = 1e-4) -> list[list[float]]:
-    """Credit of each turn of a group's conversations, from rewards per turn.
+    """Compute the credit of each turn of a group's conversations, from rewards per turn.
 
-        return[i, k] = sum over later turns j >= k of discount^(j - k) * rewards[i][j]
+        return[i, k] = sum over turns j >= k of discount^(j - k) * rewards[i][j]
         credit[i, k] = (return[i, k] - mean over i' of return[i', k]) / (std over i' of return[i', k] + eps)
 
     The mean and the unbiased std are over the conversations that have a k-th turn. The credit is 0 if only one
@@ -240,9 +241,10 @@ def groups_without_gradient(
     """Find groups in which every completion has advantage 0 or no trained token.
 
     Among these are the zero-variance groups, the groups whose completions are all masked, and the groups in which only
-    masked completions have an advantage. With the baseline "pass_at_k", an advantage is above 0 only if the reward is
-    above those of k - 1 other completions. A group of different rewards therefore has no gradient if its highest reward
-    is not above those of k - 1 others. With k = None, this is the case if two completions share the highest reward.
+    masked completions have an advantage. With the baseline "pass_at_k", a completion has an advantage only if its
+    reward is above the rewards of k - 1 other completions. If the group has no such completion, it has no gradient,
+    although its rewards may differ. With k = None, there is no such completion if two completions share the highest
+    reward.
 
     Args:
         rewards: [N, G] one reward per completion; nan is not scorable.

@@ -51,7 +51,7 @@ def clip(boxes: Tensor, width: float, height: float) -> Tensor:
 def is_share(box: Sequence[float], size: tuple[float, float]) -> bool:
     """True if a box that should be in pixels looks normalized: no coordinate is above 1.
 
-    No annotated object lies within the first pixel of an image, so the coordinates must be fractions of width and
+    No annotated object lies within the first pixel of an image, so such coordinates must be fractions of width and
     height, from 0 to 1. Always False for images of at most 2 pixels in width or height.
     """
     return max(box) <= 1 and min(size) > 2

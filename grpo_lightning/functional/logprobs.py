@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of tokens.
 
-In this file `logits[:, t]` are the logits that `token_ids[:, t]` was sampled from, i.e. the model's output one position
-earlier: for the first completion token, the output at the last prompt token.
+In this file `logits[:, t]` are the logits that `token_ids[:, t]` was sampled from. They are the model's output one
+position earlier: for the first completion token, the output at the last prompt token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.
         ValueError: If `temperature` is not positive.
     """
     scaled = _scale_logits(logits, temperature)
-    # logsumexp and gather keep one [B, T, V] for the backward pass; log_softmax would keep a second.
+    # logsumexp and gather keep one tensor [B, T, V] for the backward pass; log_softmax would keep a second one.
     chosen = scaled.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
     return chosen - torch.logsumexp(scaled, dim=-1)
 
@@ -59,5 +59,5 @@ def _scale_logits(logits: Tensor, temperature: float) -> Tensor:
         )
     # In bf16 the rounding error of a sum over 100k exponentials exceeds the clip range of the ratio.
     logits = logits.float()
-    # Dividing by 1 would allocate another [B, T, V].
+    # Dividing by 1 would allocate another tensor [B, T, V].
     return logits if temperature == 1 else logits / temperature

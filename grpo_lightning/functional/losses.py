@@ -1,8 +1,8 @@
 """The policy loss in pieces: ratio, surrogate, off-policy correction, KL to the reference, and the mean over tokens.
 
 The caller combines the pieces; the method of each paper is one choice of pieces. The loss is not averaged over a
-micro-batch. Instead, each micro-batch contributes its share of the mean over the entire optimizer step, so that the
-gradient does not depend on how a step is split into micro-batches and ranks.
+micro-batch. Instead, each micro-batch contributes its share of the mean over the entire optimizer step. The gradient
+therefore does not depend on how a step is split into micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def importance_ratio(
     *,
     level: RatioLevel = "token",
 ) -> Tensor:
-    """Importance ratio: probability of tokens under the current policy, divided by that under the old policy.
+    """Importance ratio: probability of tokens under the current policy, divided by their probability under the old one.
 
         token:     r[b, t] = exp(logprobs - old_logprobs)
         sequence:  r[b]    = exp( mean over trained t of (logprobs - old_logprobs) )
@@ -34,11 +34,11 @@ def importance_ratio(
 
     Args:
         logprobs: [B, T] nats, of the current policy.
-        old_logprobs: [B, T] nats, under the policy that sampled the tokens; treated as a constant.
+        old_logprobs: [B, T] nats, under the policy before the rollout's first update; treated as a constant.
         mask: [B, T] bool, True where a token is trained on. Masked tokens have log-ratio 0, whatever their log-probs.
-        level: "token" is PPO and GRPO; "sequence" is the length-normalised ratio of GSPO (arXiv:2507.18071, eq. 7);
-            "sequence_token" has the value of "sequence" and the gradient of each token's own log-prob, so that
-            advantages may differ between tokens (GSPO-token, eq. 14).
+        level: "token" is the ratio of PPO and GRPO. "sequence" is the length-normalised ratio of GSPO
+            (arXiv:2507.18071, eq. 7). "sequence_token" has the value of "sequence", but the gradient of each token's
+            own log-prob, so that advantages may differ between tokens (GSPO-token, eq. 14).
 
     Returns:
         [B, T], or [B, 1] for "sequence"; exactly 1 where `logprobs` equals `old_logprobs`.
@@ -87,14 +87,14 @@ def clipped_surrogate(
     epsilon_high: float | None = None,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """PPO's clipped surrogate: no gradient outside the clip range if the advantage moves the token's ratio further out.
+    """PPO's clipped surrogate: no gradient if the ratio has left the clip range in the direction of the advantage.
 
         loss = -min( min(r, dual_clip) A, clip(r, 1 - epsilon, 1 + epsilon_high) A )
 
-    PPO (arXiv:1707.06347, eq. 7) has no `dual_clip`. The loss of a token of negative advantage then has no limit: it
-    grows with the token's ratio. `dual_clip` = c bounds this loss by -c A, with a gradient of 0 beyond the bound. For
-    A < 0 the objective is then max(min(r A, clip(r) A), c A), as in dual-clip PPO (arXiv:1912.09729). c is the delta of
-    INTELLECT-2's two-sided clipping (arXiv:2505.07291).
+    Without `dual_clip`, as in PPO (arXiv:1707.06347, eq. 7), the loss of a token of negative advantage has no limit: it
+    grows with the token's ratio. `dual_clip` = c bounds this loss by -c A, and the gradient is 0 beyond the bound. For
+    A < 0 the objective is then max(min(r A, clip(r) A), c A), as in dual-clip PPO (arXiv:1912.09729). INTELLECT-2's
+    two-sided clipping (arXiv:2505.07291) is the same; there, c has the name delta.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences.
@@ -108,8 +108,8 @@ def clipped_surrogate(
         The loss of each token, to be minimised: [B, T], or [B, 1] where both inputs are.
 
     Raises:
-        ValueError: If `dual_clip` is not above 1 + `epsilon_high`, so that it would cut into the clip range; or if
-            `ratio` or `advantages` does not have two dimensions.
+        ValueError: If `dual_clip` is not above 1 + `epsilon_high`, and would thus limit ratios inside the clip range.
+        ValueError: If `ratio` or `advantages` does not have two dimensions.
     """
     _check_columns(ratio=ratio, advantages=advantages)
     highest = 1 + (epsilon if epsilon_high is None else epsilon_high)
@@ -131,9 +131,9 @@ def cispo_surrogate(
 
         loss = -stop_gradient( min(max(r, 1 - epsilon), 1 + epsilon_high) ) A logprob
 
-    CISPO (MiniMax-M1, arXiv:2506.13585). Its authors do not use the lower bound, nor does TRL; verl does. The cap is
-    1 + `epsilon_high`. Some other implementations cap at their `epsilon_high` itself: for the same cap, subtract 1 from
-    their value.
+    CISPO is the loss of MiniMax-M1 (arXiv:2506.13585). Its authors and TRL do not use the lower bound; verl does. The
+    cap is 1 + `epsilon_high`. In some other implementations, the cap is `epsilon_high` itself. To get the same cap
+    here, set `epsilon_high` to the value of the other implementation minus 1.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences; treated as a constant.
@@ -158,8 +158,8 @@ def reinforce_surrogate(advantages: Tensor, logprobs: Tensor) -> Tensor:
 
         loss = -A logprob
 
-    Williams 1992; the loss of GPG (arXiv:2504.02546). Its gradient is the policy gradient only if the current policy
-    sampled the tokens, so make one optimizer step per rollout.
+    The loss is that of Williams 1992, and of GPG (arXiv:2504.02546). Its gradient is the policy gradient only if the
+    current policy sampled the tokens, so make one optimizer step per rollout.
 
     Args:
         advantages: [B, 1], or [B, T].
@@ -178,18 +178,18 @@ def reinforce_surrogate(advantages: Tensor, logprobs: Tensor) -> Tensor:
 def sapo_surrogate(
     ratio: Tensor, advantages: Tensor, *, temperature_positive: float = 1.0, temperature_negative: float = 1.05
 ) -> Tensor:
-    """SAPO: a sigmoid gate fades the gradient out as the ratio leaves 1, instead of a hard clip.
+    """SAPO: instead of a hard clip, a sigmoid gate reduces the gradient as the ratio moves away from 1.
 
         loss = -(4 / tau) sigmoid( tau (r - 1) ) A,   where tau depends on the sign of A
 
-    SAPO (soft adaptive policy optimization, arXiv:2511.20347, eq. 5-6). At r = 1 the gradient is that of -r A, the loss
-    without a gate. Only the gradient is meaningful, not the value of the loss.
+    SAPO is soft adaptive policy optimization (arXiv:2511.20347, eq. 5-6). At r = 1 the gradient is that of -r A, the
+    loss without a gate. Only the gradient is meaningful, not the value of the loss.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences.
         advantages: [B, 1], or [B, T].
         temperature_positive: tau where A > 0.
-        temperature_negative: tau where A <= 0. A larger tau fades the gradient out at ratios closer to 1.
+        temperature_negative: tau where A <= 0. With a larger tau, the gradient vanishes at ratios closer to 1.
 
     Returns:
         The loss of each token, to be minimised: [B, T], or [B, 1] where both inputs are.
@@ -217,13 +217,13 @@ def gmpo_surrogate(
         c = min(d, epsilon_high) where A > 0, else max(d, -epsilon)
         loss = -exp( mean over trained t of c ) A
 
-    GMPO (geometric-mean policy optimization, arXiv:2507.20673). The clip limits are in nats: a token's ratio counts as
-    at most exp(epsilon_high) where A > 0, and as at least exp(-epsilon) elsewhere. The mean of c is clipped to
+    GMPO is geometric-mean policy optimization (arXiv:2507.20673). The clip limits are in nats: a token's ratio counts
+    as at most exp(epsilon_high) where A > 0, and as at least exp(-epsilon) elsewhere. The mean of c is clipped to
     [-20, 20] (`bounded_exp`).
 
     Args:
         logprobs: [B, T] nats, of the current policy.
-        old_logprobs: [B, T] nats, under the policy that sampled the tokens; treated as a constant.
+        old_logprobs: [B, T] nats, under the policy before the rollout's first update; treated as a constant.
         mask: [B, T] bool, True where a token is trained on. Masked tokens have d = 0, whatever their log-probs.
         advantages: [B, 1].
         epsilon: How far the log-ratio of a token may fall, in nats.
@@ -251,16 +251,16 @@ def kl_cov_surrogate(
     *,
     coefficient: float = 1.0,
 ) -> Tensor:
-    """KL-Cov: no clip, and a penalty for moving the few tokens that lower the entropy most.
+    """KL-Cov: no clip, but a penalty for changing the log-probs of the few tokens that lower the entropy most.
 
         d = logprobs - old_logprobs
         loss = -exp(d) A + (coefficient |d| where selected, else 0)
 
-    KL-Cov (arXiv:2505.22617). The penalty is the absolute log-ratio, as in the authors' code and in verl.
+    The penalty is the absolute log-ratio, as in the code of KL-Cov's authors (arXiv:2505.22617) and in verl.
 
     Args:
         logprobs: [B, T] nats, of the current policy.
-        old_logprobs: [B, T] nats, under the policy that sampled the tokens; treated as a constant.
+        old_logprobs: [B, T] nats, under the policy before the rollout's first update; treated as a constant.
         mask: [B, T] bool, True where a token is trained on. Masked tokens have log-ratio 0, whatever their log-probs.
         advantages: [B, 1].
         selected: [B, T] bool, True at the tokens that `high_covariance_tokens` finds among all tokens of the optimizer
@@ -287,23 +287,23 @@ def dppo_surrogate(
     *,
     max_ratio: float = 20.0,
 ) -> Tensor:
-    """DPPO: limit how far the probability of a token may move. PPO limits the ratio of the probabilities instead.
+    """DPPO: no gradient if a token's probability has moved too far in the direction of the advantage.
 
         r = exp(logprobs - old_logprobs)
         loss = 0 where outside, else -stop_gradient( min(r, max_ratio) ) A logprob
 
-    A token that goes from probability 0.001 to 0.005 (ratio 5) changes the policy less than one that goes from 0.5 to
-    0.6 (ratio 1.2), but a limit on the ratio stops the first token earlier. DPPO is divergence proximal policy
-    optimization (arXiv:2602.04879, eq. 12), with the loss as in verl. Its old policy is the one that the engine sampled
-    from, so pass the engine's log-probs as `old_logprobs`.
+    PPO measures the change by the ratio of the probabilities; DPPO measures it by a divergence. The policy changes less
+    if a token's probability goes from 0.001 to 0.005 (ratio 5) than if it goes from 0.5 to 0.6 (ratio 1.2). But a limit
+    on the ratio stops the first change earlier. DPPO is divergence proximal policy optimization (arXiv:2602.04879, eq.
+    12), with the loss as in verl. The old policy of DPPO is the policy that the engine sampled from, so pass the
+    engine's log-probs as `old_logprobs`.
 
     Args:
         logprobs: [B, T] nats, of the current policy.
         old_logprobs: [B, T] nats, of the engine when it sampled the tokens; treated as a constant.
         mask: [B, T] bool, True where a token is trained on. Masked tokens have the ratio 1, whatever their log-probs.
         advantages: [B, 1].
-        outside: [B, T] bool, True at tokens whose probability has changed too much, in either direction
-            (`leaves_trust_region`).
+        outside: [B, T] bool, True at the tokens that `leaves_trust_region` finds (`low | high`).
         max_ratio: Maximum ratio; far above 1, because truncating the ratio biases the gradient.
 
     Returns:
@@ -326,7 +326,7 @@ def leaves_trust_region(
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Find tokens that have moved too far in the direction of their advantage (DPPO, arXiv:2602.04879, eq. 12-14).
+    """Find tokens whose probability moved too far in the advantage's direction (DPPO, arXiv:2602.04879, eq. 12-14).
 
         p = exp(logprobs), q = exp(old_logprobs)
         tv:  D = |p - q|
@@ -373,10 +373,10 @@ def vespo_surrogate(
     positive: tuple[float, float] = (2.0, 3.0),
     negative: tuple[float, float] = (3.0, 2.0),
 ) -> Tensor:
-    """VESPO: weight each token's log-probability by a soft function of its completion's ratio, instead of a clip.
+    """VESPO: instead of a clip, weight each token's log-probability by a soft function of its completion's ratio.
 
         w = product over trained t of r[b, t] (times rollout_weights[b, t])
-        phi = exp(lambda) w^k exp(-lambda w),   k and lambda by the sign of A
+        phi = exp(lambda) w^k exp(-lambda w),   where k and lambda depend on the sign of A
         loss = -stop_gradient(phi) A logprob
 
     phi is 1 at w = 1, has its maximum at w = k / lambda and goes to 0 for small and for large w. VESPO is variational
@@ -385,13 +385,13 @@ def vespo_surrogate(
 
     Args:
         logprobs: [B, T] nats, of the current policy; the gradient flows through these alone.
-        old_logprobs: [B, T] nats, under the policy that sampled the tokens; treated as a constant.
+        old_logprobs: [B, T] nats, under the policy before the rollout's first update; treated as a constant.
         mask: [B, T] bool, True where a token is trained on. Masked tokens have r = 1, whatever their log-probs.
         advantages: [B, 1].
         rollout_weights: [B, T] off-policy weights, from the function `rollout_weights` with the level "token"; None
             without an off-policy correction.
-        positive: k and lambda where A >= 0. phi falls off faster towards small w with a larger k, and towards large w
-            with a larger lambda.
+        positive: k and lambda where A >= 0. A larger k makes phi fall faster towards small w; a larger lambda makes it
+            fall faster towards large w.
         negative: k and lambda where A < 0.
 
     Returns:
@@ -457,8 +457,8 @@ def is_clipped_high(ratio: Tensor, advantages: Tensor, *, epsilon_high: float) -
 
 MAX_LOG_RATIO = 20.0
 """Bound of the log-ratio, in nats, as in verl, OpenRLHF and ms-swift. exp overflows float32 above 88.7, and the
-gradient is then nan, even where the loss is clipped to a finite value. At a ratio of exp(20) = 5e8, the two
-distributions have nothing in common anyway."""
+gradient is then nan, even where the loss is clipped to a finite value. Already at a ratio of exp(20) = 5e8, the two
+distributions have nothing in common."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -490,19 +490,19 @@ def rollout_weights(
     "truncate" is truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you
     off-policy RL training"). "mask" at the level "token" is IcePop (Ling team 2025, arXiv:2510.18855).
 
-    A "sequence" weight is a product over tokens, so that long completions have very large or very small weights. The
-    size of a "geometric" weight does not depend on the length, but it is not a ratio of completion probabilities. It
-    serves to mask completions that the policy would not have sampled, with a narrow range such as 0.99 to 1.01.
-    ms-swift's sequence modes use this weight; verl's `seq_mean_k1` keeps the same completions, but with weight 1.
-    Exponents are clipped to [-20, 20] (`bounded_exp`).
+    A "sequence" weight is a product over tokens, so that long completions have very large or very small weights. A
+    "geometric" weight has a size that does not depend on the length, but this weight is not a ratio of completion
+    probabilities. With "mask" and a narrow range, such as 0.99 to 1.01, the level "geometric" drops completions that
+    the policy would not have sampled. ms-swift's sequence modes use the "geometric" weight. verl's `seq_mean_k1` drops
+    the same completions, but gives the others the weight 1. Exponents are clipped to [-20, 20] (`bounded_exp`).
 
     Args:
-        old_logprobs: [B, T] nats, under the policy that sampled the tokens, computed by the training code.
+        old_logprobs: [B, T] nats, under the policy before the rollout's first update, computed by the training code.
         rollout_logprobs: [B, T] nats, of the engine when it sampled the tokens.
         mask: [B, T] bool, True where a token is trained on; masked tokens have d = 0.
-        level: "token" gives one weight per token; "sequence" one per completion, the product of its tokens' weights;
-            "geometric" one per completion, the geometric mean of its tokens' weights.
-        outside: "truncate" clips the weights to [low, high]; "mask" sets weights outside of [low, high] to 0.
+        level: "token" gives one weight per token. "sequence" gives one weight per completion, the product of its
+            tokens' weights. "geometric" gives one weight per completion, the geometric mean of its tokens' weights.
+        outside: "truncate" clips the weights to [low, high]. "mask" sets weights outside of [low, high] to 0.
         low: Minimum weight.
         high: Maximum weight.
 
@@ -543,7 +543,8 @@ def keeps_sequence(
         rollout_logprobs: [B, T] nats, of the engine when it sampled the tokens.
         mask: [B, T] bool, True where a token is trained on.
         advantages: [B, 1].
-        threshold: How many nats per token the mean log-prob of a completion with A < 0 may have fallen since sampling.
+        threshold: Limit for completions with A < 0: by how many nats their mean log-prob per token may have fallen
+            since sampling.
 
     Returns:
         [B, 1] bool, True where a completion is trained on.
@@ -573,7 +574,7 @@ def kl_divergence(
     For tokens sampled from the policy, k1 and k3 are unbiased estimates of the KL, and k2 is biased. k2 and k3 are
     never negative (Schulman 2020, http://joschu.net/blog/kl-approx.html). The gradients differ: of the three, only the
     gradient of k2 is an unbiased estimate of the gradient of the KL. GRPO uses k3 (arXiv:2402.03300, eq. 4). Unlike in
-    GRPO, the exponent d of k3 is clipped to [-20, 20] and k3 to at most 10, with a gradient of 0 beyond these bounds;
+    GRPO, the exponent d of k3 is clipped to [-20, 20] and k3 to at most 10, with a gradient of 0 beyond these bounds.
     `is_k3_clamped` finds the clipped tokens. k3 is unbiased only if no token is clipped.
 
     Args:
@@ -598,7 +599,7 @@ def kl_divergence(
         return difference.square() / 2
     if estimator == "k3":
         difference = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        # exp(d) - 1 rounds to below d for small d
+        # not exp(d) - 1, which for small d may round to a value below d
         return (torch.expm1(difference) - difference).clamp(max=MAX_K3)
     raise ValueError(f"estimator must be 'k1', 'k2' or 'k3', got {estimator!r}.")
 
@@ -652,14 +653,14 @@ def aggregate(
     multiply it by the number of micro-batches as well.
 
     Args:
-        values: [B, T] loss of each token, or [B, 1] if the loss is the same for every token of a row; may be nan or
+        values: [B, T] loss of each token, or [B, 1] if the loss is the same for every token of a row. It may be nan or
             infinite where the mask is False.
         mask: [B, T] bool, True where a token is trained on.
-        by: "token" weights all tokens equally (DAPO, arXiv:2503.14476, sec. 3.3), "sequence" all completions equally
-            (GRPO, arXiv:2402.03300, eq. 3), "constant" divides by a constant that does not depend on the lengths
-            (Dr. GRPO, arXiv:2503.20783, sec. 3.2).
+        by: "token" weights all tokens equally (DAPO, arXiv:2503.14476, sec. 3.3). "sequence" weights all completions
+            equally (GRPO, arXiv:2402.03300, eq. 3). "constant" divides by a constant that does not depend on the
+            lengths (Dr. GRPO, arXiv:2503.20783, sec. 3.2).
         num_tokens: Number of trained tokens of the step, over all micro-batches and ranks.
-        num_sequences: Number of completions of the step with at least one trained token.
+        num_sequences: Number of those completions of the step that have at least one trained token.
         max_completion_length: The length limit of sampling, in tokens.
 
     Returns:

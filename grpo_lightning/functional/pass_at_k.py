@@ -14,8 +14,8 @@ def pass_at_k(solved: Tensor, sampled: Tensor, k: int) -> Tensor:
 
         pass@k = 1 - C(n - c, k) / C(n, k)
 
-    Chen et al. 2021 (arXiv:2107.03374), equation 1. The plain estimate, 1 - (1 - c / n)^k, is too low. pass@1 is c / n,
-    and its mean over prompts is avg@n.
+    This is equation 1 of Chen et al. 2021 (arXiv:2107.03374). The plain estimate, 1 - (1 - c / n)^k, is too low. pass@1
+    is c / n, and its mean over prompts is avg@n.
 
     Args:
         solved: [N] c, number of completions that solve their prompt.
@@ -35,8 +35,8 @@ def marginal_gains(rewards: Tensor, k: int | None) -> Tensor:
     """The gain of the baseline "pass_at_k": [N, G], any value where the reward is nan.
 
     The n - 1 other scorable rewards have C(n - 1, k - 1) subsets of k - 1 rewards. If these others are in ascending
-    order, the j-th of them is the maximum of C(j - 1, k - 2) subsets. The gain of a completion is its mean lead over
-    the maximum of such a subset, or 0 where it does not lead.
+    order, the j-th of them is the maximum of C(j - 1, k - 2) subsets. The gain of a completion is its lead over the
+    maximum of a subset, averaged over all subsets. A negative lead counts as 0.
 
     Args:
         rewards: [N, G] one reward per completion; nan is not scorable.
@@ -59,7 +59,7 @@ def marginal_gains(rewards: Tensor, k: int | None) -> Tensor:
 
 
 def _chances(n: int, k: int, size: int) -> list[float]:
-    """For j = 0 .. size - 1: chance that the j-th lowest of n - 1 others is the best of a random k - 1 of them.
+    """For j = 0 .. size - 1: chance that the j-th lowest of n - 1 rewards is the maximum of a random subset of k - 1.
 
     All chances are 0 if n < max(k, 2).
     """
@@ -76,9 +76,9 @@ def interval(values: Tensor, confidence: float = 0.95, num_generations: int = 1)
     Wilson's score interval (1927) stays inside [0, 1] and does not shrink to a point if every prompt is solved. p is
     the mean of the values, and z is the two-sided normal quantile of `confidence`. n is the effective sample size: the
     number of independent attempts that would be as informative as the N prompts with G completions each. It is
-    estimated as n = N p (1 - p) / v, where p (1 - p) is the variance of a single attempt, and v is the variance of the
+    estimated as n = N p (1 - p) / v. Here p (1 - p) is the variance of a single attempt, and v is the variance of the
     values. The estimate is limited to the range from N (all completions of a prompt are equal) to N x G (they are
-    independent). Miller 2024 (arXiv:2411.00640) treats such clustered samples.
+    independent). Miller 2024 (arXiv:2411.00640) treats samples that are clustered in this way.
 
     Args:
         values: [N] in [0, 1], one per prompt; nan is excluded.
@@ -100,5 +100,5 @@ def interval(values: Tensor, confidence: float = 0.95, num_generations: int = 1)
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     centre, half = mean + z**2 / (2 * n), z * math.sqrt(one_attempt / n + z**2 / (4 * n**2))
     low, high = (centre - half) / (1 + z**2 / n), (centre + half) / (1 + z**2 / n)
-    # Rounding would leave 1e-17 at the ends, or go beyond them.
+    # Without this, rounding could give 1e-17 instead of 0, or a bound outside of [0, 1].
     return (0.0 if mean == 0 else max(low, 0.0)), (1.0 if mean == 1 else min(high, 1.0))

@@ -1,4 +1,4 @@
-"""Load-balancing loss of mixtures of experts, from sums over tokens that add up over micro-batches and ranks."""
+"""Load-balancing loss of mixtures of experts, from sums over tokens: the sums of micro-batches and ranks add up."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def router_load(logits: Sequence[Tensor], weights: Tensor, *, top_k: int) -> Rou
     A token is sent to the k experts with the highest logits. The router probabilities are the softmax of the logits.
 
     Args:
-        logits: [R, E] per router, of R tokens.
+        logits: For each router, the logits [R, E] of R tokens.
         weights: [R] how often each token counts; 0 for padding. The logits of padding are not read.
         top_k: k, the number of experts that a token is sent to.
     """
@@ -59,23 +59,25 @@ def load_balancing_loss(routed: Tensor, probs: Tensor, num_tokens: Tensor) -> Te
     As in `load_balancing_loss_func` of transformers, f and P are means over all M routers, and a token counts in f once
     for each of its k experts. The loss is therefore k if the load is uniform. Only P has a gradient.
 
-    The loss is linear in `probs`, which is a sum over tokens. Therefore, with the `routed` and `num_tokens` of an
-    entire optimizer step, the losses for the `probs` of its micro-batches add up to the loss of the step.
+    The loss is linear in `probs`, which is a sum over tokens. The loss of an optimizer step is therefore the sum of one
+    loss per micro-batch, each with the `probs` of the micro-batch and the `routed` and `num_tokens` of the step.
 
     Args:
-        routed: [M, E] numbers of tokens, of the optimizer step.
-        probs: [E] summed probabilities, of the step or of a part of it.
-        num_tokens: Scalar, of the step; 0 gives a loss of 0.
+        routed: [M, E] as in `RouterLoad`, of the optimizer step.
+        probs: [E] as in `RouterLoad`, of the step or of a part of it.
+        num_tokens: Scalar: number of tokens of the step; 0 gives a loss of 0.
     """
     divisor = len(routed) * num_tokens.clamp(min=1)
     return routed.shape[1] * (routed.sum(0) / divisor * probs / divisor).sum()
 
 
 def max_expert_load(routed: Tensor) -> Tensor:
-    """Largest load of any expert in any router, relative to a uniform load: E * max over m, e of routed[m, e] / sum.
+    """Find the largest load of any expert in any router, relative to a uniform load.
+
+        load = E * max over m, e of (routed[m, e] / sum of routed[m])
 
     Args:
-        routed: [M, E] numbers of tokens.
+        routed: [M, E] as in `RouterLoad`.
 
     Returns:
         Scalar from 1 (uniform) to E / k (the same k experts for every token); 0 without tokens.

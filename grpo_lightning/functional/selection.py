@@ -18,9 +18,9 @@ def high_entropy_tokens(entropies: Tensor, fraction: float) -> Tensor:
 
         chosen[m] = H[m] >= quantile of H at 1 - fraction
 
-    From "Beyond the 80/20 rule" (arXiv:2506.01939), which uses a fraction of 0.2. The quantile is interpolated
-    linearly, as in `torch.quantile`, so that floor(fraction (M - 1)) + 1 tokens are chosen, or more if entropies are
-    equal. (The quantile is computed by sorting, because `torch.quantile` refuses large inputs.)
+    The method is from "Beyond the 80/20 rule" (arXiv:2506.01939), which uses a fraction of 0.2. The quantile is
+    interpolated linearly, as in `torch.quantile`, so that floor(fraction (M - 1)) + 1 tokens are chosen, or more if
+    entropies are equal. (The quantile is computed by sorting, because `torch.quantile` refuses large inputs.)
 
     Args:
         entropies: [M] nats.
@@ -45,8 +45,8 @@ def high_covariance_tokens(logprobs: Tensor, advantages: Tensor, fraction: float
         logprobs: [M] nats.
         advantages: [M] advantage of each token's completion.
         fraction: Fraction of the tokens to choose, above 0 and at most 1.
-        keys: [M] random numbers. If tokens have equal covariances, those with the smallest numbers are chosen; with
-            None, the first of them.
+        keys: [M] random numbers. If tokens have equal covariances, those with the smallest numbers are chosen. With
+            None, the first of them are chosen.
 
     Returns:
         [M] bool, True at the chosen tokens.
@@ -94,7 +94,7 @@ def token_covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
         cov[m] = (logprob[m] - mean of logprobs) (A[m] - mean of A)
 
-    A policy gradient step changes the entropy in proportion to minus this covariance (arXiv:2505.22617): training on
+    A policy gradient step changes the entropy in proportion to minus this covariance (arXiv:2505.22617). Training on
     likely tokens of good completions lowers the entropy, and so does training on unlikely tokens of bad ones.
 
     Args:

@@ -1,8 +1,8 @@
 """peft's adapters in a model: find their layers and weights, switch adapters, and compare the policy with its base.
 
 In peft, every adapter has a name. The trained adapter has the name that it was given or loaded with. A second adapter,
-`STARTING`, is a frozen copy of the initial adapter; the reference runs with this copy. Only
-functions that need peft import it.
+`STARTING`, is a frozen copy of the initial adapter; the reference runs with this copy. Only the functions that need
+peft import it.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def weights_of(layer: Any, kind: str, adapter: str) -> Iterator[nn.Parameter]:
 class UpdateDropout(nn.Dropout):
     """Dropout only in forward passes with a gradient: not for sampling, old log-probs or reference log-probs.
 
-    Dropout depends on grad mode, and not only on train mode. If activation checkpointing recomputes a forward pass in
-    the backward pass, grad mode is on again, so the recompute drops the same activations.
+    Dropout depends on grad mode, and not only on train mode. When activation checkpointing recomputes a forward pass in
+    the backward pass, grad mode is on, so the recompute drops the same activations.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class UpdateDropout(nn.Dropout):
 
 
 def set_dropout(policy: Any, rate: float, adapter: str | None = None) -> None:
-    """Set the dropout of an adapter (None: the trained one), whatever dropout it was saved with."""
+    """Set the dropout of an adapter (None means the trained one), whatever dropout it was saved with."""
     adapter = adapter or trained_adapter(policy)
     for layer in adapter_layers(policy):
         layer.lora_dropout[adapter] = UpdateDropout(rate) if rate else nn.Identity()
@@ -106,10 +106,11 @@ def widen_copies(adapted: Any, adapter: str | None = None) -> bool:
 
     Args:
         adapted: Model with adapters, changed in place.
-        adapter: Name of the adapter; None: the trained one.
+        adapter: Name of the adapter; None means the trained one.
 
     Returns:
-        True if there are such copies. Values that were loaded into them before this call have been rounded to 16 bits.
+        True if there are such copies. If so, values that were loaded into them before this call have been rounded to 16
+        bits.
     """
     copies = narrow_copies(adapted, adapter)
     for copied, original in copies:
@@ -141,12 +142,12 @@ def using_adapter(policy: nn.Module, adapter: str | None) -> Iterator[nn.Module]
 def adds_nothing(policy: nn.Module, dtype: torch.dtype | None = None) -> bool:
     """True if the trained adapter does not change the policy yet, so that the policy equals its base.
 
-    This holds if B A is 0 in all layers, DoRA's magnitudes are the norms of the base, and copied layers equal their
-    originals.
+    This holds if B A is 0 in all layers, DoRA's magnitudes are the norms of the base's rows, and copied layers equal
+    their originals.
 
     Args:
         policy: Model with adapters.
-        dtype: Dtype that the strategy converts all weights to; None: it converts none.
+        dtype: Dtype that the strategy converts all weights to; None if it converts none.
     """
     name = trained_adapter(policy)
 
@@ -183,7 +184,7 @@ def set_magnitude(layer: Any, magnitude: Any, adapter: str, dtype: torch.dtype |
         layer: peft's layer.
         magnitude: The magnitude of one of its adapters.
         adapter: Name of the adapter.
-        dtype: Dtype that the strategy converts all weights to (`Sharding.converts_weights`); None: it converts none.
+        dtype: Dtype that the strategy converts all weights to (`Sharding.converts_weights`); None if it converts none.
     """
     from peft.utils.integrations import dequantize_module_weight
 
@@ -207,11 +208,11 @@ def add_starting_adapter(policy: Any) -> None:
     name = trained_adapter(policy)
     config = copy.deepcopy(policy.peft_config[name])
     # PiSSA, OLoRA and LoftQ subtract the initial adapter from the base. This was already done when the trained adapter
-    # was made.
+    # was made, and must not be repeated.
     config.init_lora_weights, config.inference_mode = False, True
     with torch.random.fork_rng():
         policy.add_adapter(STARTING, config)
-    widen_copies(policy, STARTING)  # first, because the trained copies, copied below, are float32
+    widen_copies(policy, STARTING)  # before copying, because the trained copies are float32
     with torch.no_grad():
         for module in switched_modules(policy):
             for new, given in zip(layer_weights(module, STARTING), layer_weights(module, name), strict=True):
@@ -222,7 +223,7 @@ def add_starting_adapter(policy: Any) -> None:
 def base_weights(policy: nn.Module) -> Iterator[Tensor]:
     """Iterate over the frozen weights of the base, for checksums, except weights that are computed while loading.
 
-    Two kinds of weights are computed while loading: quantised weights, and weights of layers where PiSSA, OLoRA or
+    Two kinds of weights are computed while loading: quantized weights, and weights of layers where PiSSA, OLoRA or
     LoftQ subtracts the initial adapter. The last bits of these weights, and so their checksums, would depend on the
     device and the number of threads.
     """
@@ -251,5 +252,5 @@ def untie(policy: Any) -> None:
         return
     head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     base.config.tie_word_embeddings = base.config.get_text_config(decoder=True).tie_word_embeddings = False
-    if hasattr(base, "all_tied_weights_keys"):  # transformers 5 saves one of each pair here
+    if hasattr(base, "all_tied_weights_keys"):  # transformers 5 saves only one weight of each pair in this dict
         base.all_tied_weights_keys = base.get_expanded_tied_weights_keys(all_submodels=True)

@@ -1,12 +1,13 @@
 """Differentiable log-probs of completions, computed on one of two paths.
 
 extended: The prompt pass runs each prompt once, and keeps its KV cache in the autograd graph. The completion pass runs
-the completions with this cache. With full attention, prompts of different lengths are padded at the end in the prompt
-pass, so that this pass needs no mask. In the cache, they are padded at the front.
+the completions with this cache. Prompts of different lengths are padded at the front. With full attention, the prompt
+pass can move the padding to the end, so that it needs no mask; its cache is then reordered to have the padding at the
+front again.
 
-dense: Every row is [prompt | completion]. This path is for models that do not support the extended path, for
-verifying the extended path in tests, and for completions that contain images (observations of an environment): the
-images' positions, and the attention between their tokens, need the whole row.
+dense: Every row is [prompt | completion]. This path has three uses: models that do not support the extended path, tests
+that verify the extended path, and completions that contain images (observations of an environment). The positions of
+these images, and the attention between their tokens, need the whole row.
 
 Both paths give the same values and gradients, up to rounding. A completion is on the same path throughout a run:
 otherwise the two log-probs of an importance ratio could differ by rounding alone.
@@ -69,8 +70,8 @@ class TokenScores(NamedTuple):
     """[B, T] float32 nats; has a gradient only if the entropy is part of the loss."""
 
     load: RouterLoad | None = None
-    """Routing of the tokens, if it was recorded. Every prompt counts once per completion that is trained on. In each of
-    these completions, every token counts except the last, which predicts nothing."""
+    """Routing of the tokens, if it was recorded. A prompt's tokens count once for each of its completions that is
+    trained on. In each of these completions, every token counts except the last, which predicts nothing."""
 
 
 @dataclass
@@ -78,10 +79,10 @@ class Scorer:
     """Computes log-probs and entropies of micro-batches under a model.
 
     Args:
-        path: "extended" or "dense": whether a prompt runs once, or once per completion.
-        chunk_size: Completions per chunk. Each chunk is one forward pass: a completion pass, or a pass of the dense
-            path. Completions are sorted by length first, to reduce padding. `AutoChunks` chooses chunks by the lengths.
-            None runs all rows in one chunk.
+        path: "extended" runs a prompt once, "dense" runs it once per completion.
+        chunk_size: Maximum completions per chunk. Each chunk is one forward pass: a completion pass, or a pass of the
+            dense path. Completions are sorted by length first, to reduce padding. `AutoChunks` chooses the chunks by
+            the lengths. None runs all rows in one chunk.
         checkpoint_chunks: Recompute each chunk's activations in the backward pass instead of storing them.
         head_chunk_size: Tokens per slice of the vocabulary head (`SlicedHead`). None computes the model's own logits of
             all tokens at once (`FullHead`).
@@ -122,7 +123,7 @@ class Scorer:
             return self._score(model, batch, head, routers)
         scores = [part.scorer._score(model, part.batch, head, routers) for part in parts]
         width = batch.completion_ids.shape[1]
-        # Dummy completions come last; dropping them sets their gradient to 0.
+        # Dummy completions come last. They are then dropped, so that they get no gradient.
         order = sorted(range(len(parts)), key=lambda i: not parts[i].rows)
         original_order = batch.prompt_index.new_tensor([row for i in order for row in parts[i].rows]).argsort()
 
@@ -138,10 +139,10 @@ class Scorer:
         )
 
     def parts(self, batch: MicroBatch) -> list[Part]:
-        """Split a micro-batch into completions without and with images; those with images run on the dense path.
+        """Split a micro-batch into completions without images, and completions with images (on the dense path).
 
-        All ranks run the same parts (`agree_on_chunks`), so that they gather sharded weights equally often. A rank
-        without completions of a part runs a dummy completion.
+        All ranks run the same parts (`agree_on_chunks`), so that they gather sharded weights equally often. A rank that
+        has no completions for a part runs a dummy completion.
         """
         if not has_images(batch) and not batch.num_image_chunks:
             return [Part(self, batch, range(len(batch.completion_ids)))]
@@ -172,7 +173,7 @@ class Scorer:
         loads = [load for load in (prompt_load, *(load for _, load in outputs[:count])) if load is not None]
         scores = torch.cat([nn.functional.pad(chunk, (0, 0, 0, width - chunk.shape[1])) for chunk in scored])
         if chunks[0] is not None:
-            # Rows that were repeated to fill up the number of chunks come last; dropping them sets their gradient to 0.
+            # Rows that were repeated to get enough chunks come last. They are then dropped, so they get no gradient.
             original_order = torch.cat(chunks)[:count].argsort()  # type: ignore[arg-type]
             scores = scores[original_order]
         scores = torch.where(batch.attention_mask[..., None], scores, scores.new_zeros(()))
@@ -265,7 +266,7 @@ def has_images(batch: MicroBatch) -> bool:
 
 
 def rows_by_images(batch: MicroBatch) -> tuple[list[int], list[int]]:
-    """The rows of completions without images, and with images."""
+    """The rows of completions without images, and the rows of completions with images."""
     images = batch.images or [()] * len(batch.completion_ids)
     numbers = range(len(images))
     return [row for row in numbers if not images[row]], [row for row in numbers if images[row]]
@@ -285,7 +286,7 @@ def dummy_of(batch: MicroBatch) -> MicroBatch:
 def text_dummy_of(batch: MicroBatch) -> MicroBatch:
     """A prompt of one token and a completion of one masked token, without image.
 
-    The vision tower runs on the blank image.
+    If the micro-batch has a blank image, the vision tower runs on it.
     """
     dummy = dummy_of(batch)
     token = dummy.completion_ids
@@ -301,13 +302,13 @@ def text_dummy_of(batch: MicroBatch) -> MicroBatch:
 # -------------------------------------------------------------------------------------------------------------- chunks
 
 CPU_PASS_TOKENS = 32
-"""Tokens that a CPU computes in the time that it needs for launching a forward and backward pass: measured 22 to 46 for
-models of 0.4 to 26 million weights, on one core."""
+"""Tokens that a CPU computes in the time that it needs for launching a forward and backward pass. The measured numbers
+are 22 to 46, for models of 0.4 to 26 million weights, on one core."""
 
 GATHER_TOKENS = 4_000
 """Tokens that a GPU computes in the time that it takes to gather the sharded weights for a forward and backward pass.
-The estimate assumes that each weight is gathered in 16 bits over 50 GB/s, twice, and that a token takes 6 operations
-per weight, at `GPU_OPERATIONS`."""
+The estimate assumes that each weight is gathered twice, in 16 bits at 50 GB/s. It also assumes that a token takes 6
+operations per weight, at `GPU_OPERATIONS`."""
 
 LAYER_SECONDS = 0.75e-3
 """Time to launch the operations of a decoder layer, forward and backward: about 150 operations of 5 microseconds
@@ -317,8 +318,9 @@ GPU_OPERATIONS = 3e14
 """Operations per second in matrix products of 16 bits."""
 
 CHECKPOINTED_NUMBERS = 8_000_000
-"""Hidden-state numbers (tokens times hidden size) of a chunk whose activations are recomputed in the backward pass.
-With about 40 numbers of 16 bits per hidden-state number and layer, these are 15 GB of activations in 24 layers."""
+"""Maximum of tokens times hidden size, for a chunk whose activations are recomputed in the backward pass. Activations
+take about 40 numbers of 16 bits per layer for each of these 8 million, which is 15 GB in 24 layers. With hidden sizes
+above 3,906, chunks may exceed the maximum, because `auto_chunks` never limits a chunk to fewer than 2,048 tokens."""
 
 
 @dataclass(frozen=True)
@@ -326,9 +328,9 @@ class AutoChunks:
     """Choose chunks that minimise the cost of the computed tokens and of the passes.
 
     Args:
-        pass_tokens: Cost of one more forward and backward pass, in tokens that are computed in the same time.
-        max_tokens: Maximum tokens per chunk, padding included; a chunk of a single completion may have more. None: no
-            limit.
+        pass_tokens: Cost of one more forward and backward pass, as the number of tokens computed in the same time.
+        max_tokens: Maximum tokens per chunk, padding included; a chunk of a single completion may have more. None means
+            no limit.
     """
 
     pass_tokens: float = CPU_PASS_TOKENS
@@ -346,7 +348,7 @@ class AutoChunks:
         # is read immediately.
         tokens = torch.tensor(lengths, dtype=torch.float64, device="cpu")
         least = torch.zeros(len(tokens) + 1, dtype=torch.float64, device="cpu")  # [j]: cost of the first j completions
-        last = [0] * (len(tokens) + 1)  # [j]: where their last chunk starts
+        last = [0] * (len(tokens) + 1)  # [j]: where the last chunk of the first j completions starts
         for end in range(1, len(tokens) + 1):
             computed = torch.arange(end, 0, -1, device="cpu") * tokens[:end]
             if self.max_tokens is not None:
@@ -362,14 +364,14 @@ class AutoChunks:
 
 
 def chunk_sizes(lengths: Sequence[int], chunk_size: int | AutoChunks | None, number: int = 1) -> list[int]:
-    """Completions per chunk; at least `number` chunks, of which the last are empty if there are too few completions.
+    """Number of completions in each of at least `number` chunks; the last are empty if there are too few completions.
 
     Args:
         lengths: [B] tokens of each completion, longest first.
-        chunk_size: Maximum completions per chunk (all chunks then have the same size), or `AutoChunks`. None: one
-            chunk.
-        number: Number of chunks that another rank needs. All ranks run equally many passes, because each pass gathers
-            sharded weights from all ranks.
+        chunk_size: Maximum completions per chunk (the sizes of the chunks then differ by at most 1), or `AutoChunks`.
+            None sets no maximum.
+        number: Minimum number of chunks: as many as another rank needs. All ranks run equally many passes, because each
+            pass gathers sharded weights from all ranks.
     """
     count = len(lengths)
     if isinstance(chunk_size, AutoChunks):
@@ -420,10 +422,11 @@ def auto_chunks(config: PretrainedConfig, device_type: str, *, is_sharded: bool,
 # --------------------------------------------------------------------------------------------------------------- paths
 
 ScoreChunk = Callable[[Tensor | None], tuple[Tensor, RouterLoad | None]]
-"""Computes a chunk, given its rows of the micro-batch (None: all).
+"""Computes a chunk, given its rows of the micro-batch (None for all).
 
-Returns two things: the log-prob and entropy of each token, [rows, T, 2], and the routing of the forward pass, or None
-if it is not recorded. T is the length of the chunk's longest completion; padding has arbitrary values."""
+Returns two values. The first holds the log-prob and entropy of each token, [rows, T, 2]. The second is the routing of
+the forward pass, or None if it is not recorded. T is the length of the chunk's longest completion; padding has
+arbitrary values."""
 
 
 def rows_of(batch: MicroBatch, rows: Tensor | None) -> tuple[Tensor, Tensor, Rows]:
@@ -452,7 +455,7 @@ def prompt_weights(batch: MicroBatch) -> Tensor:
 def completion_weights(batch: MicroBatch, rows: Tensor | None, mask: Tensor) -> Tensor:
     """Return weights [rows, T]: 1 where a token's routing counts, 0 elsewhere.
 
-    The tokens of trained completions count, except the last of each, from which nothing is predicted.
+    All tokens of a trained completion count except its last token, from which nothing is predicted.
 
     Args:
         batch: The micro-batch.
@@ -475,7 +478,7 @@ def recording(routers: Routers | None) -> AbstractContextManager[list[Tensor]]:
 def extended_chunks(
     model: nn.Module, batch: MicroBatch, head: Head, routers: Routers | None
 ) -> tuple[ScoreChunk, RouterLoad | None]:
-    """Run the prompt pass now; return the function that runs the completion pass for a chunk, and the prompts' load."""
+    """Run the prompt pass; return the function that runs the completion pass for a chunk, and the prompts' routing."""
     prefix = PrefixCache(base_model(model).config)
     placed = place(model, batch.prompt_ids, batch.prompt_mask, batch.vision)
     columns = columns_of_prompts(model, prefix, batch, placed, head)
@@ -500,12 +503,12 @@ def extended_chunks(
     def score(rows: Tensor | None) -> tuple[Tensor, RouterLoad | None]:
         ids, mask, fan = rows_of(batch, rows)  # [B, T], [B, T], prompt of each row
         width = ids.shape[1]
-        # The last token predicts nothing, so it is no input. There are always at least two input columns, because
+        # The last token predicts nothing, so it is left out. There are always at least two input columns, because
         # models use in-place decoding kernels for a single token.
         queries = max(width - 1, 2)
         inputs, seen = (nn.functional.pad(x, (0, max(0, queries - width)))[:, :queries] for x in (ids, mask))
         seen = torch.cat([fan_out(batch.prompt_mask, fan), seen], 1).long()  # [B, L + queries]
-        # A column added only to have two columns repeats the last position, so that no row becomes longer.
+        # If a second column was added, it repeats the last position, so that no position is beyond the row.
         positions = placed.along(
             fan_out(placed.first, fan) + torch.arange(queries, device=ids.device).clamp(max=width - 1)
         )
@@ -531,13 +534,13 @@ def extended_chunks(
 def columns_of_prompts(
     model: nn.Module, prefix: PrefixCache, batch: MicroBatch, placed: PlacedPrompts, head: Head
 ) -> Tensor | None:
-    """[N, L] order of columns, with each prompt's padding behind the prompt, for the prompt pass; None: no reordering.
+    """Order of columns [N, L] that puts each prompt's padding after the prompt; None if the order is to stay as it is.
 
-    For example, the order is 2, 3, 0, 1 for a prompt of two tokens in four columns. Padding behind the prompts needs no
-    mask, because no token attends to later ones. Attention is then computed by causal kernels, which skip half of the
-    scores. This needs full attention in all layers, and a sliced head: a full head would compute the logits of all
-    prompt tokens. Prompts with images also need a model with positions in three dimensions: other models may let image
-    tokens attend to later ones.
+    The order is for the prompt pass. For example, it is 2, 3, 0, 1 for a prompt of two tokens in four columns. Padding
+    after the prompts needs no mask, because no token attends to later ones. Attention is then computed by causal
+    kernels, which skip half of the scores. The new order needs full attention in all layers, and a sliced head: a full
+    head would compute the logits of all prompt tokens. Prompts with images also need a model with positions in three
+    dimensions, because in other models image tokens may attend to later tokens.
     """
     if not (prefix.is_full_attention and isinstance(head, SlicedHead)):
         return None
@@ -545,7 +548,7 @@ def columns_of_prompts(
         return None
     mask = batch.prompt_mask
     if mask.device.type != "cpu" and not (runs_in_16_bits(model, mask.device) or leaves_out_masks.get()):
-        return None  # in 32 bits, the only kernel for grouped heads without a mask stores all scores
+        return None  # without a mask, the only kernel for grouped heads in 32 bits stores all scores
     if bool(mask.all()):
         return None
     length = mask.shape[1]
@@ -564,7 +567,11 @@ def runs_in_16_bits(model: nn.Module, device: torch.device) -> bool:
 def dense_chunks(
     model: nn.Module, batch: MicroBatch, head: Head, routers: Routers | None
 ) -> tuple[ScoreChunk, RouterLoad | None]:
-    """Run [prompt | completion] rows, one forward pass per chunk; an image is encoded for every row of its prompt."""
+    """Return the function that runs a chunk of rows [prompt | completion] in one forward pass, and None.
+
+    The second value is None because there is no prompt pass whose routing could be returned. An image is encoded once
+    for every row of its prompt, unless its features are stored already.
+    """
     whole = batch.conversation_vision
     placed = None if whole else place(model, batch.prompt_ids, batch.prompt_mask, batch.vision)
 
@@ -671,7 +678,7 @@ class FullHead:
     trains_entropy: bool = False
 
     def prompt_states(self, model: nn.Module, inputs: dict[str, Any], last: Tensor | None = None) -> Tensor:
-        """[N, 1, V] logits."""
+        """Run the prompts; return the logits [N, 1, V] at their last tokens."""
         return at_columns(model(**inputs).logits, last)
 
     def score(self, model: nn.Module, inputs: dict[str, Any], aligned: Aligned, ids: Tensor, mask: Tensor) -> Tensor:
@@ -699,7 +706,7 @@ class SlicedHead:
     trains_entropy: bool = False
 
     def prompt_states(self, model: nn.Module, inputs: dict[str, Any], last: Tensor | None = None) -> Tensor:
-        """[N, 1, H] hidden states; the head runs on these states together with those of the completions."""
+        """Run the prompts; return hidden states [N, 1, H]. The head runs on them later, in `score`."""
         dtypes: list[torch.dtype] = []
 
         def pass_hidden(_: Logits, hidden: Tensor) -> Tensor:
@@ -803,8 +810,8 @@ def head_replaced(model: nn.Module, forward: Callable[[Logits, Tensor], Tensor],
 def logit_scale(model: nn.Module) -> float | None:
     """Measure the factor by which the model multiplies its head's output; None if the model does more than scale it.
 
-    Soft-capping that the config declares (`final_logit_softcapping`) does not affect the result, because
-    `head_replaced` disables it in the model and applies it afterwards.
+    Soft-capping that the config declares (`final_logit_softcapping`) does not affect the result: `head_replaced`
+    disables it in the model, and applies it in its function `logits`, which is not called here.
     """
     device = next(model.parameters()).device
     points = torch.tensor([1.0, -1.0, 0.0, 0.25, 3000.0], dtype=torch.float32, device=device)

@@ -1,7 +1,7 @@
 """Encoding prompts: token ids, and image tensors made by the policy's own processor.
 
-The processor encodes each prompt once and alone, however many completions the prompt gets, so that encoded prompts
-never have to be sliced out of a batch.
+The processor encodes each prompt alone, and only once for all its completions. Encoded prompts therefore never have to
+be sliced out of a batch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 WORD_JOINER = "\u2060"
-"""Invisible character, inserted into texts that spell an image placeholder, so that they are tokenized as text."""
+"""Invisible character. If a text spells out an image placeholder, the character is inserted into the placeholder, which
+is then tokenized as text."""
 
 BLANK_SIDE = 56
-"""Side in pixels of the blank image, so small that the image has only a few tokens. If a vision tower must run although
-its prompts have no images, it runs on the blank image."""
+"""Side of the blank image in pixels. It is so small that the image has only a few tokens. If a vision tower must run
+although its prompts have no images, it runs on the blank image."""
 
 
 class Encoder:
@@ -75,8 +76,8 @@ class Encoder:
     def never_sampled(self) -> tuple[int, ...]:
         """Ids that are never sampled: `media_token_ids`, and ids beyond the tokenizer's last token.
 
-        Many embedding matrices have extra rows, which make their number of rows round. The ids of the extra rows cannot
-        be decoded to text.
+        Many embedding matrices have extra rows, so that their number of rows is a round number. The ids of the extra
+        rows cannot be decoded to text.
         """
         size = 0 if self.config is None else vocabulary_size(self.config)
         first = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
@@ -114,7 +115,7 @@ class Encoder:
         return self.from_text(self.render(prompt, where), prompt.images, where or prompt.label)
 
     def from_text(self, text: str, images: Sequence[ImageRef], where: str) -> EncodedPrompt:
-        """Encode a rendered text with one placeholder per image. Raises: ValueError as `__call__`."""
+        """Encode a rendered text with one placeholder per image. Raises: ValueError where `__call__` raises one."""
         read = [image.read() for image in images]
         encoded = self.with_images(self.process(text, read, where), read)
         assert encoded.vision is not None
@@ -136,7 +137,7 @@ class Encoder:
             )
 
     def check(self, prompt: Prompt, where: str = "") -> None:
-        """Raise ValueError if a prompt contains video or audio, or contains an image and the policy is text-only.
+        """Raise ValueError if a prompt contains video or audio, or if it contains an image and the policy is text-only.
 
         Chat templates silently drop message parts of unknown types, or render them as a placeholder without content.
         """
@@ -190,7 +191,10 @@ class Encoder:
     # -------------------------------------------------------------------------------------------------------- lengths
 
     def num_tokens(self, prompt: Prompt, where: str = "") -> int:
-        """Length L of a prompt, computed from the sizes of images without decoding them. Raises: as `__call__`."""
+        """Length L of a prompt, computed from the sizes of images without decoding them.
+
+        Raises: ValueError where `__call__` raises one.
+        """
         if not prompt.images or not self.is_multimodal:
             return len(self(prompt, where).token_ids)
         self.check(prompt, where)
@@ -221,7 +225,7 @@ class Encoder:
         return vision.images
 
     def template(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
-        """Render messages as text. Continues a final assistant message, or else opens an assistant turn."""
+        """Render messages as text. A final assistant message is continued; otherwise an assistant turn is opened."""
         text: str = self.tokenizer.apply_chat_template(  # type: ignore[assignment]
             [dict(message) for message in messages], tokenize=False, **turn_settings(messages, settings)
         )
@@ -317,7 +321,7 @@ def map_contents(change: Callable[[Any], Any], content: Any) -> Any:
 
 
 def merge_text_parts(parts: Any) -> Any:
-    """Merge adjacent text parts of a message, as templates do: a token could be spelled across two parts."""
+    """Merge adjacent text parts of a message, as templates do, to find special tokens that are split over two parts."""
     if isinstance(parts, str):
         return parts
     merged: list[Mapping[str, Any]] = []
@@ -382,9 +386,9 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = ""
         where: Name of the prompt in errors; its `label` by default.
 
     Raises:
-        ValueError: If the prompt has no tokens, its messages cannot be rendered (the tokenizer has no chat template, or
-            the template refuses them), or its `chat_template_kwargs` set an argument that the encoder sets itself
-            (`OWN_SETTINGS`).
+        ValueError: If the prompt has no tokens.
+        ValueError: If the tokenizer has no chat template for the messages, or the template refuses them.
+        ValueError: If `chat_template_kwargs` sets an argument that the encoder sets itself (`OWN_SETTINGS`).
     """
     if prompt.token_ids is not None:
         return list(prompt.token_ids)

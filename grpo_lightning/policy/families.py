@@ -1,7 +1,7 @@
 """Vision-language model families, one record each. No other file depends on the model types of these families.
 
-A record has only the properties that models do not declare themselves. Models do declare the tensors that their forward
-takes, whether their positions are three-dimensional, and the number of tokens of an image.
+A record has only the properties that models do not declare themselves. Models do declare which tensors their forward
+takes, whether their positions are three-dimensional, and how many tokens an image has.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Family:
     media_tokens: tuple[str, ...]
     """Placeholder and delimiter tokens of images and videos. They are never sampled, and are escaped in prompt texts.
 
-    There would be no image for a sampled placeholder, and the next forward pass would fail.
+    A sampled placeholder would have no image, and the next forward pass would fail.
     """
 
     coordinates: Coordinates
@@ -82,7 +82,7 @@ FAMILIES: Mapping[str, Family] = {
         "norm1000",
         "fixed",
         attends_both_ways=True,
-        unused=("head",),  # SigLIP's pooling, where `vision_use_head` is not off
+        unused=("head",),  # SigLIP's pooling, which exists unless `vision_use_head` is off
     ),
 }
 """By `config.model_type`."""
@@ -102,7 +102,7 @@ def family_of(config: Any) -> Family | None:
 
 
 def native_checkpoints(name: str) -> str:
-    """Names of the native transformers checkpoints on the hub that replace a remote-code InternVL.
+    """Names of the native transformers checkpoints on the hub that replace an InternVL checkpoint with remote code.
 
     OpenGVLab publishes native checkpoints of InternVL3 and InternVL3.5, with different suffixes. For all other names
     (InternVL2.5 and older, fine-tuned models), two examples are returned.
@@ -114,7 +114,7 @@ def native_checkpoints(name: str) -> str:
 
 
 def unknown_reason(config: Any) -> str | None:
-    """Reason why images cannot be encoded once per prompt and reused; None if they can, or the model is text-only."""
+    """Reason why images cannot be encoded once per prompt and reused; None if they can, or for a text-only model."""
     if not is_multimodal(config) or family_of(config) is not None:
         return None
     return (

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def base_model(model: nn.Module) -> Any:
-    """The model under a peft wrapper, or the model itself."""
+    """The model inside a peft wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
@@ -63,7 +63,7 @@ def forward_arguments(model_class: type[nn.Module]) -> frozenset[str]:
 
 
 def known_arguments(model: nn.Module, **arguments: Any) -> dict[str, Any]:
-    """Keep the arguments that the model's forward names; `cache` is passed under the model's name for its KV cache."""
+    """Keep the arguments that the model's forward names; `cache` gets the name that the model has for its KV cache."""
     if "cache" in arguments and (name := cache_argument(model)):
         arguments[name] = arguments.pop("cache")
     return {name: value for name, value in arguments.items() if accepts(model, name)}
@@ -72,7 +72,7 @@ def known_arguments(model: nn.Module, **arguments: Any) -> dict[str, Any]:
 def cache_argument(model: nn.Module) -> str | None:
     """Name of the KV cache among the arguments of the model's forward; None if it takes no cache.
 
-    transformers 5.24 has renamed `past_key_values` to `cache`. Models with code of their own may have either name.
+    transformers 5.24 has renamed `past_key_values` to `cache`. Models with remote code may use either name.
     """
     return next((name for name in ("cache", "past_key_values") if accepts(model, name)), None)
 
@@ -99,9 +99,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(key: str, name: str) -> Iterator[None]:
-    """Context for loading the files of a setting: errors name the setting.
+    """Context for loading the files that a setting names. Raises: FileNotFoundError, which names the setting.
 
-    transformers' own message only requests a hub login. Raises: FileNotFoundError.
+    The error of transformers does not name the setting, and only suggests to log in to the hub.
     """
     # Hub names are `name` or `owner/name`: anything else can only be a folder.
     if (name.count("/") > 1 or name.startswith((".", "/", "~"))) and not Path(name).is_dir():
@@ -124,7 +124,7 @@ def naming(key: str, name: str) -> Iterator[None]:
 def num_positions(config: PretrainedConfig) -> int | None:
     """Maximum number of positions of the language model; None if it has no limit.
 
-    With dynamic NTK rope, this number is the number of positions in pretraining times the rope factor.
+    With dynamic NTK rope, the maximum is the number of positions in pretraining times the rope factor.
     """
     text = config.get_text_config(decoder=True)
     positions: int | None = getattr(text, "max_position_embeddings", None)

@@ -7,19 +7,20 @@ Scoring. `PrefixCache` is a write-once cache: the states of each prompt are stor
     model(**completions, cache=prefix.extend(rows), use_cache=True)      # the completion pass only reads
 
 The prompt pass runs the prompts, and the completion pass runs the completions with the cache. The passes have separate
-cache objects, because activation checkpointing recomputes the prompt pass in the backward pass, after the completion
-pass has run: the recompute must find the prompt pass's cache unchanged. Because no state is written twice, both passes
-can be checkpointed. For the same reason, linear-attention layers are differentiable; the cache of transformers
-overwrites their states in place.
+cache objects because of activation checkpointing. Checkpointing recomputes the prompt pass in the backward pass, when
+the completion pass has already run, and must find the prompt pass's cache unchanged. Because no state is written twice,
+both passes can be checkpointed. For the same reason, gradients can flow through the states of linear-attention layers.
+The cache of transformers overwrites these states in place.
 
 Decoding. A prefill stores the prompts' keys and values in a `SamplingCache`. Decoding then continues with one of two
 caches, which have the same methods (`DecodingCache`):
 
-- `SharedPrompts` keeps each prompt once. The completions of a prompt read its keys and values together, and each
-  completion's own keys and values are written in place. Other prompts can join while completions are decoded. It needs
-  a model whose attention can be replaced.
+- `SharedPrompts` stores the states of each prompt once. The completions of a prompt read its keys and values together,
+  and the keys and values of each completion are written in place. Other prompts can join while completions are decoded.
+  This cache needs a model whose attention can be replaced.
 - `RepeatedPrompts` repeats the prompts' states for their completions, and grows with every token. It works with all
-  states that transformers can repeat: sliding windows, linear attention, and attention that cannot be replaced.
+  states that transformers can repeat, including those of sliding windows, linear attention, and attention that cannot
+  be replaced.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ Rows = int | Tensor
 
 
 class UnsupportedCacheError(NotImplementedError):
-    """The model has a cache layer without a write-once version."""
+    """`PrefixCache` does not support the model's cache."""
 
 
 class LostCacheError(RuntimeError):
@@ -56,12 +57,15 @@ class LostCacheError(RuntimeError):
 
 
 def fan_out(states: Tensor, rows: Rows) -> Tensor:
-    """Repeat prompt states [N, ...] for their completions, [B, ...]; deterministic in backward if `rows` is an int."""
+    """Repeat prompt states [N, ...] for their completions: [B, ...].
+
+    The backward pass is deterministic if `rows` is an int.
+    """
     return states.repeat_interleave(rows, 0) if isinstance(rows, int) else states.index_select(0, rows)
 
 
 class StoredAttention(DynamicLayer):
-    """Prompt pass of a full-attention layer: keeps the keys and values of its first update."""
+    """Full-attention layer in the cache of the prompt pass: stores the keys and values of the first update."""
 
     dtype: torch.dtype
     device: torch.device
@@ -86,7 +90,7 @@ class StoredAttention(DynamicLayer):
 
 
 class StoredSlidingAttention(StoredAttention, DynamicSlidingWindowLayer):
-    """Prompt pass of a sliding-window layer: stores the last window."""
+    """Sliding-window layer in the cache of the prompt pass: stores the last window."""
 
     def visible(self, states: Tensor) -> Tensor:
         """The last `sliding_window - 1` positions: the next token completes the window."""
@@ -94,14 +98,14 @@ class StoredSlidingAttention(StoredAttention, DynamicSlidingWindowLayer):
 
 
 class ReadAttention(DynamicLayer):
-    """Completion pass of a full-attention layer: attends to [repeated prompt | new tokens] and stores nothing."""
+    """Full-attention layer in the cache of the completion pass: prepends the repeated prompt, and stores nothing."""
 
     def __init__(self, stored: StoredAttention, rows: Rows) -> None:
         super().__init__()
         self.attach(stored, rows)
 
     def attach(self, stored: StoredAttention, rows: Rows) -> None:
-        """Refer to the stored prompt; transformers reads sequence lengths and mask sizes from `keys`."""
+        """Refer to the stored prompt. `keys` is set, because transformers reads lengths and mask sizes from it."""
         self.stored, self.rows, self.is_initialized = stored, rows, True
         self.keys, self.values = stored.keys, stored.values
 
@@ -114,7 +118,7 @@ class ReadAttention(DynamicLayer):
 
 
 class ReadSlidingAttention(ReadAttention, DynamicSlidingWindowLayer):
-    """Completion pass of a sliding-window layer."""
+    """Sliding-window layer in the cache of the completion pass."""
 
     def __init__(self, stored: StoredSlidingAttention, rows: Rows) -> None:
         DynamicSlidingWindowLayer.__init__(self, stored.sliding_window)
@@ -134,7 +138,7 @@ READS: dict[type, type] = {StoredAttention: ReadAttention, StoredSlidingAttentio
 if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_state"):
 
     class StoredLinear(cache_utils.LinearAttentionLayer):  # type: ignore[name-defined, misc]
-        """Prompt pass of a linear-attention layer: convolution and recurrent states, stored by reference."""
+        """Linear-attention layer in the cache of the prompt pass: refers to the convolution and recurrent states."""
 
         def update_conv_state(
             self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
@@ -162,7 +166,7 @@ if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_sta
             return any(self.is_conv_states_initialized.values()) or any(self.is_recurrent_states_initialized.values())
 
     class ReadLinear(cache_utils.LinearAttentionLayer):  # type: ignore[name-defined, misc]
-        """Completion pass of a linear-attention layer."""
+        """Linear-attention layer in the cache of the completion pass."""
 
         def __init__(self, stored: StoredLinear, rows: Rows) -> None:
             super().__init__(number_of_states=stored.number_of_states)
@@ -182,18 +186,18 @@ if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_sta
             return conv_states if previous is None else torch.cat([previous, conv_states], -1)
 
         def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-            """Store nothing: the next chunk starts again after the prompt."""
+            """Store nothing: the next chunk of completions starts after the prompt again."""
             return recurrent_states
 
     class StoredHybrid(StoredLinear, StoredAttention):
-        """Prompt pass of a hybrid layer with attention and linear attention."""
+        """Hybrid layer (attention and linear attention) in the cache of the prompt pass."""
 
         def __init__(self, number_of_states: int = 1) -> None:
             StoredAttention.__init__(self)
             StoredLinear.__init__(self, number_of_states=number_of_states)  # type: ignore[call-arg]
 
     class ReadHybrid(ReadLinear, ReadAttention):
-        """Completion pass of a hybrid layer."""
+        """Hybrid layer (attention and linear attention) in the cache of the completion pass."""
 
         def __init__(self, stored: StoredHybrid, rows: Rows) -> None:
             ReadAttention.__init__(self, stored, rows)
@@ -218,7 +222,8 @@ class PrefixCache(Cache):
     """Cache of the prompt pass: filled by one forward pass over the prompts.
 
     Raises:
-        UnsupportedCacheError: If a layer has no write-once version; such models run each prompt once per completion.
+        UnsupportedCacheError: If a cache layer of the model is not in `STORES`, or the config does not contain the
+            number of cache layers. The model then runs each prompt once per completion (dense path).
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -231,7 +236,7 @@ class PrefixCache(Cache):
 
     @property
     def is_full_attention(self) -> bool:
-        """True if all layers have full attention: a token's state then depends on no later token and no column."""
+        """True if all layers have full attention: a token's state depends neither on later tokens nor on its column."""
         return all(type(layer) is StoredAttention for layer in self.layers)
 
     def check_filled(self) -> None:
@@ -289,26 +294,26 @@ class ExtendedCache(Cache):
 # ------------------------------------------------------------------------------------------------------------ decoding
 
 FIRST_CAPACITY = 64
-"""Tokens per completion that `SharedPrompts` has room for at first. The room doubles when it is full."""
+"""Number of tokens per completion that `SharedPrompts` has room for at first. When the room is full, it is doubled."""
 
 KEY_MULTIPLE = {"cuda": 8}
-"""The number of keys whose bias attention kernels read at once, by device type; 1 on other devices. The padded length
+"""Number of keys whose bias an attention kernel reads at a time, by device type; 1 on other devices. The padded length
 of prompts is a multiple of this number."""
 
 WINDOWS = (64, 128, 256, 512)
-"""Numbers of columns of own tokens that a step with fixed shapes attends to, whether they are filled or not. Above the
-last number, multiples of the last number are used."""
+"""Window sizes of decoding steps with fixed shapes. A window of w covers the first w columns of completion tokens;
+columns that are not filled yet are masked. Larger windows are multiples of the last size."""
 
 ATTENTION = "grpo_lightning_shared_prompts"
-"""The name of `SharedPrompts.attend` among transformers' attention functions. It has no mask function there, so
-transformers makes no mask."""
+"""The name under which transformers finds `attend_to_current` among its attention functions. No mask function has this
+name, so transformers makes no mask."""
 
 
 class DecodingCache(Protocol):
-    """States of the open rows, which are the completions that are decoded together."""
+    """KV cache of the open rows, which are the completions that are currently decoded together."""
 
     def next_token(self) -> dict[str, Any]:
-        """Make room for a token per row. Returns: arguments for `known_arguments` and the model's forward."""
+        """Make room for one more token per row. Returns: arguments of the model's forward, for `known_arguments`."""
 
     def decoding(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the model's forward reads this cache."""
@@ -347,11 +352,11 @@ class RepeatedPrompts:
     """A prefilled cache whose states are repeated for the completions.
 
     Args:
-        policy: The model; not needed here.
+        policy: The model; not used by this class.
         prefilled: The states of N prompts.
         mask: [N, L] bool, False at padding.
         prompt_of: [rows] index of each row's prompt.
-        longest: Most tokens per row that will be stored; not needed here.
+        longest: Maximum number of tokens per row that will be stored; not used by this class.
     """
 
     def __init__(
@@ -380,32 +385,31 @@ numbers = itertools.count()
 
 
 class SharedPrompts(Cache):
-    """Cache that stores the prompts' states once, and writes the completions' own states in place.
+    """Cache that stores the prompts' states once, and writes the states of completion tokens in place.
 
-    Attention over [prompt | own tokens] is computed in two parts, which are then merged (Juravsky et al. 2024,
-    "Hydragen", equations 4 and 5):
+    The own tokens of a row are the tokens of its completion. Attention over [prompt | own tokens] is computed in two
+    parts, which are then merged (Juravsky et al. 2024, "Hydragen", equations 4 and 5):
 
         o = o_c + sigmoid(s_p - s_c) (o_p - o_c)
 
-    The outputs of the two parts are o_p (prompt) and o_c (own tokens of the completion), and s_p and s_c are the
-    log-sum-exps of their scores. The queries of all completions of a prompt attend to its keys in one matrix product,
-    without a copy of the keys per completion or per query head.
+    Here o_p is the output of attention to the prompt, and o_c is the output of attention to the own tokens; s_p and s_c
+    are the log-sum-exps of the scores of the two parts. The queries of all completions of a prompt attend to the
+    prompt's keys in one matrix product, without a copy of the keys per completion or per query head.
 
     Rows that join later (`join`) have fewer own tokens than the rows before them. The k-th own token of a row is always
-    in column k, and a bias masks the columns that a younger row has not filled.
+    in column k, and a bias masks the columns that a row has not filled yet.
 
     Args:
         policy: The model.
         prefilled: The states of N prompts.
         mask: [N, L] bool, False at padding.
         prompt_of: [rows] index of each row's prompt.
-        longest: Most tokens per row that will be stored.
+        longest: Maximum number of tokens per row that will be stored.
     """
 
     has_fixed_shapes = False
-    """True if every step uses the same tensors, with the same shapes, as the step before, as long as `layout` does not
-    change. A CUDA graph can then compute the steps. Attention masks the columns of the window that are not filled
-    yet."""
+    """True if every step uses the same tensors, with the same shapes, until `layout` changes. A CUDA graph can then
+    compute the steps. Attention covers the whole window (`WINDOWS`), and masks its columns that are not filled yet."""
 
     def __init__(
         self, policy: nn.Module, prefilled: SamplingCache, mask: Tensor, prompt_of: Tensor, longest: int
@@ -422,17 +426,20 @@ class SharedPrompts(Cache):
         if not bool(mask.all()):
             self.bias = masking_bias(mask, states[0].keys.dtype)
         self.num_steps = 0
-        """Calls of `next_token`."""
+        """Number of calls of `next_token`."""
         self.start = [0] * len(prompt_of)
         """[rows] `num_steps` when the row joined."""
         self.length = 0
-        """Own tokens of the oldest row."""
+        """Number of own tokens of the oldest row."""
         self.ages: Tensor | None = None
-        """[rows] own tokens of each row; None if all rows have `length`."""
+        """[rows] number of own tokens of each row; None means that all rows have `length`."""
         self.column: Tensor | None = None
-        """[rows] column that each row's new token is written to, if the rows' ages differ."""
+        """[rows] column that each row's new token is written to; not used while `ages` is None."""
         self.own_bias: Tensor | None = None
-        """[rows, 1, 1, length] added to the own tokens' scores: -inf in unfilled columns; None if all are filled."""
+        """[rows, 1, 1, length] added to the own tokens' scores: -inf in unfilled columns; None if all are filled.
+
+        With fixed shapes (`has_fixed_shapes`), the last dimension is the window (`WINDOWS`), and the bias is never None
+        during a step."""
         self.stored: tuple[int, Tensor, Tensor] | None = None
         """The layer that was the last to store a token, with the token's keys and values."""
         self.own = [States(*(x.new_empty(len(prompt_of), x.shape[1], 0, x.shape[3]) for x in pair)) for pair in states]
@@ -467,11 +474,11 @@ class SharedPrompts(Cache):
 
     @property
     def layout(self) -> tuple[int, int, int]:
-        """Changes when a step uses different tensors or shapes from the step before; differs between any two caches."""
+        """Identifier of a step's tensors and shapes: changes when they change, and differs between caches."""
         return self.number, self.changes, self.window
 
     def fill_in_place(self) -> None:
-        """Set the columns of the new tokens and the bias of the own tokens, in the tensors of the step before."""
+        """Set the new tokens' columns and the own tokens' bias by writing into the tensors of the previous step."""
         window = next((w for w in WINDOWS if w >= self.length), -(-self.length // WINDOWS[-1]) * WINDOWS[-1])
         window = min(window, self.capacity)
         if self.ages is None:
@@ -518,12 +525,12 @@ class SharedPrompts(Cache):
         self.count_ages([self.start[row] for row in rows])
 
     def states_of(self, row: int, num_prompt: int, num_own: int) -> list[States]:
-        """Copy the states of a row: those of its prompt, and of its first own tokens.
+        """Copy the states of a row: the states of its prompt and of its first own tokens.
 
         Args:
             row: The row.
-            num_prompt: Tokens of its prompt.
-            num_own: Own tokens.
+            num_prompt: Number of tokens of its prompt.
+            num_own: Number of own tokens to copy.
 
         Returns:
             Per layer, keys and values [key heads, num_prompt + num_own, head size].
@@ -541,9 +548,11 @@ class SharedPrompts(Cache):
         ]
 
     def join(self, other: SharedPrompts) -> None:
-        """Append the prompts and rows of another cache. Its rows must not have completion tokens yet.
+        """Append the prompts and rows of another cache.
 
-        The other cache must not be used afterwards. The prompts' padded length becomes that of the longest open prompt.
+        The rows of the other cache must not have tokens of their own yet. The other cache must not be used afterwards.
+        All prompts, old and new, are left-padded to the length of the longest one; on CUDA, this length is rounded up
+        to a multiple of 8 (`KEY_MULTIPLE`).
         """
         assert not other.num_steps, "the rows of the other cache have own tokens already"
         lengths = torch.cat([self.mask.sum(1), other.mask.sum(1)]).tolist()
@@ -584,7 +593,7 @@ class SharedPrompts(Cache):
         rows = [[*group, *[0] * (size - len(group))] for group in members]
         self.every_row = torch.arange(len(prompt_of), device=self.device)
         self.is_in_order = [row for group in rows for row in group] == list(range(len(prompt_of)))
-        """True if the groups are equally large and their rows follow each other, so that no row has to be gathered."""
+        """True if the groups are equally large and the rows are in group order, so that no row has to be gathered."""
         self.row_at = torch.tensor(rows, device=self.device)  # [N, size]
         self.place_of = torch.tensor([prompt_of, places], device=self.device)  # [2, rows]
 
@@ -593,7 +602,7 @@ class SharedPrompts(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write a token's keys and values of a layer, [rows, key heads, 1, head size], and return them."""
+        """Write the new tokens' keys and values of a layer, [rows, key heads, 1, head size], and return them."""
         for own, states in zip(self.own[layer_idx], (key_states, value_states), strict=True):
             if self.ages is None:
                 own[:, :, self.length - 1] = states[:, :, 0]
@@ -603,7 +612,7 @@ class SharedPrompts(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before the new one."""
+        """Number of tokens before the new token."""
         return self.prompt_length + self.length - 1
 
     def layer_of(self, key: Tensor, value: Tensor) -> int:
@@ -662,7 +671,7 @@ class SharedPrompts(Cache):
 
 
 NOT_COMPUTED = ("softcap", "s_aux", "sinks", "position_bias", "sliding_window", "indices", "block_indices")
-"""Arguments of transformers' attention functions that change the result, and that `SharedPrompts.attend` lacks."""
+"""Arguments of transformers' attention functions that change the result and that `SharedPrompts` does not support."""
 
 current: ContextVar[SharedPrompts] = ContextVar("the cache that `attend_to_current` reads")
 
@@ -711,7 +720,7 @@ def attention(
         scaling: Factor of the scores; None for 1 / sqrt(head size).
 
     Returns:
-        [B, heads, q, head size], and [B, heads, q] in at least float32.
+        The output [B, heads, q, head size], and the log-sum-exp [B, heads, q] in at least float32.
     """
     kernel = attention_kernel(query.device.type, query.dtype, query.shape[-1])
     return kernel(query, keys, values, bias, query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -722,7 +731,7 @@ AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple
 
 @functools.cache
 def attention_kernel(device_type: str, dtype: torch.dtype, head_size: int) -> AttentionKernel:
-    """The fused kernel behind torch's `scaled_dot_product_attention`, if there is one for this dtype and head size.
+    """The fused kernel behind torch's `scaled_dot_product_attention`; `matrix_products` if none supports the arguments.
 
     Older GPUs have no kernels for bfloat16, and no GPU has kernels for head sizes that are not multiples of 8.
     """
@@ -757,7 +766,7 @@ def efficient_of_cuda(
 def matrix_products(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """See `attention`; in at least float32, for devices and dtypes without a fused kernel."""
+    """See `attention`. Computes in at least float32, for devices, dtypes and head sizes without a fused kernel."""
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = scaling * query.to(wide) @ keys.to(wide).transpose(-1, -2)
     scores = scores if bias is None else scores + bias
@@ -776,12 +785,12 @@ def masking_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fit_left(states: Tensor, length: int) -> Tensor:
-    """Pad left-padded states [..., L, size] with zeros on the left to `length` tokens, or drop padding there."""
+    """Bring left-padded states [..., L, size] to `length` tokens: add zeros on the left, or drop padding there."""
     return nn.functional.pad(states, (0, 0, length - states.shape[-2], 0))
 
 
 Moves = tuple[Tensor, Tensor] | None
-"""Places, and the rows that move there; None if none moves."""
+"""Places, and the rows that move there; None if no row moves."""
 
 
 def moves_to(rows: list[int], device: torch.device) -> Moves:
@@ -794,7 +803,7 @@ def moves_to(rows: list[int], device: torch.device) -> Moves:
 
 
 def move_rows(states: Tensor, moves: Moves, count: int, length: int) -> Tensor:
-    """Move rows of states [rows, heads, capacity, head size] in place, copying `length` tokens of those that move.
+    """Move rows of states [rows, heads, capacity, head size] in place, copying `length` tokens of each row that moves.
 
     Args:
         states: Changed in place.
@@ -814,7 +823,8 @@ def move_rows(states: Tensor, moves: Moves, count: int, length: int) -> Tensor:
 def pack_rows(kept: list[int]) -> list[int]:
     """Assign the kept rows to the first len(kept) places, so that as few rows as possible move.
 
-    A place keeps its own row if that row is kept. Otherwise it gets a kept row from behind the first len(kept) places.
+    A place keeps its own row if that row is kept. Otherwise it gets a kept row from one of the places after the first
+    len(kept).
 
     Args:
         kept: Rows to keep, ascending.
@@ -825,7 +835,7 @@ def pack_rows(kept: list[int]) -> list[int]:
 
 
 def unshared_reason(policy: nn.Module) -> str | None:
-    """Reason why completions cannot read their prompt's states together, from declared properties; None if they can."""
+    """Reason, by declared properties, why completions cannot read their prompt's states together; None if they can."""
     base = base_model(policy)
     if not getattr(base, "_supports_attention_backend", False):
         return f"the attention of {type(base).__name__} cannot be replaced"

@@ -51,11 +51,11 @@ class Policy:
     """Encodes prompts with the policy's tokenizer and processor."""
 
     scorer: Scorer | None
-    """None if the weights are sharded. The module then calls `choose_scorer` at the start of training, because a
-    sharded model cannot run earlier."""
+    """None if the weights are sharded. The Lightning module then calls `choose_scorer` at the start of training,
+    because a sharded model cannot run earlier."""
 
     converted_dtype: torch.dtype | None = None
-    """Dtype that the strategy will convert all weights to; None: it converts none."""
+    """Dtype that the strategy will convert all weights to; None if it converts none."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -99,11 +99,11 @@ class PolicyLoader(PolicySettings):
         """Load the tokenizer first and then the weights, and choose how log-probs are computed.
 
         Args:
-            sharding: How the weights will be sharded over the ranks; None: unsharded.
+            sharding: How the weights will be sharded over the ranks; None if they are not sharded.
             longest_row: Number of tokens of the longest prompt plus completion of the run. The frequencies of longrope
                 and dynamic rope are fixed to this length. None uses all positions of the model.
-            compute_dtype: Dtype that the run computes in (`trainable.compute_dtype`); None: the weights' dtype.
-            device_type: Device type of the run; None: CUDA if available.
+            compute_dtype: Dtype that the run computes in (`trainable.compute_dtype`); None means the weights' dtype.
+            device_type: Device type of the run; None means CUDA if available.
         """
         sharding = sharding or Sharding()
         with sharding.unsharded():  # the checks build models without weights, which are not to be partitioned
@@ -157,7 +157,7 @@ class PolicyLoader(PolicySettings):
         return scorer
 
     def choose_chunks(self, config: PretrainedConfig, device_type: str, *, is_sharded: bool) -> int | AutoChunks | None:
-        """The scorer's `chunk_size`: the setting; if it is "auto", chosen by the cost of this model's forward pass."""
+        """The scorer's `chunk_size`: the setting, or with "auto" a choice by the cost of this model's forward pass."""
         if self.chunk_size != "auto":
             return self.chunk_size
         is_checkpointed = self.activation_checkpointing == "chunks"
@@ -194,10 +194,10 @@ class PolicyLoader(PolicySettings):
         """Load the model in eval mode with weights in `dtype`, before freezing layers and adding adapters.
 
         Args:
-            sharding: How the weights will be sharded over the ranks; None: unsharded.
-            attention: Kernel to request from transformers; None uses `self.attention`, or the model's default for
-                "auto".
-            device_type: Device type that quantised weights are stored on; None: CUDA if available.
+            sharding: How the weights will be sharded over the ranks; None if they are not sharded.
+            attention: Kernel to request from transformers. None uses `self.attention`; if that is "auto", the model's
+                default kernel is used.
+            device_type: Device type that quantized weights are stored on; None means CUDA if available.
         """
         from transformers import PreTrainedModel
 
@@ -256,11 +256,11 @@ def meta_model(config: PretrainedConfig, **options: Any) -> Any:
 
 
 def remote_code(settings: PolicySettings, config: PretrainedConfig) -> dict[str, Any]:
-    """Arguments of `from_config` that select the modelling code in the checkpoint, in the revision `policy.revision`.
+    """Arguments of `from_config` that select the checkpoint's modelling code at the revision `policy.revision`.
 
     Without these arguments, transformers would download the newest code, because `from_config` does not know the
-    revision that the config was loaded from. A revision of the checkpoint does not pin code that is in another
-    repository.
+    revision that the config was loaded from. If the code is in another repository, no revision is passed, because the
+    checkpoint's revision does not apply there.
     """
     references = map(str, (getattr(config, "auto_map", None) or {}).values())
     repositories = {reference.partition("--")[0] for reference in references if "--" in reference}
@@ -274,10 +274,10 @@ def remote_code(settings: PolicySettings, config: PretrainedConfig) -> dict[str,
 def import_model_code(config: PretrainedConfig) -> None:
     """Import the module of transformers that defines the models of this config; do nothing for code of a checkpoint.
 
-    While ZeRO-3 builds a model, it replaces the constructors of all module classes, and restores them afterwards. If
-    the import of a module defines a class meanwhile, ZeRO-3 restores the constructor that this class had before its
-    decorators ran. The classes of experts then lack what transformers' decorators add to their constructors, and the
-    next model of the process cannot run. Therefore the module is imported before the model is built.
+    While ZeRO-3 builds a model, it replaces the constructors of all `nn.Module` classes, and restores them afterwards.
+    If a Python module is imported meanwhile, ZeRO-3 gives the module's classes the constructors that they had before
+    their decorators ran. The classes of experts then lack what transformers' decorators add to their constructors, and
+    the next model of the process cannot run. Therefore the Python module is imported before the model is built.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -325,7 +325,7 @@ def choose_attention(
     device_type: str,
     no_flash_reason: Callable[[], str | None] = lambda: None,
 ) -> str | None:
-    """Choose the attention kernel to request from transformers; None: the model's default, mostly sdpa.
+    """Choose the attention kernel to request from transformers; None means the model's default, mostly sdpa.
 
     Args:
         requested: `policy.attention`.
@@ -364,9 +364,9 @@ def choose_attention(
 def disable_cudnn_attention() -> None:
     """Keep `scaled_dot_product_attention` from using cuDNN, which torch prefers on Hopper and later GPUs.
 
-    cuDNN makes a new plan for every shape, which takes tens of milliseconds, and every decoding step and micro-batch
-    has a different shape. Without cuDNN, torch uses FlashAttention if there is no mask, and the memory-efficient kernel
-    if there is one.
+    cuDNN makes a new plan for every shape, which takes tens of milliseconds. Every decoding step and micro-batch has a
+    different shape. Without cuDNN, torch uses FlashAttention if there is no mask, and the memory-efficient kernel if
+    there is one.
     """
     if torch.backends.cuda.cudnn_sdp_enabled():
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -396,8 +396,8 @@ def disable_router_loss(model: nn.Module) -> None:
     """Keep a mixture of experts from computing its own load-balancing loss (`output_router_logits`).
 
     Models compute this loss from the attention mask, which covers all tokens, and the routing, which covers only the
-    tokens of one forward call. With a KV cache, these are different numbers of tokens, so the loss cannot be computed.
-    `training.router_loss` computes it instead.
+    tokens of one forward call. With a KV cache, these are different numbers of tokens, so the models cannot compute the
+    loss. `training.router_loss` computes it instead.
     """
     configs: list[Any] = [model.config, text_config(model)]
     for config in configs:
@@ -440,9 +440,12 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
     Raises:
         FileNotFoundError: If the policy's config or the initial adapter does not exist.
         ModuleNotFoundError: If a package is missing.
-        ValueError: If the strategy cannot shard the weights (quantised weights, or those of DoRA or adapted experts);
-            if the adapter cannot be used, or its settings have names that match nothing; if the model does not support
-            a setting of images or vision; or if more layers are to be frozen than the model has.
+        ValueError: If the weights are to be quantized, and the strategy shards weights.
+        ValueError: If the strategy is ZeRO-3, and the adapter is DoRA or adapts experts.
+        ValueError: If the adapter is DoRA, and the weights are to be quantized to 8 bits.
+        ValueError: If the adapter cannot be used, or its settings have names that match nothing.
+        ValueError: If the model does not support a setting of images or vision.
+        ValueError: If more layers are to be frozen than the model has.
     """
     if loader.quantization != "none":
         if sharding.is_sharded:
@@ -506,7 +509,7 @@ def check_names_without_weights(loader: PolicySettings, config: PretrainedConfig
 
 
 def adapter_setting(loader: PolicySettings, name: str) -> Any:
-    """A setting of the policy's adapter: of the model in memory, of the initial adapter, or of new adapters.
+    """Read a setting from the adapter of a model in memory, else from the initial adapter, else from a new adapter.
 
     Args:
         loader: The policy's settings.
@@ -534,13 +537,13 @@ def check_in_step(model: Any, sharding: Sharding) -> None:
     """Check that ranks without images can make the same collective calls as ranks with images.
 
     Raises:
-        ValueError: If the model family is not known and its vision tower would have to run on every rank.
+        ValueError: If the model's family is not known, and its vision tower would have to run on every rank.
     """
     reason = unknown_reason(base_model(model).config)
     if reason is None:
         return
     base = base_model(model)
-    # Adapters and copies of layers may be in the language model alone, which runs on every rank.
+    # Adapters and copies of layers in the language model need no images: the language model runs on every rank.
     language = (base.get_decoder(), base.get_output_embeddings()) if is_adapted(model) else ()
     own = {id(parameter) for module in filter(None, language) for parameter in module.parameters()}
     is_trained = any(parameter.requires_grad and id(parameter) not in own for parameter in model.parameters())
@@ -552,7 +555,7 @@ def check_in_step(model: Any, sharding: Sharding) -> None:
 
 
 def check_quantization(kind: Quantization) -> None:
-    """Check that quantisation is available, before weights are loaded.
+    """Check that quantization is available, before weights are loaded.
 
     Raises:
         ModuleNotFoundError: If bitsandbytes is not installed.
@@ -567,7 +570,7 @@ def check_quantization(kind: Quantization) -> None:
 
 
 def quantization_options(kind: Quantization, device_type: str) -> dict[str, Any]:
-    """Arguments of `from_pretrained`: NF4 in bfloat16 with quantised scales (arXiv:2305.14314), or int8."""
+    """Arguments of `from_pretrained`: NF4 in bfloat16 with quantized scales (arXiv:2305.14314), or int8."""
     from transformers import BitsAndBytesConfig
 
     config = (
@@ -580,7 +583,7 @@ def quantization_options(kind: Quantization, device_type: str) -> dict[str, Any]
         if kind == "4bit"
         else BitsAndBytesConfig(load_in_8bit=True)
     )
-    # The model is quantised on the device that it will run on: bitsandbytes stores the weights there.
+    # The model is quantized on the device that it will run on: bitsandbytes stores the weights there.
     device: int | str = torch.cuda.current_device() if device_type == "cuda" else device_type
     return {"quantization_config": config, "device_map": {"": device}}
 

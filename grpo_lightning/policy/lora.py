@@ -13,7 +13,7 @@ from grpo_lightning.policy.lora_targets import check_saved
 
 BASE_IS_LOST = ("pissa_niter", "corda", "lora_ga")
 """Initialisations (`init_lora_weights`) that change the base's weights in a way that peft cannot repeat when it loads a
-saved adapter: the change depends on random numbers, or on activations and gradients of data. PiSSA, OLoRA and LoftQ
+saved adapter. The change depends on random numbers, or on activations and gradients of data. PiSSA, OLoRA and LoftQ
 change the base's weights too, but peft can repeat their change."""
 
 OF_ADAPTERS = (
@@ -25,7 +25,7 @@ OF_ADAPTERS = (
 
 @dataclass
 class LoRA:
-    """Low-rank adapters (arXiv:2106.09685): a layer W computes W + alpha / rank * B A, and only A and B are trained.
+    """Low-rank adapters (arXiv:2106.09685): a layer's weight is W + alpha / rank * B A, and only A and B are trained.
 
     The base is the model without adapters. New adapters start with B = 0, so that the initial policy equals the base.
     Adapters are float32, whatever the dtype of the base.
@@ -41,10 +41,11 @@ class LoRA:
         target_parameters: Suffixes of names of expert tensors, for example `experts.gate_up_proj`: mixtures of experts
             store all experts of a layer in one tensor. Every expert gets an A and a B of its own. None adapts no
             experts.
-        use_rslora: Scale B A by alpha / sqrt(rank) instead of alpha / rank (rsLoRA, arXiv:2312.03732, equation 4), so
-            that a larger rank does not make the adapter's output smaller.
-        use_dora: Also train the magnitude of each row of W + s B A, with s = alpha / rank (DoRA, arXiv:2402.09353,
-            equation 5). The row is scaled to a trained norm, which starts at the norm of the same row of W.
+        use_rslora: Scale B A by alpha / sqrt(rank) instead of alpha / rank (rsLoRA, arXiv:2312.03732, equation 4). A
+            larger rank then does not make the adapter's output smaller.
+        use_dora: Also train the magnitude of each row of W + s B A (DoRA, arXiv:2402.09353, equation 5). Here s is
+            alpha / rank, or alpha / sqrt(rank) with `use_rslora`. Each row is scaled to a trained norm, which starts at
+            the norm of the same row of W.
         modules_to_save: Suffixes of names of modules that are trained completely, as float32 copies next to the frozen
             originals, for example `embed_tokens` and `lm_head`. The reference uses the originals. Modules whose weights
             are tied to those of other modules are refused.
@@ -120,8 +121,10 @@ def adapter_config(adapter: str) -> Any:
 
     Raises:
         FileNotFoundError: If the adapter cannot be found.
-        ValueError: If the adapter is not LoRA; if it trains biases or single embeddings, which cannot be switched off
-            for the reference; or if its initialisation changed the base's weights in a way that cannot be repeated.
+        ValueError: If the adapter is not LoRA.
+        ValueError: If the adapter trains biases or the embeddings of single tokens, which cannot be switched off for
+            the reference.
+        ValueError: If the adapter's initialisation changed the base's weights in a way that cannot be repeated.
     """
     from peft import PeftConfig
 
@@ -176,9 +179,11 @@ def check_given(model: Any) -> None:
         model: Any model with peft's `peft_config`, for example the result of `get_peft_model`.
 
     Raises:
-        ValueError: If the model is not a `PeftModel` around a transformers model; if it has several adapters, an
-            adapter that is not LoRA, or a kind of LoRA that is not supported (see `adapter_config`); if the adapter is
-            inactive, merged or frozen; or if weights other than the adapter's are trainable.
+        ValueError: If the model is not a `PeftModel` around a transformers model.
+        ValueError: If the model has several adapters, an adapter that is not LoRA, or a kind of LoRA that is not
+            supported (see `adapter_config`).
+        ValueError: If the adapter is inactive, merged or frozen.
+        ValueError: If weights other than the adapter's are trainable.
     """
     from peft import PeftModel
     from transformers import PreTrainedModel

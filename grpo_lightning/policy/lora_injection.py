@@ -42,17 +42,18 @@ def add_adapters(model: Any, lora: LoRA, dtype: torch.dtype | None = None) -> An
     Args:
         model: The unsharded base. Its layers are replaced in place. The result wraps it.
         lora: Settings of the adapters.
-        dtype: Dtype that the strategy converts all weights to (`Sharding.converts_weights`); None: it converts none.
+        dtype: Dtype that the strategy converts all weights to (`Sharding.converts_weights`); None if it converts none.
 
     Raises:
-        ValueError: If the model already has adapters; or if a name in `target_modules` or `modules_to_save` matches no
-            layer, or matches a layer that cannot be trained.
+        ValueError: If the model already has adapters.
+        ValueError: If a name in `target_modules` or `modules_to_save` matches no layer, or matches a layer that cannot
+            be trained.
     """
     from peft import LoraConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
     from transformers.pytorch_utils import Conv1D
 
     check_names(model, lora)
-    # Seeded, because a resumed run must make the same A again, and because every rank must make the same A, even if the
+    # Seeded for two reasons. A resumed run must make the same A again. Every rank must make the same A, even if the
     # strategy then shards A and keeps only one shard per rank.
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft reads it
@@ -107,8 +108,8 @@ def select(model: Any, lora: LoRA) -> Selection:
         lora: Settings of new adapters, without `adapter`.
 
     Raises:
-        ValueError: If a name matches nothing, or matches a layer that cannot be trained; or if no layer is left for an
-            adapter.
+        ValueError: If a name matches nothing, or matches a layer that cannot be trained.
+        ValueError: If no layer is left for an adapter.
     """
     saved = saved_modules(model, lora.modules_to_save)
     layers = targets(model, lora.target_modules, saved)
@@ -122,7 +123,7 @@ def select(model: Any, lora: LoRA) -> Selection:
 
 
 def check_names(model: Any, lora: LoRA, *, freezes_vision: bool = False) -> None:
-    """Check that all names of the adapters' settings match modules that may be trained.
+    """Check that all names in the adapters' settings match modules that may be trained.
 
     Args:
         model: The base model; its weights are not read, so that it may be on the meta device.
@@ -131,8 +132,8 @@ def check_names(model: Any, lora: LoRA, *, freezes_vision: bool = False) -> None
             (`policy.freeze_vision_modules`).
 
     Raises:
-        ValueError: If a name matches nothing, or matches a layer that cannot be trained; or if a part of the vision
-            tower would be trained although the tower is to be frozen.
+        ValueError: If a name matches nothing, or matches a layer that cannot be trained.
+        ValueError: If a part of the vision tower would be trained although the tower is to be frozen.
     """
     refuse_adapted(model)
     found = adapted_modules(model, lora)
@@ -162,7 +163,11 @@ def refuse_adapted(model: nn.Module) -> None:
 
 
 def adapted_modules(model: Any, lora: LoRA) -> dict[str, nn.Module]:
-    """Modules that get an adapter or are trained completely, by name, without expert tensors. Raises: ValueError."""
+    """Modules that get an adapter or are trained completely, by name; expert tensors are left out.
+
+    Raises:
+        ValueError: If a name matches nothing, or matches a layer that cannot be trained.
+    """
     if lora.adapter is None:
         chosen = select(model, lora)
         return chosen.layers | chosen.saved
@@ -193,7 +198,7 @@ def reset_magnitudes(adapted: Any, dtype: torch.dtype | None = None) -> None:
 
     Args:
         adapted: Model with new adapters.
-        dtype: Dtype that the strategy converts all weights to; None: it converts none.
+        dtype: Dtype that the strategy converts all weights to; None if it converts none.
 
     Raises:
         ValueError: If a row of a weight is 0, because DoRA divides by its norm.

@@ -10,7 +10,7 @@ from torch import nn
 from grpo_lightning.policy.sharding import full_shape
 
 NOT_LANGUAGE = ("visual", "vision", "image", "audio", "projector", "merger", "connector")
-"""Parts of the names of modules outside the language model, for models that do not declare their decoder."""
+"""Substrings of the names of modules outside the language model, for models that do not declare their decoder."""
 
 
 def language_modules(model: Any) -> dict[str, nn.Module]:
@@ -35,7 +35,7 @@ def expert_tensors(model: Any) -> list[str]:
 
 
 def all_experts(model: Any) -> dict[str, nn.Parameter]:
-    """Parameters by name that hold all experts of a layer in one tensor, [experts, ..., ...]."""
+    """Parameters, by name, that each hold all experts of a layer in one tensor [experts, ..., ...]."""
     if not _has_experts(model.get_decoder().config.to_dict()):
         return {}
     return {
@@ -85,8 +85,8 @@ def names_mistaken_for_experts(model: nn.Module, names: Iterable[str]) -> set[st
     """Names of linear layers that peft mistakes for experts, so that these layers would get no adapter.
 
     Before all experts were fused into one tensor, each expert had its own `gate_proj`, `up_proj` and `down_proj`. To
-    load adapters from before the fusion, peft redirects these names to the fused tensor. A dense layer or a shared
-    expert with one of these names would then get no adapter.
+    load adapters from before the fusion, peft redirects these names to the fused tensor. Dense layers and shared
+    experts that have one of these names are redirected as well.
 
     Args:
         model: The base model.
@@ -95,7 +95,7 @@ def names_mistaken_for_experts(model: nn.Module, names: Iterable[str]) -> set[st
     try:
         from peft import LoraConfig
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:  # a release without this conversion, or a plan without peft
+    except ImportError:  # peft is too old for this conversion, or is missing (in `plan`)
         return set()
     taken = set()
     names = list(names)
@@ -143,9 +143,12 @@ def saved_modules(
         setting: Name of the setting in error messages.
 
     Raises:
-        ValueError: If a suffix matches no module, or matches a module whose weights are quantised or tied to those of
-            other modules; or if peft would also select other modules, because peft accepts a suffix that begins in the
-            middle of a part of a name.
+        ValueError: If a suffix matches no module.
+        ValueError: If a suffix matches a module without weights, or a module whose weights are quantized or tied to
+            those of other modules.
+        ValueError: If peft would select more modules: it also accepts a suffix that begins in the middle of a part of a
+            name, as `head` does in `lm_head`.
+        ValueError: If a selected module is part of another selected module.
     """
     found: dict[str, nn.Module] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -167,7 +170,7 @@ def saved_modules(
 
 
 def check_saved(model: nn.Module, name: str, module: nn.Module, setting: str) -> None:
-    """Raise ValueError if a module cannot be trained as a copy: its weights are tied to others, quantised, or missing.
+    """Raise ValueError if a module cannot be trained as a copy: its weights are tied to others, quantized, or missing.
 
     Args:
         model: The policy.
@@ -177,7 +180,7 @@ def check_saved(model: nn.Module, name: str, module: nn.Module, setting: str) ->
     """
     own = {id(weight) for weight in module.parameters()}
     if any(not weight.is_floating_point() for weight in module.parameters()):
-        raise ValueError(f"{setting}: the weights of {name} are quantised, which cannot be trained. Remove it.")
+        raise ValueError(f"{setting}: the weights of {name} are quantized, which cannot be trained. Remove it.")
     if not own:
         raise ValueError(f"{setting}: {name} has no weights to train. Remove it.")
     parts = set(module.modules())

@@ -47,7 +47,7 @@ def use_float32_head(model: nn.Module) -> None:
         model: Changed in place: the `forward` of all layers of the head, including adapters and copies, is replaced.
 
     Raises:
-        ValueError: If the model does not declare its head, or the head is quantised.
+        ValueError: If the model does not declare its head, or the head is quantized.
     """
     head = base_model(model).get_output_embeddings()
     if head is None:
@@ -56,7 +56,7 @@ def use_float32_head(model: nn.Module) -> None:
             "(get_output_embeddings). Set it to 'auto'."
         )
     if any(not weight.is_floating_point() for weight in head.parameters()):
-        raise ValueError("policy.head_dtype is 'float32', but the head's weights are quantised. Set it to 'auto'.")
+        raise ValueError("policy.head_dtype is 'float32', but the head's weights are quantized. Set it to 'auto'.")
     for part in head.modules():
         if next(part.parameters(recurse=False), None) is not None:
             part.forward = functools.partial(forward_in_float32, part)
@@ -72,7 +72,7 @@ def restore_head(model: nn.Module) -> None:
 
 
 def forward_in_float32(module: nn.Module, hidden: Tensor, **kwargs: Any) -> Tensor:
-    """Run a layer's forward in float32: [..., H] to [..., V]. Args: kwargs: those of DoRA's layers."""
+    """Run a layer's forward in float32: [..., H] to [..., V]. Args: kwargs: further arguments of DoRA's layers."""
     with torch.autocast(hidden.device.type, enabled=False):
         logits: Tensor = forward_in(torch.float32, module, hidden.to(torch.float32), **kwargs)
     return logits
@@ -81,9 +81,9 @@ def forward_in_float32(module: nn.Module, hidden: Tensor, **kwargs: Any) -> Tens
 def linear_copies(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """Copy the float32 weights of linear layers, by name, to the dtype of autocast; tied weights get one copy per name.
 
-    Autocast makes the same copies in every forward pass. A layer with a replaced `forward`, as by `use_float32_head`,
-    keeps its weights and gets no copy. In a model with DoRA, no layer gets a copy, because DoRA computes its norms
-    from the weights themselves.
+    Autocast makes the same copies in every forward pass. A layer whose `forward` was replaced, for example by
+    `use_float32_head`, gets no copy. In a model with DoRA, no layer gets a copy, because DoRA computes its norms from
+    the weights themselves.
     """
     if any("lora_magnitude_vector" in name for name, _ in model.named_parameters()):
         return {}

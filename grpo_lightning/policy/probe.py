@@ -2,9 +2,9 @@
 
 Two things are chosen: the path (extended or dense) and the vocabulary head (full or sliced).
 `policy/completion_logprobs.py` describes them. The choice is made once per run and is the same on every rank. A probe
-runs the model on a few tokens in eval mode. In a probe, 32-bit weights compute in full float32 (except with
-FlashAttention), whatever the precision of the run, because TF32 and autocast change log-probs by more than the errors
-that a probe has to detect.
+runs the model on a few tokens in eval mode. In a probe, a model with 32-bit weights computes in full float32 (except
+with FlashAttention), whatever the precision of the run. TF32 and autocast would change log-probs by more than the
+errors that a probe has to detect.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from grpo_lightning.policy.sharding import computes_in_float32, is_partitioned
 
 
 def no_cache_reason(model: nn.Module) -> str | None:
-    """Reason why completions cannot share their prompt's KV cache, from declared properties; None if they can."""
+    """Reason, by declared properties, why completions cannot share their prompt's KV cache; None if they can."""
     base = base_model(model)
     if getattr(base.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
@@ -53,7 +53,7 @@ def no_cache_reason(model: nn.Module) -> str | None:
 
 
 def dense_reason(model: nn.Module) -> str | None:
-    """Reason why this model cannot use the extended path, from declared properties; None if it can."""
+    """Reason, by declared properties, why this model cannot use the extended path; None if it can."""
     if reason := no_cache_reason(model):
         return reason
     try:
@@ -65,7 +65,7 @@ def dense_reason(model: nn.Module) -> str | None:
 
 @torch.no_grad()
 def probe_difference(model: nn.Module, one: Scorer, other: Scorer) -> Tensor:
-    """|difference| of two scorers' log-probs, on the tokens of `probe_batch` without padding: [tokens], nats."""
+    """Absolute difference of two scorers' log-probs, for the completion tokens of `probe_batch`: [tokens], nats."""
     batch = probe_batch(model)
     scores = [scorer(model, batch, temperature=1.0).logprobs for scorer in (one, other)]
     return (scores[0] - scores[1]).abs()[batch.attention_mask]
@@ -184,7 +184,8 @@ def compare(model: nn.Module, difference: Callable[[], Tensor]) -> Measured:
         except Exception as error:  # noqa: BLE001 - modelling code raises any exception for what it does not support
             failure = f"{type(error).__name__}: {error}".rstrip(".")
             found = torch.full((1,), torch.inf, device=device)
-    # Rounding gives at most 1.3e-5 in fp32 over 87 families, and a mean of 0.007 in bf16 (0.03 with linear attention).
+    # Rounding gives at most 1.3e-5 in fp32 (found in 87 model families), and a mean of 0.007 in bf16 (0.03 with linear
+    # attention).
     nats, tolerance = (found.max(), 5e-5) if is_exact else (found.mean(), 0.05)
     failure = next((each for each in gather_objects(failure) if each is not None), None)
     return Measured(float(max_over_ranks(nats)), tolerance, failure)
@@ -192,9 +193,9 @@ def compare(model: nn.Module, difference: Callable[[], Tensor]) -> Measured:
 
 @contextlib.contextmanager
 def probe_mode(model: nn.Module) -> Iterator[None]:
-    """Context in which the model is in eval mode, and 32-bit weights compute in full float32.
+    """Context in which the model is in eval mode and, if it has 32-bit weights, computes in full float32.
 
-    The kernels of FlashAttention need 16 bits: with them, 32-bit weights compute under autocast instead.
+    The kernels of FlashAttention need 16 bits: with them, a model with 32-bit weights computes with autocast instead.
     """
     device = compute_device(model).type
     needs_autocast = uses_flash_attention(model) and computes_in_float32(model)
@@ -205,8 +206,8 @@ def probe_mode(model: nn.Module) -> Iterator[None]:
 
 def uses_flash_attention(model: nn.Module) -> bool:
     """True if the decoder's attention is a FlashAttention kernel."""
-    # The name is "flash_attention_2" for the package flash-attn, "kernels-community/flash-attn2" for a build of the
-    # hub.
+    # The name is "flash_attention_2" for the package flash-attn, and "kernels-community/flash-attn2" for a build from
+    # the hub.
     return "flash" in attention_kernel(model)
 
 
@@ -296,7 +297,7 @@ def model_type(model: nn.Module) -> str:
 
 
 def choose_head(scorer: Scorer, model: nn.Module) -> tuple[Scorer, str]:
-    """Choose the vocabulary head, sliced if the model supports it, else full; returns the scorer and the reason."""
+    """Choose the vocabulary head, sliced if the model supports it, else full; also return the reason."""
     full = dataclasses.replace(scorer, head_chunk_size=None)
     if scorer.head_chunk_size is None:
         return full, "full logits: requested"
@@ -317,7 +318,7 @@ def choose_head(scorer: Scorer, model: nn.Module) -> tuple[Scorer, str]:
 
 
 def slices_difference(model: nn.Module, sliced: Scorer) -> Tensor:
-    """|difference| between the log-probs of slices and those of full logits: [tokens], nats.
+    """Absolute difference between the log-probs of slices and those of full logits: [tokens], nats.
 
     On a GPU, the prompt pass is probed twice: with masks, as in a run in 32 bits, and without masks, as in a run in 16
     bits.
@@ -357,7 +358,7 @@ def check_head_runs(scorer: Scorer, model: nn.Module) -> None:
 
 
 def no_slices_reason(model: nn.Module) -> str | None:
-    """Reason why this model's head cannot run in slices, from declared properties; None if it can."""
+    """Reason, by declared properties, why this model's head cannot run in slices; None if it can."""
     base = base_model(model)
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     if head is None:

@@ -30,7 +30,7 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by size in bytes."""
 
 PART = 2**24
-"""How many numbers are summed at once. Limits memory, because torch first converts each number to 8 bytes."""
+"""How many numbers are summed at once. This limits memory, because torch first converts each number to 8 bytes."""
 
 
 class FrozenCopy(nn.Module):
@@ -60,7 +60,7 @@ class FrozenCopy(nn.Module):
 
 
 class OtherAdapter:
-    """The policy with its initial adapter, or without adapters, as the reference; needs no second model.
+    """A reference without a second model: the policy with its initial adapter, or without adapters.
 
     Args:
         adapter: Name of the initial adapter; None if the reference is the base without adapters.
@@ -94,8 +94,8 @@ def make_reference(
     Args:
         policy: Result of `loader.load(sharding)`.
         loader: The loader of the policy.
-        sharding: How the policy's weights will be sharded over the ranks; None: unsharded.
-        converted_dtype: Dtype that the strategy converts all weights to; None: it converts none.
+        sharding: How the policy's weights will be sharded over the ranks; None if they are not sharded.
+        converted_dtype: Dtype that the strategy converts all weights to; None if it converts none.
     """
     sharding = sharding or Sharding()
     if is_adapted(policy):
@@ -125,11 +125,11 @@ def make_reference(
 def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
     """Checksums of the reference's weights, one per dtype (see `checksums`); the same on every device.
 
-    If the reference equals the initial policy, checkpoints do not contain it, and a resumed run makes it again. The
-    checksums show whether the new reference is the same as the old one. If the reference is an adapter, or the policy
-    without adapters, the weights of the base have separate checksums ("base torch.float32"). Weights that ZeRO-3 has
-    partitioned while loading are skipped. The weights of a model given in memory are never skipped: they are
-    partitioned later.
+    Checkpoints do not contain a reference that equals the initial policy; a resumed run makes it again. The checksums
+    show whether the new reference is the same as the old one. If the reference is an adapter, or the policy without
+    adapters, the weights of the base have separate checksums ("base torch.float32"). Weights that ZeRO-3 has
+    partitioned while the model was loaded are skipped. A model given in memory is partitioned later, so its
+    weights are not skipped.
     """
     sums = checksums(reference.weights(policy))
     if isinstance(reference, FrozenCopy):
@@ -138,7 +138,10 @@ def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
 
 
 def checksums(weights: Iterable[Tensor]) -> dict[str, int]:
-    """Sum the bits of weights by dtype. Each weight's sum is multiplied by its position, so that the order matters."""
+    """Sum the bits of weights as integers, by dtype.
+
+    The sum of each weight is multiplied by the weight's position, so that the order matters.
+    """
     sums: dict[str, int] = {}
     for number, weight in enumerate(weights, start=1):
         if not is_partitioned(weight):
@@ -151,8 +154,8 @@ def checksums(weights: Iterable[Tensor]) -> dict[str, int]:
 def frozen_copy(policy: nn.Module, *, shares_frozen: bool = True) -> nn.Module:
     """Copy the policy with its current weights, frozen.
 
-    The policy is copied, not loaded again by name, because a policy that was built in memory, or changed after loading,
-    cannot be loaded by name.
+    The policy is copied, not loaded again by name: a policy that was built in memory or changed after loading cannot be
+    loaded by name.
 
     Args:
         policy: The model to copy.
@@ -201,9 +204,10 @@ class RunReference:
         return bool(getattr(self.reference, "has_moved", False))
 
     def move_if_due(self, step: int) -> None:
-        """Update the reference if the number of the optimizer step that just ended is a multiple of `every_n_steps`.
+        """Update the reference after every `every_n_steps` optimizer steps.
 
-        The KL of the next rollout uses the new reference. Collective: all ranks must call this.
+        `step` is the number of the optimizer step that just ended. The KL of the next rollout uses the new reference.
+        Collective: all ranks must call this.
         """
         if self.sync is not None and step % self.sync.every_n_steps == 0:
             assert isinstance(self.reference, FrozenCopy)
@@ -226,10 +230,10 @@ class RunReference:
             )
 
     def moved_weights(self) -> dict[str, Tensor] | None:
-        """The full weights, on the CPU, of a reference that was updated; None for a reference that was not.
+        """Copy the full weights of an updated reference to the CPU; None if the reference was not updated.
 
-        Collective: all ranks must call this; rank 0 gets the weights, the other ranks an empty dict. Weights that the
-        policy does not train have not changed and are left out.
+        Collective: all ranks must call this. Rank 0 gets the weights, and the other ranks get an empty dict. Weights
+        that the policy does not train have not changed and are left out.
         """
         if not isinstance(self.reference, FrozenCopy) or not self.reference.has_moved:
             return None

@@ -1,8 +1,9 @@
 """Fix length-dependent rotary frequencies (longrope, dynamic NTK) for the whole run.
 
-transformers recomputes these frequencies in every forward pass, from the largest position in the batch. A row that
-grows beyond the model's original length then changes the log-probs of all rows in its batch, and of its own earlier
-tokens in the KV cache. The log-probs of sampling, of a training batch and of a single row would differ by nats.
+transformers recomputes these frequencies in every forward pass, from the largest position in the batch. As soon as one
+row grows beyond the model's original length, the log-probs of all rows in its batch change. The keys that are already
+in the KV cache were rotated by the old frequencies, and no longer match the new ones. The log-probs from sampling, from
+a training batch and from a single row would then differ by 0.4 to 3.5 nats.
 Here every forward pass uses the frequencies of the longest possible row of the run, as if the batch contained such a
 row. Sampling, training and the reference then agree in any batch.
 """

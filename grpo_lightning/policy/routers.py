@@ -3,7 +3,8 @@
 The models of transformers compute their load-balancing loss from the attention mask and the router logits of one
 forward pass. With a KV cache, the mask covers all tokens and the logits only the new tokens, so the loss cannot be
 computed in this way. Instead, forward hooks on the routers record the logits. The hooks exist only while the root
-module runs: activation checkpointing runs the routers again in the backward pass, and must not record a token twice.
+module runs. When activation checkpointing runs the routers again in the backward pass, the hooks are gone, so that no
+token is recorded twice.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Routers:
         """Sum up the routing of a forward pass.
 
         Args:
-            logits: Recorded from one forward pass.
+            logits: The routers' logits, recorded from one forward pass.
             weights: [rows, L] how often each input token counts.
 
         Raises:
@@ -69,12 +70,15 @@ class Routers:
 
 
 def _record(recorded: list[Tensor], index: int, module: nn.Module, inputs: Any, output: Any) -> None:
-    """Forward hook. It must not compute anything, because activation checkpointing recomputes without the hook."""
+    """Forward hook: record logits. It must compute nothing, because activation checkpointing recomputes without it."""
     recorded.append(output[index] if isinstance(output, tuple) else output)
 
 
 def find_routers(model: nn.Module) -> Routers:
-    """Find the routers by what the model declares for transformers' `output_router_logits` (`_can_record_outputs`).
+    """Find the routers of a model.
+
+    For transformers' option `output_router_logits`, a model declares in `_can_record_outputs` which modules compute
+    router logits. The routers are these modules.
 
     Raises:
         UnsupportedRoutersError: If the model declares no routers, or does not declare the number of experts per token.

@@ -32,7 +32,7 @@ def write_policy(
     """
     options: dict[str, Any] = {} if weights is None else {"state_dict": dict(weights)}
     if is_adapted(model):
-        # Otherwise peft queries the hub to see whether the vocabulary was resized.
+        # Without `save_embedding_layers=False`, peft would query the hub to see whether the vocabulary was resized.
         adapter = trained_adapter(model)
         options |= {"selected_adapters": [adapter], "save_embedding_layers": False}
     folder.mkdir(parents=True, exist_ok=True)

@@ -28,10 +28,10 @@ class PolicySettings:
     """Settings of the policy: where it is loaded from and how it is run.
 
     Args:
-        name: Hub name or local folder. Not needed when `model` is given.
-        model: A transformers model in memory, trained in place, or a config for random weights. For a `PeftModel`, its
-            one LoRA adapter is trained, and the reference is the PeftModel as it was given. `torch.compile(model)` is
-            trained without compilation.
+        name: Hub name or local folder; None if `model` is given.
+        model: A transformers model in memory, which is trained in place; or a config, from which a model with random
+            weights is built. If a `PeftModel` is given, its one LoRA adapter is trained, and the reference is the
+            `PeftModel` as it was given. `torch.compile(model)` is trained without compilation.
         tokenizer: The tokenizer, or the processor of a multimodal policy: an object, a hub name or a folder. None uses
             the tokenizer or processor of `name`.
         dtype: Dtype of the weights; adapters are always float32. Without adapters, keep float32 unless the strategy
@@ -40,29 +40,31 @@ class PolicySettings:
             precision of the run. This applies to sampling, to log-probs and to the reference. "auto" computes the
             logits in the run's precision.
         attention: Attention kernel. "auto" uses the model's default (mostly sdpa), or flash_attention_2 if three
-            conditions hold: it is installed, it supports the model, and the run computes in 16 bits on CUDA
-            (`trainer.precision` bf16-mixed, DeepSpeed's bf16, or 16-bit weights).
+            conditions hold: it is installed, it supports the model, and the run computes in 16 bits on CUDA. A run
+            computes in 16 bits with `trainer.precision` bf16-mixed, DeepSpeed's bf16, or 16-bit weights.
         from_scratch: Build the architecture of `name` with random weights.
         scoring: How log-probs are computed: "extended" runs each prompt once for all its completions, "dense" once per
             completion. "auto" uses "extended" if the model supports it, else "dense".
         chunk_size: Maximum completions per forward pass when computing log-probs; a smaller number needs less memory.
-            "auto" sorts the completions of a micro-batch by length, and splits them where less padding saves more time
-            than another pass costs. None runs all completions of a micro-batch at once.
-        head_chunk_size: Tokens per slice of the vocabulary head when computing log-probs: limits the memory of the
-            logits. None computes the logits of all tokens at once.
-        activation_checkpointing: "chunks" recomputes the activations of each chunk of completions in the backward pass,
-            "layers" those of each decoder layer. "none" stores all activations.
-        lora: Train low-rank adapters and freeze all other weights; a mapping gives the fields of `LoRA`.
-        freeze_layers: Freeze the embeddings and this many decoder layers, counted from the first. The reference shares
-            the frozen weights. A head that is tied to the embeddings is frozen as well.
+            "auto" sorts the completions of a micro-batch by length, and divides them into passes so that padding and
+            passes together take the least time. None runs all completions of a micro-batch at once.
+        head_chunk_size: Number of tokens whose logits are computed at a time when computing log-probs; a smaller number
+            needs less memory. None computes the logits of all tokens at once.
+        activation_checkpointing: "chunks" recomputes the activations of each chunk of completions in the backward pass.
+            "layers" recomputes the activations of each decoder layer. "none" stores all activations.
+        lora: Train low-rank adapters with these settings, and freeze all other weights. May be a mapping with the
+            fields of `LoRA`.
+        freeze_layers: Freeze the embeddings and this many decoder layers, counted from the first. A head that is tied
+            to the embeddings is frozen as well. The reference shares the frozen weights, unless the strategy shards
+            weights.
         freeze_vision_modules: Freeze the vision tower and its projector. Images are then encoded once per rollout.
         max_pixels: Maximum pixels per image; larger images are scaled down. Null uses the processor's own limit. Only
             for model families in which an image's number of tokens is proportional to its number of pixels (Qwen-VL,
             GLM-4.1V).
         min_pixels: Minimum pixels per image; smaller images are scaled up. For the same families as `max_pixels`.
         max_anyres_num: Maximum number of tiles per image. Only for InternVL.
-        quantization: Quantise the frozen weights under adapters to "4bit" (NF4) or "8bit". `dtype` is then the dtype of
-            the weights that are not quantised: embeddings, norms and head.
+        quantization: Quantize the frozen weights of the base model to "4bit" (NF4) or "8bit"; needs `lora`. `dtype` is
+            then the dtype of the weights that are not quantized: embeddings, norms and head.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run modelling code that comes with the checkpoint.
     """
@@ -190,12 +192,13 @@ def model_or_config(given: Any) -> Any:
     """Check a policy given as a transformers model or config, and unwrap `torch.compile(model)`.
 
     Raises:
-        ValueError: If the policy is not a transformers model or config, for example another wrapper of a model; or if
-            its adapters cannot be trained (`lora.check_given`).
+        ValueError: If the policy is neither a transformers model nor a config, for example a model in a wrapper other
+            than those of peft and `torch.compile`.
+        ValueError: If the policy's adapters cannot be trained (`lora.check_given`).
     """
     from transformers import PretrainedConfig, PreTrainedModel
 
-    # `_orig_mod` is read from the modules, because a PeftModel also has the attributes of its base.
+    # `_orig_mod` is read from the submodules: `getattr` would also find that of a PeftModel's base.
     model = vars(given).get("_modules", {}).get("_orig_mod", given) if isinstance(given, nn.Module) else given
     if model is not given:
         log.warning(
@@ -215,7 +218,7 @@ def model_or_config(given: Any) -> Any:
 
 
 def check_trained_settings(settings: PolicySettings) -> None:
-    """Raise ValueError for conflicting settings of adapters, frozen layers and quantisation."""
+    """Raise ValueError for conflicting settings of adapters, frozen layers and quantization."""
     kind = settings.quantization
     if settings.has_adapters_in_memory and settings.lora is not None:
         raise ValueError(
@@ -237,7 +240,7 @@ def check_trained_settings(settings: PolicySettings) -> None:
         return
     if settings.lora is None:
         raise ValueError(
-            f"policy.quantization is {kind!r}, and quantised weights cannot be trained: add policy.lora ({{}} for its "
+            f"policy.quantization is {kind!r}, and quantized weights cannot be trained: add policy.lora ({{}} for its "
             "defaults), or remove quantization."
         )
     if settings.model is not None or settings.from_scratch:
@@ -247,6 +250,6 @@ def check_trained_settings(settings: PolicySettings) -> None:
         )
     if settings.dtype == "float16":
         raise ValueError(
-            f"policy.dtype is float16, but weights quantised to {kind} compute in bfloat16: set it to bfloat16 or "
+            f"policy.dtype is float16, but weights quantized to {kind} compute in bfloat16: set it to bfloat16 or "
             "float32."
         )

@@ -1,7 +1,7 @@
 """Sharding of the policy's weights over ranks: every rank has the full weights, or a shard of each weight.
 
-`Sharding` is the case of full weights on one device or with DDP; its subclasses override what differs with ZeRO-1 and
-2, ZeRO-3 and FSDP2. No other file depends on how FSDP2 and DeepSpeed mark modules and parameters.
+The class `Sharding` is for full weights: on one device, or with DDP. Its subclasses override what is different with
+ZeRO-1 and 2, with ZeRO-3, and with FSDP2. No other file depends on how FSDP2 and DeepSpeed mark modules and parameters.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Sharding:
     """True if the weights of a module are gathered only while it runs, so that other modules cannot use them."""
 
     gathered_dtype: torch.dtype | None = None
-    """The dtype that weights are gathered in; None: the weights' own dtype."""
+    """The dtype that weights are gathered in; None means the weights' own dtype."""
 
     converts_weights = False
-    """True if all weights run in the dtype that the run computes in, whatever the dtype they were loaded in."""
+    """True if all weights are converted to the dtype that the run computes in, whatever dtype they were loaded in."""
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -39,7 +39,7 @@ class Sharding:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Context in which layers with new weights (random or adapters) are created unsharded, to be sharded later."""
+        """Context in which randomly initialised layers and adapters are created unsharded, to be sharded later."""
         yield
 
     @contextlib.contextmanager
@@ -52,7 +52,7 @@ class Sharding:
 
     @contextlib.contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
-        """Context in which every rank has the model's full weights: forward passes are not collective."""
+        """Context in which every rank has the model's full weights, so that forward passes are not collective."""
         yield
 
     def reshard(self, model: nn.Module) -> None:
@@ -64,7 +64,7 @@ class Sharding:
 
     @contextlib.contextmanager
     def whole_group(self, parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Context with the full values of several parameters, for example of a layer, which are gathered together.
+        """Context with the full values of several parameters that are gathered together, for example those of a layer.
 
         Collective: all ranks must enter and leave the context. The values must not be changed.
         """
@@ -110,13 +110,14 @@ class FullyShard(Sharding):
 
         for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
             fully_shard(layer, mesh=self.mesh, **self.options)
-        # The rest (embeddings, head) stays gathered until the backward pass; a frozen model has no backward pass.
+        # In a trained model, the rest (embeddings, head) stays gathered until the backward pass. A frozen model has no
+        # backward pass, so its rest is resharded after the forward pass.
         is_trained = any(parameter.requires_grad for parameter in model.parameters())
         fully_shard(model, mesh=self.mesh, reshard_after_forward=not is_trained, **self.options)
 
     @contextlib.contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
-        """Gather all weights once, instead of every layer at every token."""
+        """Gather all weights once, instead of gathering every layer again for every token."""
         parts = fsdp_modules(model)
         for part in parts:
             part.unshard()
@@ -129,7 +130,7 @@ class FullyShard(Sharding):
                 part.reshard()
 
     def reshard(self, model: nn.Module) -> None:
-        """Reshard all modules: embeddings and head stay gathered after a forward pass without a backward pass."""
+        """Reshard all modules: without a backward pass, embeddings and head stay gathered after the forward pass."""
         for part in fsdp_modules(model):
             part.reshard()
 
@@ -192,7 +193,8 @@ class Partitioned(PartitionedGradients):
         """Let transformers partition the weights while it loads them."""
         from transformers.integrations import HfDeepSpeedConfig
 
-        # Stored, because transformers keeps only a weak reference to the config, and partitions nothing without it.
+        # Stored, because transformers keeps only a weak reference to the config. Without the config, it partitions
+        # nothing.
         self.hf_config = HfDeepSpeedConfig(self.strategy.config)
         with using_full_shapes():
             yield
@@ -295,8 +297,8 @@ def using_full_shapes() -> Iterator[None]:
     """Context in which transformers transposes expert tensors according to their full shapes.
 
     Checkpoints store expert tensors in one of two layouts. transformers transposes a tensor if its shape is not that of
-    the model's weight. Under ZeRO-3 the model's weight is empty, so that tensors in the right layout would be
-    transposed as well, and then refused for their shape.
+    the model's weight. With ZeRO-3 the model's weight is empty, so that tensors in the right layout would be transposed
+    as well, and then refused for their shape.
     """
     from transformers import core_model_loading
 
@@ -319,7 +321,7 @@ def using_full_shapes() -> Iterator[None]:
 
 
 class FullShapes:
-    """Wraps a model for weight conversion: gives its parameters with their full shapes, without values."""
+    """Wrapper of a model for weight conversion: its parameters have their full shapes, but no values."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -345,9 +347,9 @@ def gathered_dtypes(model: nn.Module) -> set[torch.dtype | None]:
 
 
 def computes_in_float32(model: nn.Module) -> bool:
-    """False if a weight is stored or used in fewer than 32 bits; quantised weights compute in 16 bits."""
+    """False if a weight is stored or used in fewer than 32 bits; quantized models compute in 16 bits."""
     if getattr(base_model(model).config, "quantization_config", None) is not None:
-        return False  # whatever dtype the quantised weights are stored in
+        return False  # whatever dtype the quantized weights are stored in
     if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
         return False
     return all(dtype in (None, torch.float32) for dtype in gathered_dtypes(model))
@@ -364,5 +366,5 @@ def full_shape(parameter: Tensor) -> torch.Size:
 
 
 def own_part(parameter: Tensor) -> Tensor:
-    """The tensor that holds this rank's partition of a parameter under ZeRO-3, else the parameter itself."""
+    """With ZeRO-3, the tensor that holds this rank's partition of a parameter; else the parameter itself."""
     return getattr(parameter, "ds_tensor", parameter)

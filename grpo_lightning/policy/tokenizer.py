@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SETTINGS = {"max_pixels": "pixels", "min_pixels": "pixels", "max_anyres_num": "tiles"}
-"""Settings that limit the tokens per image, and the `Resizing` of the families that support each."""
+"""Settings that limit the number of tokens per image, each with the `Resizing` of the families that support it."""
 
 
 def load_tokenizer(
     loader: PolicySettings, processor: Any = None, config: PretrainedConfig | None = None
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, with a pad token that the policy has an embedding for (padding is masked: any id works).
+    """Load the tokenizer; if its pad token is missing or has no embedding, the eos token becomes the pad token.
+
+    Any token with an embedding can be the pad token, because padding is masked.
 
     Args:
         loader: Settings of the policy, which name the tokenizer.
@@ -45,7 +47,7 @@ def load_tokenizer(
         with naming("model.policy.tokenizer" if loader.tokenizer else "model.policy", str(tokenizer)):
             tokenizer = AutoTokenizer.from_pretrained(str(tokenizer), **origin(loader))
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
-    if getattr(processor, "chat_template", None):  # takes precedence, as in the processor's own methods
+    if getattr(processor, "chat_template", None):  # it takes precedence, as in the processor's own methods
         tokenizer.chat_template = processor.chat_template
     size = (0 if config is None else vocabulary_size(config)) or math.inf
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
@@ -94,7 +96,7 @@ def load_processor(loader: PolicySettings, config: PretrainedConfig) -> Any:
 
 @contextlib.contextmanager
 def naming_extra() -> Iterator[None]:
-    """Name the extra to install if a package of the processor is missing. Raises: ImportError."""
+    """Context in which the error for a missing package names the extra to install. Raises: ImportError."""
     try:
         yield
     except ImportError as error:

@@ -33,7 +33,7 @@ def limit_training(
         model: The loaded model.
         loader: The policy's settings.
         sharding: How the weights will be sharded over the ranks.
-        converted_dtype: Dtype that the strategy converts all weights to; None: it converts none.
+        converted_dtype: Dtype that the strategy converts all weights to; None if it converts none.
     """
     if is_adapted(model) and loader.has_adapters_in_memory:
         return finish_adapters(model, model.peft_config[trained_adapter(model)].lora_dropout)
@@ -98,8 +98,8 @@ def frozen_names(owner: nn.Module) -> set[str]:
 def keep_frozen_out_of_checkpoints(owner: nn.Module) -> None:
     """Drop frozen weights and the reference from a module's state dict; resumed runs load or make them again.
 
-    In a policy with adapters, only the trained weights stay in the state dict: quantised layers also write scales and
-    codes, which are dropped. In a policy without adapters, buffers stay as well.
+    In a policy with adapters, only the trained weights stay in the state dict: the scales and codes of quantized layers
+    are dropped as well. In a policy without adapters, buffers also stay.
 
     A weight is dropped only if it is frozen both when this function is called and when the state dict is taken. A
     weight that is frozen or unfrozen in between is trained in a part of the run, so the state dict keeps it. Loading
@@ -172,7 +172,7 @@ def check_masters(settings: PolicySettings, precision: str | int | None, *, has_
         ValueError: If trained weights have 16 bits and no 32-bit master copies.
     """
     name = str(precision)
-    if has_masters or name in ("64-true", "64"):  # these convert all weights to 64 bits
+    if has_masters or name in ("64-true", "64"):  # with precision 64, all weights have 64 bits
         return
     adapters = ", also float32 adapters," if settings.trains_adapters else ""
     if name in ("bf16-true", "16-true"):
@@ -240,8 +240,9 @@ def compute_dtype(
 ) -> str:
     """The dtype in which a run computes matrix products.
 
-    This is the 16-bit dtype of `trainer.precision` or of DeepSpeed's configuration. If neither sets a 16-bit dtype, it
-    is the dtype of the weights; with DeepSpeed it is then float32, to which DeepSpeed converts all weights.
+    This is the 16-bit dtype of `trainer.precision` or of DeepSpeed's configuration. If neither sets a 16-bit dtype, a
+    run with DeepSpeed computes in float32, because DeepSpeed converts all weights to float32. Any other run then
+    computes in the dtype of the weights.
 
     Args:
         settings: The policy's settings, which give the dtype of the weights.

@@ -1,8 +1,8 @@
 """The tokens between two turns of the policy, as the chat template writes them for messages of an environment.
 
 A conversation is one growing sequence of tokens. The policy's own text is never tokenized again, because it could then
-get different tokens. Only the messages that follow the policy's turn are rendered, behind a placeholder turn of one
-word (`MARK`). The text that the template writes behind this word is tokenized and appended.
+get different tokens. Only the messages that follow the policy's turn are rendered, after a placeholder turn of one word
+(`MARK`). The text that the template writes after this word is tokenized and appended.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REASONING = "reasoningofthepolicy"
 """The word that stands for the reasoning of the policy."""
 
 TRUNCATED = " ... (truncated)"
-"""Ends an observation that was cut."""
+"""Appended to an observation that was cut."""
 
 
 class TurnTokens:
@@ -52,9 +52,10 @@ class TurnTokens:
 
         Args:
             messages: The messages of the environment.
-            last_id: The last token of the policy's turn. A stop token is not repeated.
+            last_id: The last token of the policy's turn. If it is a stop token, the template's repetition of it is left
+                out.
             settings: Arguments of the chat template.
-            is_chat: False for a prompt that is plain text: the messages' texts are then appended as they are.
+            is_chat: False for a prompt that is plain text: the messages' texts are then appended without a template.
 
         Raises:
             ValueError: If the chat template cannot render the messages, or does not show the policy's turn.
@@ -66,10 +67,11 @@ class TurnTokens:
         return ids[self.num_repeated(ids, last_id) :]
 
     def num_repeated(self, ids: Sequence[int], last_id: int | None) -> int:
-        """Number of tokens at the beginning that repeat the stop token with which the policy's turn has ended.
+        """Number of tokens at the beginning of `ids` that repeat the stop token of the policy's turn.
 
         Only the stop token that the policy wrote counts as repeated: a different stop token can open the next message,
-        as `<|user|>` does in GLM's templates. Some templates write a space in front of the repeated token.
+        as `<|user|>` does in GLM's templates. Some templates write a space in front of the repeated token; the tokens
+        of the space count as well.
         """
         if last_id not in self.stop_ids or last_id not in ids:
             return 0
@@ -136,22 +138,22 @@ class TurnTokens:
         return str(self.tokenizer.decode(shown, skip_special_tokens=True))
 
     def cut(self, text: str, max_tokens: int) -> tuple[str, bool]:
-        """Cut a text to a number of tokens. Returns: the text, and whether it was cut."""
+        """Cut a text to at most `max_tokens` tokens. Returns: the text, and whether it was cut."""
         ids = self.encode(text)
         if len(ids) <= max_tokens:
             return text, False
         return str(self.tokenizer.decode(ids[:max_tokens])) + TRUNCATED, True
 
     def behind_the_turn(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
-        """Text that the template writes behind a turn of the policy."""
+        """Text that the template writes after a turn of the policy."""
         turn = {"role": "assistant", "content": MARK}
-        if any(message["role"] == "tool" for message in messages):  # many templates require a call in front
+        if any(message["role"] == "tool" for message in messages):  # many templates require a call before tool messages
             try:
                 call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
                 answers = [{"tool_call_id": "call00000", "name": "f", **message} for message in messages]
                 return self._behind({**turn, "tool_calls": [call]}, answers, settings, behind_call=True)
             except ValueError:
-                pass  # the template has no calls next to text, or no calls at all
+                pass  # the template cannot render calls in a turn that has text, or cannot render calls at all
         return self._behind(turn, messages, settings)
 
     def _behind(
@@ -159,7 +161,7 @@ class TurnTokens:
     ) -> str:
         question = {"role": "user", "content": "question"}
         rendered = self._render([question, turn, *messages], settings, opens_turn=True)
-        if behind_call:  # what the template writes for the call itself is the policy's own part
+        if behind_call:  # what the template writes for the call itself belongs to the policy's turn
             alone = self._render([question, turn], settings, opens_turn=False)
             plain = self._render([question, {"role": "assistant", "content": MARK}], settings, opens_turn=False)
             ending = plain.partition(MARK)[2]
@@ -209,7 +211,7 @@ class TurnTokens:
         return sorted({*added, *media, *map(str, self.tokenizer.all_special_tokens)}, key=len, reverse=True)
 
     def escape(self, text: str) -> str:
-        """Escape special tokens that a text spells: an observation must not end a message."""
+        """Escape special tokens that are spelled out in a text, so that an observation cannot end a message."""
         for token in self.special_tokens:
             if len(token) > 1 and token in text:
                 text = text.replace(token, token[0] + WORD_JOINER + token[1:])

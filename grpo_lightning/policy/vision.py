@@ -1,8 +1,8 @@
 """Run a model with images: each image is encoded once per prompt, and features of a frozen vision tower are kept.
 
 All vision-language models of transformers call their method `get_image_features` in their forward. The method is
-replaced while a forward pass runs: to return features that are known already, to store new features, or to run the
-vision tower on a blank image and discard the features.
+replaced while a forward pass runs. The replacement returns features that are known already, stores new features, or
+runs the vision tower on a blank image and discards the features.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def place(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: Vis
 
     Args:
         model: The policy.
-        prompt_ids: [N, L], left-padded; or conversations, padded on both sides.
+        prompt_ids: [N, L] prompts, left-padded; or conversations, padded on both sides.
         prompt_mask: [N, L] bool.
         vision: Vision inputs of the prompts.
     """
@@ -211,7 +211,7 @@ def extend_vision(prompt: PromptVision, more_ids: Sequence[int], length: int) ->
 
     Args:
         prompt: Vision inputs of the prompt.
-        more_ids: The tokens behind the prompt.
+        more_ids: The tokens that follow the prompt.
         length: Number of tokens of the prompt.
     """
     if not more_ids:
@@ -237,7 +237,7 @@ def whole(
     Args:
         prompt: Vision inputs of the prompt.
         prompt_ids: [L] tokens of the prompt.
-        completion_ids: [T] tokens behind the prompt.
+        completion_ids: [T] tokens that follow the prompt.
         observed: The observations with images.
     """
     parts = [prompt, *(each.vision for each in observed)]
@@ -278,7 +278,7 @@ def position_of(inner: Any, ids: Tensor, prompt: PromptVision) -> tuple[Tensor, 
 
 
 def at_tokens(rows: Sequence[Tensor], mask: Tensor) -> Tensor:
-    """Spread N tensors [..., l] over the l tokens of each row of a mask [N, L], with zeros at padding: [N, ..., L]."""
+    """Write N tensors [..., l] to the l True columns of each row of a mask [N, L], and zeros elsewhere: [N, ..., L]."""
     spread = [row.new_zeros(*row.shape[:-1], mask.shape[1]) for row in rows]
     for each, row, tokens in zip(spread, rows, mask.to(rows[0].device), strict=True):
         each[..., tokens] = row

@@ -1,7 +1,7 @@
 """The card of an exported model: a README.md in the format of the Hugging Face Hub.
 
-The front matter, by which the hub finds and links models, has the base model, the data sets, the library, the task and
-the results on held-out prompts. The text has what a reader needs to judge and repeat the run: settings, rewards, data,
+The front matter has the base model, the data sets, the library, the task and the results on held-out prompts. The hub
+uses it to find and link models. The text has what a reader needs to judge and repeat the run: settings, rewards, data,
 results before and after training, the learning curves and versions. All of it comes from the files of the run.
 """
 
@@ -29,7 +29,8 @@ def write_card(folder: Path, run: Path | None, *, policy: str, is_adapter: bool,
 
     Args:
         folder: Folder of the model.
-        run: Folder of the run; None if the checkpoint lies outside of one. The card then names the base model only.
+        run: Folder of the run; None if the checkpoint is not in the folder of a run. The card then names the base model
+            only.
         policy: Name or folder of the policy before training.
         is_adapter: Whether the folder holds an adapter for peft.
         is_multimodal: Whether the model is a vision-language model.

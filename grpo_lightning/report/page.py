@@ -12,7 +12,7 @@ from typing import Any
 from grpo_lightning.core.files import atomic_write
 
 ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
-"""Characters that could end the page's script element, or a line of it, and their escapes in JSON."""
+"""Characters that could end the page's script element or one of its lines, and their escapes in JSON."""
 
 
 def write_report(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:

@@ -76,7 +76,7 @@ def read_run(folder: Path, *, max_completions: int = 20_000) -> dict[str, Any]:
     Args:
         folder: Folder of the run.
         max_completions: Maximum number of completions with their texts. If the run has more completions, the report
-            shows only rollouts at equal distances. The histograms count all completions.
+            shows only every n-th rollout, with the smallest n that suffices. The histograms count all completions.
     """
     record = read_json(folder / "run.json")
     metrics = read_metrics(folder / "metrics.csv")
@@ -152,7 +152,7 @@ def read_lines(path: Path, end: int) -> Iterator[Line]:
 
 
 def json_lines(path: Path, is_valid: Callable[[Line], bool], end: float = math.inf) -> Iterator[Line]:
-    """Yield the JSON lines of a file, except an incomplete last line. Raises: ValueError as `read_lines`."""
+    """Yield the JSON lines of a file, except an incomplete last line. Raises: ValueError if a line is not valid."""
     if not path.is_file():
         return
     place = 0
@@ -216,7 +216,7 @@ def finite(text: str) -> float | None:
 
 
 def num_generations(config: Mapping[str, Any]) -> int | None:
-    """Completions per group, as the settings state."""
+    """Completions per group, from the settings; None if unknown."""
     size = (config.get("model") or {}).get("num_generations")
     return size if isinstance(size, int) and size > 0 else None
 
@@ -265,8 +265,8 @@ def histograms(lines: Iterable[Line], statistics: Mapping[int, Mapping[str, Any]
     """Histogram of each reward and of the lengths, for every rollout.
 
     Returns:
-        By metric: low and high, the ends of `NUM_BINS` equal bins; and counts, one list of `NUM_BINS` per rollout. All
-        histograms also have the steps of the rollouts.
+        For each metric: low and high (the ends of the range that is divided into `NUM_BINS` equal bins), counts (a list
+        of `NUM_BINS` numbers for each rollout), and the steps of the rollouts.
     """
     names = list(dict.fromkeys(name for own in statistics.values() for name in own["values"]))
     places = {rollout: place for place, rollout in enumerate(statistics)}
@@ -319,7 +319,7 @@ def split_groups(lines: Sequence[Line], size: int | None) -> list[list[Line]]:
 
 
 def group_record(group: Sequence[Line], first: int) -> dict[str, Any]:
-    """Record of a group: its prompt, the range of its completions, and mean and spread of its rewards."""
+    """Record of a group: its prompt, the range of its completions, and mean, minimum and maximum of its rewards."""
     rewards = [line["reward"] for line in group if line.get("reward") is not None]
     mean = sum(rewards) / len(rewards) if rewards else None
     line = group[0]
@@ -336,7 +336,7 @@ def group_record(group: Sequence[Line], first: int) -> dict[str, Any]:
 
 
 def completion_columns(lines: Sequence[Line]) -> dict[str, Any]:
-    """Columns of the completions; columns that few completions have are mappings from the completion's index."""
+    """Columns of the completions. A column that few completions have is a mapping from their indices to values."""
 
     def sparse(value: Callable[[Line], Any]) -> dict[str, Any]:
         found = ((str(place), value(line)) for place, line in enumerate(lines))
@@ -385,9 +385,11 @@ def read_tokens(path: Path, lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def read_images(lines: Sequence[Line]) -> dict[str, str]:
-    """Thumbnails of the prompts' images by name, as data: URIs; at most `MAX_IMAGES`, chosen at equal distances.
+    """Make thumbnails of the prompts' images: `data:` URIs by the name of the image.
 
-    Images that are not files, or cannot be read any more, are left out: the report then shows their frame.
+    If there are more than `MAX_IMAGES` images, only every n-th image is read, so that at most `MAX_IMAGES` remain.
+    Images that are not files, or cannot be read any more, are left out. For each of them, the report shows an empty
+    frame.
     """
     names = list(dict.fromkeys(str(image["name"]) for line in lines for image in line.get("images") or ()))
     chosen = names[:: max(1, -(-len(names) // MAX_IMAGES))]

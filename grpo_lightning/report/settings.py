@@ -18,13 +18,13 @@ CLASSES = {
 """Classes of the sections of a recipe."""
 
 UNKNOWN = object()
-"""The default of a setting whose class cannot be imported, or that has no default."""
+"""Stands for the default of a setting that has no default, or that belongs to a class that cannot be imported."""
 
 HIDDEN = ("trainer.logger", "trainer.default_root_dir")
 """Settings that the command line fills in."""
 
 CLI_DEFAULTS: dict[str, Any] = {
-    # Set here so that the engine's arguments are keys of the parser, as are those of the optimizer.
+    # This default names a class, so that the engine's arguments are keys of the parser, like the optimizer's arguments.
     "model.engine": {"class_path": "grpo_lightning.LocalEngine"},
     # With Lightning's default of 50, short runs would log nothing.
     "trainer.log_every_n_steps": 1,
@@ -34,7 +34,7 @@ CLI_DEFAULTS: dict[str, Any] = {
 """Defaults of the command line that differ from those in the signatures."""
 
 MISSING = "-"
-"""Shown as the default of a setting that has none."""
+"""Shown as the default of a setting that has no default."""
 
 Setting = list[Any]
 """[key, value, default]."""
@@ -83,7 +83,7 @@ def differences(key: str, value: Any, default: Any, kind: Any) -> Iterator[Setti
 
 
 def is_same_class(path: str, default: Any) -> bool:
-    """True if the default is the class named `path`, an object of it, or its settings."""
+    """True if the default is the class named `path`, an object of this class, or settings that name this class."""
     if isinstance(default, Mapping):
         return str(default.get("class_path")).rpartition(".")[2] == path.rpartition(".")[2]
     kind = default if isinstance(default, type) else type(default)
@@ -122,7 +122,7 @@ def import_class(path: str) -> Any:
 
 
 def defaults(owner: Any) -> dict[str, Any]:
-    """Defaults of the parameters of a class by name, `UNKNOWN` for a parameter without one."""
+    """Defaults of the parameters of a class by name; `UNKNOWN` for a parameter without a default."""
     try:
         known = inspect.signature(owner).parameters
     except (TypeError, ValueError):  # an unknown class, or one that is written in C
@@ -138,7 +138,7 @@ def defaults(owner: Any) -> dict[str, Any]:
 
 
 def hint(owner: Any, name: str) -> Any:
-    """The dataclass in the type hint of a parameter, for settings that are written without a class path; else None."""
+    """The dataclass in the type hint of a parameter, or None. Its settings are written without a class path."""
     try:
         hints = typing.get_type_hints(owner if dataclasses.is_dataclass(owner) else owner.__init__)
     except (AttributeError, NameError, TypeError):  # no hints, or names that are imported only for type checkers

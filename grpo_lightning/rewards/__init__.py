@@ -83,5 +83,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Names for tab completion, including those not imported yet."""
+    """List the names for tab completion, including those not imported yet."""
     return sorted({*globals(), *__all__})

@@ -52,7 +52,7 @@ _PROSE = re.compile(
 _NEGATED = re.compile(r"\b(?:not|never|cannot|neither|nor)\b|n['\u2019]t\b|不", re.IGNORECASE)
 _MINUS = re.compile(r"(?:\b(?:minus|negative)\s{1,8}|负\s{0,8})(?=[0-9])", re.IGNORECASE)
 _LENGTH = "(?:mm|cm|dm|km|m|ft|in|yd|mi)"
-_UNIT = re.compile(  # cm^2, km/h, m/s^2; simpler units are words
+_UNIT = re.compile(  # cm^2, km/h, m/s^2; units of letters alone are handled as words
     rf"(?<=[0-9])\s{{1,8}}(?:{_LENGTH}\^\{{?[23]\}}?|(?:{_LENGTH}|g|kg|L)/(?:s|sec|min|h|hr)(?:\^\{{?2\}}?)?)\.?\Z"
 )
 _CURRENCY = re.compile(
@@ -90,16 +90,16 @@ class Accuracy(AnswerReward):
     several answers ("3 and 4", or one per line). A completion is not scorable if the ground truth cannot be parsed as
     mathematics, or if the comparison fails or times out; a warning is then logged.
 
-    math-verify (install the extra `math`) runs in a separate process, so the reward can be called from any thread. If
-    four comparisons with the same ground truth have failed or timed out in a call, no further answers are compared with
-    this ground truth, to bound the time of the call. These answers are not scorable.
+    math-verify (install the extra `math`) runs in a separate process, so the reward can be called from any thread.
+    If four comparisons with the same ground truth fail or time out in one call, this call compares no further answers
+    with that ground truth. The completions with these answers are not scorable. This rule bounds the time of the call.
 
     Args:
         answer_column: The data column with the ground truth, text or a number. If the text has a part after `####`,
             between answer tags or in `\boxed{}`, that part is the ground truth.
         timeout_seconds: Time limit of one comparison.
-        max_answer_characters: Maximum length of an answer that is parsed. Without tags and box, the answer is searched
-            for in this many characters at the end of the completion.
+        max_answer_characters: Maximum length of an answer; longer answers are wrong. If the completion has neither tags
+            nor a box, only its last `max_answer_characters` characters are searched for the answer.
     """
 
     def __init__(
@@ -138,13 +138,13 @@ class Accuracy(AnswerReward):
         start_comparing()
 
     def compare(self, gold: str, answer: str) -> bool | None:
-        """Compare an answer with the ground truth: the module's function `compare`, with the settings of this reward.
+        """Call the module's function `compare` with the settings of this reward.
 
         Args:
             gold: The ground truth. If it is longer than `max_answer_characters`, the result is None.
             answer: An answer. If it is longer than `max_answer_characters`, it is wrong.
 
-        Returns and raises the same as the module's function `compare`.
+        Return value and errors are those of the function.
         """
         limit = self.max_answer_characters
         if len(gold) > limit:
@@ -177,7 +177,7 @@ class UndecidedError(RuntimeError):
 
 
 class Comparison(Reward):
-    """Compares two expressions; a `Reward`, so that a `WorkerPool` can run it.
+    """Compares two expressions; it is a `Reward`, so that a `WorkerPool` can run it.
 
     Importing math-verify is slow, so only a call imports it.
     """
@@ -187,7 +187,7 @@ class Comparison(Reward):
         return _ready_comparison, ()
 
     def __call__(self, gold: str, answer: str) -> bool | None:
-        """Compare. Args, Returns: as the function `compare`."""
+        """Compare. Args, Returns: as in the function `compare`."""
         from math_verify import verify
 
         expected = parse_short(gold)
@@ -262,8 +262,8 @@ def compare(gold: str, answer: str, timeout_seconds: float) -> bool | None:
 def parse_short(text: str) -> list[Any]:
     r"""Parse a short answer into its possible expressions; empty if it is not mathematics.
 
-    A formula without delimiters is put between `$`, because `math_verify` would parse `2\pi` and `(1, 2)` without `$`
-    as the number 2.
+    A formula without delimiters is put between `$`. Otherwise, `math_verify` would parse both `2\pi` and `(1, 2)` as
+    the number 2.
     """
     from math_verify import parse
 
@@ -348,7 +348,7 @@ def names_several(text: str, expressions: list[Any]) -> bool:
 
 
 def is_negated(text: str) -> bool:
-    """Whether a text negates its answer ("not 54"), which `math_verify` would ignore."""
+    """Whether a text negates its answer ("not 54"); `math_verify` would ignore the negation."""
     return "\\" not in text and _NEGATED.search(text) is not None
 
 

@@ -1,9 +1,9 @@
 r"""Extract the answer from a text.
 
 The answer may be in answer tags, in `\boxed{}`, after `####`, after "the answer is", in bold, or on the last line.
-Other functions of this module find the number in an answer, or the option that it chooses. Completions are untrusted
-text, so all functions take linear time: they use `str` methods, and patterns that cannot backtrack or that look only a
-few characters ahead.
+Other functions of this module find the number in an answer, or the option that the answer chooses. Completions are
+untrusted text, so all functions take linear time: they use `str` methods, and patterns that cannot backtrack or that
+look only a few characters ahead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _UNSPACED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
     "\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"  # Chinese, Japanese, Korean
 )
-"""Letters of scripts without spaces between words, or between words and numbers, for use in `[...]`."""
+"""Letters of scripts without spaces between words, or between words and numbers, for use in `[...]` of a pattern."""
 
 _FULL_WIDTH = str.maketrans(
     {0xFF01 + place: chr(0x21 + place) for place in range(94)} | {"\u3000": " ", "\u3001": ",", "\u3002": "."}
@@ -64,7 +64,10 @@ def between_answer_tags(text: str) -> str | None:
 
 
 def after_reasoning(text: str) -> str:
-    """The text after the last `</think>`, otherwise the whole text; empty if `<think>` is never closed (truncated)."""
+    """The text after the last `</think>`.
+
+    Without `<think>` and `</think>`, it is the whole text. If `<think>` is never closed (truncated), it is empty.
+    """
     _, closing, rest = text.rpartition("</think>")
     return "" if not closing and "<think>" in text else rest
 
@@ -103,8 +106,8 @@ def chat_answer(text: str, finish_reason: str = "stop") -> str | None:
 
     Args:
         text: A completion.
-        finish_reason: "length" if the completion was truncated. Only closed tags and boxes are then read from its last
-            line, because that line may end with half an answer.
+        finish_reason: "length" if the completion was truncated. The last line may then end with half an answer, so only
+            closed tags and boxes are read from this line.
     """
     tagged = between_answer_tags(text)
     final = readable(after_reasoning(text) if tagged is None else tagged)
@@ -227,7 +230,7 @@ def gold_answer(answer: Any, column: str) -> str:
 
 
 def normalize(text: str) -> str:
-    r"""Normalize a text for comparison: remove the commas of "1,000", a full stop at the end, and outer delimiters.
+    r"""Normalize a text for comparison: remove the commas of "1,000", full stops at the end, and outer delimiters.
 
     The delimiters are whitespace, `$`, `\$`, `\(...\)`, `\[...\]` and `**...**`. Full-width characters become ASCII.
     """
@@ -250,12 +253,12 @@ def amount(text: str) -> str:
 
 
 def _strip_marks(text: str) -> str:
-    """Strip whitespace and `$` around a text, and a full stop at its end."""
+    """Strip whitespace and `$` around a text, and full stops at its end."""
     return text.strip(" \t\r\n$").rstrip(" \t\r\n$.")
 
 
 def plain(text: str) -> str:
-    """Lowercase a text, collapse whitespace and strip a full stop at the end."""
+    """Lowercase a text, collapse whitespace and strip full stops at the end."""
     return " ".join(text.casefold().split()).rstrip(". ")
 
 
@@ -299,7 +302,7 @@ _REFUSED = re.compile(
     re.IGNORECASE,
 )
 _REFUSED_CHARACTERS = 80
-"""Number of characters before a letter in which `_REFUSED` is searched."""
+"""Number of characters before a letter that are searched for `_REFUSED`."""
 
 _WRONG = re.compile(
     r"[)\]*_\"'.]{0,4}\s{1,8}(?:is|would\s{1,8}be|must\s{1,8}be|seems)\s{1,8}"
@@ -320,8 +323,8 @@ def choice(text: str) -> str | None:
     3. the marked letter at the start of the text ("B) because", "A, because I ..."); if other letters have the same
        mark ("(A) 1 (B) 2"), the result is None;
     4. the letters that are marked ("(B)") or called an option; if they are different letters, the result is None;
-    5. the capital letters, except "I", that are words of their own; if they are different letters, or one is "A" before
-       a word in small letters, which may be the article ("A cat"), the result is None.
+    5. the capital letters, except "I", that are separate words; if they are different letters, or if one of them may
+       be the article ("A" before a word in small letters, as in "A cat"), the result is None.
 
     If another letter directly follows the letter of rule 2 or 3 ("A, B", "A or B"), the letters are a list, and the
     result is None. A letter that is called wrong ("not B", "B is wrong") is ignored.
@@ -361,13 +364,13 @@ def _is_option(found: re.Match[str], text: str) -> bool:
 
 
 def _is_article(found: re.Match[str], text: str) -> bool:
-    """Whether a lone capital letter may be the article ("A cat", but also "A or B")."""
+    """Whether a lone capital letter may be the article: "A" before a word in small letters ("A cat", even "A or B")."""
     following = text[found.end() : found.end() + 2]
     return found[0] == "A" and following[:1] == " " and following[1:].islower()
 
 
 def _is_listed(found: re.Match[str], text: str) -> bool:
-    """Whether another letter follows directly, unless that letter starts a clause of its own ("A. B is wrong")."""
+    """Whether another letter follows directly, and does not start a new clause ("A. B is wrong")."""
     following = _NEXT.match(text, found.end())
     if following is None or _WORD_FOLLOWS.match(text, following.end()):
         return False

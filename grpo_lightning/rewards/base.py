@@ -5,17 +5,18 @@ A reward is a function or a callable object, sync or async. It is called by keyw
     prompts, completions, completion_ids, finish_reasons, image_views, max_completion_length, trainer_state,
     log_extra, log_metric
 
-and with every data column. Arguments that the signature of the reward does not name are left out; a reward with
-`**kwargs` gets all of them. Prompts, completions, token ids, finish reasons ("stop" or "length"), image views and
-columns are lists with one element per completion; the G completions of a prompt (a group) are adjacent. The element of
-`image_views` is a list with one `ImageView` per image of the prompt: the size of the image, and the coordinate system
-that the policy uses for boxes. `max_completion_length` is the run's limit in tokens, None without a limit.
+and with every data column. Arguments that the reward's signature does not name are left out, unless the signature has
+`**kwargs`. Prompts, completions, token ids, finish reasons, image views and columns are lists with one element per
+completion. A finish reason is "stop", "length" or, in conversations only, "turns" (`core.types.FinishReason`). The G
+completions of a prompt (a group) are adjacent. Each element of `image_views` is a list with one `ImageView` per image
+of the prompt. An `ImageView` holds the size of the image and the coordinate system that the policy uses for boxes.
+`max_completion_length` is the run's limit on the length of a completion, in tokens; None means no limit.
 
 A chat prompt is a list of messages, and its completion is `[{"role": "assistant", "content": text}]`. A text prompt and
 its completion are strings. A reward can request a different form of the completions with `completions_as`. The reward
 returns a number or None for each completion. If all completions of a group get None, the reward does not apply to the
 group. If only some completions of a group get None, these completions are not scorable. Reward functions written for
-TRL run unchanged, as do the ORM classes of ms-swift and, on chat prompts, the rewards of VLM-R1.
+TRL run unchanged, and so do the ORM classes of ms-swift. Rewards of VLM-R1 run unchanged on chat prompts.
 
 For a reward with the attribute `per_group = True`, all these lists have one element per group. For prompts, image views
 and columns, this element is the value of the group: one prompt, one list of image views, one value of the column. For
@@ -23,28 +24,40 @@ completions, token ids and finish reasons, the element is a list of G values. Th
 per group.
 
 For rewards of ms-swift, VLM-R1 and older versions of TRL, these arguments are passed too, if the data has no column of
-the same name: `response_token_ids` and `completions_ids` (both are `completion_ids`), `messages` (the chat including
-the completion; if the prompt starts an assistant turn, the completion is merged into it), `finish_reason`,
-`is_truncated`, `prompt_id`, `request_id`, `rollout_infos` (empty), `images` (the paths of the row's images, None for an
-image that is not a file), `image_path` (as `images`, but None for rows without images), and `problem` (the text of the
-last user message). A class derived from ms-swift's ORM gets the completions as its first argument, whatever the name of
-this argument is.
+the same name:
+
+- `response_token_ids` and `completions_ids`: the same as `completion_ids`.
+- `messages`: the chat including the completion. If the prompt starts an assistant turn, the completion is merged into
+  this turn.
+- `finish_reason`: the same as `finish_reasons`.
+- `is_truncated`: booleans.
+- `prompt_id`: "<source>/<index>" of the prompt.
+- `request_id`: "<prompt_id>/<g>" with g the index of the completion in its group.
+- `rollout_infos`: empty dicts.
+- `images`: the paths of the row's images; None for an image that is not a file.
+- `image_path`: the same as `images`, but None for rows without images.
+- `problem`: the text of the last user message.
+
+A class derived from ms-swift's ORM gets the completions as its first argument, whatever the name of this argument is.
 
 For conversations (`model.environment`), the completion of a chat consists of all messages after the prompt, including
 the observations. The text of such a completion is the text of the policy's last turn. These arguments are passed too,
-if the data has no column of the same name: `turns` (lists of `core.types.Turn`), `environment_rewards` (the sum of the
-environment's rewards, None if it gave none), `environment_metrics` (dicts with the sums of the numbers that the
-environment logs) and, if the signature names it, `environments` (the user's environment object, as it is at the end of
-the conversation).
+if the data has no column of the same name:
+
+- `turns`: the turns of each conversation, as a list of `core.types.Turn`.
+- `environment_rewards`: the sum of the environment's rewards; None if the environment gave no reward.
+- `environment_metrics`: dicts with the sums of the numbers that the environment logs.
+- `environments`, only if the signature names it: the user's environment object, as it is at the end of the
+  conversation.
 
 By default, a call gets the completions of one prompt. Only a call of an async reward, or of a reward with
 `in_process = True`, gets the completions of the whole batch. Worker processes (`rewards/workers.py`) call copies of a
 reward, so a reward that runs there must keep no state between calls.
 
 A `Reward` may override two checks, which run before any weights load: `check` for its settings, and `check_row` for
-each row that it will score. It may load its models in `connect`, which is called when the policy is loaded. A reward
-that runs in the training process may start its slow part for each prompt in `prefetch`, while other prompts are still
-being sampled.
+each row that it will score. It may load its models in `connect`, which is called when the policy is loaded. In
+`prefetch`, a reward that runs in the training process may start the slow part of scoring one prompt's completions while
+other prompts are still being sampled.
 """
 
 from __future__ import annotations
@@ -86,8 +99,8 @@ ALIASES = (
     "environment_rewards",
     "environment_metrics",
 )
-"""Further arguments, passed if the data have no column of that name: arguments with names from TRL, ms-swift and
-VLM-R1, and the results of the environments of conversations."""
+"""Further arguments, passed if the data has no column of that name. The last four describe conversations and their
+environments. The others have names from TRL, ms-swift and VLM-R1."""
 
 RESERVED_NAMES = frozenset(
     {"zero_variance_groups", "failures", "length", "mean", "not_scorable", "reward", "std", "truncated"}
@@ -111,7 +124,8 @@ ImageSize = tuple[int, int] | None
 CompletionsAs = Literal["auto", "text", "messages"]
 
 _TEXT_CLASSES = {"ORM", "AsyncORM"}
-"""Names of ms-swift's base classes of rewards that take text. Comparing names avoids an import of ms-swift."""
+"""Names of ms-swift's base classes. Rewards derived from them take text. Comparing names avoids an import of
+ms-swift."""
 
 
 class Reward(ABC):
@@ -121,12 +135,13 @@ class Reward(ABC):
     """True if the reward is called with whole groups."""
 
     says_solved: bool = False
-    """True if a value of 1 means that the completion solves its prompt, because the reward compares the completion with
-    the ground truth. Validation (`val/avg@G`) uses the first such reward, unless `validation.success` names another."""
+    """True if a value of 1 means that the completion solves its prompt. This holds for rewards that compare the
+    completion with the ground truth. Validation (`val/avg@G`) uses the first such reward, unless `validation.success`
+    names another."""
 
     in_process: bool = False
-    """True if the reward is called in the training process, once per batch, because it uses a device or scores many
-    completions at once."""
+    """True if the reward is called in the training process, once per batch. Set it for a reward that uses a device or
+    scores many completions at once."""
 
     required_columns: tuple[str, ...] = ()
     """Data columns that the reward needs, in addition to the columns in its signature."""
@@ -144,7 +159,11 @@ class Reward(ABC):
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Score completions; name the arguments needed. Returns: [B] numbers or None ([N] lists if `per_group`)."""
+        """Score completions; an override names the arguments that it needs.
+
+        Returns:
+            [B] values, each a number or None; with `per_group`, [N] lists of G values.
+        """
 
     def check(self, max_completion_length: int) -> None:  # noqa: B027 (most rewards have nothing to check)
         """Check the reward's settings against the settings of the run, before any weights load.
@@ -152,7 +171,7 @@ class Reward(ABC):
         A reward that contains other rewards must also call their `check`.
 
         Args:
-            max_completion_length: The training run's limit, in tokens.
+            max_completion_length: The training run's limit on the length of a completion, in tokens.
 
         Raises:
             ValueError: If the reward's settings do not fit the run.
@@ -170,7 +189,7 @@ class Reward(ABC):
             image_sizes: One per image of the row.
 
         Raises:
-            ValueError: If the reward would raise an error for this row whatever the completion is.
+            ValueError: If the reward would raise an error for this row, whatever the completion is.
         """
 
     def warm_up(self) -> None:  # noqa: B027
@@ -183,11 +202,11 @@ class Reward(ABC):
         """Start the slow part of scoring one prompt's completions, while other prompts are still being sampled.
 
         This method is for rewards that run in the training process and get the whole batch in one call. An example is a
-        judge behind a server: `prefetch` queries the server, and the later call uses the replies. `prefetch` gets the
-        arguments of that call, but only for one prompt, and without the logging functions. It runs in the event loop of
-        asynchronous rewards. The later call may get different completions. The coroutine is cancelled when the batch is
-        scored, and also if the batch is not scored at all. An error that the coroutine raises is logged, and has no
-        other effect.
+        judge on a server: `prefetch` queries the server, and the later call uses the replies. `prefetch` gets the
+        arguments of the later call, but only for one prompt, and without the logging functions. It runs in the event
+        loop of asynchronous rewards. The later call may get different completions. The coroutine is cancelled when the
+        batch is scored, and also if the batch is not scored at all. An error that the coroutine raises is logged, and
+        has no other effect.
         """
 
     def connect(self, device: torch.device) -> None:  # noqa: B027
@@ -206,13 +225,13 @@ class Reward(ABC):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The progress of the run, for rewards: a picklable copy of the Trainer's counters under their usual names."""
+    """The progress of the run, as rewards get it: a picklable copy of the Trainer's counters, with the same names."""
 
     global_step: int
     """Completed optimizer steps."""
 
     max_steps: int
-    """-1 without a limit."""
+    """Limit of `global_step`; -1 means no limit."""
 
     current_epoch: int
     max_epochs: int | None
@@ -221,17 +240,17 @@ class TrainerState:
 
     @property
     def epoch(self) -> float:
-        """`current_epoch`, under its name in the transformers Trainer."""
+        """`current_epoch`, under the name that the transformers Trainer uses."""
         return float(self.current_epoch)
 
     @property
     def num_train_epochs(self) -> int | None:
-        """`max_epochs`, under its name in the transformers Trainer."""
+        """`max_epochs`, under the name that the transformers Trainer uses."""
         return self.max_epochs
 
     @property
     def is_world_process_zero(self) -> bool:
-        """Whether `global_rank` is 0, under its name in the transformers Trainer."""
+        """Whether `global_rank` is 0, under the name that the transformers Trainer uses."""
         return self.global_rank == 0
 
     @classmethod
@@ -261,13 +280,14 @@ class WeightedReward(Reward):
         reward: The function or callable object.
         weight: Factor in the total; with 0 the reward is only computed and logged.
         name: The name in logs; by default the function's name, or the class name in snake case.
-        on_error: The consequence of a failure: "raise" stops the run, "none" sets the value to None, "value" sets it to
-            `error_value`. An invalid value is a failure of one completion; with "none", this completion is not
-            scorable. Any other failure affects all completions of the call; with "none", only the other rewards count
-            for these completions.
-        error_value: The value after a failure; only with `on_error="value"`.
+        on_error: The effect of a failure. "raise" stops the run, "none" sets the affected values to None, and "value"
+            sets them to `error_value`. An invalid value affects one completion. With "none", this completion is then
+            not scorable. Any other failure affects all completions of the call. With "none", only the other rewards
+            then count for these completions.
+        error_value: The value of the affected completions after a failure; only with `on_error="value"`.
         completions_as: "text" passes completions as strings and "messages" as message lists, whatever the form of the
-            prompt. "auto" uses the form of the prompt, but text for classes derived from ms-swift's ORM or AsyncORM.
+            prompt. "auto" uses the form of the prompt, except that classes derived from ms-swift's ORM or AsyncORM get
+            text.
     """
 
     def __init__(
@@ -335,7 +355,7 @@ class WeightedReward(Reward):
         return {name: value for name, value in available.items() if self._takes_all or name in self._named}
 
     def names(self, argument: str) -> bool:
-        """Whether the reward's signature names an argument, with or without `**kwargs` next to it."""
+        """Whether the reward's signature names an argument; `**kwargs` alone does not name it."""
         return argument in self._named
 
     def check(self, max_completion_length: int) -> None:
@@ -365,9 +385,10 @@ class WeightedReward(Reward):
 
     @property
     def has_prefetch(self) -> bool:
-        """True if the wrapped reward overrides `Reward.prefetch`, and no later subclass overrides only `__call__`.
+        """True if the wrapped reward overrides `Reward.prefetch`, and the override fits its `__call__`.
 
-        A subclass that overrides only `__call__` may need different results from those that its base class prefetches.
+        If a subclass overrides only `__call__`, its `__call__` may need different results from those that the inherited
+        `prefetch` fetches. The value is then False.
         """
         inner = innermost(self.reward)
         if not isinstance(inner, Reward) or type(inner).prefetch is Reward.prefetch:
@@ -390,8 +411,8 @@ class WeightedReward(Reward):
     def may_read(self, column: str) -> bool:
         """Whether the reward may read a data column.
 
-        A function with `**kwargs` may read any column. A `Reward` with `**kwargs` names the columns that it reads in
-        its signature, or declares them in `required_columns` and `optional_columns`.
+        A function with `**kwargs` may read any column. A `Reward` with `**kwargs` reads only the columns that its
+        signature names, and those in `required_columns` and `optional_columns`.
         """
         if self.names(column) or column in (*self.required_columns, *self.optional_columns):
             return True
@@ -409,7 +430,7 @@ def completion_text(completion: Content) -> str:
 
 
 def prompt_text(prompt: Content) -> str:
-    """Extract the text of a prompt; for a chat, the text of its last message, not counting a prefill."""
+    """Extract the text of a prompt; for a chat, that of its last message, ignoring a prefilled assistant message."""
     is_prefilled = not isinstance(prompt, str) and len(prompt) > 1 and prompt[-1]["role"] == "assistant"
     return completion_text(prompt[:-1] if is_prefilled else prompt)
 
@@ -424,12 +445,12 @@ def completion_in_form(completion: Content, form: CompletionsAs) -> Content:
 
 
 def inner_reward(reward: RewardLike, outer: str, name: str | None = None) -> WeightedReward:
-    """Wrap the inner reward of an outer reward, which calls the inner reward and uses its values.
+    """Wrap an inner reward, which is a reward that another reward (the outer reward) calls.
 
     Args:
         reward: The inner reward.
-        outer: Class name of the outer reward.
-        name: The name of the inner reward in messages.
+        outer: Class name of the outer reward, for messages.
+        name: The name of the inner reward, for messages.
 
     Raises:
         ValueError: If the inner reward takes whole groups, or has a weight or failure policy of its own.
@@ -518,7 +539,7 @@ def innermost(reward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keywords(reward: Callable[..., Any], name: str) -> tuple[frozenset[str], bool, list[str]]:
-    """The keyword arguments that a reward names, whether it takes all others too, and the ones that it requires.
+    """Read a reward's signature: the named keyword arguments, whether it has `**kwargs`, and the required arguments.
 
     Raises:
         ValueError: If the reward cannot be called by keyword.

@@ -94,7 +94,7 @@ class YesNo(Method):
 
 
 class AllMatch(Method):
-    """1 if the answer equals the ground truth, ignoring case, whitespace and a full stop at the end."""
+    """1 if the answer equals the ground truth, ignoring case, the amount of whitespace, and full stops at the end."""
 
     def score(self, given: str, right: str) -> float | None:
         """Compare the texts."""
@@ -118,9 +118,9 @@ class Counting(Method):
 class TextSimilarity(Method):
     """Similarity of the answer a and the ground truth b: 2 * LCS / (len(a) + len(b)), in characters.
 
-    LCS is the length of the longest common subsequence. Case, whitespace and a full stop at the end are ignored.
-    VLM-R1's `default` method scores text by the same formula (`Levenshtein.ratio`). Words of similar spelling get a
-    high value, whatever they mean.
+    LCS is the length of the longest common subsequence. Case, the amount of whitespace, and full stops at the end are
+    ignored. VLM-R1's `default` method scores text by the same formula (`Levenshtein.ratio`). Words of similar spelling
+    get a high value, whatever they mean.
     """
 
     def score(self, given: str, right: str) -> float | None:
@@ -131,14 +131,14 @@ class TextSimilarity(Method):
 class AnyAnswer(Method):
     r"""1 if the answer is correct; the kind of ground truth (number, option, mathematics, text) selects the comparison.
 
-    An answer with the same text as the ground truth, ignoring case, whitespace and a full stop, is correct. Other
-    answers are compared by the kind of ground truth:
+    An answer that equals the ground truth as in `AllMatch` is correct. Other answers are compared by the kind of ground
+    truth:
 
-    - A number: correct if the answer has exactly one number, and this number is equal ("There are 3." is 3); a formula
-      ("3/4" for 0.75, "12 cm" for 12) is compared as mathematics.
-    - One letter: as `MultipleChoice`.
-    - Mathematics: as `Accuracy`.
-    - Other text: the answer is wrong; with `has_partial_credit`, it gets the value of `TextSimilarity`. VLM-R1 always
+    - A number: an answer with exactly one number is correct if that number equals the ground truth ("There are 3." is
+      3). An answer that is a formula ("3/4" for 0.75, "12 cm" for 12) is compared as mathematics.
+    - One letter: compared as in `MultipleChoice`.
+    - Mathematics: compared as in `Accuracy`.
+    - Other text: the answer is wrong or, with `has_partial_credit`, gets the value of `TextSimilarity`. VLM-R1 always
       gives this partial credit, and thus rewards words of similar spelling.
 
     Args:
@@ -175,7 +175,7 @@ class AnyAnswer(Method):
 
 
 def shipped_methods() -> dict[str, Callable[[str], RewardLike]]:
-    """The built-in methods by their name in the column `accu_reward_method`; called with the answer column."""
+    """The built-in methods, by their name in the column `accu_reward_method`. Each is called with the answer column."""
     from grpo_lightning.rewards.boxes.rewards import DetectionMAP, IoU, OdLength, WeightedSum  # they need torch
 
     return {
@@ -198,15 +198,14 @@ def shipped_methods() -> dict[str, Callable[[str], RewardLike]]:
 class ByMethod(Reward):
     """Scores each row by the method named in its column `accu_reward_method`.
 
-    Built-in methods: `default` (`AnyAnswer`), `math` (`Accuracy`), `mcq` (`MultipleChoice`), `yes_no` (`YesNo`),
-    `all_match` (`AllMatch`), `counting` (`Counting`); for boxes `iou` and `rec` (`IoU`), `map` and `od_ap`
-    (`DetectionMAP`), `od_ap50` (the same with `iou_threshold=0.5`), `odLength` (`OdLength`) and `weighted_sum`
-    (`WeightedSum`). `llm` needs an `LLMJudge` among `methods`. If the package that a method needs is missing, an error
-    is raised only if a row names this method.
+    The built-in methods for short answers are `default` (`AnyAnswer`), `math` (`Accuracy`), `mcq` (`MultipleChoice`),
+    `yes_no` (`YesNo`), `all_match` (`AllMatch`) and `counting` (`Counting`). Those for boxes are `iou` and `rec`
+    (`IoU`), `map` and `od_ap` (`DetectionMAP`), `od_ap50` (`DetectionMAP` with `iou_threshold=0.5`), `odLength`
+    (`OdLength`) and `weighted_sum` (`WeightedSum`). The method `llm` needs an `LLMJudge` in `methods`. If the package
+    that a method needs is missing, an error is raised only if this method is the default, or if a row names it.
 
     Args:
-        methods: Further methods by name, or replacements of built-in methods: any rewards except rewards for whole
-            groups.
+        methods: Further methods by name, or replacements of built-in methods. Rewards for whole groups are not allowed.
         default: The method of rows that name no method (the column is missing, None or empty).
         method_column: The data column with the name of the method.
         answer_column: The data column with the ground truth, for the built-in methods.
@@ -225,7 +224,8 @@ class ByMethod(Reward):
         """Make the methods.
 
         Raises:
-            ValueError: If `default` is unknown, or a method takes whole groups or has its own weight or failure policy.
+            ValueError: If `default` is unknown, or if a method takes whole groups or has a weight or failure policy of
+                its own.
             ImportError: If the package that `default` needs is missing.
         """
         made: dict[str, RewardLike] = {}
@@ -292,7 +292,7 @@ class ByMethod(Reward):
             await method.prefetch(completions=in_form, **available)
 
     def check(self, max_completion_length: int) -> None:
-        """Check all methods. Raises: ValueError as the methods do."""
+        """Check all methods. Raises: ValueError if a check fails."""
         for method in self.methods.values():
             method.check(max_completion_length)
 
@@ -315,7 +315,7 @@ class ByMethod(Reward):
             raise ValueError(f"its method {method!r}: {error}") from error
 
     def warm_up(self) -> None:
-        """Warm up the default method; the others may never be called."""
+        """Warm up only the default method, because the others may never be called."""
         self.methods[self.default].warm_up()
 
     def connect(self, device: torch.device) -> None:

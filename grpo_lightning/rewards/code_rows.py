@@ -11,11 +11,11 @@
 | HumanEval | `test`: `def check(candidate): ...`, and `entry_point` |
 
 A case is `{"type": "stdin_stdout", "input": ..., "output": ...}`. A case of the type `"function_call"` also has the
-function's name in `fn_name`. A case without a type is a call if it names a function. In LiveCodeBench the key is
-`testtype`, the types are `stdin` and `functional`, and the function's name is in the `metadata` of the case or of the
-row.
+function's name in `fn_name`. A case without a type is a call if it names a function. In LiveCodeBench, the key of the
+type is `testtype`, the types are `stdin` and `functional`, and the function's name is in the `metadata` of the case or
+of the row.
 
-Instead of an object or a list, a column may hold its JSON text.
+A column may also hold the JSON text of such an object or list.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STDIN_TYPES = ("stdin_stdout", "stdin")
 CALL_TYPES = ("function_call", "functional", "call_based")
 
 _COMPRESSED = "eJ"
-"""The first two bytes of zlib's default format, in base64. Python code in this module's formats never starts with these
+"""The beginning of zlib's default format, in base64. Python code in this module's formats never starts with these
 characters."""
 
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][+-]?[0-9]+)?")
@@ -88,8 +88,8 @@ def read_tests(value: Any, column: str, setup: str = "", entry_point: str | None
         value: The value of a column, in one of the formats that this module's docstring lists.
         column: The column's name, for errors.
         setup: Code to run before test code.
-        entry_point: For test code, the argument of its `check`, as Python code. For cases that call a
-            function, its name if the case itself names none.
+        entry_point: For test code, the Python expression that is passed to its function `check`. For a case, the name
+            of the function to call if the case itself names none.
 
     Raises:
         ValueError: If `value` has another format.
@@ -134,7 +134,7 @@ def _is_expression(text: str) -> bool:
 
 
 class _FormatError(Exception):
-    """A problem with a value; its text ends a sentence that starts with "column <name>"."""
+    """A problem with a value. The message continues a sentence that starts with "column <name>"."""
 
 
 def _read(value: Any, setup: str, entry_point: str | None) -> Iterator[Test]:
@@ -157,7 +157,7 @@ def _read(value: Any, setup: str, entry_point: str | None) -> Iterator[Test]:
 
 
 def _from_text(text: str) -> Any:
-    """Decompress a text if it is compressed; parse JSON (it starts with "{" or "["), and return test code unchanged."""
+    """Decompress a compressed text. Parse the text if it is JSON (starts with "{" or "["), else return it unchanged."""
     if text.startswith(_COMPRESSED):
         text = _decompress(text)
     if not text.lstrip().startswith(("{", "[")):
@@ -277,7 +277,7 @@ def _to_lists(value: Any) -> Any:
 
 
 def _code(setup: str, code: str, entry_point: str | None) -> Code:
-    """Find the names in test code that the program has to define. Raises: _FormatError."""
+    """Parse test code, and find the names that the program has to define. Raises: _FormatError."""
     try:
         tree = ast.parse(f"{setup}\n{code}")
         defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
@@ -394,7 +394,10 @@ def same_word(given: str, expected: str, tolerance: float) -> bool:
 
 
 def same_value(given: Any, expected: Any, tolerance: float) -> bool:
-    """Compare a returned value with one from JSON: tuples equal lists, keys are compared as text, floats may differ.
+    """Compare a returned value with a value from JSON.
+
+    A tuple equals a list with equal items. The keys of dictionaries are compared as text. Floats may differ by the
+    tolerance.
 
     Args:
         given: A value of builtin types.
@@ -427,12 +430,12 @@ def accepts(call: Call, value: Any, tolerance: float) -> bool:
     """Whether a call returned one of the accepted values. Args: tolerance: as in `same_value`."""
     try:
         return any(same_value(value, wanted, tolerance) for wanted in call.accepted)
-    except (RecursionError, ValueError):  # nested too deeply, or a key too long for a text
+    except (RecursionError, ValueError):  # nested too deeply, or an integer key has too many digits for `str`
         return False
 
 
 def largest_output(test: Stdin | Call) -> int:
-    """Maximum output of a test, in bytes; it has room for spaces, and for a different encoding of the values."""
+    """Maximum size of a test's output, in bytes, with room for more spaces or for another encoding of the values."""
     if isinstance(test, Stdin):
         return 65536 + 12 * len(test.expected.encode("utf-8", "surrogatepass"))
     return 65536 + 3 * max(len(values.pack_frame(values.encode(value, values.refuse))) for value in test.accepted)

@@ -1,15 +1,15 @@
 """Reward of programs: run the program of a completion on the tests of its row.
 
-Programs are untrusted code. They run in a sandbox (`rewards/sandbox/`) in which the kernel refuses files, sockets,
-processes and signals, and they cannot read the expected answers:
+Programs are untrusted code. They run in a sandbox (`rewards/sandbox/`), in which the kernel refuses access to files,
+sockets and other processes. Programs cannot read the expected answers:
 
 - Standard output and returned values are compared with the expected ones in the reward's process.
-- Test code (`assert f(1) == 2`) runs in a process of its own, and calls the program's functions through pipes. It gets
-  copies of the returned values, made of builtin types, so a program cannot pass by patching `==` or a builtin, or by
-  ending its process with status 0.
+- Test code (`assert f(1) == 2`) runs in a separate process, and calls the program's functions through pipes. The
+  returned values reach the test code as copies, which have builtin types only. Therefore a program cannot pass by
+  patching `==` or a builtin, or by ending its process with status 0.
 
-A program can still pass without solving the problem: it can recognise the arguments of the tests, or print answers that
-the prompt shows.
+A program can still pass without solving the problem: it can recognise the arguments of the tests, or print the expected
+answers if the row's prompt contains them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Result:
 
     value: float | None
     text: str
-    """The text in the log of completions: the number of passed tests, and the reason of the first failure."""
+    """The text in the log of completions: the number of passed tests, and the reason for the first failure."""
 
     timed_out: bool = False
     problem: str = ""
@@ -69,41 +69,46 @@ class CodeTests(Reward):
 
     There are three kinds of tests; `code_rows` lists the data formats:
 
-    - Standard input and output: passes if the program ends with status 0 and prints the expected words, line by line.
-    - Function call: passes if the program's function returns the expected value.
-    - Test code (`assert f(1) == 2`): passes if it raises nothing. It can use the program's functions and classes by
-      name; arguments and returned values are copied between the processes of the test and of the program.
+    - Standard input and output: the test passes if the program ends with status 0 and prints the expected words, line
+      by line.
+    - Function call: the test passes if the program's function returns the expected value.
+    - Test code (`assert f(1) == 2`): the test passes if the code raises nothing. The code can use the program's
+      functions and classes by name. Arguments and returned values are copied between the test's process and the
+      program's.
 
-    Each test runs in a new process, in a sandbox without network access and without access to other processes. The only
-    files that can be read there are the standard library and the system's shared libraries. The sandbox needs Linux
-    5.13 or later with Landlock, on x86_64 or aarch64. It needs no privileges. A run on another system is refused.
+    Each test runs in new processes, in a sandbox without access to the network or to other processes. The only files
+    that can be read in the sandbox are the standard library, the system's shared libraries and three system files. The
+    sandbox needs Linux 5.13 or later with Landlock, on x86_64 or aarch64. It needs no privileges. A run on another
+    system is refused, except that `allow_file_reads` permits a kernel without Landlock.
 
-    Logs the fraction of completions without a program (`code_tests/no_program`), and the fraction of completions with a
-    test that ran out of time (`code_tests/timed_out`). The log of completions gets a column `code_tests`: the number of
-    passed tests, and the reason of the first failure.
+    The reward logs the fraction of completions without a program (`code_tests/no_program`), and the fraction of
+    completions with a test that ran out of time (`code_tests/timed_out`). The log of completions gets a column
+    `code_tests`: the number of passed tests, and the reason for the first failure.
 
     Args:
         tests_columns: The data columns with the tests: `[verification_info]` (open-r1), `[input_output]` (APPS, TACO),
             `[public_tests, private_tests]` (code_contests), `[public_test_cases, private_test_cases]`
-            (LiveCodeBench), `[test_list]` (MBPP), `[test]` (HumanEval). A column without a value is skipped. If none of
-            these columns has a value, the row is not scorable.
+            (LiveCodeBench), `[test_list]` (MBPP), `[test]` (HumanEval). A column without a value is skipped. If no
+            column of `tests_columns` has a value, the row is not scorable.
         setup_column: The data column with code to run before the test code: `test_setup_code` or `test_imports` (MBPP).
-        entry_point_column: The data column with the name of a function. With `entry_point` (HumanEval), this function
-            is passed to `check`. With `metadata` (LiveCodeBench), the tests call this function.
-        score: "fraction" of the tests that pass, or "all": 1 if all tests pass, else 0.
-        max_tests: Run only this many tests of a row, from the first; null runs all.
-        timeout_seconds: Time limit of a test, in wall time and (up to one second more) in CPU time. After the first
-            test that exceeds it, the remaining tests of the program count as failed.
-        call_seconds: Time for all programs of a call of the reward (the G completions of a prompt). Each program gets
-            an equal part of the time that is left; tests that do not run in that time count as failed. Keep
+        entry_point_column: The data column with the name of a function. A function named in the column `entry_point`
+            (HumanEval) is passed to `check`. A function named in the column `metadata` (LiveCodeBench) is called by the
+            tests.
+        score: "fraction" is the fraction of the tests that pass. "all" is 1 if all tests pass, else 0.
+        max_tests: Run only the first `max_tests` tests of a row; null runs all tests.
+        timeout_seconds: Time limit of a test in wall time. After the first test that exceeds it, the remaining tests of
+            the program count as failed. The limit in CPU time is at most one second longer.
+        call_seconds: Time for all programs in one call of the reward (the G completions of a prompt). Each program gets
+            an equal part of the time that is left. Tests that do not run within this part count as failed. Keep
             `call_seconds` below `model.reward_workers.timeout_seconds`.
         memory_mb: Address space in MB that a program may reserve.
-        tolerance: Decimal numbers are equal if they differ by at most this, absolutely or relative to the expected
-            number. Printed integers must be equal as text. With 0, printed decimal numbers must be equal as text, too.
-        preamble: Code that every program starts with. The default imports the type names that LeetCode solutions use
-            without importing them.
-        allow_file_reads: Also run where the kernel has no Landlock. Programs can then read every file of this user, so
-            set this only in a container that holds nothing secret.
+        tolerance: Decimal numbers are equal if they differ by at most `tolerance`, absolutely or relative to the
+            expected number. Printed integers must be equal as text. With 0, printed decimal numbers must be equal as
+            text, too.
+        preamble: Code that runs before the code of every program. The default imports the type names that LeetCode
+            solutions use without importing them.
+        allow_file_reads: Run programs even if the kernel has no Landlock. Programs can then read every file of this
+            user, so set this only in a container that holds nothing secret.
     """
 
     says_solved = True
@@ -165,8 +170,8 @@ class CodeTests(Reward):
             columns: [B] values of each data column.
 
         Returns:
-            [B] values, 0 to 1; None where the row has no tests, or where test code passes an argument that cannot be
-            copied to the program.
+            [B] values, 0 to 1; None where the row has no tests, or where test code passes the program an argument that
+            cannot be copied.
 
         Raises:
             ValueError: If a row's tests are in no known format.
@@ -294,7 +299,7 @@ def python_program(text: str) -> str | None:
     2. the last block without a language,
     3. if there is no block at all, the content of the last `<answer>...</answer>`.
 
-    (open-r1 and ms-swift read the last python block of the whole text, verl the last one after the reasoning.)
+    (open-r1 and ms-swift read the last python block of the whole text. verl reads the last one after the reasoning.)
     """
     text = after_reasoning(text)
     blocks = fenced_blocks(text)

@@ -38,13 +38,13 @@ class Countdown(Reward):
     expression may be followed by `= target`. Any other answer is wrong. Answers are never executed as code:
     `99**98**97` is a wrong answer and takes no time.
 
-    With the defaults, this is the task of TinyZero (data columns `nums` and `target`); TinyZero's own reward calls
-    Python's `eval`, which hangs on `99**98**97`. With `uses="some"`, it is the task `countdown` of reasoning-gym.
+    With the defaults, the task is that of TinyZero (data columns `nums` and `target`). TinyZero's own reward calls
+    Python's `eval`, which hangs on `99**98**97`. With `uses="some"`, the task is `countdown` of reasoning-gym.
 
     Args:
         numbers_column: The data column with the numbers that may be used.
         target_column: The data column with the target value.
-        uses: "all": each number must be used exactly once; "some": numbers may be left out.
+        uses: "all" requires each number exactly once. With "some", numbers may be left out.
     """
 
     says_solved = True
@@ -66,7 +66,7 @@ class Countdown(Reward):
         return [self._score(completion_text(completion), numbers, target) for completion, numbers, target in rows]
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Check the numbers and target of a row. Raises: ValueError as a call does."""
+        """Check the numbers and target of a row. Raises: ValueError if a call with this row would raise one."""
         self._task(columns.get(self.numbers_column), columns.get(self.target_column))
 
     def _score(self, text: str, numbers: Any, target: Any) -> float | None:
@@ -101,13 +101,14 @@ def evaluate(text: str, *, max_numbers: int) -> tuple[Fraction | None, Counter[i
     """Evaluate an expression of integers, + - * / and parentheses, exactly and without executing it.
 
     Args:
-        text: The expression: untrusted text.
-        max_numbers: Maximum count of numbers in the expression, which bounds the size of its value.
+        text: The expression, which is untrusted text.
+        max_numbers: Maximum count of numbers in the expression. This bounds the size of the expression's value.
 
     Returns:
         (The value of the expression, the count of each number in it). The value is None if the text is not such an
-        expression (for example because it has powers, decimals, words, two signs in a row or an extra operator), is too
-        long, has too many numbers or a number that is too long, or divides by 0.
+        expression, for example because it has powers, decimals, words, two signs in a row or an extra operator. The
+        value is also None if the text is too long, if there are too many numbers, if a number is too long, or if the
+        expression divides by 0.
     """
     text = " ".join(text.translate(_SIGNS).split())
     numbers = re.findall(r"[0-9]+", text) if len(text) <= MAX_CHARACTERS else []

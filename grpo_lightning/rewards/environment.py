@@ -12,7 +12,8 @@ class EnvironmentReward(Reward):
     """The sum of the rewards that the environment gave for the turns of a conversation (`environments.base.Step`).
 
     Args:
-        default: The value for a conversation in which the environment gave no reward; null makes it not scorable.
+        default: The value for a conversation in which the environment gave no reward; null makes the completion not
+            scorable.
     """
 
     says_solved = True
@@ -28,12 +29,15 @@ class EnvironmentReward(Reward):
 
 
 class ToolUse(Reward):
-    """1 if a tool was run in the conversation, else 0. With weight 0, the reward only logs the fraction of 1s.
+    """1 if a tool was run in the conversation, else 0.
 
-    A call that ran counts, even if the tool raised an error, took too long or crashed. (In the metrics
-    `environment/calls/<outcome>`, these are the outcomes `ok`, `exception`, `timeout` and `crash`.) A refused call does
-    not count. Calls are refused if they are malformed, name an unknown tool, have wrong arguments or are too many. If
-    an environment does not count calls, a message of the role "tool" counts as a call.
+    With weight 0, the reward only logs the fraction of conversations in which a tool was run.
+
+    A call that ran counts, even if the tool raised an error, took too long or crashed. In the metrics
+    `environment/calls/<outcome>`, a call that ran has the outcome `ok`, `exception`, `timeout` or `crash`. A refused
+    call does not count. A call is refused if it is malformed, names an unknown tool, has wrong arguments, or exceeds
+    the maximum number of calls. If an environment does not count calls, a message of the role "tool" counts as a call
+    that ran.
     """
 
     def __call__(

@@ -106,7 +106,7 @@ class Cosine(Reward):
     The reward goes from start (`min_len_correct` or `min_len_wrong`) at length 0 to end (`max_len_correct` or
     `max_len_wrong`) at length T, and is constant beyond T (Yeo et al., arXiv:2502.03373, app. C.1). The defaults are
     those of ms-swift. TRL's `get_cosine_scaled_reward` has `min_len_wrong=-1, max_len_wrong=-0.5` and no default for
-    `max_len`; VLM-R1's `length` has `max_len=1024` and treats every answer as correct.
+    `max_len`. VLM-R1's `length` has `max_len=1024` and treats every answer as correct.
 
     Args:
         min_len_correct: Reward of a correct answer of length 0.
@@ -114,8 +114,8 @@ class Cosine(Reward):
         min_len_wrong: Reward of a wrong answer of length 0.
         max_len_wrong: Reward of a wrong answer of length T.
         max_len: T, in tokens; None uses the run's `max_completion_length`.
-        accuracy: The reward that decides which answers are correct: those to which it gives at least 1. Where it gives
-            None, `Cosine` gives None too. By default `Accuracy()`.
+        accuracy: The reward that decides which answers are correct; by default `Accuracy()`. An answer is correct if
+            this reward is at least 1. Where this reward is None, `Cosine` is None too.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Cosine(Reward):
         return [None if value is None else self._score(float(value), tokens, limit) for value, tokens in pairs]
 
     def _score(self, accuracy: float, tokens: int, limit: int) -> float:
-        """Score one completion; NaN stays NaN, for the failure policy."""
+        """Score one completion; NaN stays NaN, so that the failure policy handles it."""
         if math.isnan(accuracy):
             return accuracy
         start, end = self.correct if accuracy >= 1 else self.wrong

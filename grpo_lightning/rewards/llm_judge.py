@@ -65,19 +65,20 @@ class LLMJudge(AnswerReward):
     r"""The score from 0 to 1 that a language model, the judge, gives an answer (VLM-R1's method `llm`).
 
     The judge gets the question (the text of the prompt's last turn), the ground truth and the answer of the completion.
-    The answer is the content of the last `<answer>...</answer>`; without these tags, the content of the last
-    `\boxed{...}` after the reasoning; without a box, the whole text after the reasoning. The judge is queried
-    concurrently for all completions of a batch, while other rewards run; the queries of a prompt start when its
-    completions have ended, while other prompts are still being sampled.
+    The answer is the content of the last `<answer>...</answer>`. Without these tags, it is the content of the last
+    `\boxed{...}` after the reasoning. Without a box, it is the whole text after the reasoning. The judge is queried
+    concurrently for all completions of a batch, while other rewards run. The queries for a prompt start as soon as its
+    completions are sampled, even while other prompts are still being sampled.
 
     If a query fails, or the reply has no score, the completion is not scorable (None). A warning is logged, and the
     fraction of such completions is logged as `llm_judge/failed`. If all queries of a batch fail (wrong address, key or
-    model), the reward raises an error, which is handled as `WeightedReward.on_error` sets. VLM-R1 uses a fixed model,
+    model), the reward raises an error. `WeightedReward.on_error` decides what happens then. VLM-R1 uses a fixed model,
     queries it for one completion at a time without a time limit, and compares the texts if a query fails.
 
     Args:
         model: The name of the model at the endpoint.
-        base_url: The endpoint, such as `http://localhost:8000/v1`; None uses `OPENAI_BASE_URL`, otherwise OpenAI.
+        base_url: The endpoint, such as `http://localhost:8000/v1`. With None, it is the value of the environment
+            variable `OPENAI_BASE_URL` or, if this variable is not set, OpenAI's endpoint.
         api_key_env: The environment variable with the API key. It may be unset for your own endpoint.
         answer_column: The data column with the ground truth (see `Method`). A row without ground truth is not scorable.
         prompt: The prompt for the judge. In it, `{question}`, `{right}` (the ground truth) and `{given}` (the answer)
@@ -87,7 +88,7 @@ class LLMJudge(AnswerReward):
         timeout_seconds: Time limit for the connection, and for each wait for data from the endpoint. All attempts of a
             query together take at most (`timeout_seconds` + 60) * (`max_retries` + 1) seconds.
         max_retries: Number of retries after a timeout, a lost connection, too many requests or a server error.
-        concurrency: Maximum number of concurrent queries, over all batches and prompts.
+        concurrency: Maximum number of concurrent queries of all batches and prompts together.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
@@ -163,7 +164,7 @@ class LLMJudge(AnswerReward):
                 early.setdefault(question, []).append(query)
             try:
                 await asyncio.gather(*(query for _, query in queries), return_exceptions=True)
-                await asyncio.Future()  # keeps the replies until the batch is scored, and this coroutine is cancelled
+                await asyncio.Future()  # keeps the replies: this coroutine is cancelled when the batch is scored
             finally:
                 for question, query in queries:
                     query.cancel()
@@ -182,7 +183,7 @@ class LLMJudge(AnswerReward):
         }
 
     def _question(self, question: str, right: str, given: str) -> str:
-        """Fill in the prompt for the judge, in one pass: placeholders inside a completion are not replaced."""
+        """Fill in the prompt for the judge, in one pass, so that placeholders inside a completion are not replaced."""
         texts = {"question": question, "right": right, "given": given}
         return _PLACES.sub(lambda place: texts[place[1]], self.prompt)
 

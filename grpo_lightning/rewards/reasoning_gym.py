@@ -17,13 +17,13 @@ COLUMNS = ("task", "task_config", "entry")
 
 
 class ReasoningGym(Reward):
-    r"""Score from 0 to 1 by reasoning-gym's verifier of the row's task.
+    r"""Score from 0 to 1, given by reasoning-gym's verifier of the row's task.
 
-    The answer is the content of the last answer tags; without tags, the content of the last `\boxed{}` after the
-    reasoning; without `\boxed{}`, the whole text after the reasoning. A blank answer is passed to the verifier
-    as None. The verifier's value is used unchanged, even the 0.01 that some verifiers give to any answer. A verifier
-    fails if it raises an error or does not return a number from 0 to 1. The completion then gets `failed_value`, a
-    warning is logged, and the fraction of such completions is logged as `reasoning_gym/verifier_failed`.
+    The answer is the content of the last answer tags. Without tags, it is the content of the last `\boxed{}` after the
+    reasoning. Without `\boxed{}`, it is the whole text after the reasoning. A blank answer is passed to the verifier as
+    None. The verifier's value is used unchanged, even the 0.01 that some verifiers give to any answer. A verifier fails
+    if it raises an error or does not return a number from 0 to 1. The completion then gets `failed_value`, a warning is
+    logged, and the fraction of such completions is logged as `reasoning_gym/verifier_failed`.
 
     The verifiers of nine tasks (`EVALUATES_ANSWERS`) execute the answer as Python code. Rows of these tasks are refused
     unless `evaluate_answers` is set. For the task countdown, use the reward `Countdown`, which executes nothing.
@@ -65,8 +65,8 @@ class ReasoningGym(Reward):
             [B] values, 0 to 1; None where the row has no task, `failed_value` where the verifier fails.
 
         Raises:
-            ValueError: If a row does not have the format of `ReasoningGymTasks`, or the verifier of its task executes
-                answers and `evaluate_answers` is not set.
+            ValueError: If a row does not have the format of `ReasoningGymTasks`, or if the verifier of its task
+                executes answers and `evaluate_answers` is not set.
         """
         values: list[float | None] = []
         problems: list[str] = []
@@ -88,12 +88,12 @@ class ReasoningGym(Reward):
         return values
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Check the task, settings and item of a row. Raises: ValueError as a call does."""
+        """Check the task, settings and item of a row. Raises: ValueError if a call with this row would raise one."""
         if columns.get("task") is not None:
             self._item(*(columns.get(name) for name in COLUMNS))
 
     def _item(self, task: Any, config: Any, text: Any) -> tuple[Any, Entry]:
-        """Load the task and the item of a row. Raises: ValueError as a call does."""
+        """Load the task and the item of a row. Raises: ValueError if the row is invalid or its task is refused."""
         for name, value in zip(COLUMNS, (task, config, text), strict=True):
             if not isinstance(value, str):
                 raise ValueError(f"column {name!r} must hold text written by ReasoningGymTasks, got {value!r:.80}.")

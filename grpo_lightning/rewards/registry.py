@@ -1,4 +1,4 @@
-"""Reward registry: look up a reward by its short name, built-in or registered by an installed package.
+"""Reward registry: look up a built-in reward, or one that an installed package registers, by its short name.
 
 A package registers a reward with an entry point of the group `grpo_lightning.rewards` in its `pyproject.toml`:
 
@@ -93,7 +93,7 @@ class Plugin(WeightedReward):
         error_value: float | None = None,
         completions_as: CompletionsAs = "auto",
     ) -> None:
-        """Raises: ValueError, ImportError or TypeError as `reward` does."""
+        """Raises: ValueError, ImportError or TypeError if the function `reward` raises one."""
         super().__init__(reward(name, **(init_args or {})), weight, log_name, on_error, error_value, completions_as)
 
 

@@ -30,7 +30,7 @@ KIND = "ForSequenceClassification"
 
 
 class Classifier:
-    """A sequence-classification checkpoint: loads config, tokenizer and weights, and checks the config.
+    """A sequence classifier, given by name or in memory: loads config, tokenizer and weights, and checks the config.
 
     Args:
         model: As in `RewardModel`.
@@ -96,7 +96,11 @@ class Classifier:
             )
 
     def size(self, config: PretrainedConfig) -> tuple[int, int]:
-        """(Number of weights, bytes per weight), from the config alone."""
+        """(Number of weights, bytes per weight).
+
+        The weights of a model in memory are counted. For a model given by name, the config is enough: no weights are
+        loaded.
+        """
         from transformers import AutoModelForSequenceClassification
 
         if not self.is_named:
@@ -152,15 +156,16 @@ class RewardModel(Reward):
     GB for 7 billion weights) and 4 bytes in float32; with `offload`, it takes this memory only during calls. The
     activations of `batch_size` sequences take additional memory, which `grpo-lightning plan` does not count.
 
-    The model is frozen, and it is not a submodule of the LightningModule, so it is in no optimizer, strategy or
-    checkpoint. Automatic mixed precision is off while the model scores.
+    The model is frozen, and it is not a submodule of the LightningModule, so no optimizer, strategy or checkpoint
+    includes it. Automatic mixed precision is off while the model scores.
 
     Args:
         model: Hub name, folder, or a model in memory. A model in memory is frozen and moved to the device.
         tokenizer: A tokenizer, or its name or folder; null uses the model's own. Required for a model in memory.
         revision: Branch, tag or commit of the model on the hub.
         batch_size: Sequences per forward pass; sequences of similar length are in the same pass.
-        max_length: Maximum number of tokens of a sequence; null uses the limit of model and tokenizer.
+        max_length: Maximum number of tokens of a sequence; null uses the model's limit or the tokenizer's, whichever is
+            smaller.
         dtype: Precision of the weights; "auto" uses the precision of the checkpoint. In bfloat16, a score near 10 is
             rounded to a multiple of 0.06.
         device: The device for all ranks, such as "cpu" or "cuda:1"; null uses the device of the policy on each rank.
@@ -243,20 +248,27 @@ class RewardModel(Reward):
             )
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Check that a row has no images, and that the chat template accepts it. Raises: ValueError if not."""
+        """Check that a row has no images, and that the chat template accepts its prompt. Raises: ValueError if not."""
         if image_sizes:
             raise ValueError(f"RewardModel supports text only, but the prompt has {len(image_sizes)} images.")
         prompt = columns.get("prompts", "")
         if isinstance(prompt, str):
             return
-        # Templates may refuse roles, or their order. Therefore one prompt of each sequence of roles is rendered.
+        # Templates may refuse a role, or an order of roles. Therefore one prompt per sequence of roles is rendered.
         roles = tuple(message.get("role") for message in prompt)
         if roles not in self._rendered_roles:
             self._render(prompt, "")
             self._rendered_roles.add(roles)
 
     def connect(self, device: torch.device) -> None:
-        """Load the weights onto `device` or the configured device. Raises: ValueError if weights are missing."""
+        """Load the weights.
+
+        With `offload`, they are loaded onto the CPU. Otherwise, they are loaded onto the configured device or, if there
+        is none, onto `device`.
+
+        Raises:
+            ValueError: If weights are missing.
+        """
         self._place = self.device or device
         waiting = torch.device("cpu") if self.offload else self._place
         if self._loaded is None:

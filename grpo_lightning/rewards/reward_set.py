@@ -25,8 +25,8 @@ class RewardSet:
 
     With `workers`, picklable sync rewards run in worker processes, several calls at a time, with time and memory limits
     (`RewardWorkers`). Other sync rewards run one after the other in the calling thread. Async rewards run at the same
-    time as the sync rewards. They share one event loop for the lifetime of the process, so that their clients keep
-    their connections. A reward set is picklable if its rewards are picklable.
+    time as the sync rewards. All async rewards share one event loop for the lifetime of the process, so that their
+    clients keep their connections. A reward set is picklable if all its rewards are picklable.
 
     Args:
         rewards: Functions, callable objects, `Reward`s or `WeightedReward`s. Names must be unique, so that log keys
@@ -69,7 +69,7 @@ class RewardSet:
         self.early: EarlyCalls | None = None
         """Starts calls on single groups of a batch that is still being sampled; None outside of `early_calls`."""
         self.starts_early = True
-        """False once a batch has used none of its early calls."""
+        """Whether batches start early calls; False after a batch that used none of them."""
 
     @property
     def names(self) -> list[str]:
@@ -78,18 +78,19 @@ class RewardSet:
 
     @property
     def success(self) -> str:
-        """The reward that decides what is solved: the first one with `says_solved`; if there is none, the first one."""
+        """The reward that decides which completions are solved: the first with `says_solved`, else the first reward."""
         return next((reward.name for reward in self.rewards if reward.says_solved), self.rewards[0].name)
 
     def validate_prompts(self, prompts: Iterable[Prompt]) -> None:
         """Check that prompts have the columns that the rewards need, dataset by dataset, and record the columns.
 
-        A reward is checked against the datasets to which it applies (`Prompt.rewards`).
+        A reward is checked against the datasets to which it applies (`Prompt.rewards`). The message of an error names
+        the datasets.
 
         Raises:
-            ValueError: If a column is missing or has the name of a reward argument; if prompts name an unknown reward
-                or only rewards of weight 0; or if prompts have the column `accu_reward_method`, but none
-                of their rewards reads it. The message names the datasets.
+            ValueError: If a column is missing, or has the name of a reward argument.
+            ValueError: If prompts name an unknown reward, or only rewards of weight 0.
+            ValueError: If prompts name a method in `accu_reward_method`, but none of their rewards reads this column.
         """
         sources = sources_of(prompts)
         check_sources(sources, self.rewards, self._weights)
@@ -108,7 +109,7 @@ class RewardSet:
         """Check the settings of the rewards against the settings of the run, before any weights load.
 
         Args:
-            max_completion_length: The training run's limit, in tokens.
+            max_completion_length: The training run's limit on the length of a completion, in tokens.
 
         Raises:
             ValueError: If a reward's settings are invalid for this run; the message names the reward.
@@ -117,7 +118,7 @@ class RewardSet:
             reward.check(max_completion_length)
 
     def connect(self, device: torch.device, sharding: Sharding | None = None, num_local_ranks: int = 1) -> None:
-        """Start the workers and have the rewards load their models (`Reward.connect`).
+        """Start the workers, and call `Reward.connect`, in which the rewards load their models.
 
         Args:
             device: The policy's device on this rank.
@@ -130,7 +131,7 @@ class RewardSet:
                 reward.connect(device)
 
     def score(self, groups: Sequence[Group], **settings: Any) -> Scores:
-        """Run all rewards and wait for them. Args, Raises: as `begin` and `Scoring.finish`."""
+        """Run all rewards and wait for them. Args: as in `begin`. Raises: where `begin` or `Scoring.finish` raises."""
         return self.begin(groups, **settings).finish()
 
     def begin(
@@ -145,14 +146,15 @@ class RewardSet:
             total[n, g] = sum over rewards r that apply to group n of weight[r] * value[r, n, g]
 
         A reward applies to a group if the prompt does not exclude the reward and at least one completion has a value.
-        In such a group, a completion without a value is not scorable: its total is NaN. If no reward applies to a
-        group, all its totals are NaN. Rewards of weight 0 are ignored in these rules.
+        In such a group, a completion to which the reward gives no value is not scorable: its total is NaN. If no reward
+        applies to a group, all its totals are NaN. Rewards of weight 0 are ignored in these rules.
 
         Without groups (a rank without prompts), no reward is called.
 
         Args:
             groups: N groups of G completions each.
-            max_completion_length: The training run's limit, in tokens; passed to the rewards.
+            max_completion_length: The training run's limit on the length of a completion, in tokens; passed to the
+                rewards.
             trainer_state: Passed to the rewards unchanged.
             num_generations: G, needed if there are no groups.
 
@@ -179,12 +181,13 @@ class RewardSet:
     def early_calls(
         self, prompts: Sequence[Prompt], max_completion_length: int | None = None, trainer_state: Any = None
     ) -> Iterator[None]:
-        """Open a context in which a batch is sampled and scored; in it, `early.start` starts calls on a sampled group.
+        """Open a context in which a batch is sampled and scored, and in which reward calls can start early.
 
-        `begin` uses the answers of these early calls if it is called with the same groups and arguments. Early calls
-        whose answers are not used are cancelled at the end of the context. If no answer is used (for example because a
-        subclass overrides `score_rewards` and calls no rewards, or changes the completions), no early calls are started
-        for later batches.
+        Inside the context, `early.start` starts the reward calls on a group that is already sampled. `begin` uses the
+        results of these early calls if it is called with the same groups and arguments. Early calls whose results are
+        not used are cancelled at the end of the context. If no result is used, no early calls are started for later
+        batches. This happens, for example, if a subclass overrides `score_rewards` so that it does not call the
+        rewards, or changes the completions first.
 
         Args:
             prompts: The N prompts of the batch.
@@ -240,8 +243,8 @@ log = logging.getLogger(__name__)
 def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> None:
     """Run `check_row` of every reward on the rows to which the reward applies.
 
-    If a reward cannot score a row and its `on_error` is not "raise", only a warning is logged: the reward will fail for
-    every call with such a row.
+    If a reward cannot score a row and its `on_error` is not "raise", only a warning is logged. Each call of the reward
+    with such a row then fails.
 
     Args:
         prompts: The prompts. A row used for both training and validation counts once.
@@ -252,7 +255,7 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
     """
     refused: dict[tuple[str | int, str], str] = {}
     """Problems by row and reward. A row is identified by its file and line, because it may be in both training and
-    validation data; a row without file and line is identified by the id of the prompt."""
+    validation data. A row without file and line is identified by the id of its prompt."""
     accepted: dict[tuple[str | int, str], str] = {}
     have: Counter[tuple[str, str, str]] = Counter()
     lack: Counter[tuple[str, str, str]] = Counter()
@@ -344,8 +347,8 @@ def sources_of(prompts: Iterable[Prompt]) -> list[Source]:
 def check_sources(sources: Sequence[Source], rewards: Sequence[WeightedReward], weights: Mapping[str, float]) -> None:
     """Check that rewards and data match.
 
-    If only some of the sources to which a reward applies have a column, the reward gets None as the value of the column
-    in the rows of the other sources.
+    A reward may apply to several sources of which only some have a column. In rows of the other sources, the reward
+    then gets None for this column.
 
     Args:
         sources: The sources of the prompts.
@@ -353,9 +356,10 @@ def check_sources(sources: Sequence[Source], rewards: Sequence[WeightedReward], 
         weights: Weight of each reward, by name.
 
     Raises:
-        ValueError: If a column has the name of a reward argument; if prompts name an unknown reward or only rewards of
-            weight 0; if prompts name a method in `accu_reward_method`, but none of their rewards reads this column; or
-            if a reward needs a column that none of its sources has.
+        ValueError: If a column has the name of a reward argument.
+        ValueError: If a reward needs a column that none of its sources has.
+        ValueError: If prompts name an unknown reward, or only rewards of weight 0.
+        ValueError: If prompts name a method in `accu_reward_method`, but none of their rewards reads this column.
     """
     for source in sources:
         _check_names(source, weights)

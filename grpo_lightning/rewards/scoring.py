@@ -1,9 +1,9 @@
 """Score a rollout: call every reward and add up the values to one total per completion.
 
-A call gets the completions of one prompt, and runs in a worker process or in this process. Workers run several calls at
-a time, and a call that hangs or crashes does not affect other calls. An async reward, or a reward with
-`in_process = True`, gets the whole batch in one call. Calls in workers start as soon as a group is sampled, while other
-groups of the batch are still being sampled (`EarlyCalls`).
+By default, a call gets the completions of one prompt. An async reward, or a reward with `in_process = True`, gets the
+whole batch in one call. A call runs in a worker process or in this process. Workers run several calls at a time, and a
+call that hangs or crashes does not affect other calls. Calls in workers start as soon as a group is sampled, while
+other groups of the batch are still being sampled (`EarlyCalls`).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from grpo_lightning.rewards.workers import Answer, WorkerPool, call_reward, desc
 logger = logging.getLogger(__name__)
 
 FAILURES = ("exception", "timeout", "crash", "wrong_length", "invalid_value", "not_scorable")
-"""Kinds of failures, in this order: the call raised an error; the call timed out; the worker process of the call died;
-the call returned the wrong number of values; a value was NaN, infinite or not a number; a completion got no value
-although other completions of its group did. For each reward and kind, the affected completions are counted."""
+"""Kinds of failures. In order: the call raised an error; the call timed out; the worker process of the call died; the
+call returned the wrong number of values; a value was NaN, infinite or not a number; a completion got no value although
+other completions of its group did. For each reward and kind, the affected completions are counted."""
 
 GRACE_SECONDS = 5.0
-"""Grace period after the step's deadline for workers to report a timeout."""
+"""Time after the step's deadline in which workers may still report a timeout."""
 
 T = TypeVar("T")
 
@@ -122,8 +122,9 @@ class EarlyCalls:
     """Calls of rewards on sampled groups of a batch, while other groups of the batch are still being sampled.
 
     Calls in workers start early. If the `Scoring` of the batch makes the same call, with the same reward, arguments and
-    seed, it takes over the answer of the early call. A reward in the training process can start its slow part early
-    (`Reward.prefetch`). Answers that no `Scoring` takes over are ignored, and so are their logs and failures.
+    seed, the `Scoring` takes over the result of the early call. A reward in the training process can start its slow
+    part early (`Reward.prefetch`). Results that no `Scoring` takes over are ignored, and so are the logs and failures
+    of their calls.
 
     Args:
         context: Arguments shared by all completions of the batch.
@@ -155,7 +156,7 @@ class EarlyCalls:
                 self._prefetches.append((reward, future))
 
     def cancel(self) -> bool:
-        """Cancel the calls that no `Scoring` has taken over. Returns: False if there were calls, but none is of use."""
+        """Cancel the calls that no `Scoring` has taken over. Returns: False if there were calls, but none was used."""
         num_unused = self.pool.cancel_early()
         for reward, future in self._prefetches:
             if not future.cancel() and (error := future.exception()) is not None:
@@ -209,10 +210,11 @@ class Scoring:
         """Wait for all rewards; if the failure of one stops the run, cancel the others.
 
         Raises:
-            RuntimeError: If a call raised an error or timed out, or its worker crashed, and the reward's `on_error` is
-                "raise"; the cause is chained.
-            ValueError: If a reward returned an invalid value or the wrong number of values and its `on_error` is
-                "raise", or if a reward logs a metric under a reserved name.
+            RuntimeError: If a call raised an error, timed out or crashed its worker, and the reward's `on_error` is
+                "raise". The cause is chained.
+            ValueError: If a reward returned an invalid value or the wrong number of values, and its `on_error` is
+                "raise".
+            ValueError: If a reward logs a metric under a reserved name.
         """
         try:
             values = {call.reward.name: call.finish() for call in self.calls}
@@ -346,7 +348,7 @@ class RewardCall:
         """Wait for the reward. Returns: [N, G] float32, NaN for None.
 
         Raises:
-            RuntimeError: If a call raised an error or timed out, or its worker crashed, and `on_error` is "raise".
+            RuntimeError: If a call raised an error, timed out or crashed its worker, and `on_error` is "raise".
             ValueError: If the reward returned an invalid value or the wrong number of values, and `on_error` is
                 "raise".
         """
@@ -425,7 +427,7 @@ class RewardCall:
     def _handle_failure(
         self, kind: str, problem: str, groups: Sequence[Group], count: int, cause: BaseException | None = None
     ) -> float | None:
-        """Count a failure, then raise or return the fallback value, as `on_error` requires.
+        """Count a failure. Then raise an error, or return the fallback value, as `on_error` requires.
 
         Args:
             kind: One of `FAILURES`.
@@ -447,7 +449,7 @@ class RewardCall:
         return self.reward.error_value
 
     def _log(self) -> None:
-        """Log the first failure of each kind with the number of such failures, and the messages logged in workers."""
+        """Log the messages of workers, and the first failure of each kind with the number of such failures."""
         for (name, level, message), times in self._records.items():
             repeats = f" ({times} times)" if times > 1 else ""
             logging.getLogger(name).log(level, "Reward %r: %s%s", self.reward.name, message, repeats)
@@ -554,8 +556,8 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
     assert aliases.keys() | of_conversations.keys() == set(ALIASES)
     has_turns = any(completion.turns is not None for group in groups for completion in group.completions)
     for name, read in of_conversations.items():
-        # A reward that does not name `environments`, but takes `**kwargs`, does not get them: they would have to be
-        # unpickled, and pickled again for a worker.
+        # `environments` is passed only to rewards that name it, not through `**kwargs`. The objects must be unpickled
+        # for the call, and pickled again for a worker, which takes time.
         if reward.names(name) or (has_turns and name != "environments"):
             aliases[name] = per_completion(read)
     return reward.select(
@@ -576,7 +578,7 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
 def worker_call(reward: WeightedReward, group: Group, context: CallContext) -> tuple[dict[str, Any], int]:
     """Build the arguments and the seed of a call in a worker.
 
-    The seed depends on the completions alone, so that a resumed run gets the same random numbers.
+    The seed depends only on the reward's name and the completions, so that a resumed run gets the same random numbers.
     """
     seed = derived_seed("reward", reward.name, *(completion.text for completion in group.completions))
     return arguments(reward, [group], context), seed

@@ -21,19 +21,19 @@ class ExactMatch(AnswerReward):
     r"""1 if the completion's answer equals the row's answer, else 0.
 
     Both answers are normalized first. Normalization removes whitespace and delimiters around the answer (`$`, `\$`,
-    `\(...\)`, `\[...\]`, `**...**`), a full stop at the end, the commas and spaces of "1,000" and "1 000", and the
-    currency symbol of "€72"; full-width characters become ASCII. Nothing else changes: "1.0" is not "1".
+    `\(...\)`, `\[...\]`, `**...**`), full stops at the end, the commas and spaces of "1,000" and "1 000", and the
+    currency symbol of "€72". Full-width characters become ASCII. Numbers are not compared by value: "1.0" is not "1".
 
     Args:
         answer_column: The data column with the ground truth, text or a number. If the text has a part after `####`
             (GSM8K), between answer tags (VLM-R1) or in `\boxed{}` (MATH), that part is the answer. A row without an
             answer (None or only whitespace) is not scorable.
-        extract: Where to read the completion's answer: "answer_tag" reads the last `<answer>...</answer>`, "boxed" the
-            last `\boxed{}`, "hashes" the text after the last `####` up to the end of the line, and "text" the whole
-            completion. "auto" tries these places in order, and reads the first that the completion has: answer tags,
-            `\boxed{}`, an announcement ("The answer is 7.") or `#### 7`, bold text (**7**), the end of the last line
-            ("3 + 4 = 7") unless the completion is truncated. If there is no answer at that place, the completion is
-            wrong.
+        extract: The place of the completion's answer: the last `<answer>...</answer>` ("answer_tag"), the last
+            `\boxed{}` ("boxed"), the text after the last `####` up to the end of the line ("hashes"), or the whole
+            completion ("text"). "auto" tries the following places in order, and reads the first that the completion
+            has: answer tags; `\boxed{}`; an announcement ("The answer is 7.") or `#### 7`; bold text (**7**); the end
+            of the last line ("3 + 4 = 7"), if the completion is not truncated. If there is no answer at the place that
+            is read, the completion is wrong.
         is_normalized: False compares the extracted texts without normalization; only whitespace around them is removed.
     """
 
@@ -78,11 +78,12 @@ class Format(Reward):
     Only whitespace is allowed around and between the two parts; each tag must occur exactly once.
 
     Args:
-        tags: The tags, in order: `[reasoning, answer]` for `<reasoning>...</reasoning><answer>...</answer>`.
+        tags: The tags, in order. For example, `[reasoning, answer]` requires
+            `<reasoning>...</reasoning><answer>...</answer>`.
         prompt_opens_first: True if the prompt, as the chat template renders it, ends with the first opening tag. The
-            completion then starts inside this part and must not repeat the tag.
-        text_after: True if any text may follow the last part: `tags=[think], text_after=True` is reasoning followed by
-            an answer without tags.
+            completion then starts inside the first part and must not repeat this tag.
+        text_after: True if any text may follow the last part. For example, `tags=[think], text_after=True` accepts
+            reasoning followed by an answer without tags.
     """
 
     def __init__(
@@ -153,15 +154,15 @@ class Repetition(Reward):
 
         r = (1 - unique n-grams / n-grams) * max_penalty
 
-    A completion of fewer than n words or tokens gets 0 (Yeo et al., arXiv:2502.03373, app. C.2). The defaults are those
-    of ms-swift. `unit="tokens"` corresponds to TRL's `get_repetition_penalty_reward`. VLM-R1's `repetition` is
-    `BoxRepetition`.
+    The formula is from Yeo et al. (arXiv:2502.03373, app. C.2). A completion of fewer than n words or tokens gets 0.
+    The defaults are those of ms-swift. `unit="tokens"` corresponds to TRL's `get_repetition_penalty_reward`. VLM-R1's
+    `repetition` is `BoxRepetition`.
 
     Args:
         n_grams: n, the length of the n-grams.
         max_penalty: The value that the reward approaches if the completion only repeats itself; at most 0.
-        unit: "words" splits at whitespace and compares in lower case. "tokens" uses the tokenizer's tokens, for text
-            without spaces (Chinese, Japanese, Thai).
+        unit: "words" splits at whitespace and compares in lower case. "tokens" uses the completion's tokens; choose it
+            for text without spaces (Chinese, Japanese, Thai).
     """
 
     def __init__(self, n_grams: int = 3, max_penalty: float = -1.0, unit: Unit = "words") -> None:

@@ -8,8 +8,8 @@ the workers, sends calls to the workers, and kills workers whose calls time out:
                       <- answers -              <------- answer ---------
 
 A forked worker is ready in a millisecond and shares the modules that the supervisor has loaded. It runs the code as it
-was at the start of the run, even if the source files have changed since then. It calls rewards in its main thread,
-where signals work.
+was at the start of the run, even if the source files have changed since then. It calls rewards in its main thread, so a
+reward may use signal handlers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ ENDING_SECONDS = 0.2
 """Time that a worker gets to exit after it has closed its connection, so that its exit status is reported."""
 
 LONGEST_WAIT = 3600.0
-"""Maximum duration of one wait, in seconds. A time limit may exceed the longest wait that the system supports."""
+"""Maximum duration of one wait of the supervisor, in seconds. Without this maximum, a large time limit could exceed the
+longest wait that the system supports."""
 
 MOST_RECORDS = 10_000
 """Maximum number of log records per call."""
@@ -123,7 +124,7 @@ class RewardWorkers:
                 raise ValueError(f"reward_workers.{name} must be {allowed}, got {getattr(self, name)!r}.")
 
     def number(self, num_local_ranks: int = 1) -> int:
-        """The number of workers; null is resolved for `num_local_ranks` ranks that share the CPU cores."""
+        """The number of workers per rank, if `num_local_ranks` ranks share the CPU cores."""
         if self.num_workers is not None:
             return self.num_workers
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -159,7 +160,7 @@ class RaisedError(RuntimeError):
         self.shown = shown
 
     def __str__(self) -> str:
-        """The error and its traceback: Python shows it as the cause of the error raised in the training process."""
+        """The error and its traceback. Python shows both as the cause of the error raised in the training process."""
         return f"{self.args[0]}\n{self.shown}".rstrip()
 
 
@@ -175,7 +176,7 @@ class Answer:
     """Values logged by `log_metric`."""
 
     records: list[tuple[str, int, str]] = field(default_factory=list)
-    """Log records in a worker: logger, level, message."""
+    """Log records of the call in a worker: (logger, level, message)."""
 
     failure: str = ""
     """One of `scoring.FAILURES`, or "stays" if the reward must run in the training process; empty on success."""
@@ -195,7 +196,7 @@ class Answer:
         self.metrics.setdefault(name, []).append(float(value))
 
     def fail(self, failure: str, problem: str, cause: BaseException | None = None) -> Answer:
-        """Turn this into the answer of a failed call; values and logs of the call are discarded."""
+        """Turn this into the answer of a failed call, and discard its values, columns and metrics."""
         self.result, self.extras, self.metrics = None, {}, {}
         self.failure, self.problem, self.cause = failure, problem, cause
         return self
@@ -221,7 +222,7 @@ def describe_error(error: BaseException) -> tuple[str, str]:
 
     Returns:
         The class, text and location of the exception ("KeyError: 'gold', at my_rewards.py:3"), and its traceback. The
-        location is in the reward's own code, and the traceback starts there.
+        location is that of the first frame in the reward's own code, and the traceback starts at this frame.
     """
     frames = frame = error.__traceback__
     while frame is not None:  # skip all frames up to the last one of this package: futures add some in between
@@ -243,7 +244,7 @@ class Call(NamedTuple):
 
     number: int
     data: bytes
-    """Index of the reward, arguments and seed, pickled: the supervisor does not unpickle them."""
+    """The pickled tuple (index of the reward, arguments, seed). The supervisor does not unpickle it."""
 
     seconds: float
     """Time limit in the worker."""
@@ -253,7 +254,7 @@ class Call(NamedTuple):
 
 
 class Deadline(NamedTuple):
-    """A new deadline of calls that were sent earlier."""
+    """A new deadline for calls that were sent earlier."""
 
     numbers: frozenset[int]
     """Numbers of the calls."""
@@ -294,9 +295,10 @@ class WorkerPool:
         self.limits = limits if limits is not None and limits.num_workers != 0 else None
         """The limits of calls; None without workers."""
         self._places: dict[str, int] = {}
-        """Index in the pool of each reward that runs in workers, by name."""
+        """The rewards that run in workers: the index of each in the pool, by the reward's name."""
         self._started_by: int | None = None
-        """Id of the process that has started the workers. A process forked from it lacks its threads."""
+        """Id of the process that has started the workers. A fork of this process lacks the process's threads, and
+        therefore starts new workers."""
         self._num_local_ranks = 1
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -456,7 +458,7 @@ class WorkerPool:
         self._set_deadline(calls, -math.inf)
         for call in calls:
             # A worker checks only in its first call of a reward whether the call changes the reward's state. Later
-            # calls in this worker would not report it again.
+            # calls in this worker do not repeat the report, so the report of an unused call is read here.
             if call.answer.done() and (answer := call.answer.result()).failure == "stays":
                 self.keep(call.reward, answer.problem)
         return len(calls)
@@ -747,7 +749,7 @@ def _work(connection: Connection, others: Sequence[Connection], rewards: Sequenc
     try:
         os.setsid()  # so that subprocesses of rewards are killed with their worker
         _end_with_parent()
-        for other in others:  # the supervisor's ends
+        for other in others:  # the supervisor's ends of its connections, inherited by the fork
             other.close()
         _limit_memory(memory_bytes)
         for reward in rewards:
@@ -808,7 +810,7 @@ def _answer(request: bytes, rewards: Sequence[Any], called: set[int]) -> Answer:
     """Run a call and return its answer.
 
     Args:
-        request: Index of the reward, arguments and seed, pickled.
+        request: The pickled tuple (index of the reward, arguments, seed).
         rewards: The loaded rewards.
         called: Indices of the rewards that this worker has called; updated in place.
     """
@@ -824,7 +826,7 @@ def _answer(request: bytes, rewards: Sequence[Any], called: set[int]) -> Answer:
     _seed_random(seed)
     recorder = FirstRecords()
     logging.getLogger().addHandler(recorder)
-    answer = call_reward(reward, arguments, BaseException)  # SystemExit is a failure like others
+    answer = call_reward(reward, arguments, BaseException)  # SystemExit is a failure like any other
     logging.getLogger().removeHandler(recorder)
     answer.records = recorder.all_records()
     if isinstance(answer.cause, MemoryError):

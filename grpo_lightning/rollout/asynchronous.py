@@ -1,10 +1,10 @@
 """Asynchronous rollouts: groups of the next cycles are sampled in the background while the policy trains.
 
-S is `model.max_staleness`. At the start of cycle k, the groups of cycle k are taken, which were requested S cycles
-earlier. Then the groups of cycle k + S are requested, and sampled with the weights that cycle k starts with. So the
-weights that are trained on a completion are at most S cycles newer than the weights that sampled it. Groups in flight
-are not part of checkpoints: a resumed run samples these groups again. Groups whose sampling failed are sampled once
-more in the foreground.
+S is `model.max_staleness`. At the start of cycle k, the groups of cycle k are taken; they were requested S cycles
+earlier. Then the groups of cycle k + S are requested. They are sampled with the weights that cycle k starts with. When
+a completion is trained on, the policy's weights are therefore at most S cycles newer than the weights that sampled it.
+Groups that were requested but not taken yet are in flight. They are not part of checkpoints, so a resumed run samples
+them again. Groups whose sampling failed are sampled once more in the foreground.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class InFlight:
         self.seconds = 0.0
         """Seconds that it took to sample the groups that the last call of `take` returned."""
         self.failure: Exception | None = None
-        """Error on this rank because of which groups were lost in the last call of `take`."""
+        """The error that made the last call of `take` lose groups on this rank; None if it lost none."""
         self.running: list[Future[Sampled]] = []
         """The rollouts that are being sampled in the background, including those whose requests were forgotten."""
         self.latest: tuple[int, int] | None = None
@@ -118,10 +118,10 @@ class InFlight:
                     progress(*seen)
 
     def take(self, prompts: Sequence[Prompt], progress: Progress | None = None) -> list[Group | None]:
-        """Wait until nothing is sampled in the background, and take the groups of N prompts. Collective.
+        """Wait until nothing is sampled in the background, and take the groups of N prompts.
 
-        If sampling has failed on any rank, all ranks log a warning, and all prompts that were requested together with
-        the failed ones are forgotten.
+        Collective: every rank must call it. If sampling has failed on any rank, all ranks log a warning. All prompts
+        that were requested together with the failed ones are forgotten.
 
         Args:
             prompts: N prompts.
@@ -160,7 +160,7 @@ class InFlight:
 
     @contextlib.contextmanager
     def second_attempt(self) -> Iterator[None]:
-        """Context in which lost groups are sampled again; its error is shown after the error of the first attempt."""
+        """Context in which lost groups are sampled again. If this fails too, both errors are shown."""
         failure, self.failure = self.failure, None
         try:
             yield

@@ -1,9 +1,9 @@
 """CUDA graphs of decoding steps: one launch per token instead of several hundred.
 
 A GPU runs the kernels of a decoding step faster than a host can launch them one by one. A CUDA graph launches all
-kernels at once, on the same tensors as when the graph was captured. A graph can therefore be used as long as the open
-rows and the room for their tokens stay the same (`SharedPrompts.layout`). When one of them changes, a new graph is
-captured.
+kernels at once, on the same tensors as when the graph was captured. A graph can therefore be used as long as the
+completions in the batch and the room for their tokens stay the same (`SharedPrompts.layout`). When the completions or
+the room change, a new graph is captured.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ tensor."""
 class CapturedSteps:
     """Runs decoding steps from CUDA graphs.
 
-    The first step of a layout runs without a graph, so that no kernel is chosen or compiled during a capture. The first
-    two steps with a graph are compared with steps without one. If a capture fails, for example because the model's code
-    waits for the device, all steps run without graphs from then on.
+    The first step after a change of the layout runs without a graph, so that no kernel is chosen or compiled during a
+    capture. The first two steps with a graph are compared with steps without one. All steps run without graphs once the
+    logits have differed or a capture has failed, for example because the model's code waits for the device.
 
     Args:
         capture: See `Capture`.
@@ -79,9 +79,9 @@ class CapturedSteps:
             try:
                 self.logits, self.replay = self.capture(lambda: forward(*self.inputs))
             except RuntimeError as error:
-                # The model waits for the device, or memory is too small for a capture; it may suffice without a graph.
+                # The model waits for the device, or the memory suffices only without a graph.
                 return self.without(str(error).strip().partition("\n")[0], forward, ids, position)
-            self.logits.fill_(torch.nan)  # a graph that computes nothing must not go unnoticed
+            self.logits.fill_(torch.nan)  # so that a graph that computes nothing is noticed
         for own, given in zip(self.inputs, (ids, position), strict=True):
             own.copy_(given)
         self.replay()
@@ -131,7 +131,7 @@ class CudaCapture:
         return result, graph.replay
 
     def record_anchored(self, run: Callable[[], Tensor]) -> tuple[Tensor, torch.cuda.CUDAGraph]:
-        """`record`, in a pool that the empty graph `anchor` keeps alive."""
+        """Call `record` with a memory pool that the empty graph `anchor` keeps alive."""
         if self.anchor is None:
             self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
             # Torch keeps the random state of the first graph for all later graphs. The state must also be usable in
@@ -149,12 +149,13 @@ class CudaCapture:
         self.stream.wait_stream(usual)
         try:
             with torch.cuda.stream(self.stream):
-                # `torch.cuda.graph` would empty the allocator's cache first. Other threads may still use the device.
+                # `torch.cuda.graph` is not used, because it would empty the allocator's cache first. The error mode
+                # lets other threads use the device during the capture.
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     result = run()
                 except BaseException:
-                    with contextlib.suppress(RuntimeError):  # the error that the capture is invalid
+                    with contextlib.suppress(RuntimeError):  # raised because the capture is invalid
                         graph.capture_end()
                         has_ended = True
                     raise
@@ -175,8 +176,8 @@ class CudaCapture:
 def give_up(device: int, pool: Any) -> None:
     """Free the pool of a capture that could not be ended."""
     names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"), ("_cuda_releasePool",)
-    for alternatives in names:  # the second was the name until torch 2.7
+    for alternatives in names:  # until torch 2.7, the first function had the second name
         call = next((getattr(torch._C, name) for name in alternatives if hasattr(torch._C, name)), None)
         if call is not None:
-            with contextlib.suppress(RuntimeError):  # the error that the capture had not begun to use the pool
+            with contextlib.suppress(RuntimeError):  # raised if the capture had not begun to use the pool
                 call(device, pool)

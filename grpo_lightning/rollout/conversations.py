@@ -1,12 +1,13 @@
 """Conversations: the policy and its environments take turns, and earlier turns are never tokenized again.
 
-A round samples one turn for every open conversation, in one call of the engine. The environment of a conversation is
-called as soon as the conversation's turn has been sampled, while other turns are still being sampled. The environment's
-observation is appended as tokens, and the next round continues the sequence. Conversations that have ended are left out
-of later rounds. The first round samples G completions as a run without an environment does: each prompt is computed
-once, and the seeds are the same.
+In a round, one call of the engine samples the next turn of every open conversation. A conversation is open until it
+ends. As soon as a conversation's turn has been sampled, its environment is called, even if other turns are still being
+sampled. The environment's observation is appended as tokens, and the next round continues the sequence. The first round
+samples G completions per prompt, as a run without an environment does: each prompt is computed once, and the seeds are
+the same.
 
-Engines that have an argument `turns` keep the keys and values of a conversation between its turns.
+An engine whose method `generate` has an argument `turns` can keep the keys and values of a conversation between its
+turns.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turn
 log = logging.getLogger(__name__)
 
 CHARACTERS_PER_TOKEN = 32
-"""Before they are tokenized, observations are cut to this number of characters per token of `max_observation_length`.
-Few tokens of a vocabulary have more characters."""
+"""An observation is cut to `max_observation_length` times this number of characters before it is tokenized, because
+tokenizing a huge text takes a long time. Few tokens of a vocabulary have more characters."""
 
 
 @dataclass
@@ -70,17 +71,17 @@ class ConversationSettings:
     """Turns of the policy after which a conversation ends."""
 
     max_turn_length: int | None = None
-    """Tokens after which a turn of the policy is truncated. Null sets no limit per turn; the limit of the whole
-    completion (`sampling.max_completion_length`), which also counts the tokens of observations, always applies."""
+    """Tokens after which a turn of the policy is truncated. Null sets no limit per turn. The limit of the whole
+    completion (`sampling.max_completion_length`) always applies, and also counts the tokens of observations."""
 
     max_observation_length: int = 1024
-    """Tokens to which the text of an observation is cut. Images are never cut, and their tokens do not count here: the
-    size of images is limited by the policy's `max_pixels` or `max_anyres_num`, and all tokens count in
-    `sampling.max_completion_length`."""
+    """Tokens to which the text of an observation is cut. Images are never cut, and their tokens do not count here. The
+    policy's `max_pixels` or `max_anyres_num` limits the size of images. All tokens, including those of images, count
+    towards `sampling.max_completion_length`."""
 
     on_error: OnError = "raise"
-    """The consequence of a failed call of an environment. "raise" stops the run. "none" and "value" end the
-    conversation: with "none", its completion is not scorable; with "value", the environment's reward for the turn is
+    """The consequence of a failed call of an environment. "raise" stops the run. "none" ends the conversation, and its
+    completion is not scorable. "value" ends the conversation, and the environment's reward for the turn is
     `error_value`."""
 
     error_value: float = 0.0
@@ -94,7 +95,7 @@ class ConversationSettings:
     `EnvironmentReward`."""
 
     turn_discount: float = 1.0
-    """Factor per turn by which a later reward counts less in the credit of a turn."""
+    """Discount d of later rewards: in the credit of turn k, the reward of turn j >= k is multiplied by d^(j - k)."""
 
     def __post_init__(self) -> None:
         """Check every range. Raises: ValueError naming field, value and range."""
@@ -139,8 +140,8 @@ class Conversation:
     is_scorable: bool = True
     metrics: dict[str, float] = field(default_factory=dict)
     is_done: bool = False
-    """True if the environment has ended the conversation, or a call of the environment has failed. An ended
-    conversation for which this is False was ended by a limit."""
+    """True if the environment, or a failed call of it, has ended the conversation. If this is False for an ended
+    conversation, a limit has ended it."""
 
     call: Future[Any] | None = None
     """The running call of the environment."""
@@ -215,7 +216,7 @@ class Conversations:
 
     Args:
         runner: Runs the environments.
-        settings: Limits and failure policy.
+        settings: Limits of the conversations, and what happens when an environment fails.
     """
 
     def __init__(self, runner: EnvironmentRunner, settings: ConversationSettings) -> None:
@@ -232,8 +233,9 @@ class Conversations:
             is_chat: Whether the prompts are chats.
 
         Raises:
-            ValueError: If the template cannot render observations. With tools, also if the template does not describe
-                them, or if the prompts are plain text, in which tools cannot be described.
+            ValueError: If (a) the template cannot render observations, (b) there are tools and the template does not
+                describe them, or (c) there are tools and the prompts are plain text, in which tools cannot be
+                described.
         """
         if not is_chat:
             if self.schemas:
@@ -272,11 +274,11 @@ class Conversations:
             seeds: N seeds of the prompts.
 
         Returns:
-            The prompts with the environments' first observations, and the environments, [N] each.
+            The N prompts, each with the first observation of its environment, and the N environments.
 
         Raises:
-            RuntimeError: If a call fails. `on_error` does not apply, because all conversations of the prompt would be
-                lost.
+            RuntimeError: If a call of `reset` fails. `on_error` does not apply, because all conversations of the prompt
+                would be lost.
         """
         prompts = [self.describe_tools(prompt) for prompt in prompts]
         results = self.runner.reset(prompts, [derived_seed(seed, "reset") for seed in seeds])
@@ -290,7 +292,7 @@ class Conversations:
         return begun, [result.state for result in results]
 
     def resume_prompts(self, prompts: Sequence[Prompt], observations: Mapping[int | str, Any]) -> list[Prompt]:
-        """Prompts as `begin` returned them. Args: observations: `Prompt.observation` by `Prompt.key`."""
+        """Rebuild the prompts that `begin` returned. Args: observations: `Prompt.observation` by `Prompt.key`."""
         return [self.with_observation(self.describe_tools(prompt), observations.get(prompt.key)) for prompt in prompts]
 
     def shorten(self, text: str) -> tuple[str, bool]:
@@ -301,16 +303,18 @@ class Conversations:
         return short if not is_cut or short.endswith(TRUNCATED) else short + TRUNCATED, is_cut
 
     def describe_tools(self, prompt: Prompt) -> Prompt:
-        """A prompt whose chat template describes the tools."""
+        """Add the tools to the arguments of a prompt's chat template."""
         if not self.schemas:
             return prompt
         return replace(prompt, chat_template_kwargs={**prompt.chat_template_kwargs, "tools": self.schemas})
 
     def with_observation(self, prompt: Prompt, observation: Any) -> Prompt:
-        """Append a first observation to a prompt: a text to the prompt's last user message, a message as a new message.
+        """Append a first observation to a prompt.
 
-        The text of the observation is cut like that of later observations, and special tokens spelled out in it are
-        escaped.
+        In a chat, an observation that is a text is appended to the last message if this is a user message. Otherwise,
+        the text becomes a new user message. An observation that consists of messages is appended to the chat. If the
+        prompt is plain text, the text of the observation is appended to it. The texts of the observation are cut like
+        those of later observations, and special tokens that are spelled out in them are escaped.
         """
         if observation is None or observation == "":
             return prompt
@@ -365,7 +369,7 @@ class Conversations:
         part: range | None = None,
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
-        """Play G conversations for each of N prompts. Every rank makes the same calls of the engine.
+        """Play G conversations for each of N prompts. In the main thread, all ranks make the same calls of the engine.
 
         Args:
             engine: Samples the turns.
@@ -378,7 +382,7 @@ class Conversations:
             seeds: N seeds, one per prompt.
             progress: Called with the decoding progress of a round.
             vision: The images of the prompts.
-            part: Indices, among the G conversations of a prompt, of those to play; None for all.
+            part: Indices of the conversations to play, among the G conversations of a prompt; None plays all.
             on_group: Called with each prompt's conversations as soon as all of them have ended.
 
         Returns:
@@ -393,8 +397,8 @@ class Conversations:
             Conversation(n, g, self.runner.copy(states[n])) for n in range(len(prompts)) for g in part
         ]
         # In the main thread, the calls of an engine are collective, so all ranks make them until the last conversation
-        # has ended. In a background thread, the calls are not collective, because only the main thread may use
-        # collectives.
+        # of any rank has ended. In a background thread, the calls are not collective, because only the main thread may
+        # use collectives.
         waits = ranks.world_size() > 1 and threading.current_thread() is threading.main_thread()
         rows = list(range(len(game.conversations)))
         while ranks.is_any(bool(rows)) if waits else bool(rows):
@@ -403,7 +407,7 @@ class Conversations:
         return [game.completions(n) for n in range(len(prompts))]
 
     def add_turn_credit(self, groups: Sequence[Group], excluded: Tensor) -> None:
-        """Set the `turn_advantages` of all completions, unless `turn_credit` is 0. A turn without reward counts as 0.
+        """Set the `turn_advantages` of all completions, unless `turn_credit` is 0. A missing reward counts as 0.
 
         Args:
             groups: N groups.
@@ -443,7 +447,7 @@ class Conversations:
 
 
 class Game:
-    """The conversations of one rollout. Args: as `Conversations.play`."""
+    """The conversations of one rollout. Args: see `Conversations.play`."""
 
     def __init__(
         self,
@@ -488,7 +492,7 @@ class Game:
         limits = [self.turn_limit(each) for each in chosen]
         is_first, self.num_rounds = self.num_rounds == 0, self.num_rounds + 1
         more: dict[str, Any] = {}
-        if is_first:  # the prompts are computed once for their conversations, as without an environment
+        if is_first:  # as in a run without an environment, each prompt is computed once
             inputs, seeds, count = [each.token_ids for each in self.encoded], list(self.seeds), num_generations
             if self.part != range(num_generations):
                 more["part"] = self.part
@@ -590,7 +594,7 @@ class Game:
                 each.read(str(message["role"]), text_of(message), [])
 
     def end(self, limited: Sequence[Conversation]) -> None:
-        """Add the last rewards of environments whose conversations a limit has ended."""
+        """Add the environments' last rewards to conversations that a limit has ended."""
         seeds = [derived_seed(self.seeds[each.prompt], "end", each.number) for each in limited]
         for each, result in zip(limited, self.runner.end([each.state for each in limited], seeds), strict=True):
             each.state = result.state
@@ -706,8 +710,8 @@ def continued_vision(vision: VisionInputs, chosen: Sequence[Conversation], input
             prompts.append(whole(prompt, ids[:length], each.token_ids, each.images))
             continue
         more = extend_vision(prompt, each.token_ids, length)
-        # A rank whose prompts have no images runs the vision tower on the blank image. A sharded tower is run by all
-        # ranks together, so this rank must run it, too.
+        # A sharded vision tower is run by all ranks together. Ranks without images run it on the blank image, so this
+        # rank must run it too, instead of using features that it has computed before.
         prompts.append(more if vision.blank is None else replace(more, features=None))
     return VisionInputs(prompts, vision.blank)
 

@@ -2,9 +2,10 @@
 
 A group has no gradient if every completion has advantage 0 or is masked by the overlong filter. With the objective's
 baseline `pass_at_k`, some groups without a gradient have nonzero reward variance
-(`functional.groups_without_gradient`). The prompt of such a group is replaced by the next prompt in the data, in up to
-`max_resample_times` rounds. Each round samples as many new prompts as there are groups to replace, so that no group
-with a gradient is thrown away. A group that is still without a replacement after the last round stays in the rollout.
+(`functional.groups_without_gradient`). The prompt of a group without a gradient is replaced by the next prompt in the
+data, in up to `max_resample_times` rounds. Each round samples as many new prompts as there are groups to replace, so
+that no group with a gradient is discarded. A group that has still not been replaced when the last round ends stays in
+the rollout.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class DynamicSampling:
     reward: str | None = None
     """Name of a reward that must vary within a group, in addition to the combined rewards from which advantages are
     computed. If this is null, or the reward does not apply to a group, only the combined rewards must vary. DAPO tests
-    the accuracy reward: if the combined rewards include a length reward, they vary in almost every group. With the
-    baseline `pass_at_k`, "vary" means that the reward gives at least one completion an advantage."""
+    the accuracy reward, because combined rewards that include a length reward vary in almost every group. With the
+    baseline `pass_at_k`, "vary" means that the reward gives at least one completion an advantage above 0."""
 
     def __post_init__(self) -> None:
         """Check the number of rounds. Raises: ValueError if it is below 1."""
@@ -44,7 +45,7 @@ class DynamicSampling:
         check_ranges("dynamic_sampling", self, [("max_resample_times", is_count, allowed)])
 
     def is_idle(self, rollout: Rollout, objective: Objective) -> Tensor:
-        """Find groups to replace in a scored rollout: [N] bool. Groups whose turns have credit are kept.
+        """Find groups to replace in a scored rollout: [N] bool. Groups with a turn whose credit is not 0 are kept.
 
         Raises:
             ValueError: If `reward` has no scores.
@@ -96,9 +97,9 @@ def resample(
 
     Collective: every rank takes part in every round, even if it has no group to replace, because all ranks gather
     sharded weights together. The global index of a group is its position among all groups that all ranks sample for
-    this rollout. It determines the prompt and the seed, so that completions do not depend on the number of ranks. If a
-    team of ranks shares groups (`ranks_per_group`), its first member holds them and decides which to replace; every
-    member samples its part of the new groups.
+    this rollout. This index determines the prompt and the seed, so that completions do not depend on the number of
+    ranks. If a team of ranks shares groups (`ranks_per_group`), its first member holds the groups and decides which of
+    them are replaced. Every member samples its part of the new groups.
 
     Args:
         rollout: N groups of this rank, with their rewards.

@@ -25,8 +25,8 @@ class Turns:
 
     rows: Sequence[int]
     """For each completion of a call, the number of its conversation. Later calls use the same number for the same
-    conversation. The prompt of a later call begins with the prompt and the completion of the earlier call, or with a
-    part of them."""
+    conversation. In a later call, the prompt of a conversation begins with the prompt and the completion of the
+    earlier call. The last tokens of this completion may be missing."""
 
     states: dict[int, Any]
     """The kept states, by the number of the conversation. The engine changes this mapping, and the caller drops it
@@ -75,43 +75,45 @@ class RolloutEngine(Protocol):
             progress: Called with the decoding progress.
             vision: The images of the prompts, for a multimodal policy. The engine may cache the features of a frozen
                 vision tower in this object, for later forward passes.
-            part: Indices, among the G completions of a prompt, of those to sample; None for all. With
+            part: Indices of the completions to sample, among the G completions of a prompt; None samples all. With
                 `model.ranks_per_group` R, each of R ranks samples every R-th completion of a prompt. A completion may
                 depend on its index in the group, but not on the part.
-            on_group: Called at most once per prompt, as soon as all completions of the prompt have ended, with the
-                completions that will be returned for the prompt. Rewards are then computed while other prompts are
-                still being sampled. An engine may lack this argument, or never call it: rewards are then computed after
+            on_group: Called at most once per prompt, as soon as all completions of the prompt have ended. It gets the
+                completions that will be returned for the prompt. Rewards can thus be computed while other prompts are
+                still being sampled. If an engine lacks this argument or never calls it, rewards are computed after
                 sampling.
             limits: Maximum number of tokens of each prompt's completions, at most `sampling.max_completion_length`;
-                None uses `sampling.max_completion_length` for all prompts. An engine may lack this argument: what it
-                samples beyond a limit is dropped.
-            turns: For conversations: the states that were kept from earlier turns, and where to keep those for the next
-                turns. An engine may lack this argument: it then computes the whole conversation again for each turn.
+                None uses `sampling.max_completion_length` for all prompts. If an engine lacks this argument, tokens
+                that it samples beyond a limit are dropped.
+            turns: In conversations, this object contains the states that were kept from earlier turns. The engine
+                stores the states for the next turns in it. An engine that lacks this argument computes the whole
+                conversation again for each turn.
 
         Returns:
-            N lists of G completions (or of those in `part`), in the order of the prompts. The `entropies` of a
-            completion are optional: without them, `policy/entropy` is estimated as the mean of minus the log-probs.
+            N lists in the order of the prompts, each with the G completions of a prompt, or with the completions in
+            `part`. The `entropies` of a completion are optional. Without them, `policy/entropy` is estimated as the
+            mean of the negative log-probs.
         """
         ...
 
-    # An engine may lack all methods and properties that follow.
+    # All methods and properties below are optional.
 
     @property
     def samples_in_background(self) -> bool:
         """True if `generate` can be called in another thread while the policy trains.
 
-        The engine then has a copy of the weights, and `sync_weights` waits until the completions in flight have ended.
-        Asynchronous rollouts (`model.max_staleness`) need such an engine.
+        Such an engine has a separate copy of the weights. Its `sync_weights` waits until the completions that are being
+        sampled have ended. Asynchronous rollouts (`model.max_staleness`) need such an engine.
         """
         return False
 
     @property
     def max_sequence_length(self) -> int | None:
-        """Maximum tokens of a prompt and its completion, known after `check_run`; None for the policy's positions."""
+        """Maximum tokens of a prompt and its completion, known after `check_run`. None means the policy's positions."""
         return None
 
     def hold_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Context for all turns of a rollout's conversations: `sync_weights` in another thread waits until it ends."""
+        """Context for all turns of a rollout's conversations. Other threads wait in `sync_weights` until it ends."""
         return contextlib.nullcontext()
 
     def check_run(
@@ -137,6 +139,6 @@ class RolloutEngine(Protocol):
             scorer: Computes the policy's log-probs in training.
 
         Raises:
-            ValueError: If they differ by more than rounding.
+            ValueError: If the log-probs differ by more than rounding.
         """
         return

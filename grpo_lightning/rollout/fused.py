@@ -1,8 +1,8 @@
-"""Kernel fusion of token sampling on CUDA: `torch.compile` makes a few kernels of the forty operations of `NextToken`.
+"""Kernel fusion on CUDA: `torch.compile` fuses the forty operations of `NextToken` into a few kernels.
 
-Sampling a token is a sequence of small operations on the logits, which a GPU finishes faster than the host can launch
-them. On other devices, and if the compilation fails or the compiled kernels compute different numbers, the operations
-run one by one.
+Sampling a token takes many small operations on the logits. A GPU finishes each of them faster than the host can launch
+the next one, so fewer kernels take less time. The operations run one by one in four cases: on other devices, in short
+rollouts (`LEAST_LENGTH`), after a failed compilation, and if the compiled kernels compute different numbers.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ LEAST_LENGTH = 32
 settings."""
 
 OTHER_TOKENS = 0.01
-"""Largest accepted share of rows for which the fused and the separate operations sample different tokens. One row may
-differ even if its share is larger. Kernels may round a cumulative probability differently, and if the uniform number
-lies between the two rounded values, another token is sampled."""
+"""Largest accepted share of rows for which the fused and the separate operations sample different tokens. A single
+different row is always accepted. Tokens may differ because kernels may round a cumulative probability differently: if
+the uniform number lies between the two rounded values, another token is sampled."""
 
 OTHER_NATS = 1e-3
 """Largest accepted difference between the results of fused and separate operations, in nats. Entropies are compared in
@@ -38,15 +38,15 @@ OPTIONS: dict[str, Any] = {
     # Benchmarks of kernel configurations are off. Their results would determine the order of sums, but the same seed
     # must always give the same tokens.
     "deterministic": True,
-    # One of these passes rewrites the softmax of logits that are divided by a temperature, and the result needs four
-    # more kernels.
+    # One of these passes rewrites the softmax of logits that are divided by a temperature. The rewritten softmax needs
+    # four more kernels.
     "use_joint_graph_passes": False,
 }
 """Options of inductor. Older releases of torch lack some of them."""
 
 
 def next_token(settings: TokenSettings, vocabulary: int, device: torch.device, longest: int) -> SampleToken:
-    """`NextToken`, fused on CUDA. The same settings share one compilation, over waves and rollouts.
+    """Return a `NextToken`, fused on CUDA. All waves and rollouts with the same settings share one compilation.
 
     Args:
         settings: See `NextToken`.
@@ -71,7 +71,7 @@ class FusedSampler:
     separately.
 
     Args:
-        sampler: The operations.
+        sampler: The `NextToken` to compile.
     """
 
     def __init__(self, sampler: NextToken) -> None:
@@ -111,8 +111,8 @@ def compile_sampler(sampler: NextToken) -> SampleToken:
     """Compile `NextToken` for any number of rows.
 
     `torch.compile` limits the number of compilations per code object. Numbers that differ between two compilations of
-    the same code object become dynamic. So each call compiles a separate copy of the code, and different settings count
-    as different code objects.
+    the same code object become variables of the compiled code. So each call of this function compiles a separate copy
+    of the code. Different settings then count as different code objects.
     """
     code = NextToken.__call__.__code__.replace(co_name=f"sample_token_{next(numbers)}")
     function = types.FunctionType(code, NextToken.__call__.__globals__)
@@ -134,7 +134,7 @@ numbers = itertools.count()
 
 
 def difference(new_tokens: SampledTokens, expected: SampledTokens) -> str:
-    """How two samples of the same rows differ, in words; "" if they are equal but for rounding."""
+    """How two samples of the same rows differ, in words; "" if they are equal apart from rounding."""
     is_same = new_tokens.ids == expected.ids
     entropies = nats(new_tokens.entropies, expected.entropies)
     logprobs = nats(new_tokens.logprobs, expected.logprobs).where(is_same, 0)

@@ -19,7 +19,7 @@ from grpo_lightning.policy.vision import needs_blank
 from grpo_lightning.rewards.scoring import Scores, concatenate_scores
 from grpo_lightning.rollout.engine import Progress, RolloutEngine
 
-if TYPE_CHECKING:  # which imports this module
+if TYPE_CHECKING:  # `conversations` imports this module
     from grpo_lightning.rollout.conversations import Conversations
 
 
@@ -68,9 +68,9 @@ class GroupSource(NamedTuple):
                 suppressed in addition to `suppress_tokens`.
             seeds: N seeds, one per prompt.
             progress: Called with the decoding progress.
-            part: Indices, among the G completions of a prompt, of those to sample; None for all G.
-            on_group: Called with each group as soon as all its completions have ended, if `generate` of the engine has
-                an argument `on_group`.
+            part: Indices of the completions to sample, among the G completions of a prompt; None samples all G.
+            on_group: Called with each group as soon as all its completions have ended. Without conversations, it is
+                called only if the engine's `generate` has an argument `on_group`.
 
         Returns:
             A function that samples G completions for each prompt, and returns the N groups. Asynchronous rollouts call
@@ -132,7 +132,7 @@ def kl_to_reference(groups: Sequence[Group]) -> Tensor:
 
 
 def _kl(completion: Completion) -> float:
-    """KL of one completion in nats, over the tokens that the policy sampled, even if the completion is filtered."""
+    """KL of one completion in nats, over its sampled tokens, even if the overlong filter has masked it."""
     assert completion.ref_logprobs is not None
     differences = [own - ref for own, ref in zip(completion.logprobs, completion.ref_logprobs, strict=True)]
     if completion.turns is None:
@@ -168,7 +168,7 @@ def mask_truncated(groups: Sequence[Group], overlong_filter: OverlongFilter) -> 
 
 
 def are_excluded(groups: Sequence[Group], overlong_filter: OverlongFilter) -> Tensor:
-    """Whether a completion is excluded from mean and std of its group: [N, G] bool.
+    """Whether each completion is excluded from the mean and std of its group: [N, G] bool.
 
     A completion is excluded if it is truncated and the filter is "group", or if its environment failed and `on_error`
     is "none".
@@ -243,7 +243,7 @@ def per_completion(values: Tensor | None, groups: Sequence[Group], *, name: str,
 
 
 def check_finite(values: Tensor, *, name: str, verb: str) -> None:
-    """Check that values [N, G] have no nan and no infinity. Raises: ValueError with their number and the method."""
+    """Check that values [N, G] are finite. Raises: ValueError with the method and the number of non-finite values."""
     if num_wrong := int((~values.isfinite()).sum()):
         raise ValueError(
             f"`{verb}` returned {num_wrong} of {values.numel()} `{name}` that are nan or infinite, which would make "
@@ -280,13 +280,15 @@ class SharedGroups:
         these are not sent between ranks."""
 
     def collect(self, parts: list[Group]) -> list[Group]:
-        """Join the members' parts of each group into complete groups. Collective in a team.
+        """Join the members' parts of each group into complete groups.
+
+        Collective: every member of the team must call it.
 
         Args:
             parts: N groups with this rank's part of the completions.
 
         Returns:
-            The N complete groups on the first member; an empty list on the others.
+            The N complete groups on the first member; an empty list on the other members.
 
         Raises:
             ValueError: On every member, if the members have different prompts.
@@ -307,11 +309,13 @@ class SharedGroups:
         ]
 
     def spread(self, rollout: Rollout) -> Rollout:
-        """Give each member its part of the completions, with their advantages. Collective in a team.
+        """Give each member its part of the completions, with their advantages.
+
+        Collective: every member of the team must call it.
 
         Args:
-            rollout: N complete groups on the first member, and their advantages [N, G] if they are known; no group on
-                the other members.
+            rollout: On the first member, N complete groups, and their advantages [N, G] if these are known. On the
+                other members, a rollout without groups.
 
         Returns:
             N groups on every member, each with that member's part of the completions and advantages.
@@ -332,10 +336,12 @@ class SharedGroups:
         return Rollout(groups, advantages=advantages)
 
     def return_ref_logprobs(self, groups: Sequence[Group], parts: Sequence[Group]) -> None:
-        """Copy the reference log-probs of the members' parts to the complete groups. Collective in a team.
+        """Copy the reference log-probs of the members' parts to the complete groups.
+
+        Collective: every member of the team must call it.
 
         Args:
-            groups: N complete groups on the first member; an empty list on the others.
+            groups: N complete groups on the first member; an empty list on the other members.
             parts: N groups with this rank's part of the completions, from `spread`.
         """
         if not self.teams.is_shared:
@@ -347,11 +353,11 @@ class SharedGroups:
                 completion.ref_logprobs = values
 
     def forget(self) -> None:
-        """Free the parts of the cycle. The micro-batches of the cycle must have been made before."""
+        """Free the parts of the cycle. The micro-batches of the cycle must already exist."""
         self._sampled = []
 
     def _part_of(self, rollout: Rollout, member: int) -> tuple[list[int], list[list[Completion]], Tensor | None]:
-        """A member's part of N groups: their numbers [N], completions [N][part], and advantages [N, part]."""
+        """A member's part of N groups: group numbers [N], completions [N][part], and advantages [N, part]."""
         parts = [self.teams.part(len(group.completions), member) for group in rollout.groups]
         completions = [[group.completions[i] for i in part] for group, part in zip(rollout.groups, parts, strict=True)]
         advantages = rollout.advantages

@@ -1,4 +1,4 @@
-"""The local engine: samples with the policy itself, with the unmodified model code of transformers.
+"""The local engine: samples with the policy itself, through the unmodified model code of transformers.
 
 Every prompt is prefilled once for its G completions, and finished completions leave the batch. The completions in the
 batch are called open rows. If the number of rows is limited, waiting prompts are prefilled as soon as enough rows have
@@ -65,7 +65,8 @@ CAPTURES: dict[str, Callable[[torch.device], Capture]] = {"cuda": CudaCapture}
 
 LEAST_ENDED = {"cpu": 0.0}
 """Fraction of the open rows that must have ended before the ended rows leave the batch, by device type; 0.25 on other
-types. There, a step takes hardly longer with a few more rows, and every new number of rows needs different kernels."""
+types. On the other types, a step takes hardly longer with a few more rows, and every new number of rows needs different
+kernels."""
 
 
 Way = Literal["shared", "repeated", "generate"]
@@ -75,19 +76,19 @@ WAYS: dict[Way, str] = {
     "repeated": "a KV cache that repeats each prompt G times",
     "generate": "transformers' `generate`",
 }
-"""How the engine can sample, the fastest first."""
+"""The ways in which the engine can sample, ordered from the fastest to the slowest."""
 
 
 class LocalEngine(RolloutEngine):
     """Samples with the policy itself.
 
     Args:
-        max_rows: Maximum number of completions decoded at the same time, but at least the G completions of one prompt;
-            limits the memory of the KV cache. If a rollout has more completions, a prompt waits until enough other
-            completions have ended to make room for the prompt's G completions. A model whose completions cannot share
-            the keys and values of their prompt decodes in waves: prompts wait until all completions that are being
-            decoded have ended. The completions do not depend on this number. None decodes all completions at the same
-            time.
+        max_rows: Maximum number of completions decoded at the same time, which limits the memory of the KV cache. The G
+            completions of one prompt are decoded together even if G exceeds this number. If a rollout has more
+            completions, a prompt waits until enough other completions have ended to make room for the prompt's G
+            completions. If a model's completions cannot share the keys and values of their prompt, the engine decodes
+            in waves: prompts wait until all completions that are being decoded have ended. The completions do not
+            depend on this number. None decodes all completions at the same time.
         gather_for_generation: How sharded weights (FSDP2, ZeRO-3) are gathered for sampling. True gathers them once per
             rollout, which is fast, but every device must hold the full weights. False gathers each layer when it runs,
             at every token; all ranks then wait for the longest completion. "auto" gathers once unless the full
@@ -257,7 +258,7 @@ class LocalEngine(RolloutEngine):
 
     @contextlib.contextmanager
     def quick_steps(self, longest: int) -> Iterator[None]:
-        """Context in which, if possible, decoding steps run from CUDA graphs, and autocast casts weights once.
+        """Context in which decoding steps run from CUDA graphs and autocast casts weights once, if possible.
 
         Args:
             longest: `max_completion_length`. Short rollouts, such as the probe of a policy, are not worth a capture.
@@ -290,8 +291,9 @@ class LocalEngine(RolloutEngine):
         """Decode a rollout: prefill prompts, then sample one token per step for every unfinished completion.
 
         Args:
-            waiting: The prompts. All prompts that have room are prefilled at once, the others when rows have left.
-            num_waves: `WaitingPrompts.num_waves`, the maximum over ranks in lockstep.
+            waiting: The prompts. Those for which there is room are prefilled immediately, and the others when rows have
+                left.
+            num_waves: `WaitingPrompts.num_waves`. If ranks run in lockstep, this is the maximum over all ranks.
             sampling: Sampling settings.
             lockstep: Synchronizes the forward calls.
             progress: Called after every decoding step.
@@ -380,7 +382,7 @@ class LocalEngine(RolloutEngine):
 
         Args:
             rows: The open rows.
-            kept: Rows that have neither ended nor reached the maximum length.
+            kept: Indices of the open rows that have neither ended nor reached the maximum length.
             step: The decoding step whose tokens were sampled last.
             waiting: Prompts that may have room now.
             sampled: Where the tokens of rows that leave are stored.
@@ -580,7 +582,7 @@ class Wave(NamedTuple):
     seeds: list[int]
     num_generations: int
     part: range
-    """Indices, among the G completions of each prompt, of those to sample."""
+    """Indices of the completions to sample, among the G completions of each prompt."""
 
     vision: VisionInputs | None = None
 
@@ -608,9 +610,9 @@ class WaitingPrompts:
 
     @property
     def num_waves(self) -> int:
-        """Number of waves in which the prompts would be decoded one after the other.
+        """Number of waves if each wave starts only after the previous wave has ended.
 
-        Decoding takes at most this number times the maximum completion length in steps.
+        The number of decoding steps is at most this number times the maximum completion length.
         """
         return -(-len(self.wave.prompts) // max(1, self.max_rows // len(self.wave.part)))
 
@@ -640,7 +642,7 @@ class OpenRows:
     """[rows] decoding step of each row's first token."""
 
     end: list[int]
-    """[rows] decoding step that follows the step of the last token that the row may have."""
+    """[rows] `start` plus the maximum number of tokens of each row."""
 
     origin: int
     """Column of `history` minus decoding step."""
@@ -668,7 +670,7 @@ class OpenRows:
         return self.history[:, : self.origin + step]
 
     def completions(self, step: int) -> Tensor:
-        """Completion ids up to the token of a decoding step, [rows, tokens]. A row's own ids begin at column `late`."""
+        """Completion ids up to the token of a decoding step, [rows, tokens]. A row's own ids begin at its `late`."""
         return self.history[:, self.origin + self.oldest : self.origin + step + 1]
 
     @functools.cached_property
@@ -696,7 +698,7 @@ class OpenRows:
         return dataclasses.replace(self, start=start, end=end, num_ended=0, **tensors)
 
     def join(self, new: OpenRows, step: int, longest_prompt: int) -> OpenRows:
-        """Append rows to these rows, and drop columns of the histories that no row needs any more.
+        """Append other rows, and drop columns of the histories that no row needs any more.
 
         Args:
             new: The rows to append. Their first token is sampled in the next decoding step.
@@ -723,7 +725,7 @@ PER_ROW = ("number", "logits", "position", "history", "has_ended")
 
 
 def fit_history(ids: Tensor, columns: int) -> Tensor:
-    """Drop the first columns of ids [rows, any], or repeat the first column, so that [rows, columns] are left."""
+    """Drop first columns of ids [rows, any], or repeat the first column, to get ids [rows, columns]."""
     missing = columns - ids.shape[1]
     return ids[:, -columns:] if missing <= 0 else torch.cat([ids[:, :1].expand(-1, missing), ids], 1)
 
@@ -845,9 +847,10 @@ class KeptStates:
     """Keys and values of conversations, kept from the end of a turn to the beginning of the next one.
 
     The states kept for a conversation cover the prompt and all tokens of the conversation so far, except the last token
-    of its last turn. The next prompt uses these states as far as its tokens are the same: tokens at the end of a turn
-    may have been dropped since. All rows of a wave run the same number of new tokens, so that the rows stay
-    left-padded. A row with fewer new tokens runs some of its old tokens again.
+    of its last turn. Afterwards, tokens at the end of this turn may be dropped. The next prompt therefore uses the kept
+    states only for its first tokens, up to the first token that differs from the kept ones. All rows of a wave run the
+    same number of new tokens, so that the rows stay left-padded. A row with fewer new tokens runs some of its old
+    tokens again.
 
     Args:
         turns: Numbers the conversations, and holds the kept states.
@@ -856,12 +859,12 @@ class KeptStates:
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
         self.earlier: dict[int, tuple[list[int], list[States]]] = dict(turns.states)
-        """Token ids and states that earlier calls have kept, by conversation: the ids, and for each layer the states of
-        these tokens [key heads, tokens, head size]."""
+        """The tokens and states that earlier calls have kept, by conversation: token ids, and for each layer the states
+        of these tokens [key heads, tokens, head size]."""
         turns.states.clear()
 
     def before(self, wave: Wave, width: int) -> list[States] | None:
-        """States of the first columns of the prompts of a wave; None if all columns must be run.
+        """States of the first columns of a wave's prompts; None if all columns must be run.
 
         Args:
             wave: The prompts; each has one completion.
@@ -943,7 +946,7 @@ def copies_for_autocast(policy: nn.Module, device: torch.device) -> dict[str, Te
 
 
 def choose_sampler(device: torch.device) -> ChooseSampler:
-    """How the next token is sampled: in fused kernels on CUDA."""
+    """Choose how the next token is sampled: in fused kernels on CUDA, one operation after the other elsewhere."""
     if device.type != "cuda":
         return choose_unfused
     from grpo_lightning.rollout.fused import next_token
@@ -990,9 +993,10 @@ optimizer states, which are not allocated yet when the first rollout is sampled.
 class Lockstep:
     """Synchronizes the number of forward calls over ranks while the weights stay sharded.
 
-    Forward calls of sharded weights are collective, but completions end at different steps on each rank. All ranks
-    therefore make the same calls until the last rank is done: when other ranks decode, a rank without unfinished rows
-    runs a dummy row, and when other ranks prefill prompts, a rank without waiting prompts runs a dummy prefill.
+    With sharded weights, a forward call of the policy is collective, but completions end at different steps on each
+    rank. All ranks therefore make the same calls until the last rank is done. When other ranks decode, a rank without
+    unfinished rows runs a dummy row. When other ranks prefill prompts, a rank without waiting prompts runs a dummy
+    prefill.
 
     Args:
         is_needed: True if forward calls are collective. Otherwise no rank waits for another.
@@ -1010,7 +1014,7 @@ class Lockstep:
         return set().union(*ranks.gather_objects(set(own))) if self.is_needed else set(own)
 
     def agree(self, *own: bool) -> list[bool]:
-        """For each kind of forward call, whether any rank makes it next. `own`: whether this rank does."""
+        """For each kind of forward call, whether any rank makes it next. Args: own: whether this rank makes it."""
         if not self.is_needed:
             return list(own)
         return ranks.max_over_ranks(torch.tensor(own, dtype=torch.long, device="cpu")).bool().tolist()
@@ -1039,7 +1043,7 @@ def log_gathering(gathers: bool, reason: str) -> None:  # noqa: FBT001 - what wa
 
 
 def full_bytes(policy: nn.Module, dtype: torch.dtype | None = None) -> int:
-    """Bytes of the full (unsharded) weights in the dtype that they are gathered in (None: the weights' own dtype)."""
+    """Bytes of the full (unsharded) weights if they are gathered in `dtype`; None keeps the dtype of each weight."""
     size = None if dtype is None else dtype.itemsize
     return sum(full_shape(p).numel() * (size or p.element_size()) for p in policy.parameters())
 

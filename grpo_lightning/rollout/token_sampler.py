@@ -36,7 +36,7 @@ NO_TOKEN = torch.iinfo(torch.int64).max
 """An id beyond the vocabulary. `StopStringCriteria` treats such an id as a token without text."""
 
 BLOCK_TOKENS = 128
-"""Vocabulary tokens per block in the two-level search of `pick`; divides most vocabulary sizes."""
+"""Vocabulary tokens per block in the two-level search of `pick`. This number divides most vocabulary sizes."""
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """Changes logits [rows, V], given the ids seen so far [rows, seen]."""
@@ -57,7 +57,7 @@ class SampledTokens(NamedTuple):
 
 
 class TokenSettings(NamedTuple):
-    """The fields of `SamplingParams` that change the sampled token, hashable."""
+    """The fields of `SamplingParams` that change the sampled token, in a hashable form."""
 
     temperature: float
     repetition_penalty: float
@@ -139,7 +139,8 @@ def row_products(one: Tensor, other: Tensor) -> Tensor:
     """Dot product of each row of `one` and the same row of `other`: [rows], from two tensors [rows, V].
 
     `vecdot` does not allocate a tensor [rows, V] of products. But it calls a BLAS function, which `torch.compile` does
-    not fuse with the operations that compute its inputs, and which autocast would run in 16 bits.
+    not fuse with other operations. So compiled code multiplies and adds instead. Autocast is disabled, because it would
+    run `vecdot` in 16 bits.
     """
     if torch.compiler.is_compiling():
         return (one * other).sum(-1)
@@ -150,7 +151,7 @@ def row_products(one: Tensor, other: Tensor) -> Tensor:
 def pick(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """Inverse-CDF sampling: the first token whose cumulative probability exceeds the uniform number, [rows].
 
-    The search has two levels, first over blocks of tokens and then within one block, which avoids a float64 tensor
+    The search has two levels: first over blocks of tokens, then within one block. This avoids a float64 tensor
     [rows, V]. A token of probability 0 is never sampled.
 
     Args:
@@ -174,12 +175,13 @@ def first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor
 
     Args:
         weights: [rows, n], none negative, not all 0.
-        target: [rows, 1], at least 0. If rounding has made a target as large as the sum of the weights, the target is
-            lowered to the largest number below this sum, and the index found is that of the last positive weight.
+        target: [rows, 1], at least 0. Rounding can make a target equal to the sum of the weights, or larger. The target
+            is then lowered to the largest number below this sum, and the index found is that of the last positive
+            weight.
 
     Returns:
-        [rows, 1] the index, always of a positive weight; [rows, 1] the sum of the weights before that index; and
-        [rows, 1] the target, lowered if need be.
+        Three tensors [rows, 1]: the index, which always has a positive weight; the sum of the weights before this
+        index; and the target, lowered if necessary.
     """
     # Entries of weight 0 are masked, because a parallel cumsum can increase by a rounding error at such an entry.
     cumulated = weights.cumsum(-1, dtype=target.dtype).masked_fill(weights == 0, 0)
@@ -192,7 +194,8 @@ def next_below(numbers: Tensor) -> Tensor:
     """The largest number below each positive, normal number.
 
     Numbers in [2^e, 2^(e+1)) have the spacing eps 2^e, and numbers just below 2^e have half this spacing. x - x eps / 2
-    is less than x, by at least half a spacing and by less than one spacing. So it rounds to the number below x.
+    is less than x, by at least half a spacing and by less than one spacing. So this result is rounded to the number
+    below x.
     """
     return numbers * (1 - torch.finfo(numbers.dtype).eps / 2)
 
@@ -245,7 +248,7 @@ def sampled_ids(never: tuple[int, ...], vocabulary: int, multiple: int = 1) -> t
 
 
 SampleToken = Callable[[Tensor, Tensor, Tensor | None], SampledTokens]
-"""`NextToken.__call__`, or the same in fused kernels."""
+"""`NextToken.__call__`, or the same computation in fused kernels."""
 
 ChooseSampler = Callable[[TokenSettings, int, torch.device, int], SampleToken]
 """Returns the `NextToken` for settings, V, the device and `max_completion_length`."""
@@ -253,14 +256,14 @@ ChooseSampler = Callable[[TokenSettings, int, torch.device, int], SampleToken]
 
 @functools.lru_cache(maxsize=32)
 def choose_unfused(settings: TokenSettings, vocabulary: int, device: torch.device, longest: int) -> SampleToken:
-    """`NextToken`, one operation after the other: the `ChooseSampler` of all devices but CUDA."""
+    """Return a `NextToken` that runs one operation after the other: the `ChooseSampler` of all devices except CUDA."""
     return NextToken(settings, vocabulary, device)
 
 
 class Uniforms:
     """Uniform random numbers in [0, 1): one stream per prompt, G numbers per decoding step.
 
-    The numbers do not depend on the maximum completion length, the device, or the step at which a prompt joins.
+    The numbers of a prompt do not depend on the maximum completion length, the device, or the step at which it joins.
 
     Args:
         seeds: N seeds, one per prompt.
@@ -279,13 +282,13 @@ class Uniforms:
         self.join(seeds, 0)
 
     def join(self, seeds: list[int], step: int) -> None:
-        """Add prompts. Their first numbers are used at this decoding step, which is the next requested step."""
+        """Add prompts. Their first numbers are used at decoding step `step`, which must be the next requested step."""
         self.generators += [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
         missed = torch.zeros(step % BLOCK_STEPS, len(self.part), dtype=torch.float64, device="cpu")
         self.rest += [missed] * len(seeds)
 
     def __call__(self, step: int) -> Tensor:
-        """Random numbers of a decoding step, [N * len(part)]. Request steps in order; a step may be requested again."""
+        """Random numbers of a decoding step, [N * len(part)]. Steps must be requested in order; repeats are allowed."""
         num_prompts, num_known = len(self.generators), self.block.shape[-1] // len(self.part)
         if step == self.num_blocks * BLOCK_STEPS:
             self.block = self.next_block(range(num_prompts))
@@ -344,7 +347,7 @@ class TokenSampler:
         return new_tokens
 
     def look(self, has_ended: Tensor) -> list[bool]:
-        """Wait for the device once. Returns: `has_ended`, [rows] bool, on the host.
+        """Copy `has_ended`, [rows] bool, to the host, and check for NaN. This waits for the device once.
 
         Raises:
             FloatingPointError: If a logit was NaN or infinite since the last call, which means that training has
@@ -365,7 +368,8 @@ class TokenSampler:
 
         Args:
             completion_ids: [rows, tokens].
-            late: [rows] number of tokens before each row's completion, which are ignored; None if there are none.
+            late: [rows] number of columns before the completion of each row. These columns are ignored. None if no row
+                has such columns.
         """
         if self.stop_strings is None:
             return None

@@ -77,9 +77,9 @@ class Actor:
             skip_zero_advantages: Leave out completions with advantage 0.
 
         Returns:
-            This rank's micro-batches of all updates, as many as on every other rank, and the numbers of trained tokens
-            and completions in each update, summed over all ranks. Before the first forward pass, ranks have to agree on
-            the number of passes (`agree_on_chunks`).
+            This rank's micro-batches of all updates, and the numbers of trained tokens and completions in each update,
+            summed over all ranks. All ranks have the same number of micro-batches. Before the first forward pass, they
+            have to agree on the number of passes (`agree_on_chunks`).
         """
         size = len(groups[0].completions) if groups else 0
         micro_batches, counts = plan_over_ranks(
@@ -103,7 +103,7 @@ class Actor:
         return [batch.to(self.device) for batch in micro_batches], counts
 
     def cost(self, rows: Sequence[CompletionRow]) -> float:
-        """Cost of a micro-batch of these completions, in tokens. Completions with images are on the dense path."""
+        """Cost of a micro-batch of these completions, in tokens. Completions with images run on the dense path."""
         total = 0.0
         for scorer, shows in ((self.scorer, False), (replace(self.scorer, path="dense"), True)):
             part = [row for row in rows if bool(row.completion.images) == shows]
@@ -119,8 +119,8 @@ class Actor:
     def add_old_logprobs(self, micro_batches: Sequence[MicroBatch], shape: CycleShape) -> None:
         """Add old-policy log-probs to a rollout's micro-batches, except those of the first update.
 
-        The first update needs no stored log-probs: the forward passes of the update still use the weights that sampled
-        the rollout.
+        The old policy is the policy at the start of training on the rollout. The first update needs no stored
+        log-probs, because its own forward passes run before the weights change.
         """
         if later := micro_batches[shape.accumulate_grad_batches :]:
             with torch.no_grad(), self.phase("old_logprobs"):
@@ -129,7 +129,9 @@ class Actor:
                     batch.old_logprobs = self.token_logprobs(batch).logprobs
 
     def add_ref_logprobs(self, groups: Sequence[Group], shape: CycleShape, *, of_masked: bool) -> None:
-        """Add reference log-probs to the completions. Collective; needs a reference.
+        """Add reference log-probs to the completions.
+
+        Collective: all ranks call it. The run must have a reference.
 
         Args:
             groups: N groups, of this rank.
@@ -152,11 +154,11 @@ class Actor:
 
 
 def lacks_ref_logprobs(groups: Sequence[Group], *, of_masked: bool) -> bool:
-    """True if a completion of any rank lacks reference log-probs. Collective.
+    """True if a completion of any rank lacks reference log-probs. Collective: all ranks call it.
 
     Args:
         groups: N groups, of this rank.
-        of_masked: Count fully masked completions too.
+        of_masked: If true, fully masked completions count, too.
     """
     scored = [c for group in groups for c in group.completions if of_masked or c.mask is None or any(c.mask)]
     return ranks.is_any(any(completion.ref_logprobs is None for completion in scored))
@@ -180,7 +182,7 @@ def offloaded(
 
     Args:
         names: Tensors to offload: "reference", "optimizer".
-        policy: The policy. It stays on its device, as do weights that the reference shares with it.
+        policy: The policy. Its weights stay on their device, including those that the reference shares with it.
         reference: The reference; must be a `FrozenCopy` if `names` contains "reference".
         optimizers: Optimizers of the trainer. The states of the first optimizer are offloaded; the list may be empty.
     """

@@ -1,4 +1,4 @@
-"""Checkpoint files: reading files and sharded folders, detecting incomplete checkpoints, and files of each rank."""
+"""Read checkpoint files and sharded folders, detect incomplete checkpoints, and handle the files of each rank."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def num_deepspeed_ranks(checkpoint: Path) -> int:
 
 
 UNIVERSAL = "checkpoint_universal", "latest_universal"
-"""Inside a DeepSpeed folder: the folder of DeepSpeed's universal checkpoint, and the file that names this folder.
-DeepSpeed's tool writes the file last."""
+"""Two names inside a DeepSpeed folder: the folder of DeepSpeed's universal checkpoint, and the file that names this
+folder. DeepSpeed's tool writes the file last."""
 
 
 def is_universal(checkpoint: Path) -> bool:
@@ -171,7 +171,7 @@ def num_trained(content: Mapping[str, Any]) -> int | None:
 MARK = "complete.json"
 """File in a sharded checkpoint (a folder of ZeRO or FSDP2) that lists the folder's files. All ranks write into the
 folder, and this file is written when all of them have finished. A checkpoint that is a single file needs no such mark:
-it is a zip archive, and its directory is written last."""
+it is a zip archive, and the archive's list of its contents is written last."""
 
 
 def mark_complete(checkpoint: Path, *, other_files: Sequence[Path] = (), is_interrupted: bool = False) -> None:
@@ -180,7 +180,7 @@ def mark_complete(checkpoint: Path, *, other_files: Sequence[Path] = (), is_inte
     Args:
         checkpoint: Folder of the checkpoint.
         other_files: Files outside the folder that belong to the checkpoint.
-        is_interrupted: True if an exception ended the run inside an optimizer step: no run can resume from the
+        is_interrupted: True if an exception ended the run inside an optimizer step. No run can then resume from the
             checkpoint.
     """
     files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != MARK]
@@ -224,7 +224,7 @@ def was_interrupted(checkpoint: Path) -> bool:
 
 
 REFERENCE = "reference"
-"""Used instead of the rank in the name of the file with the weights of an updated reference."""
+"""Replaces the rank's number in the name of the file with the weights of an updated reference."""
 
 
 class RankFiles:

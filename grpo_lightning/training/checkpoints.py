@@ -42,10 +42,11 @@ log = logging.getLogger(__name__)
 class StepEnds(L.Callback):
     """Makes checkpoints contain the state at the end of an optimizer step, and lets a run stop only between steps.
 
-    Checkpoints contain no gradients. So a checkpoint that is saved inside a step (after validation, by a time interval,
-    on an error, by hand) contains the state at the end of the previous step, see `StepEnd`. While the optimizer changes
-    the weights, saving waits for the end of the current step. If an error ends the run while the optimizer changes the
-    weights, the checkpoint is saved at once with these weights, and no run can resume from it.
+    Checkpoints contain no gradients. So a checkpoint that is saved inside a step (after validation, at a time interval,
+    on an error, or by hand) contains the state at the end of the previous step, see `StepEnd`. A checkpoint that is
+    requested while the optimizer changes the weights is saved at the end of the current step. If an error ends the run
+    while the optimizer changes the weights, the checkpoint is saved at once. It may then contain partly updated
+    weights, so no run can resume from it.
     """
 
     def __init__(self) -> None:
@@ -84,7 +85,7 @@ class StepEnds(L.Callback):
         trainer.strategy.remove_checkpoint = remove_all  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Make checkpoint callbacks treat the step from which a run resumes as saved; Lightning does not do this."""
+        """Make checkpoint callbacks treat the step from which a run resumes as saved; Lightning itself does not."""
         for callback in trainer.checkpoint_callbacks if trainer.global_step else ():
             if isinstance(callback, ModelCheckpoint):
                 remember_saved_step(callback, trainer.global_step)
@@ -106,7 +107,7 @@ class StepEnds(L.Callback):
             save()
 
     def on_train_end(self, *args: Any) -> None:
-        """Record that callbacks may have replaced the weights."""
+        """Record that training has ended. From now on, callbacks may have replaced the weights by an average."""
         self.has_ended = True
 
     def on_fit_end(self, trainer: L.Trainer, *args: Any) -> None:
@@ -122,7 +123,7 @@ class StepEnds(L.Callback):
 
 
 def warn_of_average(trainer: L.Trainer, filepath: Any, weights_only: bool | None = False, *_: Any, **__: Any) -> None:  # noqa: FBT001, FBT002 - as Lightning's `save_checkpoint`
-    """Warn if a checkpoint that can be resumed is saved after averaged weights have replaced the trained weights."""
+    """Warn if a resumable checkpoint is saved after averaged weights have replaced the trained weights."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     names = [type(callback).__name__ for callback in callbacks if isinstance(callback, WeightAveraging)]
     if names and not weights_only:
@@ -195,10 +196,10 @@ passed again when a checkpoint is loaded."""
 
 
 def plain_settings(arguments: Mapping[str, Any], loader: PolicyLoader) -> dict[str, Any]:
-    """Return the module's arguments that a checkpoint contains and `load_from_checkpoint` therefore does not need.
+    """Return the module's arguments that a checkpoint contains, so that `load_from_checkpoint` does not need them.
 
-    All are plain values, so that the checkpoint can be loaded with `weights_only=True`. Rewards are not included, nor
-    is a policy that was passed as a model object.
+    All are plain values, so that the checkpoint can be loaded with `weights_only=True`. Rewards are not included. A
+    policy that was passed as a model object is not included either.
     """
     plain = {name: arguments[name] for name in KEPT_ARGUMENTS if arguments[name] is not None}
     for name, value in plain.items():
@@ -247,8 +248,8 @@ def check_keys(names: Collection[str], known: Collection[str], trained: Sequence
 def restore_optimizer_settings(trainer: L.Trainer, settings: Sequence[dict[str, Any]], schedule: Any) -> None:
     """Replace the optimizer settings that were loaded from a checkpoint by the settings of this run.
 
-    The learning rate is replaced only if the schedule is a `Schedule` of this library. Other schedules continue from
-    the learning rate in the checkpoint.
+    The learning rate is replaced if the run has no schedule, or a `Schedule` of this library. Other schedules continue
+    from the learning rate in the checkpoint.
 
     Args:
         trainer: Trainer of a run that may be resumed.

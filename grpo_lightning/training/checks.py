@@ -1,4 +1,4 @@
-"""Checks of a run's settings, and of its loader and trainer, which have to fit the length of a cycle."""
+"""Checks of a run's settings, and checks that its loader and trainer fit the length of a cycle."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ STEPS: dict[str, tuple[type, str]] = {
     "split_rollout": (Cycle, "a Cycle (add `return Cycle(...)`)"),
     "update": (Tensor, "the loss, a Tensor (add `return loss`)"),
 }
-"""The steps of the algorithm, which are methods of the module: for each step, the type that it returns, and the
-description of the required result in an error."""
+"""For each step of the algorithm (a method of the module): the type that it returns, and the description of the
+required result in error messages."""
 
 
 def checked_step(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,7 +124,7 @@ def check_counts(*, num_generations: int, **counts: int) -> None:
 
 
 def check_pass_k(pass_k: int | None, num_generations: int) -> None:
-    """Check that a group holds k completions. Raises: ValueError naming both settings."""
+    """Check that a group has at least k completions. Raises: ValueError if not; the message names both settings."""
     if pass_k is not None and pass_k > num_generations:
         raise ValueError(
             f"model.objective.pass_k must be at most model.num_generations ({num_generations}), got {pass_k}: lower "
@@ -133,7 +133,11 @@ def check_pass_k(pass_k: int | None, num_generations: int) -> None:
 
 
 def check_kl_cov(surrogate: str, old_logprobs: str, num_updates: int) -> None:
-    """Check that KL-Cov's penalty has a gradient. Raises: ValueError if each rollout has only one optimizer step."""
+    """Check that KL-Cov's penalty has a gradient.
+
+    Raises:
+        ValueError: If old log-probs are recomputed and each rollout has only one optimizer step.
+    """
     if surrogate == "kl_cov" and old_logprobs == "recompute" and num_updates == 1:
         raise ValueError(
             "model.objective.surrogate 'kl_cov' penalizes the distance from the policy at the start of the cycle, "
@@ -143,7 +147,7 @@ def check_kl_cov(surrogate: str, old_logprobs: str, num_updates: int) -> None:
 
 
 def warn_of_off_policy(surrogate: str, old_logprobs: str, num_updates: int) -> None:
-    """Warn if DPPO ignores the engine's log-probs, or if a surrogate without a ratio makes several updates."""
+    """Warn if DPPO ignores the engine's log-probs, or if several updates use a surrogate without a ratio."""
     if surrogate in ("dppo_tv", "dppo_kl") and old_logprobs == "recompute":
         log.warning(
             "model.objective.surrogate %r limits the distance from the policy that sampled the completions. "
@@ -228,7 +232,7 @@ def check_offload(offload: Sequence[str], *, has_copy: bool) -> None:
 
 
 def check_paging(offload: Sequence[str], optimizer: Optimizer) -> None:
-    """Refuse to offload the states of a paged optimizer, which moves them itself. Raises: ValueError."""
+    """Refuse to offload the states of a paged optimizer, which moves its states itself. Raises: ValueError."""
     if "optimizer" in offload and getattr(optimizer, "is_paged", False):
         raise ValueError(
             f"model.offload names the optimizer, but {type(optimizer).__name__} pages its states to the CPU itself: "
@@ -293,7 +297,7 @@ def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
     """Round `max_steps` and the number of batches per epoch up to complete cycles, with a warning.
 
     If a limit ended inside a cycle, part of a rollout would be discarded. An accumulation window could also end early,
-    and the gradient would be divided by the wrong number. For the same reason, `fast_dev_run` runs one complete cycle.
+    and the gradient would be divided by the wrong number. For the same reasons, `fast_dev_run` runs one complete cycle.
 
     Args:
         trainer: Trainer whose limits are changed in place.
@@ -308,8 +312,8 @@ def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
         trainer.fit_loop.epoch_loop.max_steps = rounded
     requested = limit = trainer.limit_train_batches
     if isinstance(requested, float) and requested < 1:
-        # A fraction is converted now, because the limit cannot be changed any more once the loader is set up. Neither
-        # can the validation interval.
+        # A fraction is converted now, because neither the limit nor the validation interval can be changed any more
+        # once the loader is set up.
         limit = int(num_batches(trainer) * requested)
     if isinstance(limit, int) and limit % cycle:
         rounded = math.ceil(limit / cycle) * cycle
@@ -334,8 +338,8 @@ def num_batches(trainer: L.Trainer) -> int:
 def check_validation_interval(trainer: L.Trainer) -> None:
     """Check that the validation interval fits an epoch. Lightning checks this only after the weights are loaded.
 
-    If an interval is set but there is no validation data, a warning is logged and no error raised, so that a recipe
-    works without its validation data. A time interval may be longer than an epoch.
+    If an interval is set without validation data, only a warning is logged, so that a recipe also works without its
+    validation data. An interval that is a time may be longer than an epoch.
 
     Raises:
         ValueError: If `val_check_interval` has more micro-steps than an epoch, or is a fraction of an epoch and the
@@ -377,7 +381,7 @@ def check_validation_interval(trainer: L.Trainer) -> None:
 
 
 def check_not_loaded(sharding: Sharding | None, trainer: L.Trainer) -> None:
-    """Refuse a policy that was loaded unsharded if the strategy shards it: each rank would train its own weights.
+    """If the strategy shards weights, refuse a policy that is loaded unsharded: each rank would train separate weights.
 
     Args:
         sharding: How the loaded policy is sharded; None if it is not loaded yet.
@@ -414,8 +418,8 @@ def check_teams(ranks_per_group: int, num_generations: int, engine: RolloutEngin
     """Check that the ranks can be divided into teams that share groups.
 
     Raises:
-        ValueError: If the number of ranks is no multiple of `ranks_per_group`, a rank would have no completion, or the
-            engine cannot sample a part of a group.
+        ValueError: If the number of ranks is not a multiple of `ranks_per_group`, if a rank would have no completion,
+            or if the engine cannot sample a part of a group.
     """
     if ranks_per_group == 1:
         return
@@ -496,8 +500,8 @@ def check_asynchronous(
     Without a trainer (`plan`), the training loader is not checked.
 
     Raises:
-        ValueError: If the engine samples with the policy's own weights, ranks share groups, or the training loader does
-            not know the prompts of the next cycles.
+        ValueError: If the engine samples with the policy's own weights, if ranks share groups, or if the training
+            loader does not know the prompts of the next cycles.
     """
     if not max_staleness:
         return

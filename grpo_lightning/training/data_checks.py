@@ -1,4 +1,4 @@
-"""Checks of a run's data before weights are loaded, as far as the data is known by then.
+"""Checks of a run's data before weights are loaded. Only data that is already known by then is checked.
 
 Two checks are about ground-truth boxes: rewards, metrics and callbacks must agree on the coordinate system of the boxes
 in a column, and the boxes must not be converted to pixels twice.
@@ -55,8 +55,8 @@ def check_rows(rewards: RewardSet, trainer: L.Trainer) -> None:
     Boxes are compared with the size of their image if the size is known, so call this function after `check_images`.
 
     Raises:
-        ValueError: If a reward whose `on_error` is "raise" cannot score some rows; the message names the rows. Rows
-            that another reward cannot score only cause a warning.
+        ValueError: If a reward whose `on_error` is "raise" cannot score some rows; the message names the rows. A reward
+            with another `on_error` only causes a warning.
     """
     rewards.check_rows(itertools.chain.from_iterable(known_data(trainer)))
 
@@ -145,15 +145,15 @@ def check_prompts(
         trainer: Trainer with the data.
         trained: Sampling of training completions.
         validated: Sampling of evaluation completions.
-        conversations: The conversations of the run. Their chat template is checked, and the template's descriptions of
+        conversations: The conversations of the run. The chat template must support them. The template's descriptions of
             tools count as tokens of the prompts.
         max_sequence_length: The engine's maximum number of tokens of a prompt and its completion; None if the engine
             has no limit of its own.
 
     Raises:
-        ValueError: If a prompt is a chat and the tokenizer has no chat template, if a prompt is too long for model or
-            engine, if it has different numbers of images and image placeholders, if it contains a video, or if it
-            contains images and the model is text-only.
+        ValueError: If a prompt (a) is too long for model or engine, (b) has different numbers of images and image
+            placeholders, (c) contains a video, (d) is a chat although the tokenizer has no chat template, or (e)
+            contains images although the model is text-only.
     """
     prompts = [prompt for data in known_data(trainer) for prompt in data]
     if not prompts:
@@ -222,8 +222,8 @@ def _check_all(prompts: Sequence[Prompt], encoder: Encoder) -> None:
 
 
 TEMPLATE_TOKENS = 256
-"""Assumed maximum number of tokens that a chat template adds to a prompt. If a template adds more tokens, a prompt that
-is too long may raise its error only when completions are sampled."""
+"""Assumed maximum number of tokens that a chat template adds to a prompt. If a template adds more tokens, the error for
+a prompt that is too long may come only when completions are sampled."""
 
 
 def num_bytes(prompt: Prompt) -> int:
@@ -256,11 +256,11 @@ def check_turned_once(reward_set: RewardSet, metrics: Sequence[Any], trainer: L.
 
 
 def check_readers(reward_set: RewardSet, metrics: Sequence[Any], loader: PolicyLoader, trainer: L.Trainer) -> None:
-    """Check that rewards, metrics and callbacks agree on box coordinate systems, and that the policy's is known.
+    """Check that rewards, metrics and callbacks agree on box coordinates, and that the policy's coordinates are known.
 
     Raises:
-        ValueError: If a metric or callback reads the same ground-truth boxes as rewards, but its `gold_coordinates`
-            differ from those of all these rewards. Also if a reward, metric or callback has to use the box coordinate
+        ValueError: If (a) a metric or callback reads the same ground-truth boxes as rewards, but its `gold_coordinates`
+            differ from those of all these rewards, or (b) a reward, metric or callback has to use the box coordinate
             system of the policy's model family (`coordinates: auto`), but this coordinate system is not known.
     """
     rewards, watchers = used_box_rewards(reward_set, trainer), box_readers(_watchers(metrics, trainer))

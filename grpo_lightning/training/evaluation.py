@@ -42,11 +42,11 @@ class Validation:
     compares completions with the row's ground truth (`Reward.says_solved`), or the first reward if none does."""
 
     success_value: float = 1.0
-    """A completion counts as solved if the value of the reward `success` is at least this."""
+    """Minimum value of the reward `success` for a completion to count as solved."""
 
     pass_at: list[int] = dataclasses.field(default_factory=list)
-    """Values of k for which pass@k is logged, each at most `num_generations`. If the list is empty, pass@k is logged
-    only for k = `num_generations`, and not at all if `num_generations` is 1."""
+    """Values of k for which pass@k is logged, each at most `num_generations`. An empty list logs pass@k only for k =
+    `num_generations`. If the list is empty and `num_generations` is 1, no pass@k is logged."""
 
     confidence: float = 0.95
     """Confidence level of the intervals from `.../low` to `.../high` around avg@G and pass@k."""
@@ -54,7 +54,7 @@ class Validation:
     metrics: list[Metric] = dataclasses.field(default_factory=list)
     """Additional torchmetrics metrics whose `update` takes an `Evaluation`, for example
     `grpo_lightning.grounding.MeanIoU`. If `compute` returns a number, the number is logged under the metric's `name`
-    (by default the class name); if `compute` returns a mapping, each value is logged under its key."""
+    (by default the class name). If `compute` returns a mapping, each value is logged under its key."""
 
     def __post_init__(self) -> None:
         """Check the fields. Raises: ValueError for a value that is not allowed; the message names field and value."""
@@ -167,7 +167,7 @@ def check_untaken(names: Iterable[str], others: Iterable[str]) -> None:
 
 
 class EvaluationTable(Metric):
-    """Stores the values of every completion on all ranks, so that batches of different sizes are averaged correctly.
+    """Stores the values of every completion of all ranks, so that batches of unequal sizes are averaged correctly.
 
     `compute` returns means over completions: `reward` (the weighted total), each reward by name, `length` (tokens) and
     `truncated`. For conversations, it also returns `turns` (of the policy) and `environment_failures` (the fraction of

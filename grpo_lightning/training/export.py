@@ -1,10 +1,10 @@
 """Export a checkpoint to a folder that transformers loads.
 
 A checkpoint contains only the trained weights. Frozen weights, config and tokenizer (for a multimodal policy, the
-processor) come from the policy before training. So the export first loads that policy, and then replaces the policy's
-weights that the checkpoint contains. LoRA adapters are merged into the policy's weights, or written separately for
-peft. The export never quantises the policy: adapters that were trained on 4-bit or 8-bit weights are merged into the
-full-precision weights, which differ from the weights of the run by the quantisation error.
+processor) come from the policy before training. So the export first loads that policy, and then replaces the weights
+that the checkpoint contains. LoRA adapters are merged into the policy's weights, or written separately for peft. The
+export never quantizes the policy. Adapters that were trained on 4-bit or 8-bit weights are merged into the
+full-precision weights, which differ from the weights of the run by the quantization error.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Export:
     """True if only the adapters were written: loading them requires the policy before training."""
 
     quantization: Quantization = "none"
-    """Quantization of the weights that the adapters were trained on. The written weights are not quantised."""
+    """Quantization of the weights that the adapters were trained on. The written weights are not quantized."""
 
     is_multimodal: bool = False
     """True for a vision-language model, exported with its processor."""
@@ -86,12 +86,13 @@ def export(
     Args:
         checkpoint: Checkpoint file, or folder of a sharded checkpoint.
         folder: Output folder; created if missing.
-        policy: Name or folder of the policy before training; None uses the policy that the checkpoint or the
-            `config.yaml` of its run names.
+        policy: Name or folder of the policy before training; None uses the policy named in the checkpoint or in
+            the `config.yaml` of its run.
         dtype: Dtype of the exported weights. None keeps the dtype of the checkpoint's weights; if adapters are merged,
             None uses the dtype in which the run loaded the policy.
         adapter: Export only the adapters, as a folder for peft, instead of merging them into the policy.
-        fill_missing: Take weights that the checkpoint lacks from the policy, even if they are not known to be frozen.
+        fill_missing: If the checkpoint lacks weights, take these from the policy, even if they are not known to be
+            frozen.
         force: Write into a folder that is not empty.
 
     Raises:
@@ -151,7 +152,7 @@ def export(
 
 
 def check_target(folder: Path, *, force: bool) -> None:
-    """Raise NotADirectoryError if `folder` is a file, or FileExistsError if it is not empty without `force`."""
+    """Raise NotADirectoryError if `folder` is a file, or FileExistsError if it is not empty and `force` is false."""
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file: export to a folder.")
     if folder.exists() and any(folder.iterdir()) and not force:
@@ -215,7 +216,7 @@ def load_policy(loader: PolicyLoader, dtype: torch.dtype, adapter: Mapping[str, 
 
 
 def load_base(loader: PolicyLoader, dtype: torch.dtype) -> Any:
-    """Load the policy's base model, never quantised."""
+    """Load the policy's base model, never quantized."""
     config = loader.load_config()
     auto_class = auto_class_of(config)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": loader.trust_remote_code}
@@ -236,7 +237,7 @@ def load_trained_weights(
 
     Args:
         model: The policy before training.
-        weights: Weights by the model's names.
+        weights: Weights by their names in the model.
         trained: Number of parameter tensors that the optimizer trained; None if unknown. If the checkpoint contains
             that many tensors, the other parameters may be missing.
         fill_missing: Allow missing weights even if they are not known to be frozen.
@@ -245,7 +246,8 @@ def load_trained_weights(
         Number of weights that are not in the checkpoint.
 
     Raises:
-        ValueError: If names or shapes do not match the model, tied weights differ, or trained weights are missing.
+        ValueError: If names or shapes do not match the model, if tied weights differ, or if trained weights are
+            missing.
     """
     own = model.state_dict()
     check_names_and_shapes(own, weights)

@@ -53,10 +53,10 @@ def validation_seconds(trainer: L.Trainer) -> float | None:
 
 @contextlib.contextmanager
 def clipping_unscaled(trainer: L.Trainer) -> Iterator[None]:
-    """Context in which Lightning clips the gradients of fused optimizers if their loss is not scaled (bf16-mixed).
+    """Context in which Lightning clips the gradients of fused optimizers, if the loss is not scaled (bf16-mixed).
 
-    Lightning refuses fused optimizers with every mixed precision, because they unscale gradients in their step, after
-    clipping. Without a scaler, nothing has to be unscaled.
+    With mixed precision, Lightning refuses to clip the gradients of fused optimizers, because these optimizers unscale
+    gradients only in their step, after clipping. In bf16-mixed there is no scaler, so nothing has to be unscaled.
     """
     plugin: Any = trainer.precision_plugin
     if not (isinstance(plugin, MixedPrecision) and plugin.scaler is None):
@@ -73,7 +73,7 @@ def clipping_unscaled(trainer: L.Trainer) -> Iterator[None]:
 
 
 def cluster_environment(trainer: L.Trainer) -> Any:
-    """The cluster environment that launched the ranks: SLURM, torchrun, Lightning itself."""
+    """The cluster environment that launched the ranks: SLURM, torchrun, or Lightning itself."""
     return trainer._accelerator_connector.cluster_environment
 
 
@@ -104,7 +104,7 @@ def last_value(item: Any) -> Any:
 
 
 def remember_saved_step(callback: ModelCheckpoint, step: int) -> None:
-    """Make a checkpoint callback treat a step as already saved; Lightning forgets this in a resumed run."""
+    """Make a checkpoint callback treat a step as already saved, which Lightning does not do in a resumed run."""
     callback._last_global_step_saved = step
 
 
@@ -112,9 +112,9 @@ def set_position(loops: dict[str, Any]) -> None:
     """Set Lightning's counters in a checkpoint to a position from which Lightning resumes exactly.
 
     There are two such positions: after a micro-step inside an epoch, and before the first micro-step of an epoch.
-    Lightning itself writes counters that depend on the hook in which the checkpoint is saved. If it is saved at the end
-    of an epoch, or when the run leaves an epoch early (`max_steps`, `should_stop`), `max_steps` and Lightning's version
-    determine whether the epoch counts as done.
+    Lightning itself writes counters that depend on the hook in which the checkpoint is saved. A checkpoint may be saved
+    at the end of an epoch, or when the run leaves an epoch early (`max_steps`, `should_stop`). Whether the epoch then
+    counts as done depends on `max_steps` and Lightning's version.
 
     Args:
         loops: State dict of the fit loop in a checkpoint, changed in place.
@@ -141,7 +141,7 @@ def set_position(loops: dict[str, Any]) -> None:
 def restore_position(trainer: L.Trainer) -> None:
     """Restore the training loader's position in a resumed run.
 
-    If the checkpoint was saved at the end of an epoch, begin the next epoch.
+    If the checkpoint was saved at the end of an epoch, the run begins with the next epoch.
 
     In two cases, Lightning does not restore the position, and the loader would silently start again at its first epoch.
     The first case is a checkpoint that was saved between two epochs. The second case is a `configure_optimizers` that
@@ -162,9 +162,9 @@ def restore_position(trainer: L.Trainer) -> None:
 def recount_batches(trainer: L.Trainer) -> None:
     """Recompute the counts of micro-steps of a resumed run for its batch size, number of ranks and cycle length.
 
-    Lightning continues from the counts in the checkpoint. If this run has other sizes, Lightning would end the epoch
-    too early, with prompts left over, or too late; and it would look for the end of a cycle or of an accumulation
-    window at the wrong micro-step. The number of optimizer steps does not depend on these sizes.
+    Lightning continues from the counts in the checkpoint. If these sizes differ in this run, Lightning would end the
+    epoch too early (with prompts left over) or too late. It would also look for the end of a cycle or of an
+    accumulation window at the wrong micro-step. The number of optimizer steps does not depend on these sizes.
     """
     loader = trainer.train_dataloader
     if not isinstance(loader, PromptSource) or loader.resume_from is None or loader.resumed_cycle is None:

@@ -181,8 +181,8 @@ def add_rollout(
     includes truncated completions, which would have become longer without the limit.
 
     With asynchronous rollouts, `rollout/staleness` is the mean number of rollouts that were trained on between sampling
-    a group and training on it. `time/rollout` is then the time that training waits for samples.
-    `rollout/tokens_per_second` is then divided by `time/sampling`, most of which passes in the background.
+    a group and training on it. `time/rollout` is then the time that training waits for samples. The divisor of
+    `rollout/tokens_per_second` is then `time/sampling`, most of which passes in the background.
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
@@ -200,12 +200,14 @@ def add_rollout(
 
 
 def add_conversations(metrics: StepMetrics, groups: Sequence[Group]) -> None:
-    """Add turns, observations and what the environments reported, as means over conversations.
+    """Add the metrics of conversations: turns, observations, and what the environments reported.
 
-    `rollout/turns` is the number of turns of the policy, `rollout/observation_tokens` the number of tokens of
-    observations, and `rollout/sampled_fraction` the fraction of all tokens that the policy sampled. Only sampled tokens
-    are trained on. `environment/reward` is the sum of an environment's rewards. `environment/failures/<kind>` is the
-    number of conversations in which a call failed.
+    `rollout/turns` is the mean number of the policy's turns per conversation. `rollout/observation_tokens` is the mean
+    number of observation tokens per conversation. `rollout/sampled_fraction` is the share of sampled tokens among all
+    tokens; only sampled tokens are trained on. `environment/reward` is the sum of an environment's rewards, averaged
+    over the conversations in which the environment gave a reward. `environment/<name>` is a number that the environment
+    reports with its steps, summed over the steps and averaged over the conversations. `environment/failures/<kind>` is
+    the number of conversations in which a call of the environment failed.
     """
     completions = [completion for group in groups for completion in group.completions]
     for completion in completions:
@@ -224,7 +226,7 @@ def add_conversations(metrics: StepMetrics, groups: Sequence[Group]) -> None:
 
 
 def entropy_of(completion: Completion) -> float:
-    """Entropy in nats, summed over a completion's tokens; unknown entropies are estimated by minus the log-probs."""
+    """Entropy in nats, summed over a completion's tokens. An unknown entropy is estimated as minus the log-prob."""
     entropies = completion.entropies or []
     if len(entropies) != len(completion.token_ids):  # the engine returns none, or the completion was edited
         return -sum(completion.logprobs)
@@ -259,7 +261,7 @@ def add_resampling(metrics: StepMetrics, done: Resampling, reason: str, warn_onc
 
 
 def add_scores(metrics: StepMetrics, scores: Scores) -> None:
-    """Add each reward's mean and std within groups, zero-variance groups, failures and the rewards' own metrics."""
+    """Add rewards' metrics: means, stds within groups, share of zero-variance groups, failures, and logged metrics."""
     total = scores.total
     scorable = ~total.isnan()
     metrics.add("reward/mean", total.nansum(), scorable.sum())
@@ -277,14 +279,14 @@ def add_scores(metrics: StepMetrics, scores: Scores) -> None:
 
 
 def group_stds(values: Tensor) -> tuple[float, int]:
-    """Sum and number of the unbiased standard deviations of groups in [N, G], for groups with two or more values."""
+    """Sum and number of the unbiased standard deviations of the rows of [N, G] that have at least two values."""
     rows = [row[~row.isnan()] for row in values]
     stds = [row.std().item() for row in rows if row.numel() > 1]
     return sum(stds), len(stds)
 
 
 def add_sources(metrics: StepMetrics, groups: Sequence[Group], scores: Scores) -> None:
-    """Add means of the total and every reward per named data source, `source/<source>/<reward>`."""
+    """Add the mean of the total and of every reward for each named data source (`source/<source>/<reward>`)."""
     for name, values in {"reward": scores.total, **scores.by_reward}.items():
         for group, row in zip(groups, values, strict=True):
             if group.prompt.source:
@@ -300,17 +302,16 @@ def add_padding(metrics: StepMetrics, scorer: Scorer, micro_batches: Sequence[Mi
 def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -> None:
     """Add loss, KL, ratio and clip fractions of a micro-batch, over its trained tokens.
 
-    A run without a reference and without token selection may leave completions with advantage 0 out of its
-    micro-batches. No metric depends on this choice. Only two kinds of metrics are means over all completions: the KL to
-    the reference and the fraction of selected tokens, and such a run has neither. All other means describe the policy
-    loss, to which completions with advantage 0 do not contribute. They are means over the completions whose advantage
-    is not 0.
+    The KL to the reference and the fraction of selected tokens are means over all completions. All other means describe
+    the policy loss, to which completions with advantage 0 do not contribute. They are therefore means over the
+    completions whose advantage is not 0. Completions with advantage 0 are left out of the micro-batches only if no
+    mean over all completions is logged (`GRPOLightningModule.split_rollout`).
 
-    `policy/rollout_kl` is KL(engine || policy at the time of sampling) in nats per token. It measures how much the
-    distribution that the engine sampled from differs from the distribution that training computes.
+    `policy/rollout_kl` is KL(engine || policy before the rollout's first update) in nats per token. It measures how
+    much the distribution that the engine sampled from differs from the distribution that training computes.
     `policy/rollout_difference_max` is the largest |difference| of the two log-probs of a token, in nats.
-    `policy/rollout_ess` is the effective sample size of the importance weights exp(policy - engine) per token, as a
-    fraction of the tokens: 1 if engine and policy agree.
+    `policy/rollout_ess` is the effective sample size of the tokens' importance weights, as a fraction of the number of
+    tokens: 1 if engine and policy agree. A weight is the policy's probability of the token, divided by the engine's.
     """
     trained = batch.completion_mask
     in_loss = trained & (batch.token_advantages != 0)
@@ -348,7 +349,10 @@ def add_router_loss(metrics: StepMetrics, share: Tensor, largest: Tensor, *, ope
 
 
 def num_empty_updates(micro_batches: Sequence[MicroBatch], updates_per_rollout: int) -> int:
-    """Number of a cycle's updates in which no completion of any rank has an advantage. Collective."""
+    """Count a cycle's updates in which no trained token of any rank has a nonzero advantage.
+
+    Collective: all ranks call it.
+    """
     has_advantage = [((batch.token_advantages != 0) & batch.completion_mask).any() for batch in micro_batches]
     of_updates = torch.stack(has_advantage).view(updates_per_rollout, -1).any(dim=1)
     return int((ranks.max_over_ranks(of_updates.int()) == 0).sum())
@@ -357,7 +361,10 @@ def num_empty_updates(micro_batches: Sequence[MicroBatch], updates_per_rollout: 
 def empty_reason(
     rollout: Rollout, objective: Objective, overlong_filter: OverlongFilter, max_completion_length: int
 ) -> str:
-    """The most likely reason why the completions of a rollout have no advantage. Collective."""
+    """The most likely reason why no trained token of a rollout has a nonzero advantage.
+
+    Collective: all ranks call it.
+    """
     completions = [completion for group in rollout.groups for completion in group.completions]
     num_masked = sum(completion.mask is not None and not any(completion.mask) for completion in completions)
     num_scorable = 0 if rollout.scores is None else int((~rollout.scores.total.isnan()).sum())
@@ -383,16 +390,17 @@ def empty_reason(
 class StepLog(L.Callback):
     """Passes the metrics of every rollout to the loggers exactly once.
 
-    Lightning keeps the last value of each metric that a training step logged, and passes the value to the loggers again
-    at every later step. Without this callback, the rewards of a rollout with several optimizer steps would be logged at
-    each of these steps. For a rollout without scorable completions, the rewards of the previous rollout would be logged
-    again. `trainer.callback_metrics` still contains the last values, so metrics that callbacks monitor never disappear.
+    Lightning keeps the last value of each metric that a training step logged, and passes this value to the loggers
+    again at every later step. Without this callback, the rewards of a rollout with several optimizer steps would be
+    logged at each of these steps. For a rollout without scorable completions, the rewards of the previous rollout would
+    be logged again. `trainer.callback_metrics` still contains the last values, so metrics that callbacks monitor never
+    disappear.
 
-    The metrics of a rollout belong to the first optimizer step of its cycle, but Lightning passes metrics on only at
-    every `log_every_n_steps`-th step. With two optimizer steps per rollout and an even `log_every_n_steps`, the steps
-    at which Lightning logs are never the first step of a cycle. So this callback sets `trainer.log_every_n_steps` to 1
-    during the first step of each cycle, and to the user's value during all other steps. A value of 0, which turns
-    logging off, is not changed.
+    The metrics of a rollout belong to the first optimizer step of its cycle, but Lightning passes metrics to the
+    loggers only at every `log_every_n_steps`-th step. With two optimizer steps per rollout and an even
+    `log_every_n_steps`, the steps at which Lightning logs are never the first step of a cycle. So this callback sets
+    `trainer.log_every_n_steps` to 1 during the first step of each cycle, and to the user's value during all other
+    steps. A value of 0, which turns logging off, is not changed.
     """
 
     def __init__(self) -> None:
@@ -518,7 +526,7 @@ class PeakMemory(L.Callback):
             self.peaks = {}
 
     def close_phase(self, device: torch.device) -> None:
-        """Record the peak of the phase that ends, and reset it for the next one."""
+        """Record the peak of the phase that ends, and reset PyTorch's peak statistics for the next phase."""
         if device.type != "cuda":
             return
         if self.phase:

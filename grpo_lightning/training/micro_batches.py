@@ -89,12 +89,12 @@ class MicroStep:
     """Index of the update in its cycle."""
 
     update: list[MicroBatch]
-    """All micro-batches of the update, this one among them."""
+    """All micro-batches of the update, including `batch`."""
 
 
 @dataclass(frozen=True)
 class CycleShape:
-    """Numbers of micro-steps, updates and epochs of a cycle, which is the training on one rollout."""
+    """Numbers of micro-steps, updates and epochs of a cycle (the training on one rollout)."""
 
     accumulate_grad_batches: int
     """Micro-batches per update."""
@@ -200,7 +200,7 @@ class CycleShape:
 
 
 class Cycle:
-    """The micro-batches of one rollout, and the number of micro-steps that have been trained on them.
+    """The micro-batches of one rollout, and the number of micro-steps done so far.
 
     A cycle is the training on one rollout: `num_iterations` epochs over its `updates x accumulate` micro-batches.
 
@@ -279,11 +279,11 @@ class Cycle:
 
 @dataclass(frozen=True)
 class Share:
-    """The part of the rollout of all ranks that this rank has.
+    """This rank's part of the rollout of all ranks.
 
-    A team is the ranks that share the same groups. The groups of all teams are ordered round-robin: the first group of
-    each team, then the second group of each team, and so on. In a round of dynamic sampling, teams have unequal numbers
-    of groups.
+    A team consists of the ranks that share the same groups. The groups of all teams are ordered round-robin: the first
+    group of each team, then the second group of each team, and so on. In a round of dynamic sampling, teams may have
+    unequal numbers of groups.
     """
 
     counts: Sequence[int]
@@ -328,7 +328,7 @@ def plan_micro_batches(
         pad_id: Token id that fills up sequences. Any id works, because padding is masked.
         skip_zero_advantages: If true, completions with advantage 0 are left out of the micro-batches. The counts still
             include these completions.
-        share: States which part of the rollout of all ranks `groups` is; None if `groups` is the complete rollout.
+        share: The part of the rollout of all ranks that this rank has; None if `groups` is the complete rollout.
         cost: Computes the cost of a micro-batch. The ways to split an update are compared by this cost. None uses
             `padded_cost`.
 
@@ -349,7 +349,7 @@ def plan_micro_batches(
         kept = [
             row
             for row, tokens in zip(update, trained, strict=True)
-            if tokens and (row.has_advantage or not skip_zero_advantages)  # no token, no gradient
+            if tokens and (row.has_advantage or not skip_zero_advantages)  # without trained tokens, no gradient
         ]
         parts = split_update(kept, accumulate, cost)
         batches = [collate(part, pad_id) if part else idle_micro_batch(rows, pad_id) for part in parts]
@@ -389,8 +389,8 @@ def agree_on_chunks(micro_batches: Sequence[MicroBatch], scorer: Scorer) -> None
     """Set the numbers of chunks of every micro-batch to the maximum over ranks. Collective: all ranks call it.
 
     Sharded weights are gathered by all ranks together, so all ranks must run equally many forward passes. Call this
-    function before the first pass over the micro-batches, no matter whether `split_rollout`, an override of it, or a
-    checkpoint provided them.
+    function before the first pass over the micro-batches, even if they come from an overridden `split_rollout` or from
+    a checkpoint.
 
     Args:
         micro_batches: This rank's micro-batches.
@@ -421,7 +421,7 @@ def give_images(
 
 
 def blank_of(micro_batches: Sequence[MicroBatch], encoder: Encoder) -> Mapping[str, Tensor] | None:
-    """The blank image if a completion of any rank contains images, else None. Collective: call it on every rank."""
+    """The blank image if a completion of any rank contains images, else None. Collective: all ranks call it."""
     if not encoder.is_multimodal or encoder.family is None:
         return None
     return encoder.blank if ranks.is_any(any(any(batch.images) for batch in micro_batches)) else None
@@ -453,7 +453,10 @@ def saved_images(images: Sequence[Sequence[ObservedImages]]) -> list[list[dict[s
 
 
 def loaded_batch(fields: Mapping[str, Any]) -> MicroBatch:
-    """Restore a checkpoint's micro-batch, without vision inputs; images in completions have only files and text."""
+    """Restore a checkpoint's micro-batch, without vision inputs.
+
+    Images in completions are restored only as files and text; `restore_observed` encodes them again.
+    """
     finder = ImageFinder("the checkpoint")
     images = [
         [
@@ -503,7 +506,7 @@ def find_prompts(micro_batches: Sequence[MicroBatch], prompts: Sequence[Prompt])
 
 
 def known_observations(cycle: Cycle) -> dict[int | str, Any]:
-    """The first observations of the environments of a resumed cycle (`Prompt.observation`), by `Prompt.key`."""
+    """The environments' first observations in a resumed cycle (`Prompt.observation`), by `Prompt.key`."""
     return {
         key: load_observation(observation)
         for batch in cycle.micro_batches
@@ -542,16 +545,17 @@ RowsCost = Callable[[list[CompletionRow]], float]
 def split_update(rows: list[CompletionRow], parts: int, cost: RowsCost | None = None) -> list[list[CompletionRow]]:
     """Split one update's completions into `parts` micro-batches of about equal cost, the most expensive first.
 
-    The function cuts three orders of the completions into balanced runs, and returns the best of these splits:
+    The function puts the completions into three orders, cuts each order into parts of balanced size, and returns the
+    best of these splits. The orders are:
 
     - whole groups: the policy processes each prompt once. This order is used only if there are at least as many groups
       as micro-batches.
     - completions in the order of their groups: at most one prompt per cut is processed twice.
     - completions in the order of their lengths: less padding, but many prompts are processed several times.
 
-    Each order is balanced twice: by the number of tokens without padding, and by the number of tokens with all
-    completions padded to the longest. With the scorer's chunks (`AutoChunks`), little padding is computed; in a single
-    forward pass, all padding is. The best split has the least
+    Each order is balanced twice. The first time, the size of a part is its number of tokens without padding, because
+    the scorer's chunks (`AutoChunks`) contain little padding. The second time, it is the number of tokens with all
+    completions padded to the longest, as in a single forward pass. The best split has the smallest
 
         sum over micro-batches of cost + parts * largest cost
 
@@ -605,7 +609,7 @@ def num_tokens(rows: list[CompletionRow]) -> int:
 
 
 def padded_cost(rows: list[CompletionRow]) -> int:
-    """Number of tokens of a micro-batch, with prompts padded to the longest prompt, and completions likewise."""
+    """Tokens of a micro-batch, with prompts padded to the longest prompt, and completions to the longest completion."""
     if not rows:
         return 0
     prompts = prompt_lengths(rows)

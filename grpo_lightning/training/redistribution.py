@@ -1,12 +1,12 @@
 """Redistribute a pending cycle over a different number of ranks, after a checkpoint was saved inside the cycle.
 
-The completions of the rollout are assigned to ranks as in a run that began with this number of ranks, see `Teams`:
+The completions of the rollout are assigned to ranks as in a run that began with the new number of ranks, see `Teams`:
 
     group g belongs to team g mod (W / R);   completion c of the group belongs to member c mod R
 
-W is this number of ranks, and R = `ranks_per_group`. A completion stays in its optimizer step, and keeps its advantage
-and its old and reference log-probs. The loss of a step is divided by the number of tokens or completions of all ranks,
-so loss and gradient of every step are unchanged, apart from the order in which floats are summed.
+W is the new number of ranks, and R = `ranks_per_group`. A completion stays in its optimizer step, and keeps its
+advantage and its old and reference log-probs. The loss of a step is divided by the number of tokens or completions of
+all ranks. So loss and gradient of every step are unchanged, apart from the order in which floats are summed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SavedRow(CompletionRow):
 
 
 def saved_share(rank: int, world_size: int, ranks_per_group: int) -> dict[str, int]:
-    """Return the entries of a rank's saved cycle that state which part of the rollout the rank has.
+    """Describe the part of a rollout that a rank has, as entries of the rank's saved cycle.
 
     The i-th group of the rank has index `first_group + i * group_step` among the groups of all ranks. Within a group,
     the i-th completion of the rank has index `first_completion + i * completion_step`.

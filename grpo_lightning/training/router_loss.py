@@ -7,10 +7,10 @@ f[e] is the fraction of tokens that are sent to expert e, and P[e] is the mean r
 chunks and ranks; a prompt counts once per completion.
 
 P is a sum over tokens, so it can be accumulated over micro-batches. f cannot be accumulated in the same way, because
-the gradient of the first micro-batch already depends on the f of the entire step. Therefore all micro-batches except
-the first run through the policy once more before the step, without gradients. The first micro-batch's own forward pass
-then completes f. A step of one micro-batch needs no additional pass. The additional passes have no adapter dropout
-(`policy.lora.dropout`), so f is only approximate if the adapters have dropout.
+the gradient of the first micro-batch already depends on the f of the entire step. Therefore, before the step, all
+micro-batches except the first run through the policy in an additional pass without gradients. The first micro-batch's
+forward pass with gradients then completes f. A step of one micro-batch needs no additional pass. The additional pass
+has no adapter dropout (`policy.lora.dropout`), so f is only approximate if the adapters have dropout.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class RouterLoss:
         self.others, self.step = list(others), None
 
     def share(self, load: RouterLoad | None) -> Tensor:
-        """Compute a micro-batch's share of the weighted loss: the shares of all micro-batches and ranks add up to it.
+        """Compute a micro-batch's share of the weighted loss. The shares of all micro-batches and ranks add up to it.
 
-        Collective at the first micro-batch of a step: all ranks call it.
+        Collective for the first micro-batch of a step: all ranks call it.
 
         Args:
             load: Load of the micro-batch, with gradients (`TokenScores.load`).
@@ -79,14 +79,14 @@ class RouterLoss:
         return self.coefficient * share
 
     def pop(self) -> tuple[Tensor, Tensor]:
-        """Return what is logged of a micro-batch after its `update`.
+        """Return the values that are logged for a micro-batch after its `update`.
 
         Returns:
             The micro-batch's share of the loss, before it is multiplied by the loss's weight; and the largest load of
             an expert in the step, relative to a uniform load.
 
         Raises:
-            ValueError: If `share` was not called for the micro-batch. Only an overridden `update` can leave it out.
+            ValueError: If `share` was not called for the micro-batch. Only an overridden `update` can omit the call.
         """
         if self.step is None or self.latest is None:
             raise ValueError(
@@ -99,7 +99,7 @@ class RouterLoss:
 
 
 def router_coefficient(requested: float | None, config: PretrainedConfig) -> float:
-    """Weight of the load-balancing loss: as requested, else the model's own (`router_aux_loss_coef`); 0 for none.
+    """Weight of the load-balancing loss: as requested, else `router_aux_loss_coef` of the policy's config, else 0.
 
     Args:
         requested: `objective.router_aux_loss_coef`; None uses the coefficient of the config.
@@ -121,16 +121,18 @@ def router_coefficient(requested: float | None, config: PretrainedConfig) -> flo
 
 
 def make_router_loss(policy: nn.Module, scorer: Scorer, requested: float | None) -> RouterLoss | None:
-    """Make the load-balancing loss of a run, after a small forward pass that records the routing. Collective.
+    """Make the load-balancing loss of a run. A small forward pass first checks that the routing can be recorded.
+
+    Collective: all ranks call it.
 
     Args:
         policy: The policy.
-        scorer: Scores the policy.
+        scorer: Runs the forward pass.
         requested: `objective.router_aux_loss_coef`.
 
     Returns:
-        None if the coefficient is 0, or if the routers cannot be read and no coefficient was requested (with a
-        warning).
+        The loss. None if the coefficient is 0, or (with a warning) if the routers cannot be read and no coefficient was
+        requested.
 
     Raises:
         ValueError: If a coefficient above 0 is requested, and the model is dense or its routers cannot be read.

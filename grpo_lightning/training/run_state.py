@@ -38,16 +38,16 @@ class Layout(NamedTuple):
 class StepEnd:
     """State of the run right after its latest optimizer step. Every checkpoint contains this state.
 
-    Weights and optimizer do not change between two steps. So it makes no difference whether a checkpoint is saved right
-    after a step, or later: inside an accumulation window, after validation, or at the end of an epoch. A resumed run
-    always continues right after the step.
+    Weights and optimizer do not change between two steps. So a checkpoint that is saved later (inside an accumulation
+    window, after validation, or at the end of an epoch) contains the same state as one that is saved right after the
+    step. A resumed run always continues right after the step.
     """
 
     num_micro_steps: int
     """Micro-steps (training steps of one micro-batch each) of the entire run up to the end of the step."""
 
     num_steps: int
-    """Optimizer steps of the entire run up to this one."""
+    """Optimizer steps of the entire run up to and including this step."""
 
     loops: dict[str, Any]
     """State dict of Lightning's fit loop: its counters, and the positions of the data loaders."""
@@ -92,7 +92,7 @@ class RunState:
         """The reference policy, set when the policy is loaded; None if the run has no reference."""
 
         self.is_updating = False
-        """True while the optimizer changes the weights, so that only some of them may be updated."""
+        """True while the optimizer changes the weights, so that possibly only some weights are updated."""
 
         self.was_interrupted_in_step = False
         """True if the loaded checkpoint was saved while the optimizer changed the weights."""
@@ -106,7 +106,7 @@ class RunState:
 
     @property
     def layout(self) -> Layout:
-        """Number of ranks of this run, and of ranks that share a group."""
+        """The number of all ranks of this run, and the number of ranks that share a group."""
         return Layout(ranks.world_size(), self.teams.ranks_per_group)
 
     def begin(self) -> None:
@@ -146,7 +146,7 @@ class RunState:
         return trainer.state.status == TrainerStatus.INTERRUPTED and self.is_updating
 
     def moment(self, end: StepEnd) -> str | None:
-        """Prefix of the names of the files that ranks save with a checkpoint of `end`; None if they save none."""
+        """Name prefix of the files that ranks save with a checkpoint of `end`; None if ranks save no files."""
         if ranks.world_size() == 1 or not (end.cycle or self.has_moved):
             return None
         moment = f"step{end.num_steps}-{end.rollout_index}-{end.position}"

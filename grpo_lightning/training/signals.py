@@ -1,9 +1,9 @@
 """Signals that end a training run after its optimizer step: SLURM auto-requeue, Ctrl-C and SIGTERM.
 
-A signal handler only records the signal. At the end of the step, the ranks exchange whether a signal arrived, and save
-a checkpoint together. A handler could not save at once, for two reasons. A checkpoint contains no gradients of an
-unfinished step. And saving is collective, so ranks that were interrupted in different places would wait for each other
-forever.
+A signal handler only records the signal. At the end of the step, every rank learns whether a signal arrived on any
+rank, and the ranks save a checkpoint together. A handler cannot save at once, for two reasons. First, a checkpoint
+contains no gradients of an unfinished step. Second, saving is collective, so ranks that were interrupted in different
+places would wait for each other forever.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ PATTERN = "stopped-*.ckpt"
 
 
 class RequeueAtStepEnd(L.Callback):
-    """Delays SLURM auto-requeue to the end of an optimizer step.
+    """Delays SLURM auto-requeue until the end of an optimizer step.
 
     Lightning's own signal handler saves `hpc_ckpt_<N>.ckpt` and calls `scontrol requeue` as soon as the signal arrives.
-    This callback calls that handler at the end of the step instead. Then the run ends, as on SIGTERM.
+    This callback calls that handler at the end of the step instead, and then ends the run as on SIGTERM.
     """
 
     def __init__(self) -> None:

@@ -54,7 +54,8 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         stage3_param_persistence_threshold: Stage 3: weights with fewer elements than this stay unsharded.
         sub_group_size: Stage 3: number of elements that the optimizer updates at a time. A larger number needs more
             memory.
-        exclude_frozen_parameters: Leave frozen weights out of checkpoints. A resumed run loads them with the policy.
+        exclude_frozen_parameters: Leave frozen weights out of checkpoints. A resumed run loads the frozen weights with
+            the policy.
         logging_batch_size_per_gpu: Only used by DeepSpeed's throughput logging.
         **kwargs: Arguments of Lightning's `DeepSpeedStrategy` (`offload_optimizer`, `offload_parameters`, ...).
     """
@@ -156,14 +157,14 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
             return
         kept = ("fp16", "bf16", "zero_optimization", "zero_allow_untested_optimizer")
         config = {name: self.config[name] for name in kept if name in self.config}
-        if not self.zero_stage_3:  # the other stages shard nothing that inference has
+        if not self.zero_stage_3:  # the other stages shard nothing that inference uses
             config.pop("zero_optimization", None)
         remove_module_hooks(model)
         config["train_micro_batch_size_per_gpu"] = 1
         self.model, _ = self._engine_on_cpu(model, config=config, model_parameters=[])
 
     def setup(self, trainer: L.Trainer) -> None:
-        """As in Lightning, but evaluate without inference mode, because training cannot use tensors made in it."""
+        """As in Lightning, but evaluate without inference mode, because training cannot use tensors of that mode."""
         leave_inference_mode(trainer)
         super().setup(trainer)
 
@@ -191,7 +192,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         checkpoint_path: Any,
         weights_only: bool | None = None,  # noqa: FBT001
     ) -> dict[str, Any]:
-        """As in Lightning, but training also loads a universal checkpoint, and evaluation a stage 3 folder or a file.
+        """As in Lightning; training also loads universal checkpoints, and evaluation loads stage 3 folders and files.
 
         A stage 3 folder contains the weights only as float32 master weights of the optimizer, and DeepSpeed cannot load
         master weights without an optimizer. Each rank saves only its shard of the optimizer states. If a different
@@ -264,8 +265,8 @@ def set_no_leaf_modules(config: dict[str, Any]) -> None:
 
     By default, DeepSpeed reduces all gradients of a block of Mixtral or Qwen MoE at the end of the block's backward
     pass. Here a block runs several times per micro-batch, for the prompts and for every chunk. Its gradients would be
-    reduced several times, which DeepSpeed refuses. Leaf modules are meant for experts that are separate modules; in
-    transformers, the experts of a block are one tensor.
+    reduced several times, which DeepSpeed refuses. Nothing is lost without leaf modules: they are meant for experts
+    that are separate modules, and in transformers the experts of a block are one tensor.
 
     Args:
         config: DeepSpeed's configuration, changed in place.
@@ -347,7 +348,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         super().setup_environment()
 
     def setup(self, trainer: L.Trainer) -> None:
-        """As in Lightning, but evaluate without inference mode, because training cannot use tensors made in it."""
+        """As in Lightning, but evaluate without inference mode, because training cannot use tensors of that mode."""
         leave_inference_mode(trainer)
         super().setup(trainer)
 
@@ -400,14 +401,14 @@ INSTEAD = {
     "FSDPStrategy": "it flattens the weights, which sampling and scoring need unflattened. Set trainer.strategy to "
     "fsdp2 (grpo_lightning.FSDP2Strategy)",
 }
-"""Why strategies are not supported, and what to use instead, by name."""
+"""By the name of an unsupported strategy: why it is not supported, and what to use instead."""
 
 
 def is_supported(kind: type[Strategy]) -> bool:
     """True for strategies that train as a single device would, whatever their arguments."""
     if issubclass(kind, (GRPODeepSpeedStrategy, FSDP2Strategy, SingleDeviceStrategy)):
         return True
-    return issubclass(kind, DDPStrategy) and not issubclass(kind, DeepSpeedStrategy)  # a subclass of DDPStrategy
+    return issubclass(kind, DDPStrategy) and not issubclass(kind, DeepSpeedStrategy)  # itself a DDPStrategy
 
 
 def check_strategy(trainer: L.Trainer) -> None:

@@ -78,7 +78,7 @@ def test_the_lines_printed_load_an_adapter(checkpoint, tmp_path, capsys):
 
 @SLOW
 @pytest.mark.parametrize("flags", [[], ["--adapter"]])
-def test_a_quantised_run_is_told_which_base_it_gets(checkpoint, tmp_path, capsys, flags):
+def test_a_quantized_run_is_told_which_base_it_gets(checkpoint, tmp_path, capsys, flags):
     policy = PolicyLoader(str(checkpoint[1].parent / "policy"), lora=LoRA(rank=2))
     module = make_module(policy=policy, lr=1e-2)
     fit(module, max_steps=1).save_checkpoint(tmp_path / "last.ckpt")

@@ -1,4 +1,4 @@
-"""Quantised weights: what transformers is asked for, and what is missing where it cannot be."""
+"""Quantized weights: what transformers is asked for, and what is missing where it cannot be."""
 
 import importlib.machinery
 import importlib.metadata
@@ -77,7 +77,7 @@ def test_what_transformers_is_asked_for(monkeypatch, kind, device_type, device):
 
 
 def saved(folder, family):
-    """A folder with a tiny model, wide enough to be quantised in blocks of 64."""
+    """A folder with a tiny model, wide enough to be quantized in blocks of 64."""
     tiny_model(family).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return str(folder)
@@ -89,7 +89,7 @@ def saved(folder, family):
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # without and with biases
 @pytest.mark.parametrize(("kind", "layer", "width"), [("4bit", "Linear4bit", 0.5), ("8bit", "Linear8bitLt", 1)])
 @pytest.mark.parametrize("lora", [{}, pytest.param({"use_dora": True, "modules_to_save": ["lm_head"]}, marks=SLOW)])
-def test_a_quantised_policy_trains_its_adapters_on_a_cpu(tmp_path, family, kind, layer, width, lora):
+def test_a_quantized_policy_trains_its_adapters_on_a_cpu(tmp_path, family, kind, layer, width, lora):
     pytest.importorskip("bitsandbytes")
     if kind == "8bit" and lora:
         with pytest.raises(
@@ -107,14 +107,14 @@ def test_a_quantised_policy_trains_its_adapters_on_a_cpu(tmp_path, family, kind,
     assert projection.weight.nbytes == 64 * 128 * width
     adapters = [weight for name, weight in module.policy.named_parameters() if "lora_B" in name]
     assert all(weight.dtype == torch.float32 and weight.abs().max() > 1e-3 for weight in adapters)
-    # The reference is the quantised base. 8 bits round activations by batch, and the two passes have different ones.
+    # The reference is the quantized base. 8 bits round activations by batch, and the two passes have different ones.
     assert history.of("policy/kl")[0] == pytest.approx(0, abs=1e-6 if kind == "4bit" else 0.01)
     assert max(map(abs, history.of("policy/rollout_kl"))) < 0.01  # computed in 16 bits
 
 
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt")
 @pytest.mark.parametrize("kind", ["4bit", "8bit"])
-def test_the_fingerprint_of_a_quantised_base_is_of_what_is_not_quantised(tmp_path, monkeypatch, kind):
+def test_the_fingerprint_of_a_quantized_base_is_of_what_is_not_quantized(tmp_path, monkeypatch, kind):
     """Codes and scales are what the device made of the weights, and not in it."""
     pytest.importorskip("bitsandbytes")
     monkeypatch.setattr(PolicyLoader, "choose_scorer", lambda *_: None)  # whose probes take a while
@@ -139,27 +139,27 @@ def test_the_fingerprint_of_a_quantised_base_is_of_what_is_not_quantised(tmp_pat
 
 @SLOW
 def test_gradients_pass_through_four_bits(tmp_path):
-    """They are those of a policy that has the quantised numbers as ordinary weights, also after it has sampled."""
+    """They are those of a policy that has the quantized numbers as ordinary weights, also after it has sampled."""
     pytest.importorskip("bitsandbytes")
     from bitsandbytes.functional import dequantize_4bit
 
     name, ids = saved(tmp_path, "qwen2"), torch.arange(2, 20)[None]
-    quantised = PolicyLoader(name, quantization="4bit", lora={}).load(device_type="cpu").model
+    quantized = PolicyLoader(name, quantization="4bit", lora={}).load(device_type="cpu").model
     ordinary = PolicyLoader(name, lora={}).load().model
-    weights = dict(quantised.named_modules())
+    weights = dict(quantized.named_modules())
     with torch.no_grad():
-        quantised.eval()(ids)  # as sampling does
+        quantized.eval()(ids)  # as sampling does
         for place, layer in ordinary.named_modules():
             if hasattr(weights[place], "quant_state"):
                 weight = weights[place].weight
                 layer.weight.copy_(dequantize_4bit(weight.data, weight.quant_state))
-        for (_, one), (_, other) in zip(adapters_of(quantised), adapters_of(ordinary), strict=True):
+        for (_, one), (_, other) in zip(adapters_of(quantized), adapters_of(ordinary), strict=True):
             other.copy_(one.fill_(0.02).add_(torch.linspace(-0.01, 0.01, one.numel()).view_as(one)))
     found = {}
-    for kind, model in (("quantised", quantised.train()), ("ordinary", ordinary.train())):
+    for kind, model in (("quantized", quantized.train()), ("ordinary", ordinary.train())):
         model(ids).logits.log_softmax(-1)[..., 5].sum().backward()
         found[kind] = torch.cat([weight.grad.flatten() for _, weight in adapters_of(model)])
-    error = (found["quantised"] - found["ordinary"]).norm() / found["ordinary"].norm()
+    error = (found["quantized"] - found["ordinary"]).norm() / found["ordinary"].norm()
     assert error < 0.03  # bfloat16
 
 

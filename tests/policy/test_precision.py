@@ -179,7 +179,7 @@ def test_models_without_such_a_head_are_refused(monkeypatch):
         use_float32_head(model)
     monkeypatch.undo()
     model.lm_head.weight = nn.Parameter(torch.zeros(120, 64, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(ValueError, match="the head's weights are quantised"):
+    with pytest.raises(ValueError, match="the head's weights are quantized"):
         use_float32_head(model)
 
 

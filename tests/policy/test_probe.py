@@ -58,11 +58,11 @@ def test_every_rank_takes_the_worst_difference_of_all(monkeypatch):
 # ---------------------------------------------------------------------------------------------------------- rounding
 
 
-def quantised_in_wide_storage(model):
+def quantized_in_wide_storage(model):
     model.config.quantization_config = {"load_in_4bit": True}
 
 
-def quantised(model):
+def quantized(model):
     weight = torch.zeros(2, dtype=torch.uint8)
     model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
 
@@ -95,8 +95,8 @@ def one_rank():
         (sharded(torch.float32), True),
         (sharded(torch.bfloat16), False),
         (narrow_further_in, False),
-        (quantised, False),
-        (quantised_in_wide_storage, False),
+        (quantized, False),
+        (quantized_in_wide_storage, False),
     ],
 )
 def test_what_is_computed_in_16_bits_is_not_compared_as_32(change, is_wide, monkeypatch):

@@ -19,7 +19,7 @@ IN_MEMORY = {"model": tiny_model("qwen2"), "tokenizer": "a"}
             {"name": "a", "freeze_layers": 2, "lora": {}},
             r"policy\.freeze_layers \(2\) and policy\.lora are both set: .* Remove",
         ),
-        ({"name": "a", "quantization": "4bit"}, r"'4bit', and quantised weights cannot be trained: add policy\.lora"),
+        ({"name": "a", "quantization": "4bit"}, r"'4bit', and quantized weights cannot be trained: add policy\.lora"),
         (IN_MEMORY | {"quantization": "8bit", "lora": {}}, r"policy\.quantization \(8bit\) applies when a checkpoint"),
         ({"name": "a", "from_scratch": True, "quantization": "4bit", "lora": {}}, "has random weights: give a name"),
         (
@@ -49,7 +49,7 @@ def test_too_many_layers_are_refused_before_weights():
         unloaded(loader).load()
 
 
-def test_quantised_weights_are_not_sharded():
+def test_quantized_weights_are_not_sharded():
     loader = unloaded(PolicyLoader("a", quantization="4bit", lora=LoRA()))
     with pytest.raises(
         ValueError, match=r"the strategy shards the weights, which bitsandbytes does not support: use ddp or zero2"

@@ -143,7 +143,7 @@ def test_the_reference_is_left_out_whole():
 
 
 class Scaled(nn.Linear):
-    """Writes more than its parameters and buffers, as quantised layers do."""
+    """Writes more than its parameters and buffers, as quantized layers do."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)

@@ -104,7 +104,7 @@ def test_adapters_of_a_policy_given_by_hand(adapted, adapter, tmp_path):
 
 
 def test_a_policy_given_by_hand_is_loaded_as_the_run_loaded_its_own():
-    """Precision, quantisation and trust are the run's; a revision is that of one name."""
+    """Precision, quantization and trust are the run's; a revision is that of one name."""
     own = PolicyLoader(
         "owner/name", lora=LoRA(rank=2), dtype="bfloat16", quantization="4bit", revision="v2", trust_remote_code=True
     )
@@ -123,7 +123,7 @@ def test_a_policy_given_by_hand_is_merged_in_the_runs_dtype(adapted, adapter, tm
 
 
 @SLOW
-def test_what_quantised_layers_add_is_not_in_checkpoints(adapter, tmp_path):
+def test_what_quantized_layers_add_is_not_in_checkpoints(adapter, tmp_path):
     """bitsandbytes writes scales and codes beside a weight: the base's, which export takes from the policy."""
     module = make_module(policy=PolicyLoader(str(adapter / "policy"), lora=LoRA(rank=2)), lr=1e-2)
     trainer = fit(module, max_steps=1)
@@ -140,12 +140,12 @@ def test_what_quantised_layers_add_is_not_in_checkpoints(adapter, tmp_path):
     assert difference(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), module.policy) <= 1e-6
 
 
-def test_a_quantised_run_is_merged_into_the_full_weights(adapted, tmp_path):
+def test_a_quantized_run_is_merged_into_the_full_weights(adapted, tmp_path):
     _, checkpoint = adapted
     content = torch.load(checkpoint, weights_only=True)
     content["hyper_parameters"]["policy"]["quantization"] = "4bit"
-    torch.save(content, tmp_path / "quantised.ckpt")
+    torch.save(content, tmp_path / "quantized.ckpt")
     assert export(checkpoint, tmp_path / "plain").quantization == "none"
-    assert export(tmp_path / "quantised.ckpt", tmp_path / "model").quantization == "4bit"
+    assert export(tmp_path / "quantized.ckpt", tmp_path / "model").quantization == "4bit"
     one, other = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("plain", "model"))
     assert torch.equal(logprobs(one), logprobs(other))

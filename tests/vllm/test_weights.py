@@ -205,7 +205,7 @@ def tied_head():
     return add_adapters(model, LoRA(rank=4, target_modules=["lm_head"]))
 
 
-def quantised():
+def quantized():
     model = tiny_model("qwen2", **SMALL)
     model.config.quantization_config = {"load_in_4bit": True}
     return model
@@ -217,7 +217,7 @@ def quantised():
         (lambda: tiny_model("qwen3_moe"), r"mixtures of experts yet, and the policy \(qwen3_moe\) has expert tensors"),
         (dora, r"cannot merge the adapter of model.layers.0.\S+: it is DoRA"),
         (tied_head, r"cannot merge the adapter of lm_head: the layer is tied to the embeddings"),
-        (quantised, "does not sample quantised policies yet"),
+        (quantized, "does not sample quantized policies yet"),
     ],
 )
 def test_policies_that_cannot_be_sent_are_refused(make, message):

@@ -21,7 +21,7 @@ class MicroBatchShape(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Batch arithmetic of a cycle: one rollout and the optimizer steps trained on it.
+    """Batch arithmetic of a cycle: one rollout and the optimizer steps that train on it.
 
     Args:
         batch_size: Prompts per rank and rollout. If ranks share groups, this is the number per team of
@@ -44,7 +44,7 @@ class BatchPlan:
 
     @property
     def num_teams(self) -> int:
-        """Number of teams of ranks that get different prompts. It is the number of ranks, unless ranks share groups."""
+        """Number of teams: sets of ranks that share groups, or single ranks. Different teams get different prompts."""
         return self.world_size // self.ranks_per_group
 
     @property
@@ -54,7 +54,7 @@ class BatchPlan:
 
     @property
     def completions_per_rank(self) -> int:
-        """Completions that a rank samples and trains on per rollout; the largest number, if ranks differ."""
+        """Completions that a rank samples and trains on per rollout; if ranks differ, the largest number."""
         return self.batch_size * -(-self.num_generations // self.ranks_per_group)
 
     @property
@@ -140,7 +140,7 @@ def plan_run(
         steps per epoch = rollouts per epoch x updates_per_rollout x num_iterations
 
     Args:
-        batches: Batch arithmetic of a cycle (one rollout and the optimizer steps trained on it).
+        batches: Batch arithmetic of a cycle (one rollout and the optimizer steps that train on it).
         num_prompts: Number of prompts in the training data; None if unknown.
         max_steps: Maximum number of optimizer steps; -1 for no limit. Rounded up to full cycles, as in the run.
         max_epochs: Maximum number of epochs over the data; None or -1 for no limit.
@@ -206,7 +206,7 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
       If S is below A, the script samples several times with the same weights; in this package these samples form one
       rollout, so A replaces S.
     - P: prompts of a rollout
-    - T: number of teams; a team is the ranks that share a group
+    - T: number of teams; a team is a set of ranks that share a group
 
     If W does not divide the prompts of an update, ranks share groups, so that every rank trains in every update. Each
     rank then needs at least one completion of a group, so W / T must not be above G. If W / T is above G, or if an

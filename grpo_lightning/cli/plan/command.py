@@ -44,9 +44,9 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
 
     Raises:
         ValueError: If a setting is invalid for training or cannot be translated.
-        SystemExit: With status 1, after the plan, if the run does not fit.
-        FileNotFoundError: If the data do not exist, and neither --prompt_tokens nor data.prepare is set. Also if the
-            policy does not exist, and data.prepare is not set; the batch arithmetic is then printed before the error.
+        SystemExit: With status 1, if the run does not fit. The plan is printed first.
+        FileNotFoundError: If (a) the data do not exist, and neither --prompt_tokens nor data.prepare is set, or (b) the
+            policy does not exist, and data.prepare is not set. In case (b), the batch arithmetic is printed first.
     """
     if any(arg == "--from" or arg.startswith("--from=") for arg in args):
         from grpo_lightning.cli.plan.batches import translate
@@ -123,7 +123,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
         return
     vllm.check_run(engine, loader, [module.sampling, module.validation_sampling], ranks.world_size)
     is_eager = "eager" in (loader.attention, model.config._attn_implementation)
-    # The path is chosen without weights. The probe at the start of a run may still choose the dense path.
+    # The scoring path is chosen without weights. The probe at the start of a run may still choose the dense path.
     path: Literal["dense", "extended"] = "dense" if loader.scoring == "dense" or dense_reason(model) else "extended"
     sizes = sizes_of(model, loader)
     division = memory.division_of(config.trainer.strategy, ranks.world_size)
@@ -417,7 +417,7 @@ def longest_prompt(
 
 
 def measure_longest(prompts: list[Prompt], encoder: Encoder) -> tuple[int, str]:
-    """Tokenize the prompts with the longest texts and the largest images. Returns: as `longest_prompt`."""
+    """Tokenize the prompts with the longest texts and the largest images. Returns: see `longest_prompt`."""
     chosen, largest = longest_texts(prompts), largest_images(prompts)
     tokens = max(encoder.num_tokens(prompt) for prompt in [*chosen, *largest])
     among = f", among the {len(chosen)} longest texts and {len(largest)} largest images" * (len(chosen) < len(prompts))
@@ -438,7 +438,7 @@ def largest_images(prompts: list[Prompt]) -> list[Prompt]:
 
 
 def positions(loader: PolicyLoader) -> int | None:
-    """Number of positions of the policy; None if they are unlimited, or if no policy is found (reported later)."""
+    """Number of positions of the policy; None if it is unlimited, or if the policy is not found (reported later)."""
     from grpo_lightning.policy.hf import num_positions
 
     try:
@@ -448,7 +448,7 @@ def positions(loader: PolicyLoader) -> int | None:
 
 
 def check_lengths(loader: PolicyLoader, prompts: list[Prompt], max_completion_length: int) -> None:
-    """Check, as `fit` does, that prompts and completions fit the policy's positions. Raises: ValueError."""
+    """Check, as `fit` does, that prompts and completions fit the policy's positions. Raises: ValueError if not."""
     from grpo_lightning.policy.encoder import check_length
     from grpo_lightning.training.data_checks import TEMPLATE_TOKENS, num_bytes
 
@@ -468,7 +468,7 @@ def check_lengths(loader: PolicyLoader, prompts: list[Prompt], max_completion_le
 
 
 def check_given_length(loader: PolicyLoader, prompt_tokens: int, max_completion_length: int) -> None:
-    """Check that a prompt with --prompt_tokens tokens could be trained on. Raises: ValueError."""
+    """Check that a prompt with --prompt_tokens tokens could be trained on. Raises: ValueError if not."""
     if prompt_tokens < 1:
         raise ValueError(f"--prompt_tokens must be at least 1, got {prompt_tokens}.")
     limit = positions(loader)
@@ -501,9 +501,9 @@ def run_length(trainer: Namespace, batches: BatchPlan, num_prompts: int | None) 
 def sampling_size(engine: Any, batches: BatchPlan, *, shares_prompts: bool) -> SamplingSize:
     """The largest numbers of completions and prompts during sampling; 0 for an external engine.
 
-    A row is one completion that is being decoded. If `max_rows` is set and completions share the keys and values of
-    their prompt, the newest prompt has G open rows, and every other open prompt has at least one open row. So at most
-    1 + max_rows - G prompts are open.
+    A row is one completion that is being decoded. `max_rows` limits the number of rows. If completions share the keys
+    and values of their prompt, all G completions of the newest prompt are rows, and every other prompt that is still in
+    memory has at least one row. So at most 1 + max_rows - G prompts are in memory.
     """
     from grpo_lightning.cli.plan.memory import SamplingSize
     from grpo_lightning.rollout.local_engine import LocalEngine

@@ -94,7 +94,10 @@ class Precision:
 
     @property
     def residual(self) -> int:
-        """Bytes per number in the residual stream and in scoring's cached keys, which autocast rotates in 32 bits."""
+        """Bytes per number in the residual stream, and in the keys that are cached for scoring.
+
+        Under autocast, the keys have 32 bits too, because rotary embeddings are applied to them in 32 bits.
+        """
         return 4 if self.is_mixed else self.compute
 
 
@@ -122,7 +125,7 @@ def precision_of(precision: str | int | None, dtype: str) -> Precision:
 
 @dataclass(frozen=True)
 class Division:
-    """For each state, the number of ranks over which a strategy shards it (1: not sharded); and CPU offload."""
+    """Over how many ranks a strategy shards each state (1: not sharded), and what it offloads to the CPU."""
 
     weights: int = 1
     gradients: int = 1
@@ -158,7 +161,8 @@ def division_of(strategy: Any, world_size: int) -> Division:
     PyTorch's default is `gradient_as_bucket_view=False`.
 
     Args:
-        strategy: A name, or a class path and its arguments. "..._offload" offloads optimizer and weights to the CPU.
+        strategy: A name, or a class path and its arguments. With a name that ends in "_offload", the optimizer and the
+            weights are offloaded to the CPU.
         world_size: W.
 
     Raises:
@@ -450,7 +454,7 @@ def format_ranks(ranks: int) -> str:
 
 
 def offload_part(part: Part, offloaded: frozenset[str]) -> list[Part]:
-    """Split a part that `model.offload` names into device memory during training and CPU memory during sampling."""
+    """If `model.offload` names a part, split it: on the device during training, on the CPU during sampling."""
     group = {"reference": "reference", "optimizer states": "optimizer", "master weights": "optimizer"}.get(part.name)
     if group not in offloaded or part.is_on_cpu:
         return [part]
@@ -504,12 +508,12 @@ def adapter_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     the bytes per LoRA weight, and c the bytes per number in matrix products:
 
         sums of experts    E b F, and E b / L for the gradient of one layer's sum; E b / L while sampling
-        norms              a (in^2 + 3 in out) for the largest matrix, in^2 only with gradients; a in out more for its
-                           copy if the base is narrower
+        norms              a (in^2 + 3 in out) for the largest matrix; the term in^2 only with gradients; a in out more
+                           for a copy of the matrix, if the base has fewer bytes per weight than the adapter
         outputs            a + c per token and output
 
-    With `activation_checkpointing: layers`, F is 1 / L, and the outputs are those of one layer. Measured with peft
-    0.21, which computes DoRA's norms in the dtype of the adapters.
+    With `activation_checkpointing: layers`, F is 1 / L, and the outputs are those of one layer. The memory was measured
+    with peft 0.21, which computes DoRA's norms in the dtype of the adapters.
     """
     batch, mode, layers = settings.batch, settings.checkpointing, model.num_layers
     a, c = settings.adapter_width, settings.widths.compute
@@ -613,19 +617,19 @@ def layer_bytes(model: ModelSizes, size: Pass, precision: Precision, *, is_eager
     The count follows Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), who get `s b h (34 + 5 a s / h)` for a
     layer of GPT-3. Here, a layer has RMS norms, grouped queries, fused kernels, a gated feed-forward block and no
     dropout. Numbers have c bytes in matrix products and r bytes in the residual stream. h is the hidden width, i the
-    feed-forward width, and there are a heads of size d. Per token:
+    feed-forward width, a the number of heads, and d the size of a head. Per token:
 
         2 norms       their input in 32 bits and their result        2 h (4 + r)
-                      copies read by the matrix products after them  2 c h; under autocast 5 c h, without a gate 4 c h
+                      copies read by the matrix products after them  2 c h; autocast: 5 c h, or 4 c h without a gate
         attention     queries and output                             2 c a d
                       keys and values, per token of the context      2 c a d
                       the softmax's sum, the mask                    4 a, c per token of the context
                       eager attention: its scores                    (4 + c) a per token of the context
         feed-forward  gate, up, activated gate and product           4 c i; without a gate 2 c i
 
-    For Llama and Qwen2, the count is within 2 % of measured bytes, or up to 4 % above them for a prompt pass without a
-    mask, which keeps keys and values once per key head, not per query head. Models with additional norms (Qwen3, Gemma
-    3) or experts keep more activations, which are not counted.
+    For Llama and Qwen2, the count is within 2 % of measured bytes. For a prompt pass without a mask, it is up to 4 %
+    above them, because such a pass keeps keys and values once per key head, not once per query head. Models with
+    additional norms (Qwen3, Gemma 3) or experts keep more activations, which are not counted.
     """
     c, h, heads = precision.compute, model.hidden_size, model.num_heads * model.head_dim
     tokens, pairs = size.rows * size.tokens, size.rows * size.tokens * size.context

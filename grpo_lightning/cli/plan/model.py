@@ -112,8 +112,8 @@ def sizes_of(model: Any, settings: PolicySettings) -> ModelSizes:
 
     Raises:
         FileNotFoundError: If the initial adapter does not exist.
-        ValueError: If the config does not use transformers' names of sizes, or if layers to freeze or to adapt do not
-            exist.
+        ValueError: If the config does not use transformers' names for its sizes, or if layers to freeze or to adapt do
+            not exist.
     """
     from transformers import DynamicCache
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jsonargparse import Namespace
 
 TIGHT = 0.9
-"""Fraction of a device's memory above which it depends on fragmentation and the CUDA context whether a run fits."""
+"""Fraction of a device's memory. Above it, fragmentation and the CUDA context decide whether a run fits."""
 
 
 def print_lines(console: Console, title: str, lines: Sequence[str]) -> None:
@@ -212,7 +212,7 @@ def print_memory(
 
 
 def memory_notes(model: ModelSizes, settings: MemorySettings, remarks: list[str]) -> list[str]:
-    """Format notes on the contents of the table and what it leaves out."""
+    """Format notes on the contents of the table and on what the table leaves out."""
     weights = f"{model.num_weights:,} weights, {model.num_layers} layers, {settings.widths.weights} bytes each"
     trained = f" {model.num_stepped:,} are trained ({model.num_stepped / model.num_weights:.2%})."
     return [
@@ -255,12 +255,12 @@ def device_line(needed: int, device_gib: float | None) -> str:
 
 
 def verdict(share: float) -> str:
-    """Whether this fraction of a device's memory fits."""
+    """Format whether a run that needs this fraction of a device's memory fits."""
     return "It fits" if share <= TIGHT else "It may not fit" if share <= 1 else "It does not fit"
 
 
 def levers(model: ModelSizes, settings: MemorySettings, moment: str) -> list[str]:
-    """Settings that would reduce the memory of a phase, ordered by how much time they cost, the least first."""
+    """Settings that would reduce the memory of a phase; those that cost the least time come first."""
     division, batch, is_full = settings.division, settings.batch, not model.num_adapters
     has_copy = settings.has_reference and is_full and not division.offloads_weights
     found = [

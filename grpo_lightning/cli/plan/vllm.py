@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from grpo_lightning.policy.loading import PolicyLoader
 
 QUANTIZED_BYTES = 1
-"""Bytes per weight of a linear layer under `engine.quantization`. All quantisations that the engine accepts have 8
+"""Bytes per weight of a linear layer under `engine.quantization`. All quantizations that the engine accepts have 8
 bits. The memory of their scales is not counted."""
 
 OF_THE_POLICY = frozenset({"16-bit weights", "float32 head", "gathered layers", "DoRA's norms", "experts, one layer"})
@@ -51,7 +51,7 @@ class VLLMSize:
 
     weights: int
     per_token: float
-    """KV cache of one token of a long sequence."""
+    """KV cache of one token in all layers. The limits of sliding windows are not taken into account."""
 
     sequence: int
     """KV cache of one sequence of the maximum length (`longest`). If this does not fit, vLLM does not start."""
@@ -95,7 +95,7 @@ def size_of(
         KV cache   2 x bytes x head size x key-value heads per rank, per layer and token
 
     With more ranks than key-value heads, each rank has one key-value head. In mode `server`, the sizes are those of a
-    server without tensor parallelism, in 16 bits, the width of most checkpoints.
+    server without tensor parallelism. They assume 16-bit numbers, as in most checkpoints.
 
     Args:
         engine: The engine of the run.
@@ -234,7 +234,7 @@ def remarks(engine: Any, size: VLLMSize | None) -> list[str]:
 
 
 def batch_lines(engine: Any, batches: BatchPlan, max_staleness: int) -> list[str]:
-    """Format where vLLM samples. Devices of servers are not ranks, so they change no number of the batch arithmetic."""
+    """Format the devices on which vLLM samples. A server's devices are not ranks and do not change the batches."""
     if not isinstance(engine, VLLMEngine):
         return []
     lines = []
@@ -278,7 +278,7 @@ def devices_line(rest: int, here: int) -> str:
 
 
 def check_run(engine: Any, loader: PolicyLoader, sampling: Sequence[SamplingParams], world_size: int) -> None:
-    """Make the checks of `VLLMEngine.check_run` that need neither vLLM nor a server. Raises: ValueError."""
+    """Make those checks of `VLLMEngine.check_run` that need no vLLM and no server. Raises: ValueError if one fails."""
     if isinstance(engine, VLLMEngine):
         config = loader.load_config()
         engine.check_supported(loader, config)

@@ -16,9 +16,9 @@ Boxes: TypeAlias = Literal["auto", "original", "norm1000", "none"]
 """Coordinate system of the ground-truth boxes in the column `solution`, and which solutions are checked.
 
 - `original`: pixels of the image. Every row with an image must have a box.
-- `norm1000`: as if every image were 1000 wide and 1000 high (VLM-R1's InternVL data). Every row with an image must have
-  a box. `check_solution` converts the box to pixels once for the whole run, so `gold_coordinates` of rewards, metrics
-  and callbacks must stay at `original`.
+- `norm1000`: coordinates as if every image were 1000 wide and 1000 high (VLM-R1's InternVL data). Every row with an
+  image must have a box. `check_solution` converts the box to pixels once for the whole run, so `gold_coordinates` of
+  rewards, metrics and callbacks must stay at `original`.
 - `auto`: pixels. A solution is checked if it is four numbers and its row has one image. Other solutions are not
   checked.
 - `none`: no solution is checked.
@@ -35,9 +35,9 @@ Rewards clip boxes to the image, so a part of the box must lie inside the image.
 def check_solution(solution: Any, sizes: Sequence[tuple[int, int]], boxes: Boxes) -> Any:
     """Check the solution of a row with images. Returns: the solution, or for `norm1000` its box in pixels.
 
-    A box is valid if 0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height, with a tolerance of `ROUNDING` at the edges of
-    the image, and if the part of the box inside the image has a positive area. A box that ends within the first pixel
-    of the image is refused, because its numbers are probably fractions of the image size.
+    A box is valid if 0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height. At the edges of the image, there is a tolerance
+    of `ROUNDING`, but the part of the box inside the image must have a positive area. A box that ends within the first
+    pixel of the image is refused, because its numbers are probably fractions of the image size.
 
     Args:
         solution: The value of the column `solution`. Text is parsed as JSON, with or without answer tags.

@@ -47,7 +47,7 @@ class SharedRead:
 
 
 class ImageReader:
-    """Reads the images of a `PromptSource`: each image of a batch once, the images of the next batch in advance.
+    """Reads images for a `PromptSource`: each image of a batch only once, and the images of the next batch in advance.
 
     Args:
         num_workers: Threads that read images in advance; with 0, each image is read when it is used. To bound the

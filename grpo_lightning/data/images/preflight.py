@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 BadImages: TypeAlias = Literal["error", "drop"]
 
 Found: TypeAlias = tuple[int, int] | ImageError
-"""The width and height of an image, or the error of reading it."""
+"""The width and height of an image, or the error that reading it raised."""
 
 MANY = 1000
-"""A progress bar is shown for more images than this."""
+"""The check of images shows a progress bar if there are more images than this."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Preflight:
 
 
 def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:
-    """Check that the images of prompts can be read, for prompts that do not come from a mixture.
+    """Check that all images can be read, for prompts that do not come from a mixture.
 
     The boxes of these prompts are checked by the rewards. The images are not read again if all of them have been read
     in full before. It is not enough that their sizes are known, because a truncated file may have an intact header.
@@ -235,8 +235,9 @@ class ImageCounts:
         Args:
             source: The entry's name.
             image_root: The entry's own `image_root`.
-            run_root: `image_root` of the data module. It replaces a missing `image_root` only if the entry has image
-                paths in a column that is not read as images. Other entries may be meant to be text-only.
+            run_root: `image_root` of the data module. An entry without its own `image_root` is checked with `run_root`
+                only if the entry has image paths in a column that is not read as images. Without such paths, the entry
+                may be text-only on purpose.
 
         Raises:
             ValueError: If the entry has an `image_root` (its own or `run_root`), but no row with an image column or
@@ -260,8 +261,8 @@ class ImageCounts:
     def warn(self, *, so_far: bool = False) -> None:
         """Warn about text-only rows that may lack their image, once per source and column.
 
-        A row may lack its image if its image column is empty while other rows of the source have images, or if a column
-        that is not read as images has an image path.
+        A row may lack its image in two cases: its image column is empty while other rows of the source have images, or
+        a column that is not read as images has an image path.
 
         Args:
             so_far: True if more rows may follow.

@@ -58,7 +58,7 @@ class RowsWithCells:
 
 
 def with_cells(dataset: Any, label: str) -> Any:
-    """Wrap a dataset so that its columns of images or lists of images (by feature type) yield references.
+    """Wrap a dataset so that its columns of type image or list of images yield references.
 
     A dataset without such columns, or with a transform or format (`set_transform`, `with_format`), is returned
     unchanged.
@@ -70,7 +70,7 @@ def with_cells(dataset: Any, label: str) -> Any:
 
 
 _TABLES: WeakValueDictionary[str, Any] = WeakValueDictionary()
-"""The tables of this process by key: cells that are unpickled from worker processes share these tables."""
+"""The tables of this process, by key. A cell that a worker process sends back uses the table here, not a copy."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _cell(key: str, table: Any, row: int, column: str, place: int | None) -> Cel
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """The source of an image that only `datasets` can open: on the hub, or inside an archive."""
+    """The source of an image that only `datasets` can open, because it is on the hub or inside an archive."""
 
     path: str
 

@@ -1,4 +1,4 @@
-"""Box coordinates: map answer boxes and ground-truth boxes to one frame; base class of rewards that compare boxes."""
+"""Box coordinates: convert answer boxes and ground-truth boxes to the same units; base class of box rewards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GivenCoordinates = Literal["auto", "original", "resized", "norm1000"]
 GoldCoordinates = Literal["original", "norm1000"]
 
 Scale = tuple[float, float]
-"""Pixels of the image in the data per unit of x and of y."""
+"""Size of one unit of x and of y, in pixels of the image in the data."""
 
 
 class BoxFrame(NamedTuple):
@@ -31,11 +31,11 @@ class BoxFrame(NamedTuple):
     """Width and height of the image; None if unknown."""
 
     def answer_boxes(self, boxes: Sequence[Box | None]) -> Tensor:
-        """Convert answer boxes: [n, 4] float64, clipped to the image; an empty box for None."""
+        """Convert answer boxes: [n, 4] float64, clipped to the image; None becomes an empty box."""
         return self._place([box or (0.0, 0.0, 0.0, 0.0) for box in boxes], self.given_scale)
 
     def gold_boxes(self, boxes: Sequence[Box]) -> Tensor:
-        """Convert ground-truth boxes: [n, 4] float64, clipped to the image. Raises: ValueError as `check_inside`."""
+        """Convert ground-truth boxes: [n, 4] float64, clipped to the image. Raises: ValueError as in `check_inside`."""
         for box in boxes:
             check_inside(box, self.right_scale, self.size)
         return self._place(boxes, self.right_scale)
@@ -52,9 +52,9 @@ class BoxReward(Reward):
     Args:
         answer_column: The data column with the ground-truth boxes. A row whose value is None or an empty string is not
             scorable.
-        coordinates: Coordinate system of the boxes in answers. "auto": the one that the policy's model family uses
-            (`ImageView.coordinates`). "original": pixels of the image in the data. "resized": pixels of the image after
-            the policy's preprocessing. "norm1000": 0 to 1000 across and down.
+        coordinates: Coordinate system of the boxes in answers. "auto" is the one that the policy's model family uses
+            (`ImageView.coordinates`). "original" means pixels of the image in the data. "resized" means pixels of the
+            image after the policy's preprocessing. "norm1000" means 0 to 1000 along each axis of the image.
         gold_coordinates: Coordinate system of the ground-truth boxes: "original" (pixels), or "norm1000" (VLM-R1's data
             for InternVL).
     """
@@ -91,9 +91,9 @@ class BoxReward(Reward):
     ) -> list[float | None]:
         """Score completions.
 
-        Logs `<name>/unreadable`, the fraction of answers that cannot be parsed. Such an answer is wrong; it does not
-        count as a failure of the reward. Also logs the column `boxes` of the log of completions: the boxes of answer
-        and ground truth, in pixels of the image in the data.
+        The metric `<name>/unreadable` is the fraction of answers that cannot be parsed. Such an answer is wrong; it
+        does not count as a failure of the reward. The log of completions gets a column `boxes`: the boxes of the answer
+        and of the ground truth, in pixels of the image in the data.
 
         Args:
             completions: [B].
@@ -106,8 +106,8 @@ class BoxReward(Reward):
             [B] in [0, 1], None where the row is not scorable.
 
         Raises:
-            ValueError: If a row's ground-truth boxes cannot be parsed or lie outside its image, or if its prompt has
-                several images, or no image although the image size is needed.
+            ValueError: If a row's ground-truth boxes cannot be parsed, or lie outside its image.
+            ValueError: If a row's prompt has several images, or has no image although the image size is needed.
         """
         answers = columns[self.answer_column]
         views: Sequence[Sequence[ImageView]] = [()] * len(completions) if image_views is None else image_views
@@ -151,7 +151,10 @@ class BoxReward(Reward):
         """Parse the ground truth of a row; None if it has none. Raises: ValueError if it cannot be parsed."""
 
     def boxes_of(self, right: Any) -> Sequence[Box]:
-        """The boxes of a parsed ground truth, for `check_row`. By default none: only calls then check boxes."""
+        """The boxes of a parsed ground truth, for `check_row`; by default none.
+
+        Without an override, boxes are checked only when the reward is called.
+        """
         return ()
 
     def given_boxes(self, given: Any) -> Sequence[Box]:
@@ -170,8 +173,8 @@ class BoxReward(Reward):
 def frame_of(views: Sequence[ImageView], given: GivenCoordinates, right: GoldCoordinates) -> BoxFrame:
     """Make the `BoxFrame` of a prompt, which converts answer boxes and ground-truth boxes to the same units.
 
-    Conversion between coordinate systems needs the image size. If the prompt has no image, boxes must therefore be in
-    the same coordinate system in answers and ground truth; "original" boxes are then not clipped to an image.
+    Conversion between coordinate systems needs the image size. If the prompt has no image, answers and ground truth
+    must therefore use the same coordinate system. Without an image, "original" boxes are not clipped.
 
     Args:
         views: The images of the prompt.
@@ -189,7 +192,7 @@ def frame_of(views: Sequence[ImageView], given: GivenCoordinates, right: GoldCoo
 
 
 def check_num_images(num_images: int, given: GivenCoordinates, right: GoldCoordinates) -> None:
-    """Check that a prompt has the single image to which its boxes refer. Args, Raises: as `frame_of`."""
+    """Check that a prompt has the single image to which its boxes refer. Args, Raises: as in `frame_of`."""
     if num_images > 1:
         raise ValueError(
             f"Box rewards need prompts with one image, got {num_images}: it is unknown which one the boxes refer to. "
@@ -243,7 +246,7 @@ def _right_units(size: tuple[float, float] | None, right: GoldCoordinates) -> tu
 
 
 def _scale(view: ImageView, coordinates: GivenCoordinates) -> Scale:
-    """Pixels of the image in the data per unit of a coordinate convention."""
+    """The size of one unit of a coordinate system, in pixels of the image in the data."""
     if coordinates == "original":
         return 1, 1
     return view.scale if coordinates == "auto" else dataclasses.replace(view, coordinates=coordinates).scale

@@ -1,4 +1,4 @@
-"""Parse boxes in an answer: `[x1, y1, x2, y2]`, or JSON with boxes and labels, in code fences or bare.
+"""Parse boxes in an answer: `[x1, y1, x2, y2]`, or JSON with boxes and labels, with or without code fences.
 
 Completions are untrusted text, so all functions take linear time. They use `str` methods, the JSON parser at most
 twice, and a regular expression whose adjacent parts start with different characters, so that backtracking fails at
@@ -47,17 +47,17 @@ def last_box(text: str) -> Box | None:
 
 
 def boxes_in(answer: str) -> list[Box | None]:
-    """All `[x1, y1, x2, y2]` of an answer, in order; None for a box with too large a coordinate."""
+    """All `[x1, y1, x2, y2]` of an answer, in order; None for a box with a coordinate beyond `LARGEST`."""
     return [_as_box([float(number) for number in found.groups()]) for found in _BOX.finditer(answer)]
 
 
 def detections(text: str) -> list[Detection] | None:
     """Parse the objects listed in a completion's answer; None if the answer is not a list of objects.
 
-    The list is JSON: in the last code fences of the answer, or bare, or with words around it. Its items are objects
-    `{"bbox_2d": [x1, y1, x2, y2], "label": "..."}`; a single object is accepted without a list. An item that is only a
-    box is an object without a label, and any other item is an object without a box. `None`, `null` and `[]` mean that
-    there are no objects.
+    The list is JSON. It may be in the last code fences of the answer, without fences, or with words around it. Its
+    items are objects `{"bbox_2d": [x1, y1, x2, y2], "label": "..."}`; a single object is accepted without a list. An
+    item that is only a box is an object without a label, and any other item is an object without a box. `None`, `null`
+    and `[]` mean that there are no objects.
     """
     answer = _in_fences(answer_of(text))
     if plain(answer).strip("\"'`") == "none":
@@ -71,7 +71,7 @@ def detections(text: str) -> list[Detection] | None:
 
 
 def has_json_box(answer: str) -> bool:
-    """Whether an answer is JSON, bare or in code fences: an object with a box in it, or a list with such an object."""
+    """Whether an answer is a JSON object with a box, or a JSON list with such an object; code fences are allowed."""
     answer = answer.strip()
     value = _parse_json(_in_fences(answer) if answer.startswith(_FENCE) and answer.endswith(_FENCE) else answer)
     items = value if isinstance(value, list) else [value]
@@ -162,7 +162,7 @@ def _to_objects(value: Any) -> list[Detection] | None:
 
 
 def _as_detection(item: Any) -> Detection:
-    """Convert an item to an object; box and label are None if the item has no readable one."""
+    """Convert an item to an object; a missing or unreadable box or label becomes None."""
     if not isinstance(item, Mapping):
         return Detection(_as_box(item), None)
     label = item.get("label")

@@ -34,13 +34,18 @@ class IoU(BoxReward):
     """Intersection over union of the answer's box and the ground-truth box.
 
     The box of a completion is the last `[x1, y1, x2, y2]` in its last `<answer>...</answer>`. If the completion has no
-    answer tags, the box is searched for after `</think>`, and without that tag in the whole completion. The numbers may
-    be integers or decimals, and the box may be inside JSON or bare. The box is converted to pixels of the image in the
-    data and clipped to the image. The reward is 0 if there is no box, or if the box is inverted or empty.
+    answer tags, the box is searched for after `</think>` or, if that tag is missing too, in the whole completion. The
+    numbers may be integers or decimals, and the box may be inside JSON or outside of it. The box is converted to pixels
+    of the image in the data and clipped to the image. The reward is 0 if there is no box, or if the box is inverted or
+    empty.
 
-    VLM-R1's `iou_reward` differs: it sets the IoU to 0 if the overlap is at most one unit wide or high; it reads only
-    integers; it reads the first box instead of the last; for Qwen models, it converts boxes with a patch size of 14
-    pixels, whatever the model's patch size is; and it returns 0 if the comparison of the boxes raises an error.
+    VLM-R1's `iou_reward` differs in these points:
+
+    - It sets the IoU to 0 if the overlap is at most one unit wide or high.
+    - It reads only integers.
+    - It reads the first box instead of the last.
+    - For Qwen models, it converts boxes with a patch size of 14 pixels, whatever the model's patch size is.
+    - It returns 0 if the comparison of the boxes raises an error.
 
     Args:
         answer_column: The data column with the ground-truth box: four numbers, a mapping with `bbox_2d`, or text with
@@ -58,7 +63,7 @@ class IoU(BoxReward):
         gold_coordinates: GoldCoordinates = "original",
         threshold: float | None = None,
     ) -> None:
-        """Raises: ValueError if a coordinate convention is unknown, or the threshold is not in [0, 1)."""
+        """Raises: ValueError if a coordinate system is unknown, or the threshold is not in [0, 1)."""
         super().__init__(answer_column, coordinates=coordinates, gold_coordinates=gold_coordinates)
         if threshold is not None and not 0 <= threshold < 1:
             raise ValueError(f"threshold must be None or at least 0 and below 1, got {threshold}.")
@@ -101,9 +106,9 @@ class FormatRec(Reward):
     closing brace comes after `</answer>`.
 
     Args:
-        needs_json: True if the answer must be JSON, bare or in ```json fences: an object with a box, or a list with
-            such an object (VLM-R1 for Qwen). False if `[x1, y1, x2, y2]` anywhere in the answer is enough (VLM-R1 for
-            InternVL).
+        needs_json: True if the answer must be JSON, with or without ```json fences: an object with a box, or a list
+            with such an object (VLM-R1 for Qwen). False if `[x1, y1, x2, y2]` anywhere in the answer is enough (VLM-R1
+            for InternVL).
         prompt_opens_first: As in `Format`.
     """
 
@@ -156,18 +161,19 @@ class DetectionReward(BoxReward):
 class DetectionMAP(DetectionReward):
     """COCO's mean average precision of the objects listed in an answer (VLM-R1's `map`, `od_ap` and `od_ap50`).
 
-    The answer of a completion is the content of its last `<answer>...</answer>`; without these tags, the text after
-    `</think>`. It must have a JSON list of `{"bbox_2d": [x1, y1, x2, y2], "label": "..."}`, or be `None`. If neither
-    the answer nor the ground truth lists an object, the reward is 1; if only one of the two lists objects, the reward
-    is 0. An object without a label or without four numbers is a false positive. Labels are compared
-    case-insensitively.
+    The answer of a completion is the content of its last `<answer>...</answer>`. Without these tags, it is the text
+    after `</think>`. The answer must contain a JSON list of `{"bbox_2d": [x1, y1, x2, y2], "label": "..."}`, or be
+    `None`. If neither the answer nor the ground truth lists an object, the reward is 1. If one of them lists objects
+    and the other lists none, the reward is 0. An object without a label or without four numbers is a false positive.
+    Labels are compared case-insensitively.
 
     Average precision ranks the boxes of each label. The boxes of an answer have no scores, so they are ranked in the
     order in which the answer lists them. A wrong object that is listed after the last correct object of its label
     therefore does not lower the reward; `OdLength` penalizes such objects.
 
-    VLM-R1 differs: it drops objects whose label is not in the ground truth, so listing such objects costs nothing; it
-    treats an answer that cannot be parsed as an empty list; and it does not convert boxes to the image in the data.
+    VLM-R1 differs in three points. It drops objects whose label is not in the ground truth, so listing such objects
+    costs nothing. It treats an answer that cannot be parsed as an empty list. It does not convert boxes to pixels of
+    the image in the data.
 
     Args:
         answer_column: The data column with the ground-truth objects: a list of mappings of the same form, or text with
@@ -224,18 +230,18 @@ class OdLength(DetectionMAP):
 
 
 class WeightedSum(DetectionReward):
-    """Weighted sum of the positions, labels and completeness of the listed objects (VLM-R1's `weighted_sum`).
+    """Weighted sum of scores for position, label and completeness of the listed objects (VLM-R1's `weighted_sum`).
 
         r = ((p * s + l * k) / m + c * (1 - ((m - t) / m + (n - t) / n) / 2)) / (p + l + c)
 
     The answer has n objects and the ground truth has m objects. t pairs of objects are matched, k of these pairs have
-    the correct label, and s is the sum of the IoU of these k pairs. p, l and c are the weights. Pairs are matched
+    the correct label, and s is the sum of the IoUs of these k pairs. p, l and c are the weights. Pairs are matched
     greedily, from the largest IoU down to `iou_threshold`; each object is matched at most once. Among pairs of equal
     IoU, pairs with the correct label come first.
 
     Objects are parsed as in `DetectionMAP`. If neither the answer nor the ground truth lists an object, the reward is
-    1. VLM-R1 differs: an object without a label gets the label of the object before it, and boxes are not converted to
-    the image in the data.
+    1. VLM-R1 differs in two points. It gives an object without a label the label of the object before it. It does not
+    convert boxes to pixels of the image in the data.
 
     Args:
         answer_column: As in `DetectionMAP`.
@@ -306,8 +312,8 @@ class BoxRepetition(Reward):
         r = (1 - unique objects / objects) * max_penalty
 
     Two objects are equal if their boxes and their labels are equal. Objects are parsed as in `DetectionMAP`. If the
-    answer has no boxes, `Repetition` scores the text of the completion. This is as in VLM-R1, except that VLM-R1 reads
-    JSON only in ```json fences.
+    answer has no boxes, `Repetition` scores the text of the completion. VLM-R1 does the same, but reads JSON only in
+    ```json fences.
 
     Args:
         n_grams: As in `Repetition`, in words.
@@ -340,7 +346,7 @@ def average_precision(
 ) -> float:
     """COCO's mean average precision over labels, recalls and IoU thresholds, by pycocotools.
 
-    The mean runs over the labels of the answer and of the ground truth. A label that only the answer has counts as 0,
+    The mean runs over the labels of the answer and of the ground truth. A label that is only in the answer counts as 0,
     so that hallucinated labels are penalized. The boxes of an answer have no scores, so they are ranked in their order.
     COCO's limits on the number and the size of boxes do not apply.
 

@@ -56,7 +56,7 @@ class Limits:
     """Address space that a program may reserve in addition to that of the interpreter."""
 
     preamble: str = ""
-    """Python code that every program starts with."""
+    """Python code that runs before the code of every program."""
 
     allow_file_reads: bool = False
     """Run programs even if the kernel has no Landlock; they can then read files."""
@@ -73,7 +73,7 @@ class Ended:
     """Exit status of the process, or minus the number of the signal that ended it."""
 
     output: bytes = b""
-    """Standard output of the program, or the answer to a call, or the verdict of test code."""
+    """Standard output of the program, the answer to a call, or the verdict of test code."""
 
     @property
     def problem(self) -> str:
@@ -94,7 +94,11 @@ _PROBLEMS = {
 
 
 class Sandbox:
-    """Runs one program any number of times. A launcher process is started once, and forks a new process for each run.
+    """Runs one program any number of times, each time in new processes.
+
+    The constructor starts a launcher process, which forks the processes of every run. `run_main` and `call` need one
+    process, for the program. `judge` needs two: one for the program, and one for the test code. A launcher that is lost
+    is replaced.
 
     Args:
         program: Python code, untrusted.
@@ -161,9 +165,9 @@ class Sandbox:
         """Run the program as a script.
 
         Args:
-            stdin: Its standard input.
+            stdin: The program's standard input.
             seconds: Time limit.
-            max_output: A program that prints more bytes than this is stopped.
+            max_output: Maximum size of the output, in bytes. A program that prints more is stopped.
 
         Raises:
             SandboxError: If the sandbox failed.
@@ -173,7 +177,7 @@ class Sandbox:
     def call(
         self, function: str, arguments: Sequence[Any], *, seconds: float, max_output: int
     ) -> tuple[Ended, Any, str]:
-        """Load the program and call one of its functions, or the method of that name of its class `Solution`.
+        """Load the program, and call one of its functions or a method of its class `Solution`.
 
         Args:
             function: The name of the function or method.
@@ -211,8 +215,8 @@ class Sandbox:
             seconds: Time limit.
 
         Returns:
-            (how the job ended, outcome, reason). The outcome is "passed", "failed" or, if the test passes an argument
-            that cannot be copied to the program, "unsupported".
+            (how the job ended, outcome, reason). The outcome is "passed", "failed" or "unsupported". It is
+            "unsupported" if the test passes the program an argument that cannot be copied.
 
         Raises:
             SandboxError: If the sandbox failed.
@@ -280,7 +284,7 @@ for name, attempt in attempts.items():
     except OSError:
         pass
 """
-"""Prints what the sandbox does not prevent."""
+"""A program that tries forbidden actions, and prints those that the sandbox does not prevent."""
 
 
 def check_sandbox(limits: Limits) -> list[str]:
@@ -291,7 +295,7 @@ def check_sandbox(limits: Limits) -> list[str]:
         `limits.allow_file_reads` is set; otherwise [].
 
     Raises:
-        SandboxError: If the sandbox does not start, or another attempt to break out succeeds.
+        SandboxError: If the sandbox does not start, or if any other attempt to break out succeeds.
     """
     with Sandbox(PROBE, limits) as sandbox:
         ended = sandbox.run_main(b"", seconds=START_SECONDS, max_output=1000)

@@ -1,23 +1,24 @@
 """Sandbox of one process on Linux: Landlock (files), seccomp (system calls) and resource limits.
 
-After `Isolation.enter` a process can compute, start threads, use its open pipes, and read Python's standard library and
-the system's shared libraries. The kernel refuses everything else:
+After `Isolation.enter`, a process can compute, start threads, use its open pipes, and read Python's standard library,
+the system's shared libraries and three system files (`readable_paths`). The kernel refuses everything else:
 
 | it cannot | because |
 |---|---|
 | start a process or program, or leave its process group | seccomp allows `clone` for threads only, and no `execve` |
 | open a socket | seccomp allows `socketpair`, which connects a process with itself, and no `socket` |
 | write, create, delete or rename a file | Landlock, seccomp, and RLIMIT_FSIZE 0 |
-| read `/proc`, the memory or environment of other processes, or files other than those libraries | Landlock |
+| read any other file, `/proc`, or the memory or environment of other processes | Landlock |
 | signal or trace another process, or change its limits | seccomp |
 | gain privileges | no_new_privs, and all capabilities are dropped |
 
-Landlock and seccomp work without privileges and in containers. Landlock needs Linux 5.13. Without Landlock, which is
-accepted only with `allow_file_reads`, a program can read every file that its user can read, `/proc` included; the other
-rows of the table still hold. In every case a program sees the names, sizes and dates of files (`stat`), the time, and
-the load of the machine.
+Landlock and seccomp work without privileges and in containers. Landlock needs Linux 5.13. A kernel without Landlock is
+accepted only with `allow_file_reads`. A program can then read every file that its user can read, `/proc` included. The
+other rows of the table still hold. With and without Landlock, a program can see the names, sizes and dates of files
+(`stat`), the time, and the load of the machine.
 
-This module imports only the standard library, because it runs in the launcher (`sandbox/launcher.py`).
+This module imports only the standard library, because the launcher (`sandbox/launcher.py`) runs without installed
+packages.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 # System call: its number on x86_64 and on aarch64 (None: it does not exist there).
 _HARMLESS: dict[str, tuple[int, int | None]] = {
-    # files that are open, and what is known about files
+    # open files, and metadata of files
     **{"read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67)},
     **{"close": (3, 57), "lseek": (8, 62), "fstat": (5, 80), "newfstatat": (262, 79), "statx": (332, 291)},
     **{"stat": (4, None), "lstat": (6, None), "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439)},
@@ -98,8 +99,8 @@ _OPEN, _OPENAT, _PRLIMIT, _KILL, _TGKILL = (2, None), (257, 56), (302, 261), (62
 _SOCKETPAIR, _SENDTO = (53, 199), (44, 206)
 
 _CLONE_THREAD = 0x10000
-# Commands that duplicate a descriptor, or get or set its flags. F_SETOWN and F_SETSIG are not among them, because a
-# process can use them to signal other processes.
+# Commands that duplicate a descriptor, or get or set its flags. F_SETOWN and F_SETSIG are refused, because they let a
+# process signal other processes.
 _FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)
 _IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # isatty, window size, FIONREAD, FIONBIO, FIOCLEX
 _ACCESS_MODE, _O_CREAT, _O_TRUNC = 0o3, 0o100, 0o1000
@@ -113,7 +114,8 @@ class Isolation:
     """The sandbox, prepared once by the launcher; every child process of the launcher enters it with `enter`.
 
     Args:
-        allow_file_reads: Go on without Landlock if the kernel lacks it; programs can then read files.
+        allow_file_reads: Continue without Landlock if the kernel lacks it; programs can then read every file of this
+            user.
 
     Raises:
         IsolationError: If this is not 64-bit Linux on x86_64 or aarch64, or if the kernel has no Landlock and
@@ -173,7 +175,10 @@ class Isolation:
             os._exit(1)
 
     def _drop_privileges(self) -> None:
-        """Drop all capabilities. With Landlock, root keeps the capability to read files: Landlock restricts reading."""
+        """Drop all capabilities.
+
+        With Landlock, root keeps the capability to read files; Landlock restricts which files can be read.
+        """
         self._check(self._libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         kept = 1 << _CAP_DAC_READ_SEARCH if self.ruleset is not None and os.geteuid() == 0 else 0
         header = struct.pack("Ii", 0x20080522, 0)
@@ -183,10 +188,14 @@ class Isolation:
         raise OSError(ctypes.get_errno(), "the capabilities could not be dropped")
 
     def _make_ruleset(self) -> int:
-        """Make the Landlock ruleset: nothing but reading the standard library. Returns: its file descriptor."""
+        """Make the Landlock ruleset. Returns: its file descriptor.
+
+        The ruleset allows three things: reading `readable_paths`, reading and writing `/dev/null`, and listing the
+        empty working folder. It refuses all other reads, writes and executions of files.
+        """
         abi = self.landlock_abi
-        # Versions 2, 3 and 5 of Landlock each add a right to files. Version 4 adds a field for TCP, and version 6 one
-        # for signals and abstract sockets.
+        # Versions 2, 3 and 5 of Landlock each add a right for files. Version 4 adds a field for TCP, and version 6 adds
+        # a field for signals and abstract sockets.
         bits = 13 + sum(abi >= version for version in (2, 3)) + (abi >= 5)
         fields = [(1 << bits) - 1, *([0b11] if abi >= 4 else []), *([0b11] if abi >= 6 else [])]
         attributes = struct.pack(f"{len(fields)}Q", *fields)
@@ -201,7 +210,7 @@ class Isolation:
         """Allow an access to a path and, if it is a folder, to everything in it; a missing path is skipped."""
         try:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        except OSError:  # none of the paths exists on all systems
+        except OSError:  # any of the paths may be missing on some system
             return
         if os.path.isdir(path) and access & _READ_FILE:
             access |= _READ_DIR
@@ -226,7 +235,7 @@ def architecture() -> str:
 
 
 def readable_paths() -> list[str]:
-    """Python's standard library without installed packages, and the shared libraries that it loads."""
+    """The paths of the standard library without installed packages, of shared libraries, and of three system files."""
     library = os.path.dirname(os.__file__)
     hidden = {"site-packages", "dist-packages", "test", "ensurepip"}
     paths = [f"{library}/{name}" for name in os.listdir(library) if name not in hidden]
@@ -249,7 +258,7 @@ Instruction = tuple[int, int, int, int]
 
 
 def seccomp_filter(arch: str, pid: int, *, has_landlock: bool) -> bytes:
-    """Assemble the seccomp filter: a list of allowed system calls, some for certain arguments only.
+    """Assemble the seccomp filter: a list of allowed system calls, some of them only with certain arguments.
 
     All other system calls fail with EPERM, except `clone3`. A filter cannot see the arguments of `clone3`, so this call
     fails with ENOSYS, and libc then uses `clone`.
@@ -296,7 +305,7 @@ def _argument(number: int) -> list[Instruction]:
 
 
 def _one_of(number: int, values: tuple[int, ...]) -> list[Instruction]:
-    """Allow certain values of an argument."""
+    """Allow the call if an argument has one of these values."""
     tests: list[Instruction] = []
     for value in values:
         tests += [(_JEQ, 0, 1, value), (_RETURN, 0, 0, _ALLOW)]
@@ -304,7 +313,7 @@ def _one_of(number: int, values: tuple[int, ...]) -> list[Instruction]:
 
 
 def _no_pointer(number: int) -> list[Instruction]:
-    """Allow an argument that is a null pointer, in both halves."""
+    """Allow the call if an argument is a null pointer: both halves are 0."""
     low, high = _ARGUMENTS + 8 * number, _ARGUMENTS + 8 * number + 4
     return [(_LOAD, 0, 0, low), (_JEQ, 0, 3, 0), (_LOAD, 0, 0, high), (_JEQ, 0, 1, 0), (_RETURN, 0, 0, _ALLOW)]
 
@@ -312,8 +321,8 @@ def _no_pointer(number: int) -> list[Instruction]:
 def _read_only(number: int, *, has_landlock: bool) -> list[Instruction]:
     """Allow opening files for reading. With Landlock, also allow opening for writing, which Landlock restricts by path.
 
-    Even with Landlock, opening for reading with O_TRUNC is refused: it truncates the file, and Landlock before Linux
-    6.2 does not check truncation.
+    Even with Landlock, opening for reading with O_TRUNC is refused. O_TRUNC truncates the file, and Landlock before
+    Linux 6.2 does not check truncation.
     """
     if has_landlock:
         return [

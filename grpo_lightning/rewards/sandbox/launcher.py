@@ -1,8 +1,8 @@
 """Launcher of sandboxed programs: a small process that forks one or two children per test.
 
-It runs in a new interpreter without site packages (`sandbox/client.py` starts it), so its memory holds neither the data
-nor the environment of the training run, and a child starts in a millisecond. Only the children execute the program,
-after `Isolation.enter`:
+`sandbox/client.py` starts the launcher in a new interpreter without site packages. Therefore the launcher's memory
+holds neither the data nor the environment of the training run, and a child starts in a millisecond. Only the children
+execute the program, after `Isolation.enter`:
 
     reward worker  -- program, input -->  launcher  -- fork -->  program
                   <- status, output -              -- fork -->  tests (only for tests that are Python code)
@@ -11,9 +11,9 @@ The reward worker sends jobs of three kinds:
 
 - "main" runs the program as `__main__` with a standard input, and returns its standard output.
 - "call" loads the program, and sends it one request, which calls a function (`sandbox/values.py`).
-- "judge" loads the program in one child, and runs test code in another, which calls the program's functions through
-  pipes. The test code comes from a file descriptor that only the second child reads, so neither the launcher nor the
-  program ever holds it in memory.
+- "judge" loads the program in one child, and runs test code in a second child. The test code calls the program's
+  functions through pipes. The test code comes from a file descriptor that only the second child reads. Neither the
+  launcher nor the program ever holds the test code in memory.
 
 This module imports only the standard library and its siblings.
 """
@@ -88,7 +88,7 @@ def _serve_jobs(control: int, tests: int, parent: int) -> Callable[[], None]:
         isolation.end_with(parent)
         for name in PRELOADED:
             importlib.import_module(name)
-        for name in ("exit", "quit"):  # `site` defines them in other interpreters
+        for name in ("exit", "quit"):  # `site` defines them, but is not imported here
             setattr(builtins, name, _sitebuiltins.Quitter(name, ""))
     except Exception as error:  # noqa: BLE001 (reported to the reward, which raises it)
         kind = "" if isinstance(error, IsolationError) else f"{type(error).__name__}: "
@@ -133,7 +133,8 @@ class Launcher:
 
     Args:
         isolation: The sandbox.
-        setup: `memory_bytes`, the limit of each child, and `preamble`, code that every program starts with.
+        setup: A dictionary. `memory_bytes` is the memory limit of each child. `preamble` is code that runs before the
+            code of every program.
         source: The program.
         tests: File descriptor of the test code.
     """
@@ -142,14 +143,15 @@ class Launcher:
         self.isolation, self.setup, self.source, self.tests = isolation, setup, source, tests
         self.process = os.getpid()
         self.entered = mmap.mmap(-1, 2)
-        """One byte each for PROGRAM and TESTS, shared with the children: 1 once that child is in the sandbox."""
+        """Bytes shared with the children, at the indices PROGRAM and TESTS. A child sets its byte to 1 once it is in
+        the sandbox."""
 
     def run(self, job: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
         """Run a job.
 
         Args:
-            job: `kind`; `seconds`, the time limit; `max_output`, in bytes; for "judge" also `place` and `size`, the
-                offset and length of the test code in the file.
+            job: Has `kind`, `seconds` (the time limit) and `max_output` (the limit of the output in bytes). A "judge"
+                job also has `place` and `size`, the offset and length of the test code in the file.
             body: The standard input ("main"), or the request ("call").
 
         Returns:
@@ -262,12 +264,12 @@ class Launcher:
 
         Args:
             pid: The child that writes the output.
-            exchange: Its input and output.
+            exchange: The input and output of the child `pid`.
             program: The child that runs the program. Its threads are counted.
             seconds: Time limit.
 
         Returns:
-            As `run`.
+            As in `run`.
 
         Raises:
             OSError: If the child did not enter the sandbox.
@@ -380,7 +382,7 @@ def _end(pid: int) -> None:
 
 
 def count_threads(pid: int) -> int:
-    """The threads of a process; 0 if it has ended."""
+    """Number of threads of a process; 0 if the process has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[17])
@@ -411,7 +413,7 @@ def run_test(test: dict[str, Any], call_program: Callable[[dict[str, Any]], Any]
     """Run test code.
 
     Args:
-        test: `setup` and `code`, Python code to run one after the other; `names`, the names that the program defines;
+        test: `setup` and `code`, Python code to run in this order; `names`, the names that the program defines;
             `modules`, the modules to import.
         call_program: Sends a request to the program and returns its answer.
 

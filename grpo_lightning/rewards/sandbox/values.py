@@ -1,8 +1,8 @@
 """Copy values of builtin types between processes as JSON, and call functions in another process.
 
 The values that a program returns reach the tests only as such copies, without methods that the program defines. An
-object of any other type stays in the program's process, and the tests get a `Remote` for it. They can call it, iterate
-over it, read and set its attributes, and pass it back to the program; comparing it raises an error.
+object of any other type stays in the program's process, and the tests get a `Remote` for it. The tests can call the
+`Remote`, iterate over it, read and set its attributes, and pass it back to the program. Comparing it raises an error.
 
 | type | JSON |
 |---|---|
@@ -13,9 +13,10 @@ over it, read and set its attributes, and pass it back to the program; comparing
 | list, tuple, set, frozenset | `["l", [...]]`, `["t", [...]]`, `["s", [...]]`, `["z", [...]]` |
 | dict | `["d", [[key, value], ...]]` |
 | range | `["r", [start, stop, step]]` |
-| all others | `["o", place, type]`: the object's index among those that the program's process keeps, its type's name |
+| all others | `["o", place, type]`: the object's index among those that the program keeps, and the name of its type |
 
-This module imports only the standard library, because it runs in the launcher (`sandbox/launcher.py`).
+This module imports only the standard library, because the launcher (`sandbox/launcher.py`) runs without installed
+packages.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
 
     Args:
         value: Any object.
-        keep: Function that is called with every part of `value` whose type is not in the table. It returns the encoding
-            of this part, or raises an error.
+        keep: Function that is called with every part of `value` whose type is not in the table of this module. It
+            returns the encoding of this part, or raises an error.
 
     Raises:
         RecursionError: If `value` is nested too deeply, or contains itself.
@@ -134,7 +135,7 @@ def _check_hashes(keys: list[Any]) -> None:
 
 
 def refuse(value: Any, *_: Any) -> Any:
-    """Raise PlainError. Given to `encode` and `decode` where only the builtin types of the table are allowed."""
+    """Raise PlainError; used in `encode` and `decode` where only the builtin types of the table are allowed."""
     raise PlainError(f"{type(value).__name__} objects cannot be passed to another process")
 
 
@@ -142,7 +143,7 @@ def refuse(value: Any, *_: Any) -> Any:
 
 
 def write_frame(descriptor: int, data: Any) -> None:
-    """Write a value as `pack_frame` does. Raises: OSError if the other end is closed."""
+    """Write the result of `pack_frame` to a file descriptor. Raises: OSError if the other end is closed."""
     left = memoryview(pack_frame(data))
     while left:
         left = left[os.write(descriptor, left) :]
@@ -187,8 +188,8 @@ def serve(namespace: dict[str, Any], problem: BaseException | None, requests: in
 
     Args:
         namespace: The program's global names.
-        problem: The exception that ended the program early; every request is then answered with this exception. None
-            if there was none.
+        problem: The exception that ended the program early; every request is then answered with this exception. None if
+            there was no exception.
         requests: File descriptor to read requests from.
         answers: File descriptor to write answers to.
     """
@@ -245,7 +246,7 @@ def _perform(request: Any, keep: Callable[[Any], Any], find: Callable[[Any, str]
 
 
 class Remote:
-    """Stands for an object of the program, identified by its global name or its index in the program's process.
+    """Stands for an object of the program, identified by its global name or by its index in the list `kept` of `serve`.
 
     Comparing a `Remote`, or using it as a condition, raises an error: only values of builtin types may decide a test.
     """
@@ -312,7 +313,7 @@ def _receive(data: Any, call_program: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def _update(argument: Any, new: Any) -> None:
-    """Replace the items of an argument in the tests by those after the program's call. Raises: ProgramError."""
+    """Copy the program's changes of a list, dictionary or set into the test's argument. Raises: ProgramError."""
     if type(argument) is not type(new) or not isinstance(argument, list | dict | set):
         raise ProgramError("the program's answer is malformed")
     argument.clear()
@@ -320,7 +321,7 @@ def _update(argument: Any, new: Any) -> None:
 
 
 def ask_through(requests: int, answers: int) -> Callable[[dict[str, Any]], Any]:
-    """A function that sends a request to the program and returns its answer, or raises the program's exception.
+    """Make a function that sends a request to the program and returns its answer, or raises the program's exception.
 
     Args:
         requests: File descriptor to write requests to.
@@ -348,10 +349,10 @@ _OF_THE_TESTS = (AssertionError, StopIteration, StopAsyncIteration)
 
 
 def raised_error(answer: dict[str, Any]) -> Exception:
-    """The exception that an answer reports: an exception of the same builtin type, otherwise a `ProgramError`.
+    """Make the exception that an answer reports: of the same type if this type is builtin, otherwise a `ProgramError`.
 
-    Only the tests may raise an AssertionError, and a StopIteration would end a `map` of the tests early. Both therefore
-    become a `ProgramError`.
+    If the program raises an AssertionError or a StopIteration, the result is a `ProgramError`. Only the tests may raise
+    an AssertionError, and a StopIteration would end a `map` of the tests early.
     """
     name, text = str(answer["error"]), f"{answer.get('text')!s:.200}"
     kind = getattr(builtins, name, None)

@@ -56,7 +56,7 @@ class AdapterFolders:
         from safetensors.torch import save_file
 
         folder = self.parent / f"policy-{self.run}-{version}"
-        if folder.exists():  # it is sent again
+        if folder.exists():  # the same version is sent again
             return folder
         partial = self.parent / f".{folder.name}"
         partial.mkdir(parents=True)

@@ -24,14 +24,15 @@ from grpo_lightning.rollout.vllm.adapters import AdapterFolders
 from grpo_lightning.rollout.vllm.requests import Answer, Arrivals, Request
 
 OLDEST = (0, 32)
-"""First release of vLLM that has the interface for weight updates which this package uses."""
+"""First release of vLLM with the interface for weight updates that this package uses."""
 
 
 NEEDS = {
     "colocate": ("mode colocate", "set mode to server"),
     "server": ("weight_transfer_backend nccl", "set weight_transfer_backend to gloo"),
 }
-"""For each mode of the engine, text for error messages: what needs vLLM in this process, and what does not need it."""
+"""For each mode of the engine, text for error messages: the setting that needs vLLM in this process, and how to change
+it so that vLLM is not needed."""
 
 
 def check_device() -> None:
@@ -53,7 +54,7 @@ def check_installed(mode: str) -> None:
     """Check that vLLM can be imported and is new enough.
 
     Args:
-        mode: Mode of the engine. In mode "server", vLLM sends weights by NCCL.
+        mode: Mode of the engine. In mode "server", this process needs vLLM only to send weights to the server by NCCL.
 
     Raises:
         ModuleNotFoundError: If vLLM is not installed.
@@ -93,12 +94,12 @@ IMAGE_OPTIONS = {
 
 
 class Colocated:
-    """An `LLM` of vLLM in this process, on the process's device, with weights from the policy in memory.
+    """An `LLM` of vLLM in this process and on its device. The weights come from the policy in memory.
 
     Args:
         policy: The policy. vLLM gets the policy's config, allocates the weights, and fills them in at the first update.
         tokenizer: The policy's tokenizer.
-        sharding: How the policy's weights are sharded; vLLM's own weights stay unsharded.
+        sharding: How the policy's weights are sharded. vLLM's weights are not sharded in this way.
         options: Arguments of `vllm.LLM`.
         processor: The processor of a multimodal policy.
         sleep_level: The level that `sleep` will be called with.
@@ -181,7 +182,7 @@ class Colocated:
                 call()
 
     def load_adapter(self, adapter: dict[str, Tensor], version: int) -> None:
-        """Load a new version of the adapter, and forget the one before.
+        """Load a new version of the adapter, and remove the previous version.
 
         Raises:
             RuntimeError: If blocks of the prefix cache are still in use.
@@ -199,7 +200,7 @@ class Colocated:
         self.reset_cache()
 
     def reset_cache(self) -> None:
-        """Drop image features, keys and values of old weights, which an update does not drop. Raises: RuntimeError."""
+        """Drop image features, keys and values that were computed from old weights. Raises: RuntimeError."""
         with untouched_state():
             if self.has_images:
                 self.llm.llm_engine.reset_encoder_cache()
@@ -207,7 +208,7 @@ class Colocated:
                 raise RuntimeError("vLLM could not reset its prefix cache: completions are still being sampled.")
 
     def adopt(self, announced: None) -> None:
-        """Take over nothing: each process has a vLLM of its own."""
+        """Do nothing, because each process has a separate vLLM."""
 
     def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
         """Sample one completion per request; yields after every decoding step. If vLLM sleeps, this wakes it up.
@@ -244,7 +245,7 @@ class Colocated:
             free_unused_memory()
 
     def wake_up(self, part: str) -> None:
-        """Allocate a part of vLLM's memory again, if it sleeps: "weights" or "kv_cache"."""
+        """Allocate a part of vLLM's memory ("weights" or "kv_cache") again, if `sleep` has freed it."""
         if part in self.asleep:
             free_unused_memory()
             with untouched_state():
@@ -274,7 +275,7 @@ def plain_name(name: str) -> str:
 
 
 def prompt_of(request: Request) -> dict[str, Any]:
-    """The prompt of a request as vLLM's `TokensPrompt`. vLLM encodes each image, identified by its pixels, once."""
+    """The prompt of a request as vLLM's `TokensPrompt`. vLLM encodes images with the same pixels only once."""
     if request.images is None:
         return {"prompt_token_ids": request.prompt_ids}
     images = request.images
@@ -317,7 +318,7 @@ def device_options(sleep_level: int) -> dict[str, Any]:
 
 
 def free_unused_memory() -> None:
-    """Return garbage and torch's cached memory to the GPU, because vLLM and training allocate memory in turn."""
+    """Collect garbage and free torch's cached GPU memory, because vLLM and training allocate memory in turn."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -351,9 +352,9 @@ def launched() -> Iterator[None]:
 def untouched_state() -> Iterator[None]:
     """Context without autocast and with torch's original default device; restores the process's state at the end.
 
-    When Lightning connects engines, torch's default device is the training device. vLLM would create tensors on that
-    device which it needs on the CPU. The context restores the random states of torch, numpy and Python, torch's default
-    dtype, grad mode, number of threads, and the current CUDA device.
+    When Lightning connects engines, torch's default device is the training device. vLLM would create tensors there that
+    it needs on the CPU. At the end, the context restores the random states of torch, numpy and Python; torch's default
+    dtype, grad mode and number of threads; and the current CUDA device.
     """
     dtype, threads, own_random = torch.get_default_dtype(), torch.get_num_threads(), random.getstate()
     numpy = sys.modules.get("numpy")  # which this package does not import itself
@@ -382,7 +383,7 @@ def untouched_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_default_device() -> Iterator[None]:
-    """Context without the modes that torch functions run in, among them `with torch.device(...)`."""
+    """Context in which torch's function modes are off, for example the mode of `with torch.device(...)`."""
     from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode  # no public interface
 
     modes = [_pop_mode() for _ in _get_current_function_mode_stack()]

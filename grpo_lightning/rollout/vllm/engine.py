@@ -54,7 +54,7 @@ SleepLevel = Literal[0, 1, 2]
 TransferBackend = Literal["nccl", "gloo"]
 
 QUANTIZATIONS = ("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8", "int8_per_channel_weight_only")
-"""Quantisations that vLLM can compute from full weights. All other quantisations need a quantised checkpoint."""
+"""Quantizations that vLLM can compute from full weights. All other quantizations need a quantized checkpoint."""
 
 OF_MODE: dict[str, tuple[str, ...]] = {
     "colocate": (
@@ -66,11 +66,11 @@ OF_MODE: dict[str, tuple[str, ...]] = {
         *("weight_transfer_backend", "group_port", "lora_folder"),
     ),
 }
-"""For each mode, the settings that apply only to this mode. For the settings of `colocate`, a server has its own
-flags."""
+"""For each mode, the settings that apply only to this mode. In mode `server`, flags of `vllm serve` replace the
+settings of `colocate`."""
 
 PROBE_TEMPERATURE = 0.5
-"""Temperature of the probe. It is not 1, so that log-probs before and after the temperature differ."""
+"""Temperature of the probe. It is not 1, so that log-probs differ before and after it is applied."""
 
 LARGEST_DIFFERENCE = {torch.float32: 0.01, torch.bfloat16: 0.1, torch.float16: 0.1}
 """Largest accepted mean |difference| between vLLM's and the policy's log-probs in the probe, in nats, by the dtype of
@@ -78,7 +78,7 @@ the weights. If vLLM's dtype and the policy's differ, the coarser one counts."""
 
 
 QUANTIZED_DIFFERENCE = 0.5
-"""The same limit if `quantization` is set, in nats."""
+"""Largest accepted mean |difference| if `quantization` is set, in nats."""
 
 
 class Backend(Protocol):
@@ -87,16 +87,16 @@ class Backend(Protocol):
     max_model_len: int
 
     def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> Any:
-        """Load the policy's weights. Returns: what the other ranks `adopt`."""
+        """Load the policy's weights. Returns: the value that the other ranks pass to `adopt`."""
 
     def load_adapter(self, adapter: dict[str, Tensor], version: int) -> Any:
-        """Load the policy's adapter. Returns: what the other ranks `adopt`."""
+        """Load the policy's adapter. Returns: the value that the other ranks pass to `adopt`."""
 
     def adopt(self, announced: Any) -> None:
         """Take over the result of rank 0's `update` or `load_adapter`."""
 
     def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
-        """Sample one completion per request, and yield completions when they end. Some may never be yielded."""
+        """Sample one completion per request, and yield each when it ends. Some are missing if weights get lost."""
 
     def decode(self, token_ids: list[int]) -> str:
         """Decode tokens as vLLM does when it looks for stop strings."""
@@ -112,7 +112,7 @@ class Batch:
         progress: Called with the decoding progress.
         on_group: Called with each complete group.
         vision: The images of the prompts.
-        limits: Maximum number of tokens of each prompt's completions; None for that of `sampling`.
+        limits: Maximum number of tokens of each prompt's completions; None uses the maximum in `sampling`.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Batch:
             self.on_group(number, group)
 
     def report(self, steps: int) -> None:
-        """Report progress as the number of decoding steps or, if that is unknown, of tokens per completion."""
+        """Report progress: the number of decoding steps or, if it is 0, the mean number of tokens per completion."""
         if self.progress is not None:
             longest = self.sampling.max_completion_length
             self.progress(min(steps or self.num_tokens // len(self.completions), longest), longest)
@@ -188,13 +188,13 @@ def check_addresses(urls: list[str], group_port: int) -> None:
 class VLLMEngine(RolloutEngine):
     """Samples with vLLM.
 
-    The policy's full weights are sent to vLLM before each rollout, one decoder layer at a time: sharded weights are
+    Before each rollout, the policy's full weights are sent to vLLM, one decoder layer at a time. Sharded weights are
     gathered, and adapters are merged out of place (W + s B A). The policy must have no experts. vLLM itself processes
-    images, and the resulting token ids are checked.
+    images. The resulting token ids are compared with those of the policy's processor.
 
     Args:
-        mode: "colocate" runs vLLM in the training process, on the same device: every rank has a vLLM of its own.
-            "server" uses an external `vllm serve`.
+        mode: "colocate" runs vLLM in the training process, on the same device. Every rank has a separate vLLM, unless
+            `tensor_parallel_size` is above 1. "server" uses an external `vllm serve`.
         gpu_memory_utilization: Fraction of the GPU's memory for vLLM: its copy of the weights and its KV cache.
         max_model_len: Maximum tokens of a prompt and its completion; null uses the policy's number of positions. A
             smaller number lets vLLM start with less memory.
@@ -207,17 +207,17 @@ class VLLMEngine(RolloutEngine):
             lower limit lets vLLM start with less memory.
         tensor_parallel_size: Number of consecutive ranks that share one vLLM: its weights and KV cache are divided
             between them, and they sample their prompts together. Must divide the number of ranks.
-        sleep_level: Use of vLLM's GPU memory while the policy trains. 0 keeps it; 1 moves vLLM's weights to the CPU and
-            discards the KV cache; 2 discards both, so that the weights are sent before every rollout.
-        quantization: Quantisation of vLLM's copy of the weights, by vLLM's name, for example "fp8"; null for none. The
-            quantised weights are computed again at every update. Completions then come from a different distribution
+        sleep_level: How vLLM's GPU memory is used while the policy trains. 0 keeps it; 1 moves vLLM's weights to the
+            CPU and discards the KV cache; 2 discards both, so that the weights are sent before every rollout.
+        quantization: Quantization of vLLM's copy of the weights, by vLLM's name, for example "fp8"; null for none. The
+            quantized weights are computed again at every update. Completions then come from a different distribution
             than the policy's: set `objective.rollout_correction`.
-        enable_lora: True sends the base weights once, and before each rollout only A and B of the policy's adapter,
-            which vLLM does not merge. False sends merged weights.
+        enable_lora: True sends the base weights once. Before each rollout, only A and B of the policy's adapter are
+            sent, and vLLM does not merge them. False sends merged weights.
         base_url: Address of the server, instead of `host` and `port`; or a list of several servers.
         host: Name or address of the server's machine; or a list of several.
         port: Port of the server; or a list of several.
-        timeout: Seconds that a call of the server may take. The call of a completion includes its time in the server's
+        timeout: Seconds that a call of the server may take. For a completion, they include the time in the server's
             queue.
         max_retries: Number of times that a request or a weight update is repeated if the connection breaks, or if the
             server fails (5xx) or does not answer in time.
@@ -226,8 +226,8 @@ class VLLMEngine(RolloutEngine):
             this package must be installed in the server's environment.
         group_port: Free port of the training machine, through which the workers of the first server join the weight
             transfer. The workers of the next servers join through the following ports.
-        lora_folder: Folder for adapters (`enable_lora`), which must have the same path for trainer and server; null
-            uses a temporary folder of this machine.
+        lora_folder: Folder for adapters (`enable_lora`). The trainer and the server must see it under the same path.
+            null uses a temporary folder of this machine.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
@@ -314,7 +314,7 @@ class VLLMEngine(RolloutEngine):
         self.syncing_thread: int | None = None
         """Thread of the last call of `sync_weights`."""
         self.sent: dict[weights.Kind, dict[str, int]] | None = None
-        """Checksums of the weights that vLLM has, by kind; None before the first update and after one that failed."""
+        """Checksums of the weights that vLLM has, by kind; None before the first update and after a failed update."""
         self.is_discarded = False
         """True if vLLM has discarded weights that it had (`sleep_level: 2`)."""
         self.is_held = False
@@ -392,7 +392,8 @@ class VLLMEngine(RolloutEngine):
         Raises:
             ModuleNotFoundError: If vLLM is needed in this process and not installed.
             ServerError: If no server answers.
-            ValueError: If vLLM is too old, or policy, sampling settings, strategy or device are not supported.
+            ValueError: If vLLM is too old, or does not support the policy, the sampling settings, the strategy or the
+                device.
         """
         config = policy.load_config()
         self.check_supported(policy, config)
@@ -485,13 +486,13 @@ class VLLMEngine(RolloutEngine):
             )
 
     def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:
-        """Start vLLM (colocate), or keep the connection to the server. Raises: ValueError as `weights.check_policy`."""
+        """Start vLLM (colocate), or keep the connection to the server. Raises: ValueError for unsupported policies."""
         weights.check_policy(policy)
         if self.enable_lora:
             weights.check_adapter(policy)
         self.policy, self.tokenizer, self.sharding = policy, tokenizer, sharding
-        # The lock is held while completions are sampled, and while weights are sent, so that neither happens during the
-        # other. It is created here, so that an engine that is not connected can be pickled.
+        # The lock is held while completions are sampled, and while weights are sent, so that the two never happen at
+        # the same time. The lock is created here, so that an engine that is not connected can be pickled.
         self.lock = threading.RLock()
         self.stop_ids = stop_ids(policy, tokenizer)
         if not self.stop_ids:
@@ -510,7 +511,15 @@ class VLLMEngine(RolloutEngine):
         self.sent, self.is_discarded = None, False
 
     def connect_servers(self, policy: str | None) -> Servers:
-        """Make and check the servers. `policy`: the policy's name, None if in memory. Raises: as `Served.check`."""
+        """Make and check the servers.
+
+        Args:
+            policy: Name of the policy; None if it is in memory.
+
+        Raises:
+            ServerError: Where `Served.check` raises one.
+            ValueError: Where `Served.check` raises one.
+        """
         found = Servers(
             self.urls,
             self.timeout,
@@ -551,14 +560,15 @@ class VLLMEngine(RolloutEngine):
         return ("base", "adapter") if self.enable_lora else ("merged",)
 
     def sync_weights(self, policy: nn.Module) -> None:
-        """Send the policy's weights to vLLM, if they have changed since the last call. Collective.
+        """Send the policy's weights to vLLM, if they have changed since the last call.
 
-        Sharded weights are gathered one decoder layer at a time. In mode "colocate", every rank hands them to its own
-        vLLM. In mode "server", rank 0 sends them to all servers, while the other ranks wait, so that no rank samples
-        meanwhile. If another thread of this process samples, the call waits until it has ended.
+        Collective: every rank must call it. Sharded weights are gathered one decoder layer at a time. In mode
+        "colocate", every rank passes them to its own vLLM. In mode "server", rank 0 sends them to all servers. The
+        other ranks wait, so that no rank samples meanwhile. If another thread of this process is sampling, the call
+        waits until this sampling has ended.
 
         Raises:
-            RuntimeError: On every rank, if vLLM of any rank cannot load the weights. That rank raises the original
+            RuntimeError: On every rank, if the vLLM of any rank cannot load the weights. That rank raises the original
                 error.
         """
         with self.lock:
@@ -578,10 +588,12 @@ class VLLMEngine(RolloutEngine):
             self.sent = sent
 
     def _send(self, policy: nn.Module, kinds: Sequence[weights.Kind]) -> None:
-        """Send the last update's weights of these kinds to vLLM. If that fails temporarily, send all again. Collective.
+        """Send the last update's weights of these kinds to vLLM. If that fails temporarily, send all of them again.
+
+        Collective: all ranks call it.
 
         Raises:
-            RuntimeError: On every rank, if vLLM of any rank cannot load the weights. That rank raises the original
+            RuntimeError: On every rank, if the vLLM of any rank cannot load the weights. That rank raises the original
                 error.
         """
         for failures in itertools.count(1):
@@ -591,7 +603,9 @@ class VLLMEngine(RolloutEngine):
                 time.sleep(servers.BACKOFF * 2 ** (failures - 1))
 
     def _with_base(self, kinds: Sequence[weights.Kind]) -> Sequence[weights.Kind]:
-        """Add "base" to the kinds to send if the adapter is sent and a server has lost the base weights. Collective.
+        """Add "base" to the kinds to send if the adapter is sent and a server has lost the base weights.
+
+        Collective: all ranks call it.
 
         Raises:
             RuntimeError: On every rank, if no server answers for `reconnect_timeout` seconds. Rank 0 raises the
@@ -612,7 +626,9 @@ class VLLMEngine(RolloutEngine):
         return ("base", *kinds) if lacks else kinds
 
     def _adopt_if_sent(self, error: Exception | None, failures: int) -> bool:
-        """Exchange the errors of an attempt to send weights, and adopt its result. Collective.
+        """Exchange the errors that ranks had while they sent weights; if there are none, adopt the result.
+
+        Collective: all ranks call it.
 
         Args:
             error: The error of this rank.
@@ -656,8 +672,8 @@ class VLLMEngine(RolloutEngine):
             pass
         return error
 
-    # A class is accepted in a configuration only if its methods have the annotations of the protocol. So the generator
-    # is a separate method.
+    # A configuration accepts an engine only if its methods have the same annotations as those of the protocol. A
+    # generator has a different annotation, so the generator `_held` is a separate method.
     def hold_weights(self) -> contextlib.AbstractContextManager[None]:
         """Context of the calls of `generate` for one rollout, such as the turns of its conversations.
 
@@ -694,14 +710,16 @@ class VLLMEngine(RolloutEngine):
         """Sample G completions for every prompt, or a part of them; see `RolloutEngine.generate`.
 
         `on_group` and `progress` are called in the thread of the caller. The random numbers of a completion do not
-        depend on the other prompts of the batch, nor on the server. Its logits may differ in their last bits, because
+        depend on the other prompts of the batch, nor on the server. The logits may differ in their last bits, because
         vLLM's kernels round differently in batches of another size. `turns` is not needed: vLLM's prefix cache keeps
         the states of conversations.
 
         In the thread that has called `sync_weights`, the call is collective: the ranks agree on errors and on servers
-        that need the weights again. In another thread, weights are never sent, because training may be changing them,
-        and errors are raised on this rank only. If vLLM has discarded its weights (`sleep_level: 2`), the policy's
-        weights are sent first.
+        that need the weights again. A call in another thread raises errors on this rank only, and sends no weights,
+        because training may be changing them.
+
+        In mode "colocate", vLLM may have discarded its weights (`sleep_level: 2`). In this case, `generate` sends the
+        policy's weights before it samples.
 
         Raises:
             ValueError: If a prompt is too long for vLLM or has too many images, or the sampling settings are not
@@ -740,7 +758,12 @@ class VLLMEngine(RolloutEngine):
                 self._send(self.policy, self.kinds)
 
     def sample(self, batch: Batch, seeds: list[int]) -> None:
-        """Sample the completions that the batch lacks; stops early if vLLM loses the weights. Raises: as `generate`."""
+        """Sample the completions that the batch lacks; stop early if vLLM loses the weights.
+
+        Raises:
+            ValueError: Where `generate` raises one.
+            RuntimeError: Where `generate` raises one.
+        """
         assert self.backend is not None
         own: Exception | None = None
         requests: dict[int, Request] = {}
@@ -764,7 +787,11 @@ class VLLMEngine(RolloutEngine):
             raise own
 
     def requests(self, batch: Batch, seeds: list[int]) -> dict[int, Request]:
-        """Check a batch, and make the requests of its completions, by their indices. Raises: as `generate`."""
+        """Check a batch, and make the requests of its completions, by index.
+
+        Raises:
+            ValueError: Where `generate` raises one.
+        """
         prompts, sampling = batch.prompts, batch.sampling
         if len(seeds) != len(prompts):
             raise ValueError(f"seeds must hold one seed per prompt: {len(prompts)} prompts, {len(seeds)} seeds.")
@@ -785,10 +812,10 @@ class VLLMEngine(RolloutEngine):
         batch.add(index, completion_of(replace(answer, weight_version=version), batch.sampling, self.tokenizer))
 
     def _answers(self, requests: dict[int, Request], error: Exception | None) -> Iterator[Arrivals]:
-        """Sample the completions of this rank's requests. Collective in a tensor-parallel group.
+        """Sample the completions of this rank's requests.
 
-        Each rank of the group passes the requests of all ranks of the group to vLLM, in the same order, and keeps only
-        the answers to its own requests.
+        Collective: every rank of the tensor-parallel group must call it. Each rank passes the requests of all ranks of
+        the group to vLLM, in the same order. It keeps only the answers to its own requests.
 
         Args:
             requests: This rank's requests.
@@ -796,7 +823,7 @@ class VLLMEngine(RolloutEngine):
 
         Raises:
             Exception: The error of this rank.
-            RuntimeError: If another rank of the group has one.
+            RuntimeError: If another rank of the group has an error.
         """
         assert self.backend is not None
         members = self.group.broadcast(self.group.gather((requests, error_text(error))))
@@ -818,7 +845,7 @@ class VLLMEngine(RolloutEngine):
             self.sent, self.is_discarded = None, True
 
     def agree(self, error: Exception | None, batch: Batch) -> int:
-        """Exchange errors and the number of missing completions with the other ranks. Collective, see `generate`.
+        """Exchange errors and the number of missing completions with the other ranks. Collective where `generate` is.
 
         Returns:
             Number of missing completions on all ranks.
@@ -873,7 +900,7 @@ class VLLMEngine(RolloutEngine):
             )
 
     def check_decoding(self) -> None:
-        """Check that vLLM decodes tokens to the same text as the policy; otherwise it would miss stop strings.
+        """Check that vLLM decodes tokens to the same text as the policy's tokenizer. Else vLLM would miss stop strings.
 
         Raises:
             ValueError: If the texts differ.
@@ -892,14 +919,14 @@ class VLLMEngine(RolloutEngine):
     def check_logprobs(self, scorer: Scorer) -> None:
         """Check that vLLM's log-probs equal those of training, on a small rollout.
 
-        This finds servers that report log-probs before the temperature, weights that vLLM loads differently, and
-        kernels that compute something else. `policy/rollout_kl` measures the difference in every rollout.
+        This finds servers that report log-probs before the temperature is applied, weights that vLLM loads differently,
+        and kernels that compute different results. `policy/rollout_kl` measures the difference in every rollout.
 
         Args:
             scorer: Computes the policy's log-probs in training.
 
         Raises:
-            ValueError: If they differ by more than rounding.
+            ValueError: If the log-probs differ by more than rounding.
         """
         self.sync_weights(self.policy)
         with probe_mode(self.policy):
@@ -907,7 +934,7 @@ class VLLMEngine(RolloutEngine):
         dtypes = {self.sharding.gathered_dtype or parameter.dtype for parameter in self.policy.parameters()}
         if self.mode == "colocate" and self.dtype != "auto":
             dtypes.add(getattr(torch, self.dtype))
-        is_server = self.mode == "server"  # whose dtype is not known
+        is_server = self.mode == "server"  # the server's dtype is not known
         tolerance = max(
             LARGEST_DIFFERENCE.get(dtype, 0.1) for dtype in dtypes | ({torch.bfloat16} if is_server else set())
         )

@@ -1,7 +1,7 @@
-"""Prompts with images for vLLM, which runs the policy's processor on the images itself.
+"""Prompts with images for vLLM, which processes the images itself.
 
-vLLM gets the token ids of the prompt with one placeholder per image, and the same images as the policy's processor.
-From these, vLLM must compute the same token ids as the policy's processor (`check_prompt_ids`).
+vLLM gets the token ids of the prompt with one placeholder per image, and the images. From these, it must compute the
+same token ids as the policy's processor (`check_prompt_ids`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PromptImages:
 
 
 def images_of(vision: PromptVision, tokenizer: PreTrainedTokenizerBase) -> PromptImages | None:
-    """Read the images of a prompt; None if it has none. Raises: ImageError as `ImageRef.read`."""
+    """Read the images of a prompt; None if it has none. Raises: ImageError where `ImageRef.read` raises one."""
     if not vision.sources:
         return None
     ids: Any = tokenizer(vision.text, add_special_tokens=False)["input_ids"]
@@ -99,7 +99,7 @@ def check_counts(vision: VisionInputs, limit: int | None) -> None:
 
 
 def check_prompt_ids(images: PromptImages, prompt_ids: Sequence[int], got: Sequence[int] | None, remedy: str) -> None:
-    """Check that vLLM has computed the same token ids for a prompt with images as the policy's processor.
+    """Check that vLLM and the policy's processor have computed the same token ids for a prompt with images.
 
     Args:
         images: The images of the prompt.
@@ -108,7 +108,8 @@ def check_prompt_ids(images: PromptImages, prompt_ids: Sequence[int], got: Seque
         remedy: Advice about different image sizes, for the error message.
 
     Raises:
-        RuntimeError: If the tokens differ. The message states the number of tokens on both sides.
+        RuntimeError: If the tokens differ, or vLLM has not reported them. If they differ, the message states the number
+            of tokens for the policy and for vLLM.
     """
     if got is None:
         raise RuntimeError("vLLM did not report the token ids of a prompt with images (prompt_token_ids).")
@@ -129,7 +130,7 @@ def check_prompt_ids(images: PromptImages, prompt_ids: Sequence[int], got: Seque
 
 
 def image_limits(processor: Any) -> dict[str, Any]:
-    """Settings of a processor that determine the number of tokens of an image, by the processor's names."""
+    """Settings of a processor that determine the number of tokens of an image, by their names in the processor."""
     images = processor.image_processor
     if getattr(images, "crop_to_patches", False):
         return {name: getattr(images, name) for name in ("crop_to_patches", "min_patches", "max_patches")}

@@ -59,11 +59,11 @@ class Answer:
     """Number of the update whose weights sampled the completion; None if vLLM has not reported this number."""
 
     prompt_ids: list[int] | None = None
-    """[L] tokens of the prompt that vLLM computed; None if it does not report them."""
+    """[L] tokens of the prompt, as vLLM has computed them; None if it does not report them."""
 
 
 class Arrivals(NamedTuple):
-    """The tokens and completions that vLLM has sampled since the last call."""
+    """Progress of vLLM while it samples, and the completions that have ended since the last report."""
 
     done: int
     """Number of decoding steps done, or 0 if vLLM does not report this number."""
@@ -76,9 +76,9 @@ def check_sampling(sampling: SamplingParams) -> None:
     """Check that vLLM samples from exactly the distribution that `LocalEngine` samples from.
 
     Raises:
-        ValueError: If the distributions differ. This is the case for more suppressed tokens than vLLM accepts, for
-            temperatures that vLLM raises, and for `min_p` together with `top_p`, because vLLM applies `min_p` first,
-            and then `top_p` to the remaining probability mass.
+        ValueError: If the distributions would differ, because (a) more tokens are suppressed than vLLM accepts, (b)
+            vLLM would increase the temperature, or (c) `min_p` and `top_p` are both set. (vLLM applies `min_p` first,
+            and then `top_p` to the remaining probability mass.)
     """
     if len(set(sampling.suppress_tokens)) > MOST_SUPPRESSED:
         raise ValueError(
@@ -101,7 +101,7 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 def sampling_settings(sampling: SamplingParams, stop_ids: Sequence[int]) -> dict[str, Any]:
-    """Translate sampling settings to vLLM's names. Everything is set, so that no default of a model or server applies.
+    """Translate sampling settings to vLLM's names. All are set, so that no default of a model or server applies.
 
     Args:
         sampling: Settings that `check_sampling` accepts.
@@ -148,10 +148,10 @@ def requests_of(
     Args:
         prompts: N prompts, unpadded token ids.
         seeds: N seeds, one per prompt.
-        part: Indices, among the G completions of a prompt, of those to sample.
+        part: Indices of the completions to sample, among the G completions of a prompt.
         settings: The result of `sampling_settings`.
         images: The images of the N prompts; None if no prompt has any.
-        limits: Maximum number of tokens of each prompt's completions; None for that of `settings`.
+        limits: Maximum number of tokens of each prompt's completions; None uses the number in `settings`.
     """
     limit_of: Sequence[int | None] = limits or [None] * len(prompts)
     of_prompts = zip(prompts, seeds, images or [None] * len(prompts), limit_of, strict=True)

@@ -116,7 +116,7 @@ class Client:
             return None
 
     def refusal(self, route: str, error: urllib.error.HTTPError) -> ServerError:
-        """Error for an HTTP status: temporary for 5xx and `BUSY`; with a remedy for requests that vLLM refuses."""
+        """Make an error for an HTTP status, with the advice of `remedy`. For 5xx and `BUSY`, the error is temporary."""
         try:
             text = error.read().decode(errors="replace")
         except (OSError, http.client.HTTPException):  # the server died while it explained the error
@@ -165,7 +165,7 @@ class Served:
         self.policy: str | None = None
         self.model, self.max_model_len = "", 0
         self.version: str | None = None
-        """Version of this run's weights on the server; None if it has none of them."""
+        """Version of this run's weights on the server; None if the server does not have this run's weights."""
         self.adapter: str | None = None
         """Name of this run's newest adapter on the server; None without adapters."""
         self.loaded: set[str] = set()
@@ -287,7 +287,7 @@ class Served:
             info["timeout"] = self.client.timeout
         # The server answers only after its workers have joined, and the workers wait for rank 0. So the request is sent
         # in the background. If the server refuses, no worker joins, and opening the group would wait for the whole
-        # timeout, so a refusal is awaited first.
+        # timeout. So the call first waits for a refusal.
         answer = in_background(lambda: self.client.post("/init_weight_transfer_engine", {"init_info": info}))
         wait((answer,), REFUSAL)
         try:
@@ -314,8 +314,8 @@ class Served:
     def begin_update(self) -> None:
         """Begin to send weights. Until `finish_update`, the server samples nothing and reports version `INCOMPLETE`.
 
-        A server that does not have this run's last weights has restarted, or another run uses it. Its workers then join
-        a new group.
+        At the first update, the server's workers join a group. They join a new one if the server does not report this
+        run's last weights, because it has restarted or another run uses it.
 
         Raises:
             ServerError: If the server cannot be updated.
@@ -401,13 +401,13 @@ class Served:
         """Put the weights that were sent into place, and let the server sample from them.
 
         Args:
-            version: Name of the weights, which the server reports from now on.
+            version: Name that the server reports for these weights from now on.
 
         Raises:
             ServerError: If a weight is missing, or the server cannot sample.
         """
         self.client.post("/finish_weight_update", {"weight_version": version})
-        # The caches are reset, because they contain image features, keys and values of the old weights after an update.
+        # After an update, the caches contain image features, keys and values of the old weights, so they are reset.
         if self.has_images:
             self.client.post("/reset_encoder_cache")
         if not self.client.post("/reset_prefix_cache")["success"]:
@@ -445,8 +445,8 @@ class Served:
             body = request.settings | {"model": model, "prompt": request.prompt_ids, "return_token_ids": True}
             (choice,) = self._request_tokens(COMPLETIONS, body)["choices"]
             logprobs = choice["logprobs"]["token_logprobs"]
-            # The version is requested after sampling. Every update has a unique name, so it is noticed if the weights
-            # were replaced meanwhile, even by the same values.
+            # The version is requested after sampling. Every update has a unique name, so the version shows whether the
+            # weights were replaced meanwhile, even by the same values.
             versions = {self.reported_version()}
         if choice["finish_reason"] == "abort":
             raise UnavailableError(f"{self.url} aborted a completion: another client may have paused the server.")
@@ -458,7 +458,7 @@ class Served:
         return Answer(choice["token_ids"], logprobs, choice["finish_reason"], update_of(version), prompt_ids)
 
     def _request_tokens(self, route: str, body: dict[str, Any]) -> Any:
-        """Answer to a request for a completion. Raises: as `complete`."""
+        """Answer to a request for a completion. Raises: the errors of `complete`."""
         try:
             return self.client.post(route, body)
         except ServerError as error:

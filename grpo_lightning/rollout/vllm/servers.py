@@ -1,4 +1,4 @@
-"""Several vLLM servers as one: balanced requests, retries, and servers that die and come back.
+"""Uses several vLLM servers as one: balances and repeats requests, and handles servers that die and come back.
 
 All servers get all weight updates. A completion does not depend on the server that samples it, because each request has
 its own seed. So a failed request can be repeated on any server with the same result.
@@ -64,7 +64,7 @@ class Pending:
 
     Args:
         waiting: Requests that have not been sent yet, or have to be sent again.
-        num_sent: Requests that each server works on, by address.
+        num_sent: Number of requests that each server works on, by address.
         homes: Server of each prompt, by the index of the prompt.
     """
 
@@ -151,18 +151,18 @@ class Servers:
         return ", ".join(server.url for server in self.servers)
 
     def check(self, policy: str | None) -> None:
-        """Check all servers, before the policy's weights are loaded. Raises: as `Served.check`."""
+        """Check all servers, before the policy's weights are loaded. Raises: the errors of `Served.check`."""
         for server in self.servers:
             server.check(policy)
         self.max_model_len = min(server.max_model_len for server in self.servers)
 
     def check_images(self) -> None:
-        """Check that all servers take images. Raises: as `Served.check_images`."""
+        """Check that all servers take images. Raises: the error of `Served.check_images`."""
         for server in self.servers:
             server.check_images()
 
     def check_adapters(self) -> None:
-        """Check that all servers take adapters. Raises: as `Served.check_adapters`."""
+        """Check that all servers take adapters. Raises: the error of `Served.check_adapters`."""
         for server in self.servers:
             server.check_adapters()
 
@@ -178,7 +178,7 @@ class Servers:
             version: Number of the update.
 
         Returns:
-            The argument of `adopt` on the other ranks.
+            The value that the other ranks pass to `adopt`.
 
         Raises:
             UnavailableError: If no server has received the weights, but another try may succeed.
@@ -214,7 +214,7 @@ class Servers:
         return self.announcement()
 
     def lack(self, update: int) -> bool:
-        """True if one of the servers that answer lacks the weights of an update. Raises: as `wait_for_one`."""
+        """True if a server that answers lacks the weights of an update. Raises: the error of `wait_for_one`."""
         return not all(is_at(server, update) and server.has_weights() for server in self.wait_for_one())
 
     def load_adapter(self, adapter: dict[str, Tensor], version: int) -> Announcement:
@@ -225,7 +225,7 @@ class Servers:
             version: Number of the update.
 
         Returns:
-            The argument of `adopt` on the other ranks.
+            The value that the other ranks pass to `adopt`.
 
         Raises:
             UnavailableError: If no server has received the adapter, but another try may succeed.
@@ -253,7 +253,7 @@ class Servers:
         return [server for server in self.servers if server.version is not None and server.adapter == self.adapter]
 
     def announcement(self) -> Announcement:
-        """The argument of `adopt` on the other ranks."""
+        """The value that the other ranks pass to `adopt`."""
         return Announcement({server.url: (server.version, server.adapter) for server in self.servers}, self.adapter)
 
     def adopt(self, announced: Announcement) -> None:
@@ -301,7 +301,7 @@ class Servers:
 
         Raises:
             ServerError: If a server refuses a request, or a request has failed `max_retries` + 1 times. The other
-                requests are then dropped: as after Ctrl-C, nothing waits for their answers.
+                requests are then dropped, and nothing waits for their answers. (The same holds after Ctrl-C.)
         """
         jobs = [Job(index, request) for index, request in requests.items()]
         order = [*self.servers[self.first % len(self.servers) :], *self.servers[: self.first % len(self.servers)]]
@@ -315,7 +315,7 @@ class Servers:
                 return
             try:
                 job, server, answer = arrived.get(timeout=POLL if pending.waiting else None)
-            except queue.Empty:  # a request that failed may be due
+            except queue.Empty:  # it may be time to repeat a failed request
                 continue
             pending.num_sent[server.url] -= 1
             if isinstance(answer, Answer):
@@ -334,7 +334,7 @@ class Servers:
         if not isinstance(error, UnavailableError):
             raise error
         job.failed_on = server
-        if server.version is None:  # found after another request
+        if server.version is None:  # the loss was found after another request
             return
         if isinstance(error, LostWeightsError) or not server.has_weights():
             log.warning("The server at %s is not used any more until it has the weights again: %s", server.url, error)

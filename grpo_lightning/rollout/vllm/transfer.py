@@ -1,9 +1,9 @@
 """Weight transfer: backends that are registered with vLLM, and the trainer's end of a broadcast.
 
 vLLM receives weights through pluggable backends. Its own backend `nccl` needs GPUs. `register` adds two backends:
-`tensors` passes tensors within one process, and `gloo` broadcasts over TCP, also without GPUs. `gloo` uses the same
-messages as `nccl`, and as with `nccl`, the server's workers wait for each tensor while the trainer broadcasts it. The
-trainer's code is the same for `gloo` and `nccl`, except for the process group.
+`tensors` passes tensors within one process, and `gloo` broadcasts over TCP, also without GPUs. `gloo` and `nccl` use
+the same messages. With both, the server's workers wait for each tensor while the trainer broadcasts it. The trainer's
+code is the same for both, except for the process group.
 
 vLLM calls `register` in each of its processes, through the entry point `vllm.general_plugins` of this package.
 """
@@ -36,7 +36,7 @@ class BroadcastGroup(Protocol):
 
 
 def call_within(seconds: float, what: str, call: Callable[[], T]) -> T:
-    """Call a function in another thread. Raises: RuntimeError if it takes too long; the thread then runs on."""
+    """Call a function in another thread. Raises: RuntimeError if it takes too long; the thread then continues."""
     future = in_background(call)
     wait((future,), seconds)
     if not future.done():
@@ -50,7 +50,7 @@ class GlooGroup:
     Args:
         host: Address of rank 0.
         port: Free port of rank 0.
-        rank: This process: 0 is the trainer.
+        rank: Rank of this process; the trainer has rank 0.
         world_size: Number of processes in the group.
         timeout: Seconds that each operation may take.
     """
@@ -78,10 +78,10 @@ class NCCLGroup:
     Args:
         host: Address of the trainer.
         port: Free port of the trainer.
-        rank: This process: 0 is the trainer.
+        rank: Rank of this process; the trainer has rank 0.
         world_size: Number of processes in the group.
-        timeout: Seconds that opening the group may take, and seconds that each broadcast may take. NCCL itself has no
-            limit and would wait forever for a server that has died.
+        timeout: Limit in seconds for opening the group, and for each broadcast. NCCL itself has no limit and would wait
+            forever for a server that has died.
     """
 
     def __init__(self, host: str, port: int, rank: int, world_size: int, timeout: float) -> None:
@@ -89,7 +89,7 @@ class NCCLGroup:
         from vllm.distributed.utils import StatelessProcessGroup
 
         self.device, self.timeout = torch.cuda.current_device(), timeout
-        # A broadcast that never ends blocks this stream, and not that of the policy.
+        # A broadcast that never ends blocks this stream, but not the policy's stream.
         self.stream = torch.cuda.Stream(self.device)
 
         def open_group() -> Any:
@@ -148,7 +148,7 @@ def register() -> None:
 
 @dataclass
 class NoInit:
-    """A backend in one process has nothing to set up."""
+    """Setup of the backend `tensors`, which needs none."""
 
 
 @dataclass
@@ -160,7 +160,7 @@ class Tensors:
 
 @dataclass
 class GroupInit:
-    """Where the trainer opens the group. The fields are those of `nccl`, with a timeout in seconds."""
+    """Where the trainer opens the group. The fields are those of `nccl`, and a timeout in seconds."""
 
     master_address: str
     master_port: int
@@ -181,7 +181,7 @@ class Announced:
 class Reload:
     """Loads full weights layer by layer, and checks that every weight of the model got a value.
 
-    `register` combines this class with vLLM's own base, which sets the attributes.
+    `register` combines this class with vLLM's base class, which sets the attributes.
     """
 
     init_info_cls: type = NoInit
@@ -202,7 +202,7 @@ class Reload:
 
         computed = self.names()  # a tied weight has one name before the next line, and several after it
         initialize_layerwise_reload(self.model)
-        # Weights that vLLM computes from other weights, for example the scales of quantised weights, are not expected.
+        # Weights that vLLM computes from other weights, for example the scales of quantized weights, are not expected.
         self.expected, self.loaded = computed & self.names(), set()
 
     def names(self) -> set[str]:
@@ -216,8 +216,8 @@ class Reload:
     def finish_weight_update(self) -> None:
         """Put the collected weights into place. Raises: RuntimeError if a weight is missing, in the first call only.
 
-        vLLM considers an update active until this method succeeds. The second call ends an update that has failed, so
-        that the trainer can start a new one (`Served.end_update`).
+        vLLM considers an update active until this method succeeds. So a second call ends an update in which a weight
+        was missing, and the trainer can start a new one (`Served.end_update`).
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 

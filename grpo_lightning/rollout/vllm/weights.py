@@ -89,7 +89,7 @@ def weight_groups(policy: nn.Module, gathered: Iterable[Gathered] | None = None)
 
 @torch.no_grad()
 def adapter_weights(policy: nn.Module, gathered: Iterable[Gathered]) -> dict[str, Tensor]:
-    """A and s B of all adapted layers by peft's names, on the CPU. B contains the scale s, so vLLM needs no scale.
+    """A and s B of all adapted layers by peft's names, on the CPU. vLLM gets s B as B, so its own scale is 1.
 
     Args:
         policy: Model with adapters.
@@ -182,9 +182,9 @@ def merged_weight(weight: Tensor, layer: Any, adapter: str | None, values: dict[
 
 
 def state_of(policy: nn.Module, sharding: Sharding, kind: Kind = "merged") -> dict[str, int]:
-    """Hashes, by dtype, of this rank's shards of the weights of a kind ("merged": all weights).
+    """Hash this rank's shards of one kind of weights, by dtype. The kind "merged" hashes all weights.
 
-    If no weight has changed, each rank gets the same hashes as in its earlier call. Not collective.
+    Each rank gets the same hashes as in its previous call if no weight has changed since. The call is not collective.
     """
     sharding.reshard(policy)
     own: set[int] = set()
@@ -198,8 +198,8 @@ def state_of(policy: nn.Module, sharding: Sharding, kind: Kind = "merged") -> di
 def hashes(tensors: Iterable[Tensor]) -> dict[str, int]:
     """Hash the bits of tensors, by dtype.
 
-    The bits of each number are multiplied by a factor that depends on its position, because small changes of several
-    numbers, such as those of an optimizer step in 16 bits, may cancel each other in a plain sum.
+    The bits of each number are multiplied by a factor that depends on the number's position. In a plain sum, small
+    changes of several numbers, such as those of an optimizer step in 16 bits, might cancel each other.
     """
     found: dict[str, int] = {}
     by_device: dict[torch.device, Tensor] = {}
@@ -229,8 +229,8 @@ def check_policy(policy: Any) -> None:
     """Check that vLLM can load the weights of a policy under the names that `weight_groups` gives them.
 
     Raises:
-        ValueError: For mixtures of experts whose experts have different names in checkpoints than in transformers; for
-            quantised weights; and for adapters that are not W + s B A.
+        ValueError: For mixtures of experts in which one parameter holds all experts of a layer; for quantized weights;
+            and for adapters that cannot be merged as W + s B A.
     """
     model = base_model(policy)
     kind = model.config.model_type
@@ -241,7 +241,7 @@ def check_policy(policy: Any) -> None:
         )
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError(
-            "VLLMEngine does not sample quantised policies yet: set policy.quantization to none, or use LocalEngine."
+            "VLLMEngine does not sample quantized policies yet: set policy.quantization to none, or use LocalEngine."
         )
     if not is_adapted(policy):
         return

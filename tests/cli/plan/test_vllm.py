@@ -72,7 +72,7 @@ def test_ranks_that_share_groups_have_their_prompts_once():
     assert shared.rollout == apart.rollout
 
 
-def test_quantised_linear_layers_have_one_byte_per_weight():
+def test_quantized_linear_layers_have_one_byte_per_weight():
     found = size(quantization="fp8")
     linear = 973_078_528  # of the 16 layers; the head is tied to the embeddings
     assert found.weights == linear + 2 * (WEIGHTS - linear)

@@ -178,8 +178,8 @@ def test_adapters_alone_after_each_of_three_updates(monkeypatch):
 
 
 @SLOW
-def test_quantised_weights_follow_the_policy():
-    """The one quantisation of vLLM that runs on a CPU. The scales are computed again at every update."""
+def test_quantized_weights_follow_the_policy():
+    """The one quantization of vLLM that runs on a CPU. The scales are computed again at every update."""
     quantization = {"quantization": "int8_per_channel_weight_only", "dtype": "bfloat16"}
     model, engine = policy(), VLLMEngine(enforce_eager=True, max_num_seqs=32, **quantization)
     engine.connect(model, tiny_tokenizer(), Sharding())
