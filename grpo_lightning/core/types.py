@@ -215,8 +215,8 @@ class Group:
     completions: list[Completion]
 
     weight_version: int = 0
-    """Number of rollouts that the policy had trained on when this group was requested. It identifies the weights that sampled the
-    group."""
+    """Number of rollouts that the policy had trained on when this group was requested. It identifies the weights that
+    sampled the group."""
 
     image_views: Sequence[ImageView] = ()
     """One view per image of the prompt."""
