@@ -77,10 +77,10 @@ def prompt_box(prompt: Prompt, answer_column: str) -> Box | None:
 
 
 class BoxMetric(Metric, ABC):
-    """Base class of metrics: the mean score, over all ranks, of all completions whose prompt has a ground-truth box.
+    """Base class of metrics: a score averaged over ranks and over all completions whose prompt has a ground-truth box.
 
-    A prompt counts only if it has exactly one image and one box in `answer_column`. Other prompts are skipped with a
-    warning. A completion without a box is not skipped: it counts as wrong.
+    A prompt counts only if it has exactly one image and its `answer_column` contains exactly one box. Other prompts are
+    skipped with a warning. A completion without a box is not skipped: it counts as wrong.
 
     Args:
         answer_column: The data column with the ground-truth box.

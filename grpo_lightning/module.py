@@ -310,7 +310,7 @@ class GRPOLightningModule(L.LightningModule):
         """Sample G completions for each of N prompts.
 
         If `max_staleness` is 0, all completions are sampled with the current weights. Otherwise, groups that were
-        sampled in the background with older weights are used where they exist, see `take_in_flight`.
+        sampled in the background with older weights are used where they exist (see `take_in_flight`).
 
         Args:
             prompts: N prompts of this rank.
@@ -451,9 +451,9 @@ class GRPOLightningModule(L.LightningModule):
     def take_in_flight(self, prompts: Sequence[Prompt], seeds: list[int], in_flight: InFlight) -> Rollout:
         """Take the groups of N prompts that were sampled in the background, and request the groups of the next cycles.
 
-        Prompts that are not in flight are sampled now. A prompt may not be in flight because the run has just started
-        or resumed, because dynamic sampling has already used the prompts that were requested for this cycle, or because
-        sampling in the background has failed.
+        Prompts that are not in flight are sampled now. A prompt is not in flight if the run has just started or
+        resumed, if dynamic sampling has already used the prompts that were requested for this cycle, or if sampling in
+        the background has failed.
 
         Collective: all ranks must call this.
 
@@ -644,7 +644,7 @@ class GRPOLightningModule(L.LightningModule):
         `on_phase(trainer, name)`: a phase starts. Its name is "rollout", "reward", "old_logprobs", "ref_logprobs",
         "token_selection", "routing" or "update".
         `on_rollout(trainer, module, rollout)`: a cycle starts with this `Rollout`, which has scores and advantages.
-        `on_decode(trainer, done, total)`: `done` of at most `total` decoding steps are done. Each step samples one
+        `on_decode(trainer, done, total)`: `done` of at most `total` decoding steps are complete. Each step samples one
         token of every unfinished completion. `total` is the maximum completion length, or a multiple of it if some
         prompts have to wait (`max_rows` of `LocalEngine`).
         """
@@ -694,7 +694,7 @@ class GRPOLightningModule(L.LightningModule):
         return self.reward_set.begin(groups, limit, state, num_generations)
 
     def early_rewards(self, prompts: Sequence[Prompt]) -> contextlib.AbstractContextManager[None]:
-        """Start reward calls on each group of a batch as soon as `generate` has sampled it (`RewardSet.early_calls`).
+        """Start reward calls on each group as soon as `generate` has sampled the group (`RewardSet.early_calls`).
 
         The batch is sampled and scored inside the context. Early calls whose answers `begin_rewards` does not use are
         cancelled at the end of the context.

@@ -21,8 +21,8 @@
 | KL-Cov      | token    | kl_cov              | token     | group_std           | 0    |
 | MaxRL       | token    | clip                | constant  | group_mean          | 0    |
 
-In the column surrogate, low and high stand for `epsilon` and `epsilon_high`; a pair such as 3e-4 / 4e-4 gives both. The
-cap is the largest ratio. Three rows also set a baseline: RLOO `leave_one_out`, OPO `length_weighted`, and pass@k
+In the surrogate column, "low" and "high" mean `epsilon` and `epsilon_high`; a pair such as 3e-4 / 4e-4 gives both;
+"cap" is the maximum ratio. Three rows also set a baseline: RLOO `leave_one_out`, OPO `length_weighted`, and pass@k
 `pass_at_k`. REINFORCE++ also sets `kl: k2`. Each row except the default is a YAML file in `recipes/objectives/`. That
 folder also has GDPO, which normalizes each reward separately, and high_entropy, which applies DAPO's loss only to the
 tokens of highest entropy.
@@ -136,8 +136,8 @@ class Objective:
     advantage (GMPO). `vespo` is minus a detached weight times advantage times log-prob (VESPO). The weight is a
     function of the product of the completion's ratios, and is small for products far from 1. `dppo_tv` and `dppo_kl`
     are minus the detached ratio times advantage times log-prob, but 0 for tokens whose probability has moved too far in
-    the direction of their advantage (DPPO). The distance is measured by the total variation (`dppo_tv`) or the KL
-    (`dppo_kl`). `reinforce` is minus the advantage times log-prob (GPG). `clip_cov` is `clip` without some of the
+    the direction of their advantage (DPPO). How far it has moved is measured by the total variation (`dppo_tv`) or the
+    KL (`dppo_kl`). `reinforce` is minus the advantage times log-prob (GPG). `clip_cov` is `clip` without some of the
     tokens that lower the entropy most. `kl_cov` is minus the unclipped ratio times the advantage, plus a penalty for
     changing the log-prob of the tokens that lower the entropy most (`covariance_fraction`)."""
 
@@ -184,17 +184,17 @@ class Objective:
     # From tokens to the loss
 
     aggregate: Literal["token", "sequence", "constant"] = "token"
-    """`token` is the mean over all tokens. `sequence` is first the mean over the tokens of each completion, then the
-    mean over completions. `constant` is the sum over all tokens, divided by (number of completions * maximum completion
-    length)."""
+    """`token` is the mean over all tokens. `sequence` is the mean over completions of the mean over each completion's
+    tokens. `constant` is the sum over all tokens, divided by (number of completions * maximum completion length)."""
 
     # From rewards to advantages
 
     baseline: Literal["group_mean", "leave_one_out", "length_weighted", "pass_at_k"] = "group_mean"
     """The value subtracted from a completion's reward. `group_mean` is the mean reward of the group. `leave_one_out` is
     the mean reward of the other completions in the group (RLOO). `length_weighted` is the mean reward of the group,
-    with completions weighted by their lengths (OPO). `pass_at_k` subtracts nothing. It replaces the reward by what the
-    completion adds to the best reward of k - 1 others in the group, averaged over all choices of the others."""
+    with completions weighted by their lengths (OPO). `pass_at_k` does not subtract a value, but replaces the reward by
+    what the completion adds to the best reward of k - 1 others in the group, averaged over all choices of the
+    others."""
 
     pass_k: int | None = None
     """k of the baseline `pass_at_k`, from 2 to `num_generations`. Groups with fewer than k scorable completions get
@@ -202,7 +202,7 @@ class Objective:
 
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """`sum_then_normalize` sums the weighted rewards, then normalizes the sum within the group. `normalize_then_sum`
-    normalizes each reward within the group, then sums (GDPO, with `scale: batch_std`)."""
+    normalizes each reward within the group, then sums the weighted results (GDPO, with `scale: batch_std`)."""
 
     scale: Literal["group_std", "batch_std", "batch_advantage_std", "group_mean", "nonzero_fraction", "none"] = (
         "group_std"
@@ -279,15 +279,16 @@ class Objective:
         "geometric_mask",
     ] = "auto"
     """Off-policy correction: the surrogate is multiplied by a weight. The weight of a token is the policy's probability
-    of the token, divided by the engine's. `token` is one weight per token. `sequence` is one weight per completion, the
-    product of its tokens' weights. `geometric` is one weight per completion, the geometric mean of its tokens' weights.
-    `truncate` clips weights to the range from `rollout_correction_low` to `rollout_correction_high`. `mask` masks the
-    tokens or completions whose weights are outside of this range. `auto` is "none", except for asynchronous rollouts
-    (`max_staleness`) with `old_logprobs: recompute`: there it is "token_truncate", or "sequence_truncate" if the loss
-    needs one weight per completion. With `geometric`, set a narrow range, such as 0.99 to 1.01. VESPO does not multiply
-    its loss by the token weights, but includes them in the product of the completion's ratios. GMPO and the ratio
-    `sequence` (except with CISPO) need one weight per completion, because the gradient of their loss reaches all tokens
-    of the completion."""
+    of the token, divided by the engine's. The first part of the setting is the level: `token` is one weight per token;
+    `sequence` is one weight per completion, the product of its tokens' weights; `geometric` is one weight per
+    completion, the geometric mean of its tokens' weights. The second part is the treatment of weights outside of the
+    range from `rollout_correction_low` to `rollout_correction_high`: `truncate` clips them to the range; `mask` masks
+    their tokens or completions. `auto` is "none", except for asynchronous rollouts (`max_staleness`) with
+    `old_logprobs: recompute`: there it is "token_truncate", or "sequence_truncate" if the loss needs one weight per
+    completion. With `geometric`, set a narrow range, such as 0.99 to 1.01. VESPO does not multiply its loss by the
+    token weights, but includes them in the product of the completion's ratios. GMPO and the ratio `sequence` (except
+    with CISPO) need one weight per completion, because the gradient of their loss reaches all tokens of the
+    completion."""
 
     rollout_correction_low: float = 0.0
     """Minimum weight of `rollout_correction`."""
@@ -304,7 +305,7 @@ class Objective:
         check_objective(self)
 
     def resolve(self, *, is_off_policy: bool) -> Objective:
-        """Replace the `rollout_correction` "auto" by the correction that the run needs, if it needs one.
+        """Replace the `rollout_correction` "auto" by the correction that the run needs, or by "none".
 
         Args:
             is_off_policy: True if the weights that sample the completions are older than the weights that compute the
@@ -410,8 +411,8 @@ class Objective:
             batch: The micro-batch. It must have `old_logprobs`. It must also have `selected` if the objective has a
                 `selection`, and `ref_logprobs` if the loss has a KL. Only a micro-batch without trained tokens may lack
                 `ref_logprobs`: the KL is then 0.
-            counts: How many trained tokens and completions the entire optimizer step has over all ranks: the divisors
-                of the loss.
+            counts: Numbers of trained tokens and completions of the entire optimizer step, over all ranks; the loss is
+                divided by them.
             max_completion_length: Tokens; the divisor of the "constant" aggregation.
             entropy: [B, T] nats, of the current policy; with gradients if `trains_entropy`.
             router_loss: Scalar, the micro-batch's share of the load-balancing loss, times the weight of this loss; None

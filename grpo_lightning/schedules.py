@@ -78,7 +78,7 @@ class Schedule(LambdaLR):
 
 
 class Constant(Schedule):
-    """Linear warm-up, then the full learning rate."""
+    """Linear warm-up, then the peak learning rate."""
 
     kind = "constant_with_warmup"
 
@@ -90,13 +90,13 @@ class Linear(Schedule):
 
 
 class Cosine(Schedule):
-    """Linear warm-up, then cosine decay to `min_lr_ratio` times the full learning rate.
+    """Linear warm-up, then cosine decay to `min_lr_ratio` times the peak learning rate.
 
     Args:
         optimizer: The optimizer. The learning rates that it has when the schedule is built become the peak rates.
         warmup_ratio: Length of the warm-up, as a fraction of the run's optimizer steps.
         warmup_steps: Length of the warm-up in optimizer steps; cannot be combined with `warmup_ratio`.
-        min_lr_ratio: Learning rate at the end of the run, as a fraction of the full learning rate.
+        min_lr_ratio: Learning rate at the end of the run, as a fraction of the peak learning rate.
     """
 
     kind = "cosine_with_min_lr"
@@ -117,7 +117,7 @@ class Cosine(Schedule):
 
 
 class CosineWithRestarts(Schedule):
-    """Linear warm-up, then `num_cycles` cosine decays, each from the full learning rate to 0.
+    """Linear warm-up, then `num_cycles` cosine decays, each from the peak learning rate to 0.
 
     Args:
         optimizer: The optimizer. The learning rates that it has when the schedule is built become the peak rates.
@@ -146,14 +146,14 @@ class InverseSqrt(Schedule):
 
 
 class WarmupStableDecay(Schedule):
-    """Linear warm-up, then the full learning rate, then decay to `min_lr_ratio` times the full learning rate.
+    """Linear warm-up, then the peak learning rate, then decay to `min_lr_ratio` times the peak learning rate.
 
     Args:
         optimizer: The optimizer. The learning rates that it has when the schedule is built become the peak rates.
         warmup_ratio: Length of the warm-up, as a fraction of the run's optimizer steps.
         warmup_steps: Length of the warm-up in optimizer steps; cannot be combined with `warmup_ratio`.
         decay_ratio: Length of the decay, as a fraction of the run's optimizer steps. The decay ends with the run.
-        min_lr_ratio: Learning rate at the end of the run, as a fraction of the full learning rate.
+        min_lr_ratio: Learning rate at the end of the run, as a fraction of the peak learning rate.
     """
 
     kind = "warmup_stable_decay"

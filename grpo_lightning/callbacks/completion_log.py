@@ -51,8 +51,8 @@ class CompletionLog(L.Callback):
     regardless of the number of ranks.
 
     Weights & Biases also gets a table of each rollout. TensorBoard also gets the best completions of each rollout, the
-    worst completions and a few others. Both loggers get the images in the prompts of these completions, but only of
-    prompts that rank 0 has: the images of other ranks are not available.
+    worst completions and a few others. Both loggers get the images in the prompts of these best, worst and other
+    completions, but only of prompts that rank 0 has: the images of other ranks are not available.
 
     With `token_logprobs`, `tokens.jsonl` has the tokens of each completion that is trained on. Each token has two
     log-probs: that of the policy before the updates on the rollout, and that of the policy after them. The sign of
@@ -93,8 +93,8 @@ class CompletionLog(L.Callback):
         self.dirpath = dirpath
         self.path: Path | None = None
         self.first_lines: dict[tuple[int, int], int] | None = None
-        """For each group of the current rollout, given by its rank and its index on that rank: the index of the group's
-        first line. None if the tokens of the rollout are not written."""
+        """Index of the first line of each group of the current rollout, by the group's rank and its index on that rank.
+        None if the tokens of the rollout are not written."""
 
         self.logged_messages: set[str] = set()
 
@@ -340,8 +340,8 @@ def keep_rollouts_before(path: Path, rollout: int) -> None:
 def choose(lines: Sequence[Line], count: int) -> list[tuple[str, int]]:
     """Choose up to `count` completions of each kind (best, worst, other). Returns: (label, row), each row once.
 
-    The other completions are sampled with the rollout number as the seed, so that a run shows the same completions
-    when it is repeated.
+    The other completions are chosen at random, with the rollout number as the seed, so that a repeated run shows the
+    same completions.
     """
     scorable = [row for row, line in enumerate(lines) if line["reward"] is not None]
     ranked = sorted(scorable, key=lambda row: -lines[row]["reward"])

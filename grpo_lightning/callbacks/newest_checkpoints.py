@@ -58,7 +58,7 @@ class NewestCheckpoints(ModelCheckpoint):
         super().setup(trainer, pl_module, stage)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """At the end of the last epoch, save the last step, as Hugging Face's Trainer does.
+        """At the end of the last epoch, save a checkpoint of the last step, as Hugging Face's Trainer does.
 
         `on_train_end` would be too late: by then, `WeightAveraging` has replaced the weights by their average, from
         which no run could resume. With `save_only_model`, no run resumes from the checkpoint in any case, so

@@ -1,4 +1,4 @@
-"""Progress of a run in one line: phase, optimizer steps, rate, ETA, reward and its trend; more in a wide terminal."""
+"""Progress of a run in one line: phase, optimizer steps, rate, ETA, reward and its trend; wide terminals show more."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ def training_text(state: State, width: int | None) -> Text:
 
 
 def laid_out(parts: Sequence[Part], width: int | None, fraction: float | None) -> Text:
-    """Make a line of the parts that fit, chosen by `Part.rank`; a bar after the second part fills the free columns.
+    """Join the parts that fit, chosen by `Part.rank`, into a line; a bar after the second part fills the free columns.
 
     Args:
         parts: Parts, in the order of the line.

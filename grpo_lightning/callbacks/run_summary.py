@@ -46,9 +46,9 @@ class RunSummary(StepMetrics):
     """Prints a summary when a training run ends or is stopped by a signal. `fit` adds this callback by default.
 
     Two mean rewards are shown: that of the first rollouts and that of the last rollouts. Each is taken over a tenth of
-    all rollouts, but at most 20. Tokens are those that all ranks sampled. The time of a phase is the time of the
-    slowest rank; "other" is the rest of the run: loading, evaluation and checkpoints. Counts and times of a resumed run
-    do not include the steps before it was resumed.
+    all rollouts, but at most 20. Tokens are counted over all ranks. The time of a phase is the time of the slowest
+    rank; "other" is the rest of the run: loading, evaluation and checkpoints. Counts and times of a resumed run do not
+    include the steps before it was resumed.
     """
 
     def __init__(self) -> None:

@@ -39,8 +39,8 @@ def trend_of(values: Sequence[float]) -> Trend | None:
 def sparkline(values: Sequence[float], width: int) -> str:
     """Draw all values of a run, in their order, as a line of at most `width` bars.
 
-    Each bar shows the mean of an equal share of the values. The smallest mean gets the lowest bar and the largest mean
-    the highest.
+    Each bar shows the mean of about the same number of values. The smallest mean has the lowest bar, and the largest
+    mean has the highest bar.
     """
     count = min(width, len(values))
     edges = [round(i * len(values) / count) for i in range(count + 1)] if count else [0]

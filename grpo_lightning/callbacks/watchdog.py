@@ -42,7 +42,7 @@ class StallInterrupt(SystemExit):
 
 
 class Watchdog(L.Callback):
-    """Ends a training run whose rollout makes no progress for `stall_seconds`, with any engine.
+    """Ends a training run with any engine if a rollout makes no progress for `stall_seconds`.
 
     The start of the rollout counts as progress, and so does each call of `on_decode`: a decoding step, or a completion
     from a server. If a rank stalls, it logs the stall, writes the Python stacks of all its threads to stderr, and
@@ -55,7 +55,7 @@ class Watchdog(L.Callback):
 
     Args:
         stall_seconds: Seconds without progress; null turns the watchdog off.
-        grace_seconds: Seconds that the main thread has to end the run, including the time to save the checkpoint.
+        grace_seconds: Seconds within which the main thread must end the run, including the time to save the checkpoint.
         dirpath: Folder of the checkpoint; null is the folder of the run's other checkpoints. With null, a run that
             saves no other checkpoints does not save this one either.
     """

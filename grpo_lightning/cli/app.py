@@ -45,10 +45,10 @@ PARSING = {"exit_on_error": False, "allow_abbrev": False}
 class Parser(LightningArgumentParser):
     """Parser that merges the settings of several files and flags, and expands short names in files.
 
-    If two files set an object of the same class, its settings are merged key by key. A later list replaces an earlier
-    list; `key+:` or `--key+` appends to the earlier list. jsonargparse itself would merge two lists of equal length
-    item by item, so that a second list of rewards would inherit the weights of the first list. All access to private
-    parts of jsonargparse is in this class.
+    If two files set the same key to an object of the same class, the settings of the object are merged key by key. A
+    later list replaces an earlier list; `key+:` or `--key+` appends to the earlier list. jsonargparse itself would
+    merge two lists of equal length item by item, so that a second list of rewards would inherit the weights of the
+    first list. All access to private parts of jsonargparse is in this class.
     """
 
     expands_policy = False
@@ -214,7 +214,7 @@ class GRPOCLI(LightningCLI):
     # --------------------------------------------------------------------------------------------------- configuration
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse the arguments, or print the help of all settings or of those below a key.
+        """Parse the arguments, or print the help of all settings or of the settings below a key.
 
         Raises:
             ConfigurationError: With a short explanation, if the arguments are not valid.
@@ -288,7 +288,7 @@ class GRPOCLI(LightningCLI):
                 log.info(notice)
 
     def newest_checkpoint(self, settings: Namespace) -> str | None:
-        """Find the newest complete checkpoint of the run; None if `fit` finds no checkpoint.
+        """Find the newest complete checkpoint of the run; None if there is none and the command is `fit`.
 
         Raises:
             ConfigurationError: If the run has no complete checkpoint and the command is not `fit`.

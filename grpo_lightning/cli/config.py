@@ -35,7 +35,7 @@ MIXTURES = ("datasets", "val_datasets", "test_datasets")
 
 
 def unset_argument(settings: Any, key: str = "") -> str | None:
-    """Error message if a required constructor argument without a type annotation is not set; None if all are set.
+    """Error message for the first unset required argument without type annotation; None if all are set.
 
     The parser refuses a missing argument if the argument has a type annotation. For a missing argument without an
     annotation, the parser passes None.
@@ -197,7 +197,7 @@ def members(hint: Any) -> list[Any]:
 
 
 def settings_class(hint: Any, default: Any = None) -> Any:
-    """Return the class that the keys below a given key configure; None if the user has to name it (`class_path`).
+    """Return the class that is configured by the keys below a key; None if the user has to name it (`class_path`).
 
     For example, `model.policy.lora.rank` sets an argument of `LoRA`, the class of the key `lora`. The class is the
     key's type if that type is a dataclass; else the class that the key's default names; else the key's type if that

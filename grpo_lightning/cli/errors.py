@@ -119,7 +119,7 @@ def is_inside_a_loop(tb: TracebackType | None) -> bool:
 def plain_refusal(raised: BaseException) -> BaseException | None:
     """Return the error if this package raised it to refuse a setting, else None.
 
-    Such an error has no cause, and is not raised inside Lightning's loops.
+    Such an error has no `__cause__`, and is not raised inside Lightning's loops.
     """
     error = fixable_error(raised)
     if not isinstance(error, ValueError | TypeError | OSError) or innermost_module(error) != "grpo_lightning":

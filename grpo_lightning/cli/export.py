@@ -12,7 +12,7 @@ from grpo_lightning.cli.hub import check_push, push
 def run(args: list[str]) -> None:
     """Export a checkpoint. For the errors that it raises, see `grpo_lightning.training.export.export`.
 
-    For a quantized run, the output says that the exported base weights have full precision.
+    For a quantized run, the output states that the exported base weights have full precision.
     """
     options = vars(parser().parse_args(args))
     repo, private = options.pop("push"), options.pop("private")

@@ -1,4 +1,4 @@
-"""Help of the commands on one screen each, without importing torch.
+"""Help of each command on one screen, without importing torch.
 
 `fit --help` shows the settings that most runs set, by group. Their names, defaults and descriptions are read from the
 signatures and docstrings in the source files. `fit --help-all` shows every setting; that text is formatted by

@@ -8,7 +8,7 @@ from grpo_lightning.cli.errors import ConfigurationError
 
 
 def check_push(repo: str | None, *, private: bool) -> None:
-    """Before the export, check that a model can be uploaded, if a repository is given.
+    """If a repository is given, check before the export that the model can be uploaded to it.
 
     Raises:
         ConfigurationError: If (a) the name of the repository is wrong, (b) the hub is switched off, (c) nobody is

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def folder() -> Path:
-    """Folder of the recipes: inside the installed package, or next to it in a checkout.
+    """Folder of the recipes: inside an installed package, next to the package in a checkout.
 
     Raises:
         ConfigurationError: If the recipes are in neither of these places.
@@ -63,9 +63,10 @@ def unknown(name: str) -> str:
 
 
 def header(path: Path) -> dict[str, str]:
-    """Parse the comments at the top of a recipe by label: Shows, Expect, Hardware, Command, Outputs.
+    """Map each label in the comments at the top of a recipe to its text.
 
-    A comment line without a label continues the text of the label above.
+    The labels are Shows, Expect, Hardware, Command and Outputs. A comment line without a label continues the text of
+    the label above.
     """
     texts: dict[str, str] = {}
     label = "Shows"
@@ -130,7 +131,7 @@ def copy(name: str, target: Path, *, force: bool) -> None:
     """Copy a recipe and print the command to run it.
 
     Raises:
-        ConfigurationError: If there is no such recipe, or the file exists.
+        ConfigurationError: If there is no such recipe, or the target exists and `force` is False.
     """
     source = recipe_path(name)
     is_file = target.suffix in (".yaml", ".yml")

@@ -12,8 +12,8 @@ def run(args: list[str]) -> None:
     """Write the report.
 
     Raises:
-        ConfigurationError: If (a) a folder is not the folder of a run, (b) a line of a run's log of completions or
-            tokens is invalid, (c) `--max_completions` is below 1, or (d) `--output` is a folder.
+        ConfigurationError: If (a) a folder is not the folder of a run, (b) the log of completions or tokens has an
+            invalid line, (c) `--max_completions` is below 1, or (d) `--output` is a folder.
     """
     options = parser().parse_args(args)
     from grpo_lightning.cli.errors import ConfigurationError

@@ -18,19 +18,19 @@ from grpo_lightning.training.checkpoint_files import RankFiles, was_interrupted,
 
 LIGHTNINGS_NAMES = ("best", "last", "hpc")
 WHOLE_CONFIG = "# lightning.pytorch=="
-"""Beginning of every `config.yaml` that a run writes. A file of this name with a different beginning was not written by
-a run, and is ignored."""
+"""Beginning of every `config.yaml` that a run writes. A `config.yaml` with a different beginning was not written by a
+run, and is ignored."""
 
 MISSING = "(not set)"
 SHOWN = 20
 
 
 def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
-    """Return why a checkpoint cannot be loaded, or why no run can resume from it (`to_train`); None if it is usable.
+    """Return why a checkpoint cannot be loaded or, with `to_train`, be resumed from; None if it is usable.
 
     Only DeepSpeed itself can read the weights and states of a DeepSpeed checkpoint. Therefore, this function reads only
-    the file `complete.json` of such a checkpoint. The file shows whether the checkpoint is complete, and whether an
-    error interrupted the optimizer step. The second fact matters only for `to_train`.
+    the file `complete.json` of such a checkpoint. This file shows whether the checkpoint is complete, and whether it
+    was saved inside an optimizer step that an error interrupted. The latter matters only with `to_train`.
     """
     if why := why_incomplete(path):
         return why
@@ -71,10 +71,11 @@ def newest(folders: Iterable[Path], *, to_train: bool = False) -> tuple[Path | N
 
 
 def folders_of_run(path: Path) -> list[Path]:
-    """Checkpoint folders below `path`: `runs/<run name>/version_<N>`, or `runs/<run name>` for all its versions.
+    """Checkpoint folders of one version of a run, or of all its versions.
 
-    The list is empty if `path` is another folder. A folder `version_<N>` is itself included if it contains a checkpoint
-    that Lightning saved for a SLURM requeue.
+    For one version, `path` is `runs/<run name>/version_<N>`; for all versions, it is `runs/<run name>`. For any other
+    path, the list is empty. A folder `version_<N>` is itself included if it contains a checkpoint that Lightning saved
+    for a SLURM requeue.
     """
 
     def requeued_folders(run: Path) -> list[Path]:
@@ -93,8 +94,8 @@ def is_requeued() -> bool:
 def folders_elsewhere(trainer: Namespace, runs: Path) -> list[Path]:
     """Folders in which a recipe saves checkpoints, other than the folder that the command line chooses.
 
-    The command line chooses `runs/<run name>/version_<N>/checkpoints`. A recipe can set other folders: the `dirpath` of
-    each ModelCheckpoint, and the folder that Lightning derives from the first logger,
+    The command line chooses `runs/<run name>/version_<N>/checkpoints`. Two settings of a recipe can lead to other
+    folders: the `dirpath` of each ModelCheckpoint, and the first logger, from which Lightning derives the folder
     `save_dir/name/version/checkpoints`.
     """
     callbacks = trainer.get("callbacks") or []
@@ -151,9 +152,9 @@ def check_there(path: str | None, *, to_train: bool = False) -> None:
 
 
 def settings(path: Path) -> tuple[dict[str, Any], bool]:
-    """Return the settings of a checkpoint's run, below "model" and "data", and whether they are complete.
+    """Return the sections "model" and "data" of the settings of a checkpoint's run, and whether they are complete.
 
-    Settings in the run's `config.yaml` are complete. If that file is missing, only the hyperparameters that the
+    The settings in the run's `config.yaml` are complete. If that file is missing, only the hyperparameters that the
     checkpoint contains are returned.
     """
     config = path.parent.parent / "config.yaml"
@@ -189,7 +190,7 @@ def differences(
     *,
     is_whole: bool = True,
 ) -> list[str]:
-    """Format differing settings as lines `key: before -> now`, for sections that are in both `before` and `now`.
+    """Format differing settings as lines `key: before -> now`. Sections that are not in both mappings are skipped.
 
     Args:
         before: Settings of the checkpoint, in the sections "model" and "data".

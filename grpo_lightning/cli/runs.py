@@ -1,9 +1,8 @@
 """One run, one folder: `runs/<run name>/version_<N>/` with metrics, completions, pictures, settings and checkpoints.
 
 The run name is `--run_name`, or by default the name of the first recipe. Every run gets a new folder, with the next
-free version number. The only exception is a run that resumes with `--ckpt_path auto`, as a requeued SLURM job does by
-default: it continues in the folder of its checkpoint. This module also contains the default loggers, callbacks and
-checkpoints of a run.
+free version number. Only a run that resumes with `--ckpt_path auto`, as a requeued SLURM job does by default, continues
+in the folder of its checkpoint. This module also contains the default loggers, callbacks and checkpoints of a run.
 """
 
 from __future__ import annotations
@@ -190,8 +189,7 @@ def place_logger(logger: Namespace, folder: Path) -> None:
     """Make a logger write into the run's folder, unless the recipe sets a folder.
 
     If the recipe sets no name, a W&B logger gets the run's name, and any other logger gets the run's name and version.
-    If the recipe sets only the `save_dir` of a logger other than W&B, the logger writes to
-    `<save_dir>/<name>/<version>`.
+    If the recipe sets only `save_dir`, a logger other than W&B writes to `<save_dir>/<run name>/<version>`.
     """
     settings = logger.init_args
     if kind(logger) == "WandbLogger":
@@ -208,7 +206,7 @@ def place_logger(logger: Namespace, folder: Path) -> None:
 class MetricsLogger(CSVLogger):
     """Writes `metrics.csv`: one row per call of `log_metrics`.
 
-    By default each row is written at once, so that a killed run loses no rows.
+    By default, each row is written immediately, so that a killed run loses no rows.
 
     Args:
         save_dir: Folder of all runs.
@@ -293,9 +291,9 @@ def without_anonymous(logger: Any) -> None:
 class ResumedSteps(L.Callback):
     """Corrects the logged step of a resumed run.
 
-    Lightning counts the steps of loggers separately from `global_step`. If a run resumes from a checkpoint that was
-    saved at the end of an epoch, this count is off by one: curves would have a gap, and the old values of the skipped
-    step would remain.
+    Lightning counts logged steps separately from `global_step`. If a run resumes from a checkpoint that was saved at
+    the end of an epoch, this count is off by one. Without the correction, curves would have a gap, and the old values
+    of the skipped step would remain.
     """
 
     def __init__(self) -> None:
@@ -349,7 +347,9 @@ def is_saving(trainer: Namespace) -> bool:
 
 
 def default_callbacks(subcommand: str, settings: Namespace, own: Sequence[L.Callback]) -> list[L.Callback]:
-    """Default callbacks of a command, except kinds that the recipe itself sets (`own`), e.g. a progress bar.
+    """Default callbacks of a command, without those that the recipe's own callbacks (`own`) replace.
+
+    For example, a progress bar in the recipe replaces the default progress bar.
 
     Two checkpoints are kept: the newest that was saved at the end of an epoch, and the newest that was saved during an
     epoch, because an epoch may take days.

@@ -1,6 +1,7 @@
-"""Settings as written on the command line and in recipes, by the file or flag that contains them.
+"""Settings as written on the command line and in recipes, each with the file or flag that contains it.
 
-This module imports neither torch nor Lightning, so that a misspelt recipe or invalid YAML is reported at once.
+This module imports neither torch nor Lightning, so that the misspelt name of a recipe or invalid YAML is reported
+immediately.
 """
 
 from __future__ import annotations
@@ -47,9 +48,7 @@ def pairs(args: Sequence[str]) -> Iterator[tuple[int, str, str]]:
 
 
 def find_configs(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Replace names of the package's recipes in the arguments by their paths. Returns: arguments, and notices.
-
-    There is one notice for each replaced name.
+    """Replace recipe names in the arguments by paths. Returns: the arguments, and a notice for each replaced name.
 
     Raises:
         ConfigurationError: If the value of a `--config` is neither a file nor the name of a recipe.
@@ -110,7 +109,7 @@ def config_files(args: Sequence[str]) -> list[Path]:
 
 
 def read(args: Sequence[str], settings_flags: Collection[str] = ()) -> list[Source]:
-    """Read the settings of every `--config` and flag, in order.
+    """Read the settings of every `--config` and of every other flag, in order.
 
     Args:
         args: Command line.
@@ -154,7 +153,7 @@ def is_settings_file(value: str) -> bool:
 
 
 def load_settings(value: str) -> Any:
-    """Load the value of a flag: if it is a file, the settings in the file; else the value itself as YAML.
+    """Load the settings file that the value of a flag names; if there is no such file, load the value as YAML.
 
     Raises:
         ConfigurationError: For the same reasons as in `load`.
@@ -192,7 +191,7 @@ def load(text: str, name: str, *, is_strict: bool = False) -> Any:
 
 
 def with_origin(message: str, sources: Iterable[Source]) -> str:
-    """Complete a constructor's error message with the full key, and with the file or flag that gives the setting.
+    """Complete a constructor's error message with the full key of the setting, and the file or flag that contains it.
 
     A constructor knows the names of its arguments, but neither the section nor the file in which they are given.
     """

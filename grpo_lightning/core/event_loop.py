@@ -20,8 +20,8 @@ def _event_loop(process_id: int) -> asyncio.AbstractEventLoop:
     """Start an event loop. It runs in its own thread, because notebooks run a loop in the main thread.
 
     Args:
-        process_id: Id of this process, as the cache key: a forked process lacks the loop's thread and needs its own
-            loop.
+        process_id: Id of this process. It is the cache key, because a forked process does not have the loop's thread,
+            and needs a loop of its own.
     """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name=f"async-{process_id}", daemon=True).start()

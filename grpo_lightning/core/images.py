@@ -47,7 +47,7 @@ class ImageRef:
     """File and line of the image's row, for error messages."""
 
     shared: Callable[[], Image] | None = field(default=None, init=False, compare=False)
-    """Function that reads the image once for all prompts that share the image, possibly ahead of time. It is never
+    """Function that reads the image, possibly ahead of time, and only once for all prompts with the image. It is never
     pickled."""
 
     known_size: tuple[int, int] | None = field(default=None, init=False, compare=False)
@@ -73,7 +73,7 @@ class ImageRef:
             return _rgb(_upright(image))
 
     def size(self) -> tuple[int, int]:
-        """(width, height) in pixels, upright. Raises: ImageError if the image cannot be read.
+        """(width, height) of the upright image, in pixels. Raises: ImageError if the image cannot be read.
 
         The size is read only once: from the header, or from the pixels if the format requires it (TIFF).
         """

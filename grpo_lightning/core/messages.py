@@ -72,8 +72,8 @@ def unwrap(stream: Any) -> Any:
 def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> Any:
     """Make a tqdm progress bar on stderr.
 
-    In a terminal or a notebook, the bar is redrawn in place, ten times a second. A file would keep every redrawn bar as
-    a line. In a file, a line is therefore printed only at the start, once per minute and at the end.
+    In a terminal or a notebook, the bar is redrawn in place, ten times a second. In a file, every redrawn bar would
+    remain as a line, so a line is printed only at the start, once per minute and at the end.
 
     Args:
         items: Items to iterate over; None for a bar that is updated manually.

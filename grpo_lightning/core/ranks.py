@@ -1,8 +1,8 @@
 """Collectives that are no-ops in single-process runs, and `Teams`: ranks that divide the completions of a prompt.
 
 All ranks must make the same collective calls in the same order. For a collective of a team, this applies only to the
-ranks of the team. The run hangs if one rank skips a call that the others make. For example, this happens if each rank
-decides by its own data whether to make the call.
+ranks of the team. The run hangs if one rank skips a call that the others make, for example because each rank decides
+by its own data whether to make the call.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def gather_rows(rows: Tensor) -> list[Tensor]:
-    """Gather a tensor from every rank, ordered by rank. Its first dimension may differ between ranks.
+    """Gather one tensor per rank, in the order of the ranks. The tensors may differ in their first dimension.
 
     Args:
         rows: [M, ...] on any device.
@@ -84,8 +84,8 @@ def interleave(parts: Sequence[Sequence[T]]) -> list[T]:
 
     Prompts go round-robin to the ranks: prompt i of rank r has index `i * world_size + r` among all prompts. If each
     rank has a list with one item per prompt, this function merges the lists (from `gather_objects`) into one list in
-    the order of the prompts. If ranks share groups, prompts go round-robin to the teams (`Teams`). The first member of
-    a team then has the items of the team's prompts, and the other members have none.
+    the order of the prompts. If ranks share groups, prompts go round-robin to the teams (`Teams`). The list of a team's
+    first member then has the items of the team's prompts, and the lists of the other members are empty.
     """
     turns = itertools.zip_longest(*([[item] for item in items] for items in parts), fillvalue=[])
     return [item for turn in turns for items in turn for item in items]
@@ -115,9 +115,9 @@ def _is_cuda_only() -> bool:
 def part_of_group(num_generations: int, member: int, ranks_per_group: int) -> range:
     """The part of a prompt's G completions that one rank of a team samples and trains on: every R-th one (see `Teams`).
 
-    The parts of a team's members differ in size by at most one. Consecutive completions belong to different members. So
-    every member has some completions of each update. This holds even if a rollout has fewer groups than updates. An
-    update then trains on only some consecutive completions of a group (`split_updates`).
+    The parts of a team's members differ in size by at most one. Consecutive completions belong to different members.
+    Therefore, every member has some completions of each update, even if a rollout has fewer groups than updates, so
+    that an update trains on only some consecutive completions of a group (`split_updates`).
 
     Args:
         num_generations: G.
@@ -216,7 +216,7 @@ class Teams:
         return values or []
 
     def scatter(self, values: Sequence[T]) -> T:
-        """Send one of the first member's `values` to each member of the team, in order.
+        """Send value i of the first member's `values` to member i of the team.
 
         Collective: every member of the team must call this.
 
@@ -238,7 +238,7 @@ class Teams:
         """Raise an error on every member of the team if the first member has found a problem.
 
         Collective: every member of the team must call this. If only one member raised an error, the others would wait
-        for it in their next collective.
+        for that member in their next collective.
 
         Args:
             problem: The problem that the team's first member has found, or None. The other members' values are ignored.
@@ -254,8 +254,8 @@ class Teams:
     def _process_group(self) -> Any:
         """The process group of this rank's team. The first access creates the groups of all teams, on all ranks.
 
-        The collectives of the team have the timeout of the run's process group (`timeout` of the strategy), because a
-        member may have to wait for another member as long as for any other rank of the run.
+        The collectives of the team have the timeout of the run's process group (`timeout` of the strategy), because
+        waiting for a member of the team may take as much time as waiting for any other rank.
         """
         firsts = range(0, world_size(), self.ranks_per_group)
         members = [list(range(first, first + self.ranks_per_group)) for first in firsts]

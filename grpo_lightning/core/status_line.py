@@ -17,16 +17,16 @@ REDRAW_SECONDS = 0.1
 """Minimum seconds between two updates of the line."""
 
 Render = Callable[[int | None], Text]
-"""Formats the line for a terminal of the given width in columns. The width None stands for a log file, where the line
-is plain text of any length."""
+"""Formats the line for a terminal of the given width in columns. With the width None, it formats the line for a log
+file: as plain text of any length."""
 
 
 class StatusLine:
     """One line on stdout that shows the progress of a job.
 
-    In a terminal or a notebook, the line is updated in place, and what is printed meanwhile goes above it. In a file,
-    the line is printed at the start, every minute and at the end, without carriage returns and escape codes. Only one
-    status line is on the screen: the one that was shown last.
+    In a terminal or a notebook, the line is updated in place, and other output is printed above the line. In a file,
+    the line is printed at the start, every minute and at the end, without carriage returns and escape codes. If there
+    are several status lines, only the one that was shown last is on the screen.
     """
 
     on_screen: ClassVar[StatusLine | None] = None
@@ -38,11 +38,11 @@ class StatusLine:
         self.next_time = 0.0
 
     def show(self, render: Render, *, is_due: bool = False) -> None:
-        """Show the line, unless the last update was a moment ago (in a file: less than a minute ago).
+        """Show the line, unless the last update was less than `REDRAW_SECONDS` ago (in a file: less than a minute).
 
         Args:
             render: Formats the line. The function is called only if the line is shown now, or when the line is closed.
-            is_due: True shows the line in a terminal in any case.
+            is_due: True shows the line in a terminal, no matter when the last update was.
         """
         self.render = render
         can_redraw = redraws(sys.stdout)

@@ -1,8 +1,8 @@
 """Records of a training step: prompts, completions, groups, sampling settings and micro-batches.
 
 Letters used everywhere: N prompts, G completions per prompt (`num_generations`), B = N x G rows, L prompt tokens,
-T completion tokens, V vocabulary. A prompt is stored once for its G completions, not repeated G times. A cycle is one
-rollout and the micro-steps that train on it.
+T completion tokens, V tokens in the vocabulary. A prompt is stored once for its G completions, not repeated G times. A
+cycle is one rollout and the micro-steps that train on it.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ class Completion:
     """[T] nats: log-probability of each token under the reference; None until computed, or without a reference."""
 
     entropies: list[float] | None = None
-    """[T] nats: entropy of the policy's softmax at the sampling temperature when each token was sampled; None if the
-    engine does not report it."""
+    """[T] nats: for each token, the entropy of the policy's softmax (at the sampling temperature) from which the token
+    was sampled; None if the engine does not report it."""
 
     turn_advantages: list[float] | None = None
     """[T] for each token, the credit of its turn in the conversation, which is added to the completion's advantage;
@@ -262,8 +262,8 @@ class MicroBatch:
     """[B, T] float32, reported by the engine."""
 
     old_logprobs: Tensor | None = None
-    """[B, T] float32, of the policy at the start of training on the rollout; with `model.old_logprobs: rollout`, the
-    engine's log-probs (`rollout_logprobs`). None until computed."""
+    """[B, T] float32, log-probs under the policy at the start of training on the rollout; with
+    `model.old_logprobs: rollout`, the engine's log-probs (`rollout_logprobs`). None until computed."""
 
     ref_logprobs: Tensor | None = None
     """[B, T] float32, of the reference; None until computed, or without a reference."""
@@ -295,15 +295,15 @@ class MicroBatch:
     """[B] for each completion, its observations that contain images; empty if there are none."""
 
     conversation_vision: VisionInputs | None = None
-    """[B] vision inputs of prompt and completion together; empty inputs for completions without images. None if no
-    completion of any rank contains images."""
+    """[B] for each completion, the vision inputs of its prompt and of the completion together; empty inputs for
+    completions without images. None if no completion of any rank contains images."""
 
     num_image_chunks: int | None = None
     """Like `num_chunks`, but for the completions that contain images, which run in separate chunks. `num_chunks` then
     counts only the chunks of completions without images."""
 
     prompt_observations: Sequence[str] = ()
-    """[N] `Prompt.observation` of each prompt as JSON, by which a resumed run finds the images; empty if no prompt has
+    """[N] `Prompt.observation` of each prompt as JSON. A resumed run uses it to find the images. Empty if no prompt has
     an observation."""
 
     @property
@@ -382,9 +382,8 @@ class SamplingParams:
     """A completion ends with the token that completes one of these strings."""
 
     guided_regex: str | None = None
-    """Regular expression that the whole text of each completion must match (only `VLLMEngine`). Tokens after which the
-    text could not become a match are never sampled, and the log-probs are those of the distribution over the remaining
-    tokens."""
+    """Regular expression that the whole text of each completion must match (only `VLLMEngine`). Tokens that would make
+    a match impossible are never sampled, and the log-probs are those of the distribution over the remaining tokens."""
 
     def __post_init__(self) -> None:
         """Check every range. Raises: ValueError if a value is not allowed; the message names field, value and range."""
@@ -453,8 +452,8 @@ class ImageFeatures(NamedTuple):
     with deepstack add in deeper layers."""
 
     dimensions: list[int]
-    """The form that each level has in the output of the model's `get_image_features`: 3 stands for one tensor [images,
-    tokens, H], 2 for one tensor [tokens, H] of all image tokens, 0 for a sequence with one tensor per image."""
+    """The form of each level in the output of the model's `get_image_features`: 3 is one tensor [images, tokens, H],
+    2 is one tensor [tokens, H] of all image tokens, and 0 is a sequence with one tensor per image."""
 
 
 @dataclass
@@ -570,7 +569,7 @@ def check_ranges(prefix: str, settings: Any, limits: Iterable[tuple[str, bool, s
     Args:
         prefix: Prefix of the keys in the message: "sampling" for `sampling.top_p`.
         settings: The settings object whose fields are checked.
-        limits: For each field: its name, True if its value is allowed, and a description of the allowed values.
+        limits: One tuple per field: its name, True if its value is allowed, and a description of the allowed values.
     """
     for name, is_valid, allowed in limits:
         if not is_valid:

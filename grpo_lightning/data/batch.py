@@ -45,7 +45,8 @@ class LaterBatch(PromptBatch):
 
     If a loader has no length, Lightning fetches the next batch before it trains on the current batch. The prompts of
     the next batch are not known at that time, because dynamic sampling may still take further prompts for the current
-    rollout (`PromptSource.more`). Besides, a checkpoint saved at that time must not count these prompts as used.
+    rollout (`PromptSource.more`). In addition, a checkpoint saved at that time must not count the prompts of the next
+    batch as used.
     """
 
     def __init__(self, cycle: int, take: Callable[[], tuple[list[Prompt], int]]) -> None:
@@ -109,9 +110,9 @@ def as_prompt_batch(batch: Any) -> PromptBatch:
     have no index.
 
     Raises:
-        TypeError: If the batch is not a `PromptBatch`, a list or a mapping of columns. Also where `as_prompt` raises
-            one.
-        ValueError: Where `as_prompt` raises one.
+        TypeError: If the batch is not a `PromptBatch`, a list or a mapping of columns, and for the same reasons as in
+            `as_prompt`.
+        ValueError: For the same reasons as in `as_prompt`.
     """
     if isinstance(batch, PromptBatch):
         return batch
@@ -131,7 +132,7 @@ def _rows_of_columns(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     Raises:
         TypeError: If a column holds messages, lists (boxes, images) or mappings. The collate function mixes up the rows
-            of such a column: it would convert two boxes of four numbers to four pairs of numbers.
+            of such a column: it converts two boxes of four numbers to four pairs of numbers.
     """
     for name, values in batch.items():
         nested = [values] if isinstance(values, Mapping) else values

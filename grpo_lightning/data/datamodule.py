@@ -183,10 +183,10 @@ class PromptDataModule(L.LightningDataModule):
         return stream
 
     def length_limit(self) -> LengthLimit | None:
-        """Create the length limit, with the policy's encoder; None without `max_prompt_length`.
+        """Create the length limit, which counts tokens with the policy's encoder; None without `max_prompt_length`.
 
         Raises:
-            ValueError: If the data module has no trainer, from which it gets the policy's encoder.
+            ValueError: If the data module has no trainer. It gets the policy's encoder through the trainer.
         """
         if self.max_prompt_length is None:
             return None

@@ -37,8 +37,8 @@ class DatasetEntry:
     for which the number of rows is rounded up."""
 
     dataset: str | None = None
-    """Hub name, a folder with data files, or a folder written by `save_to_disk`. `name:subset` selects a subset,
-    `name#1000` selects 1000 random rows."""
+    """A name on the hub, a folder with data files, or a folder written by `save_to_disk`. `name:subset` selects a
+    subset, and `name#1000` selects 1000 random rows."""
 
     subset: str | None = None
     """The subset (configuration) of `dataset`."""
@@ -65,7 +65,7 @@ class DatasetEntry:
     """Default of the column `accu_reward_method`: the comparison method of VLM-R1's accuracy reward."""
 
     image_root: str | None = None
-    """Base folder of relative image paths. By default, it is `image_root` of the data module. If that is null too, it
+    """Base folder of relative image paths; null uses `image_root` of the data module. If both are null, the base folder
     is the folder that contains the file `json_path`, or the folder `dataset`."""
 
     boxes: Boxes = "auto"
@@ -209,7 +209,7 @@ class Location:
 
 
 def parse_location(dataset: str) -> Location:
-    """Parse `name:subset#1000`; the path of an existing file or folder is kept whole as the name.
+    """Split `name:subset#1000` into its parts; the path of an existing file or folder is not split.
 
     Raises:
         ValueError: If `#` is not followed by a count.

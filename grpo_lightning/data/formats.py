@@ -1,4 +1,4 @@
-"""Row formats: finding the prompt column of a row and converting it to a prompt.
+"""Row formats: find the column of a row that holds the prompt, and convert the row to a `Prompt`.
 
 `PROMPT_COLUMNS` lists the columns that may hold the prompt, in order of precedence. If a row has several of these
 columns, the prompt is in the column that comes first in `PROMPT_COLUMNS`.
@@ -48,8 +48,8 @@ def to_prompt(
 
     Images come from the column `image` or `images`, or from message parts (see `place_images`). No image file is
     opened: the prompt and its image column hold references to the images. A row with images always becomes a chat
-    (`prompt_as: text` is an error), and gets the system prompt like other rows. VLM-R1 adds the system prompt only to
-    rows without images.
+    (`prompt_as: text` is an error), and gets the system prompt like other rows. In VLM-R1, only rows without images get
+    the system prompt.
 
     Args:
         row: The values of the row by column name. A prompt column whose value is None counts as absent.
@@ -125,8 +125,8 @@ def log_prompt_columns(prompts: Iterable[Prompt], logged: set[str]) -> None:
 def describe_prompts(prompts: Iterable[Prompt], known: set[str] | None = None) -> Iterator[str]:
     """Describe the prompts of each dataset: column, chat or text, and the form in which rewards get completions.
 
-    If the rows of a dataset differ, the dataset gets several lines. Prompts that were not read from rows get no line. A
-    further line names columns that could also be the prompt.
+    A dataset gets several lines if its rows differ in these properties, and a further line if other columns could also
+    be the prompt. Prompts that were not read from rows get no line.
 
     Args:
         prompts: Prompts of any number of datasets.
@@ -234,11 +234,11 @@ def _text_or_chat(value: Any, where: str) -> str | list[Message]:
 
 
 def _chat_without_answer(value: Any, where: str) -> list[Message]:
-    """Read messages without the assistant turns at their end.
+    """Read messages, and remove the assistant turns at their end.
 
     In data for supervised finetuning, the final assistant turn is the answer; GRPO samples answers itself. The removed
     answer does not become the column `solution`, because a completion cannot be compared with a worked answer in prose.
-    It is not continued as a prefill either: only the column `prompt` can have a prefill.
+    The removed answer does not become a prefill either: only the column `prompt` can have a prefill.
     """
     messages = _chat(value, where)
     while messages and messages[-1]["role"] == "assistant":
@@ -277,7 +277,7 @@ PROMPT_COLUMNS = {
 
 
 def _conversation(value: Any, template: PromptTemplate, where: str) -> tuple[str | list[Message], str | None]:
-    """The prompt of a `conversations` column, and its final answer (or None) in the form that VLM-R1's rewards read.
+    """The prompt in a `conversations` column, and the final answer (or None) in the form that VLM-R1's rewards read.
 
     Raises:
         ValueError: If the conversation ends neither with a question nor with a question and its answer.
@@ -309,10 +309,10 @@ def _parts(message: Message) -> Sequence[Mapping[str, Any]]:
 
 
 def _with_text(message: Message) -> Message:
-    """Join the parts of a message to one text if all parts are text.
+    """Join the parts of a message into one text if all parts are text.
 
-    Chat templates of text-only models omit the content of a message if it is a list of parts, or render the Python
-    representation of the list.
+    If the content of a message is a list of parts, the chat templates of text-only models omit the content, or render
+    the Python representation of the list.
     """
     parts = _parts(message)
     if not parts or any(part["type"] != "text" for part in parts):

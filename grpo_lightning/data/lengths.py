@@ -58,8 +58,8 @@ class LengthLimit:
     """Maximum length L of a prompt in tokens, including the chat template."""
 
     overlong_prompts: Overlong = "error"
-    """Handling of longer prompts. `truncate` keeps the last tokens, so a chat loses its beginning, starting with the
-    system turn. Rewards and logs still get the full prompt."""
+    """Handling of prompts that are too long. `truncate` keeps the last tokens, so a chat loses its beginning, starting
+    with the system turn. Rewards and logs still get the full prompt."""
 
     def measure(self, prompt: Prompt, where: str) -> Measured:
         """Count the tokens of a prompt, and truncate or remove it if it has too many.

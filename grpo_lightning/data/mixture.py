@@ -1,7 +1,7 @@
 """Mixtures of datasets.
 
-A mixture has the rows of several datasets, one dataset after the other. Each entry selects rows of its dataset: all
-rows, the first rows, the last rows, or random rows. In YAML:
+A mixture is a list of entries. Each entry selects rows of one dataset: all rows, the first rows, the last rows, or
+random rows. The mixture has the selected rows, one entry after the other. In YAML:
 
     datasets:
       - json_path: data/gsm8k.jsonl
@@ -161,8 +161,8 @@ def as_entries(entries: Entries) -> list[DatasetEntry]:
     """Parse the entries of a mixture.
 
     Raises:
-        FileNotFoundError: Where `read_mixture_yaml` raises one.
-        ValueError: If an entry is invalid. Also where `read_mixture_yaml` raises one.
+        FileNotFoundError: For the same reasons as in `read_mixture_yaml`.
+        ValueError: If an entry is invalid, and for the same reasons as in `read_mixture_yaml`.
     """
     if isinstance(entries, str | os.PathLike):
         is_data = Path(entries).suffix.lower() in DATA_FILES
@@ -210,7 +210,7 @@ def read_mixture_yaml(path: str | os.PathLike[str]) -> list[DatasetEntry]:
 
 
 def _is_next_to(entry: DatasetEntry, folder: Path) -> bool:
-    """True if an entry's `dataset` is a folder in `folder`, and not in the current folder.
+    """True if an entry's `dataset` names a folder that exists in `folder`, but not in the current folder.
 
     Both the full name and the name without `:subset` and `#N` are looked up.
     """

@@ -25,8 +25,8 @@ from grpo_lightning.data.parallel import in_threads
 T = TypeVar("T")
 
 Part: TypeAlias = Callable[[], Iterable[tuple[Any, Callable[[Any, int], Measured]]]]
-"""A function that opens one dataset and yields its rows, each with a function that converts it: (row, index) -> prompt
-with its length."""
+"""A function that opens one dataset and yields its rows. Each row comes with a function that converts the row:
+(row, index) -> prompt with its length."""
 
 
 class LazyPrompts:
@@ -79,7 +79,7 @@ class ListedOrder:
 
 
 class PromptStream:
-    """A stream of prompts: several datasets are read one after the other, row by row, and again in every pass.
+    """A stream of prompts: every pass reads the datasets again, one after the other, row by row.
 
     Args:
         parts: Functions that open the datasets.
@@ -254,7 +254,7 @@ def source_names(prompts: Prompts) -> list[str]:
 
 
 def as_prompts(data: Any, convert: Callable[[Any, int], Prompt], **stream: int) -> Prompts:
-    """Convert a dataset to prompts: a list at once, other datasets lazily.
+    """Convert a dataset to prompts: a list immediately, other datasets lazily.
 
     Args:
         data: Prompts, rows or texts, in a list, a dataset with a length, or an iterable that can be iterated

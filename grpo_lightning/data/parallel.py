@@ -54,8 +54,8 @@ def _call(item: Any) -> Any:
 def in_threads(function: Callable[[T], R], items: Iterable[T], num_workers: int) -> Iterator[R]:
     """Yield `function(item)` for every item, computed in advance by `num_workers` threads.
 
-    With 0 threads, each result is computed when it is used. Otherwise, one more thread reads the items, and at most
-    `READ_AHEAD` results per thread are computed in advance. If `items` or `function` raises an error, the iterator
+    With 0 threads, each result is computed when it is used. Otherwise, one additional thread reads the items, and at
+    most `READ_AHEAD` results per thread are computed in advance. If `items` or `function` raises an error, the iterator
     raises this error in place of the result. The threads end when the iterator ends or is closed.
     """
     if num_workers == 0:

@@ -151,16 +151,16 @@ def make_item(dataset: Any, task: str, index: int) -> Entry:
 
 @functools.lru_cache(maxsize=256)
 def verifier(task: str, config_text: str) -> Any:
-    """Create the reasoning-gym dataset of a task. Its `score_answer` scores answers.
+    """Create the reasoning-gym dataset of a task, for its method `score_answer`, which scores answers.
 
-    The results are cached by name and settings.
+    The datasets are cached by task and settings.
 
     Args:
         task: Name of the task.
         config_text: Settings of the task as JSON.
 
     Raises:
-        ImportError, ValueError: Where `create_task` raises one.
+        ImportError, ValueError: For the same reasons as in `create_task`.
     """
     return create_task(task, json.loads(config_text))
 
@@ -292,7 +292,7 @@ def entries(task: str, config: Mapping[str, Any], seed: int, indices: range) -> 
     derived from `seed` and the task name is used.
 
     Raises:
-        ImportError, ValueError: Where `create_task` or `make_item` raises one.
+        ImportError, ValueError: For the same reasons as in `create_task` and `make_item`.
     """
     base = derived_seed(seed, "reasoning-gym", task) % 2**31
     dataset = create_task(task, config, size=indices.stop, seed=base)

@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 class PromptSource:
     """Yields prompts, cycle by cycle, in a seeded order.
 
-    An epoch is one pass over the data. It ends when all prompts are used, so its last cycle may have fewer prompts. If
-    the data is a stream, the number of cycles in an epoch is not known in advance. With dynamic sampling it is not
-    known either, because a cycle may use more prompts than `batch_size`. A run on a stream needs `trainer.max_steps`.
+    An epoch is one pass over the data. It ends when all prompts are used, so its last cycle may have fewer prompts. The
+    number of cycles in an epoch is not known in advance if the data is a stream, or with dynamic sampling, because a
+    cycle may then use more prompts than `batch_size`. A run on a stream needs `trainer.max_steps`.
 
     An image shared by several prompts of a cycle is read once. Before a run loads any weights, it checks that images
     can be read: all images if the prompts are a list, otherwise only those of the first prompts. A `PromptSource`
@@ -122,7 +122,7 @@ class PromptSource:
     def rank(self) -> int:
         """Index of this rank's team. If `ranks_per_group` is 1, this is the index of the rank itself.
 
-        Computed at every use, because a source may be created before the process group.
+        The index is computed at every use, because a source may be created before the process group.
         """
         rank = group_rank() if self.given_rank is None else self.given_rank
         return rank // self.ranks_per_group % self.world_size
@@ -287,9 +287,8 @@ class PromptSource:
 
         Returns:
             The number of prompts taken for all ranks together, and this rank's prompts. At the end of an epoch, fewer
-            prompts than requested may be left. The last prompt of the epoch is never taken. It is left for the next
-            batch: Lightning fetches that batch early, but the batch takes its prompts only when it is used, and must
-            not be empty then.
+            prompts than requested may be left. The last prompt of the epoch is never taken, because Lightning may have
+            fetched the next batch already: that batch takes its prompts only when it is used, and must not be empty.
 
         Raises:
             ValueError: If `takes_more` is False.
@@ -331,21 +330,21 @@ class PromptSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume at the position in `state`.
 
-        Where the checkpoint was saved determines which settings of this source may differ from those in `state`:
+        These settings of the source may differ from those in `state`, depending on where the checkpoint was saved:
 
         - between two epochs: all settings, and the data;
         - between two cycles of an epoch: the number of ranks, `ranks_per_group` and the batch size, because the
           position counts the prompts of all ranks. If a different number of ranks changes the number of prompts per
           rollout, a warning names the settings that keep the old number of prompts;
-        - inside a cycle: the same settings as between two cycles, if the number of prompts per rollout stays the same.
+        - inside a cycle: the same three settings, if the number of prompts per rollout stays the same.
 
         `begin` compares `shuffle` with the checkpoint when the epoch begins; the other settings are compared here.
 
         Raises:
             ValueError: For a checkpoint saved inside an epoch, if the number of prompts (for a stream:
                 `shuffle_buffer`) or the seed differs. For a checkpoint saved inside a cycle, also if the number of
-                prompts per rollout differs, or if the finished part of the cycle is no whole number of micro-batches of
-                the new `cycle`.
+                prompts per rollout differs, or if the finished part of the cycle is not a whole number of micro-batches
+                of the new `cycle`.
         """
         self._check_state(state)
         sizes, was = self._sizes(), self._sizes_of(state)
@@ -381,13 +380,13 @@ class PromptSource:
             )
 
     def _other_rollout_size(self, was: Mapping[str, int]) -> tuple[str, str] | None:
-        """Compare the number of prompts per rollout with that of the checkpoint's run; None if it is the same.
+        """Compare the number of prompts per rollout with that of the checkpoint's run; None if both are equal.
 
         Args:
             was: `_sizes` of the checkpoint's run.
 
         Returns:
-            Both numbers, and the settings that keep the number of the checkpoint's run.
+            A text with both numbers, and a text with the settings that restore the number of the checkpoint's run.
         """
         old, new, per_group = was["batch_size"] * was["world_size"], self.prompts_per_rollout, self.ranks_per_group
         if old == new:

@@ -60,8 +60,8 @@ ORIGINALS = {
         ),
     },
 }
-"""Prompts of other libraries, by kind and by their name in that library. These names are refused, because the shipped
-prompts have other words."""
+"""Prompts of other libraries, by kind and by their name in the other library. These names are refused, because the
+shipped prompts are worded differently."""
 
 TASKS: dict[str, dict[str, str]] = {
     "question": {
@@ -89,7 +89,7 @@ class PromptTemplate:
     question_template: str | None = None
     """Template for every question that is text: a text with `{question}`, a file, or a shipped name (`tags`,
     `tags_only`, `tags_json`, `tags_json_example`, `tags_before`, `tags_boxes`, `tags_number`). The shipped templates
-    differ in words from the templates of other libraries. To use another library's template, give it as a file."""
+    are worded differently from those of other libraries. To use another library's template, give it as a file."""
 
     prompt_as: PromptAs = "auto"
     """Form of prompts that are text. `text`: the text is tokenized as it is. `chat`: the text becomes a user turn.
@@ -169,7 +169,7 @@ def shipped_names(kind: str) -> list[str]:
 
 
 def named_text(value: str, *, kind: str, key: str) -> str:
-    """The text for a setting: `value` itself, or the content of the shipped or given file that `value` names.
+    """The text for a setting: `value` itself, or the content of the file or shipped text that `value` names.
 
     A line break at the end of a file is removed.
 
@@ -213,8 +213,8 @@ def _is_file_name(value: str) -> bool:
 def _is_word(value: str) -> bool:
     """True if the value looks like a name or a path: short ASCII text without spaces.
 
-    A name consists of letters, digits, `_`, `-` and `.`; a path has a slash. Non-ASCII text is excluded, because some
-    languages write whole texts without spaces.
+    A name consists of letters, digits, `_`, `-` and `.`; a path has a slash. Non-ASCII text is excluded, because in
+    some languages whole texts have no spaces.
     """
     is_short = len(value) <= LONGEST_NAME and value.isascii() and re.search(r"\s", value) is None
     return is_short and ("/" in value or re.fullmatch(r"[\w.-]*[\w-]", value) is not None)

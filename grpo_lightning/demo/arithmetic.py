@@ -2,13 +2,13 @@
 
 The task is the sum of eight digits modulo six, which this model can only solve step by step. The answer to the prompt
 `20351020=` is (2 + 0 + 3 + 5 + 1 + 0 + 2 + 0) mod 6 = 1. A brief supervised warm-up teaches the model two kinds of
-completions, and GRPO has to find out which kind is rewarded:
+completions:
 
 - short completions guess the answer, and are right once in six: `<answer>0</answer>`. At the end of the warm-up, most
   completions are short;
 - worked completions write every running sum first, and are right: `<think>22545511</think><answer>1</answer>`.
 
-So accuracy and completion length rise together during GRPO. Nothing is downloaded.
+GRPO has to find out which kind is rewarded, so accuracy and completion length rise together. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class DemoModel:
     num_heads: int = 4
 
     initializer_range: float = 0.12
-    """About 1 / sqrt(hidden_size). With Qwen2's default 0.02, a model this small learns the worked completions 4 times
-    slower."""
+    """About 1 / sqrt(hidden_size). With Qwen2's default of 0.02, a model this small needs 4 times as long to learn the
+    worked completions."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class WarmUp:
 
     batch_size: int = 64
     learning_rate: float = 5e-3
-    """Peak learning rate, reached over the first `num_ramp_steps` and held until worked completions are learned. It
-    decays to zero during the last `num_short_steps`."""
+    """Peak learning rate. The learning rate rises to this value during the first `num_ramp_steps`, stays there until
+    worked completions are learned, and decays to zero during the last `num_short_steps`."""
 
     num_ramp_steps: int = 20
     beta2: float = 0.99
@@ -209,8 +209,8 @@ def warm_up(
     """Train the model in place on worked completions until they are learned, then on mostly short completions.
 
     Worked completions write every running sum before the answer. The model learns them suddenly, after a number of
-    training steps that varies with the seed. So the first phase ends when the loss is low. All completions of one kind
-    have the same length, so no padding is needed.
+    training steps that varies with the seed. Therefore, the first phase ends when the loss is low. All completions of
+    one kind have the same length, so no padding is needed.
 
     Raises:
         RuntimeError: If worked completions are not learned within `max_worked_steps`.

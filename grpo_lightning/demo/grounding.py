@@ -1,13 +1,13 @@
 """The grounding quickstart: a tiny Qwen2.5-VL that can locate shapes, but mostly answers with the whole image.
 
 A brief supervised warm-up first teaches the vision tower to recognise shapes. Then it teaches the language model two
-kinds of completions, and GRPO has to find out which kind is rewarded:
+kinds of completions:
 
 - lazy completions answer with the whole image, which has an IoU of about 0.10. At the end of the warm-up, most
   completions are lazy;
 - worked completions name the shape, locate it, and answer with its box.
 
-Nothing is downloaded.
+GRPO has to find out which kind is rewarded. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -159,14 +159,14 @@ class GroundingWarmUp:
     lazy_share_of_worked: float = 0.125
     """Share of lazy completions in the phase of mostly worked completions.
 
-    With a share of 0, the model learns the first word of lazy completions only in the last phase. This halves the
-    probability that its worked completions of held-out questions begin with the correct word.
+    With a share of 0, the model learns the first word of lazy completions only in the last phase. For held-out
+    questions, this halves the probability that a worked completion begins with the correct word.
     """
 
     num_lazy_steps: int = 150
     learning_rate: float = 6e-3
-    """Peak learning rate, reached over the first `num_ramp_steps` of a phase. It is held until the fraction
-    `held_share` of the phase is over, and then decays to zero."""
+    """Peak learning rate. In each phase, the learning rate rises to this value during the first `num_ramp_steps`, stays
+    there until the fraction `held_share` of the phase is over, and then decays to zero."""
 
     lazy_learning_rate: float = 5e-4
     num_ramp_steps: int = 20
@@ -273,7 +273,7 @@ def learning_rate_share(step: int, num_steps: int, settings: GroundingWarmUp) ->
 
 
 class _Corpus:
-    """The warm-up corpus: every image with the questions about its things and both kinds of completions.
+    """The warm-up corpus: every image, with the questions about its things, and with both kinds of completions.
 
     All questions have the same length, and so have all completions of one kind, so no padding is needed.
     """

@@ -1,12 +1,12 @@
 """The reasoning-gym quickstart: a tiny Qwen2 that can solve three tasks, but mostly answers without reasoning.
 
-A brief supervised warm-up teaches the model two kinds of completions for every task, and GRPO has to find out which
-kind is rewarded:
+A brief supervised warm-up teaches the model two kinds of completions for every task:
 
-- hasty completions give the answer of some other question. At the end of the warm-up, most completions are hasty;
+- hasty completions give the answer to some other question. At the end of the warm-up, most completions are hasty;
 - worked completions write the steps of the solution first, and are mostly right.
 
-Tasks, questions and verifiers are those of reasoning-gym. Nothing is downloaded.
+GRPO has to find out which kind is rewarded. Tasks, questions and verifiers are those of reasoning-gym. Nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def _sums(question: str) -> str:
 def _comparisons(question: str) -> str:
     """The steps for a question of `number_filtering`, such as "Keep all numbers larger than 7 in this list: ...".
 
-    The steps are every number of the list, its comparison with the limit (7), and whether it is kept: `y` or `n`.
-    Without `y` or `n`, the answer would depend on three things at once: the comparison and the two words of the rule
-    ("keep" or "remove", "smaller" or "larger"). The warm-up would then succeed only with few seeds.
+    For each number of the list, the steps are the number, its comparison with the limit (7), and `y` if the number is
+    kept, else `n`. Without `y` or `n`, the answer would depend on three things at once: the comparison and the two
+    words of the rule ("keep" or "remove", "smaller" or "larger"). The warm-up would then succeed only with few seeds.
     """
     rule, numbers = question.partition(" in this list: ")[::2]
     limit = int(rule.rpartition(" ")[2])
@@ -230,8 +230,8 @@ def warm_up(
 ) -> None:
     """Train the model in place on worked completions until they are learned, then on mostly hasty completions.
 
-    Worked completions write the steps of the solution before the answer. The number of training steps that they need
-    varies with the seed, so the first phase ends when the loss is low.
+    Worked completions write the steps of the solution before the answer. The number of training steps until the model
+    has learned them varies with the seed, so the first phase ends when the loss is low.
 
     Raises:
         RuntimeError: If the worked completions are not learned within `max_worked_steps`.

@@ -1,8 +1,8 @@
 """The grounding quickstart's task: small images of coloured shapes, with questions and ground-truth boxes.
 
-An image has three shapes on a grid. The question names one shape, "Where is the red circle?", and the answer is the box
-of the shape in pixels. Held-out questions are about pairs of colour and shape, and about boxes, that do not occur in
-training.
+An image has three shapes on a grid. The question is about one shape, for example "Where is the red circle?", and the
+answer is the box of the shape in pixels. The pairs of colour and shape in held-out questions, and the boxes in their
+answers, do not occur in training.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ NAMELESS_DISTANCE = 60.0
 """Minimum RGB distance of a nameless colour from every named colour."""
 
 MAX_TRIES = 20_000
-"""Maximum tries to find one image. In the quickstart, one try in 10 succeeds for training images, and one in 300 for
-held-out images."""
+"""Maximum number of tries to find one image. In the quickstart, one try in 10 succeeds for training images, and one in
+300 for held-out images."""
 
 ANY_COLOUR, ANY_SHAPE = "coloured", "thing"
 """Placeholder words in questions that name only the shape, or only the colour."""
@@ -213,9 +213,9 @@ class SceneTask:
     def worked_completion(self, thing: Thing, naming: Naming = "both") -> str:
         """The worked completion: the colour or shape of the thing, its left and upper edge, then its box.
 
-        The model computes each number from the text before it. It finds the left edge by the colour, or by the shape if
-        the question does not name the colour. It finds the upper edge by colour and shape together; the hidden state of
-        the comma after the left edge combines the two.
+        The model computes each number from the preceding text. The model finds the left edge by the colour, or by the
+        shape if the question does not name the colour. It finds the upper edge by colour and shape together; the hidden
+        state of the comma after the left edge combines both.
         """
         colour, shape = describe(thing, naming)
         left, top, *_ = box = self.pixels(thing.cells)
@@ -271,10 +271,10 @@ def overlap(one: Cells, other: Cells) -> bool:
 
 
 def vary(scene: Scene, draw: random.Random, share: float = 0.5) -> Scene:
-    """Give a share of the scene's things a nameless colour or a nameless shape: one for which questions have no word.
+    """Give a share of the scene's things a nameless colour or shape, for which questions have no word.
 
-    A model that is trained only on named colours and shapes learns fixed pairs, such as the red circle. It then does
-    not find a red cross, if that pair is held out.
+    A model that is trained only on named colours and shapes learns fixed pairs, such as "red circle". If the pair "red
+    cross" is held out, the model then does not find a red cross.
     """
     shapes = draw.sample(list(NAMELESS_SHAPES), len(scene))
     things = []

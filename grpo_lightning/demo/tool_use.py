@@ -1,6 +1,6 @@
 """The calculator's tiny Qwen2, its tokenizer and its sums: built offline in about a minute, then cached.
 
-The task is a sum of three numbers of two digits, which this model cannot compute. It can call a calculator:
+The task is a sum of three two-digit numbers, which this model cannot compute. It can call a calculator:
 
     Q:45+67+89=
     A:[calculator(expression="45+67+89")]<eos>R:201

@@ -85,8 +85,8 @@ class ToolObject(Tools):
     conversation. All methods may be async.
 
     `reset` is called once per prompt, and the G conversations of the prompt begin with copies of the object. An object
-    that cannot be pickled (for example because it has a lock or a client) runs in the training process. If it cannot be
-    copied either, the factory makes an object per conversation, and `reset` is called on each of these objects.
+    that cannot be pickled (for example because it has a lock or a client) runs in the training process. If the object
+    cannot be copied either, the factory makes one object per conversation, and `reset` is called on each of them.
 
     Args:
         factory: Class, or function without arguments, that makes the object.
@@ -148,8 +148,7 @@ class ToolObject(Tools):
         """Copy the object; if it cannot be copied, make a new one with the factory.
 
         Raises:
-            RuntimeError: If the object cannot be copied, and the `reset` of the new one returns a different
-                observation.
+            RuntimeError: If the object cannot be copied, and `reset` of the new object returns a different observation.
         """
         new = copy.copy(self)  # shallow, because the factory may hold something that cannot be copied
         vars(new).update(

@@ -63,8 +63,8 @@ class Step:
     """True if the conversation has ended. The policy then does not get the observation, but logs show it."""
 
     reward: float | None = None
-    """The environment's reward for the turn, or None. The reward function `EnvironmentReward` and the setting
-    `model.conversation.turn_credit` use it."""
+    """The environment's reward for the turn, or None. It is used by the reward function `EnvironmentReward` and by the
+    setting `model.conversation.turn_credit`."""
 
     keep: int | None = None
     """With None, the observation opens a new message. With a number, the policy's turn is cut after its first `keep`
@@ -131,8 +131,8 @@ class Environment(ABC):
     def on_failure(self, kind: str, problem: str) -> Any:
         """Answer in place of a call of `step` that failed.
 
-        If the environment runs in workers, it is in the state before the failed call. If it runs in the training
-        process, changes made by the failed call remain.
+        In workers, the environment is in the state before the failed call. In the training process, changes made by the
+        failed call remain.
 
         Args:
             kind: See `environments.runner.FAILURES`.
@@ -214,7 +214,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def messages_of(observation: Any, role: str) -> list[Message]:
-    """Convert an observation to messages. Args: role: the role of a message made from text. Raises: InvalidStepError.
+    """Convert an observation to messages; text becomes a message with this `role`. Raises: InvalidStepError.
 
     The content of a message is text if it has no images, else a list of parts.
     """

@@ -1,7 +1,7 @@
 """Runs the environments of a rollout at the same time, in worker processes with time and memory limits.
 
 The workers are of the same kind as those of the rewards (`rewards/workers.py`), but in a separate pool, with the limits
-of `model.reward_workers`. A call gets the pickled environment. It returns the environment's answer, and the
+of `model.reward_workers`. A call gets the pickled environment, and returns the environment's answer and the
 environment, pickled again. A worker keeps nothing between calls, so it can be killed during any call. After a failed
 call, the environment is in the state before this call. All calls of a round (one turn of each conversation) have the
 same deadline: `step_timeout_seconds` after the end of sampling.
@@ -36,7 +36,7 @@ from grpo_lightning.rewards.workers import Answer, RewardWorkers, WorkerPool, se
 log = logging.getLogger(__name__)
 
 FAILURES = ("exception", "timeout", "crash", "invalid_value")
-"""Kinds of failed calls: an error was raised, time ran out, the worker process died, or the value is not allowed."""
+"""Kinds of failed calls: an error was raised, time ran out, the worker died, or the returned value is not allowed."""
 
 OnError = Literal["raise", "none", "value"]
 

@@ -42,7 +42,7 @@ _MARKED = re.compile(
 """Matches calls with markers. A group of the match is the text between two markers, or after a marker."""
 
 MOST_FAILED = 64
-"""Maximum number of places in a text at which reading JSON may fail. Each failure may take time in proportion to the
+"""Maximum number of failed attempts to read JSON in a text, because the time of an attempt may be proportional to the
 length of the text."""
 
 _REASONING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
@@ -68,8 +68,8 @@ class Tools(Environment):
     error (an unknown tool, wrong arguments, an exception or a timeout) becomes a message too, and is counted. An async
     function is awaited.
 
-    A timeout or a crash stops all calls of the turn. The policy then gets one message about it, without the name of a
-    tool. The answers and counts of the turn's other calls are lost.
+    A timeout or a crash stops all calls of the turn. The policy then gets one message about the failure, without the
+    name of a tool. The answers and counts of the turn's other calls are lost.
 
     Args:
         tools: The functions.
@@ -167,8 +167,8 @@ def read_calls(text: str, names: Mapping[str, Any], style: ToolFormat = "auto") 
     Calls are marked by `<tool_call>...</tool_call>`, by a code fence (`tool_code` or `tool_call`), or by another marker
     of the model. In a turn with markers, only the marked text is read. Many tokenizers, however, remove the markers. In
     a turn without markers, a call in JSON may have other text around it, and a list of calls in Python may have other
-    text after it. Next to other text, a call counts only if it names a known tool. Without other text, a call of an
-    unknown tool counts too; with the style "auto", it must have arguments.
+    text after it. If a turn has other text, a call counts only if it names a known tool. If not, a call of an unknown
+    tool counts too, but with the style "auto" only if the call has arguments.
 
     Args:
         text: The turn.
@@ -358,7 +358,7 @@ class Search:
         Raises:
             FileNotFoundError: If the file does not exist.
             ValueError: If `top_k` is below 1, if the file has no texts, or if a line of a `.jsonl` file is not a JSON
-                row with a column `text`. For such a line, the message states the file and the number of the line.
+                row with a column `text`. In the last case, the message contains the file and the number of the line.
         """
         if top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {top_k}.")

@@ -1,8 +1,8 @@
 """The mathematics of GRPO: functions of tensors, without state, logging or in-place writes.
 
 These lines compute the loss of N prompts with G completions each. The inputs are the rewards [N, G], the completions'
-tokens `ids` [N * G, T] with their `mask`, and the logits [N * G, T, V]. Two more inputs are the tokens' log-probs under
-the policy before the first update on these completions (`old`), and under the reference (`ref`).
+tokens `ids` [N * G, T] with their `mask`, and the logits [N * G, T, V]. Two more inputs are log-probs of the tokens:
+`old` under the policy before the first update on these completions, and `ref` under the reference.
 
     advantages = group_relative_advantages(rewards).view(-1, 1)
     logprobs = token_logprobs(logits, ids)

@@ -155,7 +155,7 @@ def _divisor(rewards: Tensor, gains: Tensor, scale: Scale, eps: float) -> Tensor
 
 
 def normalized_sum(by_reward: Tensor, weights: Tensor, *, eps: float = 1e-4) -> Tensor:
-    """Normalize each reward within its group, then sum, so that no reward dominates by its variance (GDPO).
+    """Normalize each reward within each group, then sum over rewards, so that none dominates by its variance (GDPO).
 
         s[n, g] = sum over rewards k of weights[k] (r[k, n, g] - mean[k, n]) / (std[k, n] + eps)
 
@@ -181,10 +181,9 @@ def turn_credits(rewards: Sequence[Sequence[float]], *, discount: float = 1.0, e
         return[i, k] = sum over turns j >= k of discount^(j - k) * rewards[i][j]
         credit[i, k] = (return[i, k] - mean over i' of return[i', k]) / (std over i' of return[i', k] + eps)
 
-    The mean and the unbiased std are over the conversations that have a k-th turn. The credit is 0 if only one
-    conversation has a k-th turn, or if all of these conversations have the same return. (Zeng et al. 2025, "Reinforcing
-    Multi-Turn Reasoning in LLM Agents via Turn-Level Credit Assignment", normalise the reward of a turn in the same
-    way.)
+    The mean and the unbiased std are over the conversations that have a k-th turn. If there is only one such
+    conversation, or if all of them have the same return, the credit is 0. Zeng et al. 2025, "Reinforcing Multi-Turn
+    Reasoning in LLM Agents via Turn-Level Credit Assignment", normalize the reward of a turn in the same way.
 
     Args:
         rewards: G lists with one reward per turn; the lists may have different lengths.
@@ -214,7 +213,7 @@ def turn_credits(rewards: Sequence[Sequence[float]], *, discount: float = 1.0, e
 
 
 def zero_variance_groups(rewards: Tensor) -> Tensor:
-    """Find zero-variance groups: all scorable rewards are equal, or fewer than two are scorable.
+    """Find zero-variance groups, in which all scorable rewards are equal, or fewer than two rewards are scorable.
 
     Every advantage of such a group is 0. `groups_without_gradient` also finds the other groups without a gradient.
 
@@ -241,10 +240,9 @@ def groups_without_gradient(
     """Find groups in which every completion has advantage 0 or no trained token.
 
     Among these are the zero-variance groups, the groups whose completions are all masked, and the groups in which only
-    masked completions have an advantage. With the baseline "pass_at_k", a completion has an advantage only if its
-    reward is above the rewards of k - 1 other completions. If the group has no such completion, it has no gradient,
-    although its rewards may differ. With k = None, there is no such completion if two completions share the highest
-    reward.
+    masked completions have an advantage other than 0. With the baseline "pass_at_k", only completions with a reward
+    above those of k - 1 other completions have an advantage other than 0. A group without such a completion has no
+    gradient, although its rewards may differ. With k = None, this happens if two completions share the highest reward.
 
     Args:
         rewards: [N, G] one reward per completion; nan is not scorable.

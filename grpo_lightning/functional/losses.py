@@ -1,8 +1,8 @@
 """The policy loss in pieces: ratio, surrogate, off-policy correction, KL to the reference, and the mean over tokens.
 
-The caller combines the pieces; the method of each paper is one choice of pieces. The loss is not averaged over a
-micro-batch. Instead, each micro-batch contributes its share of the mean over the entire optimizer step. The gradient
-therefore does not depend on how a step is split into micro-batches and ranks.
+The caller combines the pieces; each paper's method is one combination. The loss is not averaged over a micro-batch.
+Instead, each micro-batch contributes its share of the mean over the entire optimizer step. The gradient therefore does
+not depend on how a step is split over ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def clipped_surrogate(
     Without `dual_clip`, as in PPO (arXiv:1707.06347, eq. 7), the loss of a token of negative advantage has no limit: it
     grows with the token's ratio. `dual_clip` = c bounds this loss by -c A, and the gradient is 0 beyond the bound. For
     A < 0 the objective is then max(min(r A, clip(r) A), c A), as in dual-clip PPO (arXiv:1912.09729). INTELLECT-2's
-    two-sided clipping (arXiv:2505.07291) is the same; there, c has the name delta.
+    two-sided clipping (arXiv:2505.07291) is the same; there, c is called delta.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences.
@@ -108,7 +108,7 @@ def clipped_surrogate(
         The loss of each token, to be minimised: [B, T], or [B, 1] where both inputs are.
 
     Raises:
-        ValueError: If `dual_clip` is not above 1 + `epsilon_high`, and would thus limit ratios inside the clip range.
+        ValueError: If `dual_clip` is not above 1 + `epsilon_high`: it would then limit ratios inside the clip range.
         ValueError: If `ratio` or `advantages` does not have two dimensions.
     """
     _check_columns(ratio=ratio, advantages=advantages)
@@ -132,8 +132,8 @@ def cispo_surrogate(
         loss = -stop_gradient( min(max(r, 1 - epsilon), 1 + epsilon_high) ) A logprob
 
     CISPO is the loss of MiniMax-M1 (arXiv:2506.13585). Its authors and TRL do not use the lower bound; verl does. The
-    cap is 1 + `epsilon_high`. In some other implementations, the cap is `epsilon_high` itself. To get the same cap
-    here, set `epsilon_high` to the value of the other implementation minus 1.
+    cap is 1 + `epsilon_high`. In some other implementations, the cap is `epsilon_high` itself: subtract 1 from it to
+    get the same cap here.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences; treated as a constant.
@@ -230,7 +230,7 @@ def gmpo_surrogate(
         epsilon_high: How far the log-ratio of a token may rise, in nats; None uses `epsilon`.
 
     Returns:
-        [B, 1] the loss of each completion, to be minimised: average it over completions.
+        [B, 1] the loss of each completion, to be averaged over completions and minimised.
 
     Raises:
         ValueError: If `logprobs` or `advantages` does not have two dimensions.
@@ -292,11 +292,10 @@ def dppo_surrogate(
         r = exp(logprobs - old_logprobs)
         loss = 0 where outside, else -stop_gradient( min(r, max_ratio) ) A logprob
 
-    PPO measures the change by the ratio of the probabilities; DPPO measures it by a divergence. The policy changes less
-    if a token's probability goes from 0.001 to 0.005 (ratio 5) than if it goes from 0.5 to 0.6 (ratio 1.2). But a limit
-    on the ratio stops the first change earlier. DPPO is divergence proximal policy optimization (arXiv:2602.04879, eq.
-    12), with the loss as in verl. The old policy of DPPO is the policy that the engine sampled from, so pass the
-    engine's log-probs as `old_logprobs`.
+    PPO limits the ratio of a token's new to its old probability; DPPO limits a divergence between the two. A change
+    from 0.001 to 0.005 has the ratio 5, but changes the policy less than a change from 0.5 to 0.6, which has the ratio
+    1.2. DPPO is divergence proximal policy optimization (arXiv:2602.04879, eq. 12), with the loss as in verl. The old
+    policy of DPPO is the policy that the engine sampled from, so pass the engine's log-probs as `old_logprobs`.
 
     Args:
         logprobs: [B, T] nats, of the current policy.
@@ -334,7 +333,7 @@ def leaves_trust_region(
         low:  A <= 0, p < q and D > epsilon;   high:  A > 0, p > q and D > epsilon_high
 
     D compares only two outcomes, this token or any other token. It is therefore a lower bound of the divergence over
-    the vocabulary. In the logarithm, 1e-8 is added to 1 - p and to 1 - q, as in verl.
+    the vocabulary. In log((1 - q) / (1 - p)), 1e-8 is added to numerator and denominator, as in verl.
 
     Args:
         logprobs: [B, T] nats, of the current policy.
@@ -434,7 +433,7 @@ def is_clipped_low(ratio: Tensor, advantages: Tensor, *, epsilon: float) -> Tens
         epsilon: As in `clipped_surrogate`.
 
     Returns:
-        [B, T] bool, or [B, 1] where both inputs are. With one ratio per token, padding is False: its ratio is 1.
+        [B, T] bool, or [B, 1] where both inputs are. With one ratio per token, padding is False (ratio 1).
     """
     return (ratio < 1 - epsilon) & (advantages < 0)
 
@@ -450,15 +449,15 @@ def is_clipped_high(ratio: Tensor, advantages: Tensor, *, epsilon_high: float) -
         epsilon_high: As in `clipped_surrogate`.
 
     Returns:
-        [B, T] bool, or [B, 1] where both inputs are. With one ratio per token, padding is False: its ratio is 1.
+        [B, T] bool, or [B, 1] where both inputs are. With one ratio per token, padding is False (ratio 1).
     """
     return (ratio > 1 + epsilon_high) & (advantages > 0)
 
 
 MAX_LOG_RATIO = 20.0
 """Bound of the log-ratio, in nats, as in verl, OpenRLHF and ms-swift. exp overflows float32 above 88.7, and the
-gradient is then nan, even where the loss is clipped to a finite value. Already at a ratio of exp(20) = 5e8, the two
-distributions have nothing in common."""
+gradient is then nan, even where the loss is clipped to a finite value. At a ratio of exp(20) = 5e8, the two policies
+already have nothing in common."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -490,8 +489,8 @@ def rollout_weights(
     "truncate" is truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you
     off-policy RL training"). "mask" at the level "token" is IcePop (Ling team 2025, arXiv:2510.18855).
 
-    A "sequence" weight is a product over tokens, so that long completions have very large or very small weights. A
-    "geometric" weight has a size that does not depend on the length, but this weight is not a ratio of completion
+    A "sequence" weight is a product over tokens, so that long completions have very large or very small weights. The
+    size of a "geometric" weight does not depend on the length, but such a weight is not a ratio of completion
     probabilities. With "mask" and a narrow range, such as 0.99 to 1.01, the level "geometric" drops completions that
     the policy would not have sampled. ms-swift's sequence modes use the "geometric" weight. verl's `seq_mean_k1` drops
     the same completions, but gives the others the weight 1. Exponents are clipped to [-20, 20] (`bounded_exp`).
@@ -543,8 +542,7 @@ def keeps_sequence(
         rollout_logprobs: [B, T] nats, of the engine when it sampled the tokens.
         mask: [B, T] bool, True where a token is trained on.
         advantages: [B, 1].
-        threshold: Limit for completions with A < 0: by how many nats their mean log-prob per token may have fallen
-            since sampling.
+        threshold: How many nats the mean log-prob per token of a completion with A < 0 may have fallen since sampling.
 
     Returns:
         [B, 1] bool, True where a completion is trained on.
@@ -573,9 +571,9 @@ def kl_divergence(
 
     For tokens sampled from the policy, k1 and k3 are unbiased estimates of the KL, and k2 is biased. k2 and k3 are
     never negative (Schulman 2020, http://joschu.net/blog/kl-approx.html). The gradients differ: of the three, only the
-    gradient of k2 is an unbiased estimate of the gradient of the KL. GRPO uses k3 (arXiv:2402.03300, eq. 4). Unlike in
-    GRPO, the exponent d of k3 is clipped to [-20, 20] and k3 to at most 10, with a gradient of 0 beyond these bounds.
-    `is_k3_clamped` finds the clipped tokens. k3 is unbiased only if no token is clipped.
+    gradient of k2 is an unbiased estimate of the gradient of the KL. GRPO uses k3 without bounds (arXiv:2402.03300, eq.
+    4). Here, d in k3 is clipped to [-20, 20], and k3 itself to at most 10, with a gradient of 0 beyond these bounds; k3
+    is then unbiased only if no token is clipped (`is_k3_clamped`).
 
     Args:
         logprobs: [B, T] nats, of the policy.
@@ -605,7 +603,10 @@ def kl_divergence(
 
 
 def is_k3_clamped(kl: Tensor) -> Tensor:
-    """Find tokens whose k3 was clipped. Args: kl: [B, T] nats, from `kl_divergence`.
+    """Find tokens whose k3 was clipped.
+
+    Args:
+        kl: [B, T] nats, from `kl_divergence`.
 
     Returns:
         [B, T] bool; False where masked.
@@ -621,7 +622,7 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     Args:
         values: [...] of any float type; may be nan or infinite where the mask is False.
         mask: bool, broadcastable with `values`; True where a value counts.
-        dim: Dimension to average over; None averages over all.
+        dim: Dimension to average over; None averages over all dimensions.
 
     Returns:
         The mean, without `dim`. 0 with a gradient of 0 if the mask is all False.
@@ -660,7 +661,7 @@ def aggregate(
             equally (GRPO, arXiv:2402.03300, eq. 3). "constant" divides by a constant that does not depend on the
             lengths (Dr. GRPO, arXiv:2503.20783, sec. 3.2).
         num_tokens: Number of trained tokens of the step, over all micro-batches and ranks.
-        num_sequences: Number of those completions of the step that have at least one trained token.
+        num_sequences: Number of the step's completions that have at least one trained token.
         max_completion_length: The length limit of sampling, in tokens.
 
     Returns:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def pass_at_k(solved: Tensor, sampled: Tensor, k: int) -> Tensor:
-    """Unbiased estimate of pass@k (at least one of k completions solves the prompt) from n >= k completions.
+    """Unbiased estimate, from n >= k completions, of pass@k: the chance that at least one of k solves the prompt.
 
         pass@k = 1 - C(n - c, k) / C(n, k)
 
@@ -34,9 +34,9 @@ def pass_at_k(solved: Tensor, sampled: Tensor, k: int) -> Tensor:
 def marginal_gains(rewards: Tensor, k: int | None) -> Tensor:
     """The gain of the baseline "pass_at_k": [N, G], any value where the reward is nan.
 
-    The n - 1 other scorable rewards have C(n - 1, k - 1) subsets of k - 1 rewards. If these others are in ascending
-    order, the j-th of them is the maximum of C(j - 1, k - 2) subsets. The gain of a completion is its lead over the
-    maximum of a subset, averaged over all subsets. A negative lead counts as 0.
+    The gain of a completion is its lead over the best of k - 1 others, averaged over all choices of the others. A
+    negative lead counts as 0. Among n scorable completions, there are C(n - 1, k - 1) choices; in C(j - 1, k - 2) of
+    them, the best is the j-th lowest of all n - 1 others.
 
     Args:
         rewards: [N, G] one reward per completion; nan is not scorable.
@@ -59,9 +59,9 @@ def marginal_gains(rewards: Tensor, k: int | None) -> Tensor:
 
 
 def _chances(n: int, k: int, size: int) -> list[float]:
-    """For j = 0 .. size - 1: chance that the j-th lowest of n - 1 rewards is the maximum of a random subset of k - 1.
+    """For each of n - 1 rewards, lowest first, the chance that it is the maximum of a random subset of k - 1.
 
-    All chances are 0 if n < max(k, 2).
+    The result has `size` numbers, of which only the first n - 1 are chances. All are 0 if n < max(k, 2).
     """
     if n < max(k, 2):
         return [0.0] * size
@@ -78,7 +78,7 @@ def interval(values: Tensor, confidence: float = 0.95, num_generations: int = 1)
     number of independent attempts that would be as informative as the N prompts with G completions each. It is
     estimated as n = N p (1 - p) / v. Here p (1 - p) is the variance of a single attempt, and v is the variance of the
     values. The estimate is limited to the range from N (all completions of a prompt are equal) to N x G (they are
-    independent). Miller 2024 (arXiv:2411.00640) treats samples that are clustered in this way.
+    independent). Miller 2024 (arXiv:2411.00640) describes the statistics of clustered samples.
 
     Args:
         values: [N] in [0, 1], one per prompt; nan is excluded.

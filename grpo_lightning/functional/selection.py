@@ -1,4 +1,4 @@
-"""Choose tokens of an optimizer step: those of high entropy, or of high covariance of log-prob and advantage.
+"""Choose tokens of an optimizer step by their entropy, or by their covariance of log-prob and advantage.
 
 The functions take vectors [M] with one value for each trained token of the step, over all micro-batches and ranks. If
 the quantile or mean were taken over each micro-batch separately, the loss would depend on how the step is split into
@@ -38,15 +38,16 @@ def high_entropy_tokens(entropies: Tensor, fraction: float) -> Tensor:
 def high_covariance_tokens(logprobs: Tensor, advantages: Tensor, fraction: float, keys: Tensor | None = None) -> Tensor:
     """Find the tokens of highest covariance: their updates lower the entropy most (KL-Cov, arXiv:2505.22617).
 
-    Chooses the floor(fraction M) tokens with the highest `token_covariances`, but at least one. Many covariances may be
-    equal, for example if the policy is certain of many tokens (log-prob 0), or if all advantages are 0.
+    The floor(fraction M) tokens with the highest `token_covariances` are chosen, but at least one token. Many
+    covariances may be equal, for example if the policy is certain of many tokens (log-prob 0), or if all advantages are
+    0.
 
     Args:
         logprobs: [M] nats.
         advantages: [M] advantage of each token's completion.
         fraction: Fraction of the tokens to choose, above 0 and at most 1.
-        keys: [M] random numbers. If tokens have equal covariances, those with the smallest numbers are chosen. With
-            None, the first of them are chosen.
+        keys: [M] random numbers. If covariances are equal, the tokens with the smallest numbers are chosen first. With
+            None, the tokens that come first in the vector are chosen first.
 
     Returns:
         [M] bool, True at the chosen tokens.
@@ -94,7 +95,7 @@ def token_covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
         cov[m] = (logprob[m] - mean of logprobs) (A[m] - mean of A)
 
-    A policy gradient step changes the entropy in proportion to minus this covariance (arXiv:2505.22617). Training on
+    A policy gradient step changes the entropy in proportion to minus the covariance (arXiv:2505.22617). Training on
     likely tokens of good completions lowers the entropy, and so does training on unlikely tokens of bad ones.
 
     Args:

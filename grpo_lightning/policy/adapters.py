@@ -1,8 +1,8 @@
 """peft's adapters in a model: find their layers and weights, switch adapters, and compare the policy with its base.
 
-In peft, every adapter has a name. The trained adapter has the name that it was given or loaded with. A second adapter,
-`STARTING`, is a frozen copy of the initial adapter; the reference runs with this copy. Only the functions that need
-peft import it.
+In peft, every adapter has a name. The trained adapter keeps the name with which it was created or loaded. A second
+adapter, `STARTING`, is a frozen copy of the initial adapter; the reference runs with this copy. Only the functions that
+need peft import it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ STARTING = "reference"
 """peft's name of the frozen copy of the initial adapter, which the reference runs with."""
 
 BASE_IS_COMPUTED = ("pissa", "olora", "loftq")
-"""Initialisations for which peft recomputes the base's weights when loading. The rounding of this computation depends
-on the machine."""
+"""Initialisations for which peft recomputes the base's weights when it loads an adapter. The rounding of this
+computation depends on the machine."""
 
 
 def trained_adapter(policy: Any) -> str:
@@ -68,8 +68,8 @@ def weights_of(layer: Any, kind: str, adapter: str) -> Iterator[nn.Parameter]:
 class UpdateDropout(nn.Dropout):
     """Dropout only in forward passes with a gradient: not for sampling, old log-probs or reference log-probs.
 
-    Dropout depends on grad mode, and not only on train mode. When activation checkpointing recomputes a forward pass in
-    the backward pass, grad mode is on, so the recompute drops the same activations.
+    Dropout is active only if both train mode and grad mode are on. When activation checkpointing recomputes a forward
+    pass in the backward pass, grad mode is on, so the recompute drops the same activations.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def set_dropout(policy: Any, rate: float, adapter: str | None = None) -> None:
 def narrow_copies(adapted: Any, adapter: str | None = None) -> list[tuple[nn.Module, nn.Module]]:
     """Pairs (copy, original) of the 16-bit layers that an adapter trains as copies (`modules_to_save`).
 
-    If `adapter` is None, the adapter is the trained one.
+    If `adapter` is None, these are the copies of the trained adapter.
     """
     name = adapter or trained_adapter(adapted)
     return [
@@ -102,7 +102,7 @@ def narrow_copies(adapted: Any, adapter: str | None = None) -> list[tuple[nn.Mod
 def widen_copies(adapted: Any, adapter: str | None = None) -> bool:
     """Convert an adapter's copies of 16-bit layers (`modules_to_save`) to float32, so that no small updates are lost.
 
-    The copies still compute in the dtype of their originals, so that the policy starts as its base, bit for bit.
+    The copies still compute in the dtype of their originals, so that the policy initially equals its base, bit for bit.
 
     Args:
         adapted: Model with adapters, changed in place.
@@ -201,7 +201,7 @@ def set_magnitude(layer: Any, magnitude: Any, adapter: str, dtype: torch.dtype |
 
 
 def add_starting_adapter(policy: Any) -> None:
-    """Add a frozen copy of the trained adapter, for the reference; call it before training.
+    """Add a frozen copy of the trained adapter, for the reference. Call this function before training.
 
     The layers of the trained adapter must not be sharded yet.
     """
@@ -221,7 +221,7 @@ def add_starting_adapter(policy: Any) -> None:
 
 
 def base_weights(policy: nn.Module) -> Iterator[Tensor]:
-    """Iterate over the frozen weights of the base, for checksums, except weights that are computed while loading.
+    """Iterate, for checksums, over the frozen weights of the base that are not computed while loading.
 
     Two kinds of weights are computed while loading: quantized weights, and weights of layers where PiSSA, OLoRA or
     LoftQ subtracts the initial adapter. The last bits of these weights, and so their checksums, would depend on the
@@ -238,7 +238,7 @@ def base_weights(policy: nn.Module) -> Iterator[Tensor]:
 
 
 def untie(policy: Any) -> None:
-    """Untie embeddings and head of a policy before merging, if one of them has an adapter: the other must not change.
+    """Untie embeddings and head of a policy if merging an adapter of one of them would change the other.
 
     Args:
         policy: Model with adapters; the head and the config of its base are changed in place.

@@ -5,11 +5,11 @@ the completions with this cache. Prompts of different lengths are padded at the 
 pass can move the padding to the end, so that it needs no mask; its cache is then reordered to have the padding at the
 front again.
 
-dense: Every row is [prompt | completion]. This path has three uses: models that do not support the extended path, tests
-that verify the extended path, and completions that contain images (observations of an environment). The positions of
-these images, and the attention between their tokens, need the whole row.
+dense: Every row is [prompt | completion]. This path is used for models that do not support the extended path, for tests
+that verify the extended path, and for completions that contain images (observations of an environment). The positions
+of these images, and the attention between their tokens, need the whole row.
 
-Both paths give the same values and gradients, up to rounding. A completion is on the same path throughout a run:
+Both paths give the same values and gradients, up to rounding. A completion is scored on the same path throughout a run:
 otherwise the two log-probs of an importance ratio could differ by rounding alone.
 
 Completions of similar length run together in a chunk. Each chunk is one forward pass, and is padded to its longest
@@ -284,9 +284,9 @@ def dummy_of(batch: MicroBatch) -> MicroBatch:
 
 
 def text_dummy_of(batch: MicroBatch) -> MicroBatch:
-    """A prompt of one token and a completion of one masked token, without image.
+    """A prompt of one token with a completion of one masked token, without images of their own.
 
-    If the micro-batch has a blank image, the vision tower runs on it.
+    If the micro-batch has a blank image, the vision tower runs on the blank image.
     """
     dummy = dummy_of(batch)
     token = dummy.completion_ids
@@ -302,13 +302,13 @@ def text_dummy_of(batch: MicroBatch) -> MicroBatch:
 # -------------------------------------------------------------------------------------------------------------- chunks
 
 CPU_PASS_TOKENS = 32
-"""Tokens that a CPU computes in the time that it needs for launching a forward and backward pass. The measured numbers
-are 22 to 46, for models of 0.4 to 26 million weights, on one core."""
+"""Number of tokens that a CPU computes in the time that it needs to launch a forward and backward pass. The measured
+numbers are 22 to 46, for models of 0.4 to 26 million weights, on one core."""
 
 GATHER_TOKENS = 4_000
-"""Tokens that a GPU computes in the time that it takes to gather the sharded weights for a forward and backward pass.
-The estimate assumes that each weight is gathered twice, in 16 bits at 50 GB/s. It also assumes that a token takes 6
-operations per weight, at `GPU_OPERATIONS`."""
+"""Number of tokens that a GPU computes in the time that it takes to gather the sharded weights for a forward and
+backward pass. The estimate assumes that each weight is gathered twice, in 16 bits at 50 GB/s. It also assumes that a
+token takes 6 operations per weight, at `GPU_OPERATIONS`."""
 
 LAYER_SECONDS = 0.75e-3
 """Time to launch the operations of a decoder layer, forward and backward: about 150 operations of 5 microseconds
@@ -318,9 +318,9 @@ GPU_OPERATIONS = 3e14
 """Operations per second in matrix products of 16 bits."""
 
 CHECKPOINTED_NUMBERS = 8_000_000
-"""Maximum of tokens times hidden size, for a chunk whose activations are recomputed in the backward pass. Activations
-take about 40 numbers of 16 bits per layer for each of these 8 million, which is 15 GB in 24 layers. With hidden sizes
-above 3,906, chunks may exceed the maximum, because `auto_chunks` never limits a chunk to fewer than 2,048 tokens."""
+"""Maximum of tokens times hidden size, for a chunk whose activations are recomputed in the backward pass. In every
+layer, activations take about 40 times this many 16-bit numbers, which is 15 GB in 24 layers. With hidden sizes above
+3,906, chunks may exceed the maximum, because `auto_chunks` never limits a chunk to fewer than 2,048 tokens."""
 
 
 @dataclass(frozen=True)
@@ -364,14 +364,15 @@ class AutoChunks:
 
 
 def chunk_sizes(lengths: Sequence[int], chunk_size: int | AutoChunks | None, number: int = 1) -> list[int]:
-    """Number of completions in each of at least `number` chunks; the last are empty if there are too few completions.
+    """Number of completions in each of at least `number` chunks, of which the last may be empty.
 
     Args:
         lengths: [B] tokens of each completion, longest first.
         chunk_size: Maximum completions per chunk (the sizes of the chunks then differ by at most 1), or `AutoChunks`.
             None sets no maximum.
-        number: Minimum number of chunks: as many as another rank needs. All ranks run equally many passes, because each
-            pass gathers sharded weights from all ranks.
+        number: Minimum number of chunks: as many as another rank needs. If it exceeds the number of completions, the
+            last chunks are empty. All ranks run equally many passes, because each pass gathers sharded weights from all
+            ranks.
     """
     count = len(lengths)
     if isinstance(chunk_size, AutoChunks):
@@ -386,7 +387,7 @@ def chunk_sizes(lengths: Sequence[int], chunk_size: int | AutoChunks | None, num
 
 
 def computed_tokens(lengths: Sequence[int], sizes: Sequence[int]) -> int:
-    """Tokens of the chunks, padding included. An empty chunk repeats the shortest row.
+    """Number of tokens in the chunks, padding included; an empty chunk repeats the shortest row.
 
     Args:
         lengths: [B] tokens of each completion, longest first.
@@ -422,7 +423,7 @@ def auto_chunks(config: PretrainedConfig, device_type: str, *, is_sharded: bool,
 # --------------------------------------------------------------------------------------------------------------- paths
 
 ScoreChunk = Callable[[Tensor | None], tuple[Tensor, RouterLoad | None]]
-"""Computes a chunk, given its rows of the micro-batch (None for all).
+"""Function that scores a chunk, given the chunk's rows of the micro-batch (None for all).
 
 Returns two values. The first holds the log-prob and entropy of each token, [rows, T, 2]. The second is the routing of
 the forward pass, or None if it is not recorded. T is the length of the chunk's longest completion; padding has
@@ -569,8 +570,8 @@ def dense_chunks(
 ) -> tuple[ScoreChunk, RouterLoad | None]:
     """Return the function that runs a chunk of rows [prompt | completion] in one forward pass, and None.
 
-    The second value is None because there is no prompt pass whose routing could be returned. An image is encoded once
-    for every row of its prompt, unless its features are stored already.
+    The second value is None, because there is no prompt pass with a routing to return. An image is encoded again for
+    every row of its prompt, unless its features are already stored.
     """
     whole = batch.conversation_vision
     placed = None if whole else place(model, batch.prompt_ids, batch.prompt_mask, batch.vision)
@@ -622,8 +623,8 @@ def refuse_transformers_checkpointing(model: nn.Module) -> None:
 
 
 Aligned = Callable[[Tensor], Tensor]
-"""Picks the outputs [rows, T, ...] that predict the T completion tokens, from the outputs at all inputs of a forward
-pass."""
+"""Function that picks the outputs [rows, T, ...] that predict the T completion tokens, among the outputs of a forward
+pass at all inputs."""
 
 Logits = Callable[[Tensor], Tensor]
 """Maps hidden states [..., H] to the model's logits [..., V]."""
@@ -778,9 +779,9 @@ def head_replaced(model: nn.Module, forward: Callable[[Logits, Tensor], Tensor],
         model: The policy; its weights stay unchanged.
         forward: Gets two arguments: `logits`, a function that maps hidden states to the model's final logits, and
             `hidden`, the input of the head.
-        scale: Factor by which the model multiplies its head's output. The result of `logits` includes this factor.
-            The model also multiplies the result of `forward` by it, so the caller must divide the model's output by
-            `scale`.
+        scale: Factor by which the model multiplies its head's output. The result of `logits` includes this factor. The
+            model multiplies the result of `forward` by the factor as well, so the caller must divide the model's output
+            by `scale`.
     """
     head, config = running_module(base_model(model).get_output_embeddings()), text_config(model)
     run, is_own = head.forward, "forward" in vars(head)
@@ -811,7 +812,7 @@ def logit_scale(model: nn.Module) -> float | None:
     """Measure the factor by which the model multiplies its head's output; None if the model does more than scale it.
 
     Soft-capping that the config declares (`final_logit_softcapping`) does not affect the result: `head_replaced`
-    disables it in the model, and applies it in its function `logits`, which is not called here.
+    disables it in the model, and applies it only in `logits`, which is not called here.
     """
     device = next(model.parameters()).device
     points = torch.tensor([1.0, -1.0, 0.0, 0.25, 3000.0], dtype=torch.float32, device=device)

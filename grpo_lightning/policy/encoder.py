@@ -29,7 +29,7 @@ is then tokenized as text."""
 
 BLANK_SIDE = 56
 """Side of the blank image in pixels. It is so small that the image has only a few tokens. If a vision tower must run
-although its prompts have no images, it runs on the blank image."""
+although the prompts have no images, the tower runs on the blank image."""
 
 
 class Encoder:
@@ -177,7 +177,7 @@ class Encoder:
         return encoded
 
     def vision_inputs(self, prompts: Sequence[PromptVision | None], *, needs_blank: bool) -> VisionInputs | None:
-        """Collect the vision inputs of encoded prompts; None if the policy is text-only.
+        """Collect the vision inputs of encoded prompts, or return None if the policy is text-only.
 
         Args:
             prompts: The vision inputs of N encoded prompts.
@@ -191,7 +191,7 @@ class Encoder:
     # -------------------------------------------------------------------------------------------------------- lengths
 
     def num_tokens(self, prompt: Prompt, where: str = "") -> int:
-        """Length L of a prompt, computed from the sizes of images without decoding them.
+        """Length L of a prompt, computed from the sizes of its images, which are not decoded.
 
         Raises: ValueError where `__call__` raises one.
         """

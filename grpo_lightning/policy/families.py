@@ -102,7 +102,7 @@ def family_of(config: Any) -> Family | None:
 
 
 def native_checkpoints(name: str) -> str:
-    """Names of the native transformers checkpoints on the hub that replace an InternVL checkpoint with remote code.
+    """Names of the native transformers checkpoints on the hub for an InternVL checkpoint that needs remote code.
 
     OpenGVLab publishes native checkpoints of InternVL3 and InternVL3.5, with different suffixes. For all other names
     (InternVL2.5 and older, fine-tuned models), two examples are returned.

@@ -101,7 +101,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def naming(key: str, name: str) -> Iterator[None]:
     """Context for loading the files that a setting names. Raises: FileNotFoundError, which names the setting.
 
-    The error of transformers does not name the setting, and only suggests to log in to the hub.
+    The error of transformers does not name the setting, and only suggests logging in to the hub.
     """
     # Hub names are `name` or `owner/name`: anything else can only be a folder.
     if (name.count("/") > 1 or name.startswith((".", "/", "~"))) and not Path(name).is_dir():

@@ -1,4 +1,4 @@
-"""KV caches in which the completions of a prompt share its keys and values: for scoring, and for decoding.
+"""KV caches for scoring and for decoding, in which the completions of a prompt share the prompt's keys and values.
 
 Scoring. `PrefixCache` is a write-once cache: the states of each prompt are stored once and only read afterwards.
 
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 # ------------------------------------------------------------------------------------------------------------- scoring
 
 Rows = int | Tensor
-"""The prompt that each completion belongs to: G, if every prompt has G completions in order; or [B] prompt indices."""
+"""The prompt of each completion: the int G, if every prompt has G completions in order, or [B] prompt indices."""
 
 
 class UnsupportedCacheError(NotImplementedError):
@@ -294,7 +294,7 @@ class ExtendedCache(Cache):
 # ------------------------------------------------------------------------------------------------------------ decoding
 
 FIRST_CAPACITY = 64
-"""Number of tokens per completion that `SharedPrompts` has room for at first. When the room is full, it is doubled."""
+"""Number of tokens per completion that `SharedPrompts` has room for at first; doubled whenever the room is full."""
 
 KEY_MULTIPLE = {"cuda": 8}
 """Number of keys whose bias an attention kernel reads at a time, by device type; 1 on other devices. The padded length
@@ -396,8 +396,8 @@ class SharedPrompts(Cache):
     are the log-sum-exps of the scores of the two parts. The queries of all completions of a prompt attend to the
     prompt's keys in one matrix product, without a copy of the keys per completion or per query head.
 
-    Rows that join later (`join`) have fewer own tokens than the rows before them. The k-th own token of a row is always
-    in column k, and a bias masks the columns that a row has not filled yet.
+    Rows that join later (`join`) have fewer own tokens than the rows that are already there. The k-th own token of a
+    row is always in column k, and a bias masks the columns that a row has not filled yet.
 
     Args:
         policy: The model.
@@ -619,7 +619,7 @@ class SharedPrompts(Cache):
         """The layer that has just stored these keys and values.
 
         Raises:
-            NotImplementedError: If the model attends to other keys or values than it stored.
+            NotImplementedError: If the model attends to keys or values other than those it stored.
         """
         if self.stored is None or self.stored[1] is not key or self.stored[2] is not value:
             raise NotImplementedError("the model attends to other keys or values than it stores in its cache")
@@ -823,8 +823,7 @@ def move_rows(states: Tensor, moves: Moves, count: int, length: int) -> Tensor:
 def pack_rows(kept: list[int]) -> list[int]:
     """Assign the kept rows to the first len(kept) places, so that as few rows as possible move.
 
-    A place keeps its own row if that row is kept. Otherwise it gets a kept row from one of the places after the first
-    len(kept).
+    A place keeps its own row if that row is kept. Otherwise it gets a kept row from a place beyond the first len(kept).
 
     Args:
         kept: Rows to keep, ascending.

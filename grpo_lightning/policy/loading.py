@@ -73,7 +73,7 @@ class PolicyLoader(PolicySettings):
     def of(
         cls, policy: str | Path | PolicyLoader | PreTrainedModel | PeftModel | PretrainedConfig, tokenizer: Any = None
     ) -> PolicyLoader:
-        """Make a loader for a policy given as name, folder, model, config or settings.
+        """Make a loader for a policy that is given as a name, a folder, a model, a config or settings.
 
         Raises:
             ValueError: If a tokenizer is given together with a loader, which has its own setting for the tokenizer.
@@ -100,8 +100,8 @@ class PolicyLoader(PolicySettings):
 
         Args:
             sharding: How the weights will be sharded over the ranks; None if they are not sharded.
-            longest_row: Number of tokens of the longest prompt plus completion of the run. The frequencies of longrope
-                and dynamic rope are fixed to this length. None uses all positions of the model.
+            longest_row: Number of tokens of the run's longest prompt plus those of its longest completion. The
+                frequencies of longrope and dynamic rope are fixed to this length. None uses all positions of the model.
             compute_dtype: Dtype that the run computes in (`trainable.compute_dtype`); None means the weights' dtype.
             device_type: Device type of the run; None means CUDA if available.
         """
@@ -191,7 +191,7 @@ class PolicyLoader(PolicySettings):
     def load_model(
         self, sharding: Sharding | None = None, attention: str | None = None, device_type: str | None = None
     ) -> PreTrainedModel:
-        """Load the model in eval mode with weights in `dtype`, before freezing layers and adding adapters.
+        """Load the model in eval mode with weights in `dtype`, before layers are frozen and adapters are added.
 
         Args:
             sharding: How the weights will be sharded over the ranks; None if they are not sharded.
@@ -248,7 +248,7 @@ def meta_model(config: PretrainedConfig, **options: Any) -> Any:
     """Build the model of a config on the meta device: parameters have shapes but no memory.
 
     Args:
-        config: The model's config, which stays as it is.
+        config: The model's config, which is not changed.
         options: Arguments of `from_config`, for example `trust_remote_code`.
     """
     with torch.device("meta"):
@@ -275,9 +275,9 @@ def import_model_code(config: PretrainedConfig) -> None:
     """Import the module of transformers that defines the models of this config; do nothing for code of a checkpoint.
 
     While ZeRO-3 builds a model, it replaces the constructors of all `nn.Module` classes, and restores them afterwards.
-    If a Python module is imported meanwhile, ZeRO-3 gives the module's classes the constructors that they had before
-    their decorators ran. The classes of experts then lack what transformers' decorators add to their constructors, and
-    the next model of the process cannot run. Therefore the Python module is imported before the model is built.
+    The classes of a Python module that is imported meanwhile get back the constructors that they had before their
+    decorators ran. Classes of experts then lack what transformers' decorators add to the constructors, and the next
+    model that is built in the process cannot run. Therefore the Python module is imported before the model is built.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -291,7 +291,7 @@ MOST_FLASH_HEAD = 256
 
 
 def no_flash_reason(config: PretrainedConfig, **options: Any) -> str | None:
-    """Reason why a model of this config cannot run with flash_attention_2, or would give wrong results; None if it can.
+    """Reason why flash_attention_2 would fail or give wrong results with a model of this config; None if there is none.
 
     FlashAttention's kernels support no mask other than padding, and silently ignore all other masks of transformers.
 
@@ -325,7 +325,7 @@ def choose_attention(
     device_type: str,
     no_flash_reason: Callable[[], str | None] = lambda: None,
 ) -> str | None:
-    """Choose the attention kernel to request from transformers; None means the model's default, mostly sdpa.
+    """Choose the attention kernel to request from transformers; None means the model's default, which is usually sdpa.
 
     Args:
         requested: `policy.attention`.
@@ -425,7 +425,7 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 
 def run_layer(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a layer, with activation checkpointing if it has a backward pass.
+    """Run a layer, with activation checkpointing if a backward pass will follow.
 
     Without a backward pass, checkpointing would still read the random state of the device for every layer and token.
     """
@@ -435,7 +435,7 @@ def run_layer(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
-    """Check that the policy can be loaded, before any weights are loaded.
+    """Check, before any weights are loaded, that the policy can be loaded.
 
     Raises:
         FileNotFoundError: If the policy's config or the initial adapter does not exist.
@@ -555,7 +555,7 @@ def check_in_step(model: Any, sharding: Sharding) -> None:
 
 
 def check_quantization(kind: Quantization) -> None:
-    """Check that quantization is available, before weights are loaded.
+    """Check, before weights are loaded, that quantization is available.
 
     Raises:
         ModuleNotFoundError: If bitsandbytes is not installed.

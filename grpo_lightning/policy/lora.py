@@ -99,7 +99,7 @@ class LoRA:
             )
 
     def check(self) -> None:
-        """Check that adapters can be added, before weights are loaded.
+        """Check, before weights are loaded, that adapters can be added.
 
         Raises:
             ModuleNotFoundError: If peft is not installed.

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def add_adapters(model: Any, lora: LoRA, dtype: torch.dtype | None = None) -> Any:
-    """Freeze a model and add float32 adapters to its layers, the same on every rank.
+    """Freeze a model and add float32 adapters, which are equal on every rank, to its layers.
 
     Args:
         model: The unsharded base. Its layers are replaced in place. The result wraps it.
@@ -101,10 +101,10 @@ class Selection(NamedTuple):
 
 
 def select(model: Any, lora: LoRA) -> Selection:
-    """Select what new adapters change, by the names in their settings.
+    """Select the layers and parameters that new adapters change, by the names in the adapters' settings.
 
     Args:
-        model: The base model; its weights are not read, so that it may be on the meta device.
+        model: The base model; its weights are not read, so it may be on the meta device.
         lora: Settings of new adapters, without `adapter`.
 
     Raises:
@@ -126,10 +126,9 @@ def check_names(model: Any, lora: LoRA, *, freezes_vision: bool = False) -> None
     """Check that all names in the adapters' settings match modules that may be trained.
 
     Args:
-        model: The base model; its weights are not read, so that it may be on the meta device.
+        model: The base model; its weights are not read, so it may be on the meta device.
         lora: Settings of the adapters.
-        freezes_vision: True if nothing of the vision tower and its projector may be trained
-            (`policy.freeze_vision_modules`).
+        freezes_vision: True if the vision tower and its projector must not be trained (`policy.freeze_vision_modules`).
 
     Raises:
         ValueError: If a name matches nothing, or matches a layer that cannot be trained.

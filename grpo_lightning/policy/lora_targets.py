@@ -84,9 +84,9 @@ def _has_experts(settings: Mapping[Any, Any]) -> bool:
 def names_mistaken_for_experts(model: nn.Module, names: Iterable[str]) -> set[str]:
     """Names of linear layers that peft mistakes for experts, so that these layers would get no adapter.
 
-    Before all experts were fused into one tensor, each expert had its own `gate_proj`, `up_proj` and `down_proj`. To
-    load adapters from before the fusion, peft redirects these names to the fused tensor. Dense layers and shared
-    experts that have one of these names are redirected as well.
+    In older releases of transformers, each expert had its own `gate_proj`, `up_proj` and `down_proj`; now all experts
+    of a layer are one fused tensor. To load old adapters, peft redirects the old names to the fused tensor, even where
+    they name dense layers or shared experts.
 
     Args:
         model: The base model.
@@ -135,7 +135,7 @@ MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 def saved_modules(
     model: Any, names: Iterable[str] | None, setting: str = "policy.lora.modules_to_save"
 ) -> dict[str, nn.Module]:
-    """Select the modules that are trained completely, by name.
+    """Select the modules to train completely, by suffixes of their names.
 
     Args:
         model: The base model.
@@ -146,8 +146,8 @@ def saved_modules(
         ValueError: If a suffix matches no module.
         ValueError: If a suffix matches a module without weights, or a module whose weights are quantized or tied to
             those of other modules.
-        ValueError: If peft would select more modules: it also accepts a suffix that begins in the middle of a part of a
-            name, as `head` does in `lm_head`.
+        ValueError: If peft would select more modules, because it compares only the ends of names: `head` also matches
+            `lm_head`.
         ValueError: If a selected module is part of another selected module.
     """
     found: dict[str, nn.Module] = {}
@@ -195,7 +195,7 @@ def check_saved(model: nn.Module, name: str, module: nn.Module, setting: str) ->
 
 
 def targets(model: Any, names: list[str] | None = None, saved: Iterable[str] = ()) -> dict[str, nn.Module]:
-    """Select the layers that get adapters, by name: linear layers of the language model, and its output head if named.
+    """Select the layers that get adapters: linear layers of the language model, and its head if `names` has it.
 
     Args:
         model: The base model.

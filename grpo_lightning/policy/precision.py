@@ -39,9 +39,9 @@ def forward_like(module: nn.Module, original: nn.Module, *args: Any, **kwargs: A
 def use_float32_head(model: nn.Module) -> None:
     """Have the output head compute the logits in float32, from float32 weights and hidden states, without autocast.
 
-    16-bit weights are converted each time the head runs, so that tied and sharded weights keep their dtype. MiniMax-M1
-    (arXiv:2506.13585, section 3.2) found a 16-bit head to be the main cause of different log-probs in sampling and
-    training.
+    16-bit weights are converted each time the head runs, so that tied and sharded weights keep their dtype. According
+    to MiniMax-M1 (arXiv:2506.13585, section 3.2), a 16-bit head is the main reason why log-probs differ between
+    sampling and training.
 
     Args:
         model: Changed in place: the `forward` of all layers of the head, including adapters and copies, is replaced.
@@ -79,7 +79,7 @@ def forward_in_float32(module: nn.Module, hidden: Tensor, **kwargs: Any) -> Tens
 
 
 def linear_copies(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Copy the float32 weights of linear layers, by name, to the dtype of autocast; tied weights get one copy per name.
+    """Copy linear layers' float32 weights to autocast's dtype. Returns: copies by name, one per name of a tied weight.
 
     Autocast makes the same copies in every forward pass. A layer whose `forward` was replaced, for example by
     `use_float32_head`, gets no copy. In a model with DoRA, no layer gets a copy, because DoRA computes its norms from

@@ -1,4 +1,4 @@
-"""Choose how log-probs are computed: from the model's declared properties, then with a small probe.
+"""Choose the code that computes log-probs: the model's declared properties decide first, then a small probe.
 
 Two things are chosen: the path (extended or dense) and the vocabulary head (full or sliced).
 `policy/completion_logprobs.py` describes them. The choice is made once per run and is the same on every rank. A probe
@@ -74,7 +74,7 @@ def probe_difference(model: nn.Module, one: Scorer, other: Scorer) -> Tensor:
 def probe_batch(model: nn.Module) -> MicroBatch:
     """Make a micro-batch of a short and a long prompt with 2 completions each.
 
-    The long prompt is longer than a small sliding window (64 tokens or fewer).
+    The long prompt exceeds the model's sliding window, if the window has at most 64 tokens.
     """
     config = text_config(model)
     window = getattr(config, "sliding_window", None) or 0
@@ -154,8 +154,8 @@ class Measured(NamedTuple):
 
 
 WRONG = 1e-3
-"""Differences above this, in nats, are not rounding in float32. Rounding stays below 5e-5; padding that leaks into a
-model's state changes log-probs by 0.01 to 1.5."""
+"""Log-probs that differ by more than this many nats are wrong. Rounding in float32 changes them by less than 5e-5, and
+padding that leaks into a model's state changes them by 0.01 to 1.5."""
 
 
 def measure(model: nn.Module, one: Scorer, other: Scorer) -> Measured:
@@ -164,15 +164,15 @@ def measure(model: nn.Module, one: Scorer, other: Scorer) -> Measured:
 
 
 def compare(model: nn.Module, difference: Callable[[], Tensor]) -> Measured:
-    """Measure how much log-probs differ in a probe; every rank gets the same result, the maximum over ranks.
+    """Measure how much log-probs differ in a probe: one number, which is the same on every rank.
 
-    The result of a rank is the maximum over tokens if the model computes in float32, and the mean over tokens if it
-    computes in 16 bits.
+    Each rank takes the maximum over its tokens if the model computes in float32, and the mean if it computes in 16
+    bits. The number is the maximum over all ranks.
 
     Args:
         model: The policy.
-        difference: Runs the probe and returns the absolute difference of each token's log-probs: [tokens] nats. Its
-            exceptions are recorded, not raised, except `OutOfMemoryError` and `FloatingPointError` (logits are NaN).
+        difference: Runs the probe and returns the absolute difference of each token's log-probs: [tokens] nats.
+            Exceptions are recorded, not raised, except `OutOfMemoryError` and `FloatingPointError` (logits are NaN).
     """
     failure, device = None, compute_device(model)
     with probe_mode(model):
@@ -195,7 +195,7 @@ def compare(model: nn.Module, difference: Callable[[], Tensor]) -> Measured:
 def probe_mode(model: nn.Module) -> Iterator[None]:
     """Context in which the model is in eval mode and, if it has 32-bit weights, computes in full float32.
 
-    The kernels of FlashAttention need 16 bits: with them, a model with 32-bit weights computes with autocast instead.
+    FlashAttention's kernels need 16 bits, so with FlashAttention, a model with 32-bit weights computes with autocast.
     """
     device = compute_device(model).type
     needs_autocast = uses_flash_attention(model) and computes_in_float32(model)
@@ -238,9 +238,10 @@ def full_float32() -> Iterator[None]:
 
 
 def choose_path(model: nn.Module, requested: Literal["auto", "extended", "dense"] = "auto") -> tuple[ScoringPath, str]:
-    """Choose the path that computes the log-probs of a run, "extended" or "dense"; also return the reason.
+    """Choose the path for the log-probs of a run. Returns: "extended" or "dense", and the reason for the choice.
 
-    The declared properties of the model are checked first, then a small probe.
+    The model's declared properties are checked first. If they allow the extended path, a small probe compares both
+    paths.
 
     Raises:
         ValueError: If "extended" is requested and the model does not support it.
@@ -320,8 +321,8 @@ def choose_head(scorer: Scorer, model: nn.Module) -> tuple[Scorer, str]:
 def slices_difference(model: nn.Module, sliced: Scorer) -> Tensor:
     """Absolute difference between the log-probs of slices and those of full logits: [tokens], nats.
 
-    On a GPU, the prompt pass is probed twice: with masks, as in a run in 32 bits, and without masks, as in a run in 16
-    bits.
+    On a GPU, the probe runs twice: first with masks in the prompt pass, as in 32-bit runs, then without masks, as in
+    16-bit runs.
     """
     full = Scorer(sliced.path, head_chunk_size=None)
     found = [probe_difference(model, sliced, full)]

@@ -125,11 +125,11 @@ def make_reference(
 def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
     """Checksums of the reference's weights, one per dtype (see `checksums`); the same on every device.
 
-    Checkpoints do not contain a reference that equals the initial policy; a resumed run makes it again. The checksums
-    show whether the new reference is the same as the old one. If the reference is an adapter, or the policy without
-    adapters, the weights of the base have separate checksums ("base torch.float32"). Weights that ZeRO-3 has
-    partitioned while the model was loaded are skipped. A model given in memory is partitioned later, so its
-    weights are not skipped.
+    Checkpoints do not contain a reference that equals the initial policy; a resumed run makes the reference again. The
+    checksums show whether the new reference is the same as the old one. If the reference is an adapter, or the policy
+    without adapters, the weights of the base have separate checksums ("base torch.float32"). Weights that ZeRO-3
+    partitioned while the model was loaded are skipped. A model given in memory is partitioned later, so its weights are
+    not skipped.
     """
     sums = checksums(reference.weights(policy))
     if isinstance(reference, FrozenCopy):
@@ -138,7 +138,7 @@ def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
 
 
 def checksums(weights: Iterable[Tensor]) -> dict[str, int]:
-    """Sum the bits of weights as integers, by dtype.
+    """Sum the weights of each dtype, with their bits read as integers.
 
     The sum of each weight is multiplied by the weight's position, so that the order matters.
     """
@@ -154,8 +154,7 @@ def checksums(weights: Iterable[Tensor]) -> dict[str, int]:
 def frozen_copy(policy: nn.Module, *, shares_frozen: bool = True) -> nn.Module:
     """Copy the policy with its current weights, frozen.
 
-    The policy is copied, not loaded again by name: a policy that was built in memory or changed after loading cannot be
-    loaded by name.
+    Loading the policy again by its name is no alternative: it may have been built in memory, or changed after loading.
 
     Args:
         policy: The model to copy.
@@ -233,7 +232,7 @@ class RunReference:
         """Copy the full weights of an updated reference to the CPU; None if the reference was not updated.
 
         Collective: all ranks must call this. Rank 0 gets the weights, and the other ranks get an empty dict. Weights
-        that the policy does not train have not changed and are left out.
+        that are frozen in the policy are left out, because updates do not change them.
         """
         if not isinstance(self.reference, FrozenCopy) or not self.reference.has_moved:
             return None
@@ -247,7 +246,7 @@ class RunReference:
 
     @torch.no_grad()
     def restore(self, weights: dict[str, Tensor] | None) -> None:
-        """Restore the result of `moved_weights`. Collective: all ranks must call this.
+        """Restore an updated reference from the result of `moved_weights`. Collective: all ranks must call this.
 
         With sharded weights, only the `weights` of rank 0 are used.
 
@@ -276,7 +275,7 @@ def mix(reference: FrozenCopy, policy: nn.Module, alpha: float, sharding: Shardi
     Args:
         reference: A model of the policy's architecture.
         policy: The policy.
-        alpha: Weight of the policy.
+        alpha: Fraction of the policy in the updated reference.
         sharding: How the weights of both models are sharded over the ranks.
     """
     sharding.reshard(policy)

@@ -1,11 +1,12 @@
 """Fix length-dependent rotary frequencies (longrope, dynamic NTK) for the whole run.
 
 transformers recomputes these frequencies in every forward pass, from the largest position in the batch. As soon as one
-row grows beyond the model's original length, the log-probs of all rows in its batch change. The keys that are already
-in the KV cache were rotated by the old frequencies, and no longer match the new ones. The log-probs from sampling, from
-a training batch and from a single row would then differ by 0.4 to 3.5 nats.
-Here every forward pass uses the frequencies of the longest possible row of the run, as if the batch contained such a
-row. Sampling, training and the reference then agree in any batch.
+row exceeds the model's original context length, the log-probs of all rows in the batch change. In addition, the keys
+that are already in the KV cache were rotated with the old frequencies, and do not match the queries and keys of new
+tokens. The log-probs from sampling, from a training batch and from a single row would differ by 0.4 to 3.5 nats.
+
+Therefore this module makes every forward pass use the frequencies of the longest possible row of the run, as if the
+batch contained such a row. Sampling, training and the reference then agree in any batch.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def fix_frequencies(model: nn.Module, longest: int) -> None:
     """Make every forward pass of a model use the frequencies of a row of `longest` tokens.
 
     Args:
-        model: Changed in place, unless its frequencies do not depend on the length.
+        model: Changed in place if its frequencies depend on the length.
         longest: Number of tokens of the longest row of the run, completion included.
 
     Raises:
@@ -103,7 +104,7 @@ def append_last_position(module: Any, args: tuple[Any, ...], kwargs: dict[str, A
     transformers computes the frequencies from the largest position id.
 
     Raises:
-        ValueError: If a row is longer than the run allows for, and would change the frequencies.
+        ValueError: If a row is so long that it would change the frequencies.
     """
     positions: Tensor = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
     if module.largest_length < math.inf and (length := int(positions.max()) + 1) > module.largest_length:

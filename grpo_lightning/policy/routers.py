@@ -3,8 +3,8 @@
 The models of transformers compute their load-balancing loss from the attention mask and the router logits of one
 forward pass. With a KV cache, the mask covers all tokens and the logits only the new tokens, so the loss cannot be
 computed in this way. Instead, forward hooks on the routers record the logits. The hooks exist only while the root
-module runs. When activation checkpointing runs the routers again in the backward pass, the hooks are gone, so that no
-token is recorded twice.
+module runs. When activation checkpointing runs the routers again in the backward pass, the hooks are gone, so no token
+is recorded twice.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Routers:
             weights: [rows, L] how often each input token counts.
 
         Raises:
-            UnsupportedRoutersError: If there is not one logit per router, token and expert.
+            UnsupportedRoutersError: If the logits are not one number per router, token and expert.
         """
         tokens = weights.numel()
         shapes = {tuple(each.shape) for each in logits}
@@ -77,8 +77,8 @@ def _record(recorded: list[Tensor], index: int, module: nn.Module, inputs: Any, 
 def find_routers(model: nn.Module) -> Routers:
     """Find the routers of a model.
 
-    For transformers' option `output_router_logits`, a model declares in `_can_record_outputs` which modules compute
-    router logits. The routers are these modules.
+    A model declares in `_can_record_outputs` which of its modules compute router logits (for transformers' option
+    `output_router_logits`). These modules are the routers.
 
     Raises:
         UnsupportedRoutersError: If the model declares no routers, or does not declare the number of experts per token.

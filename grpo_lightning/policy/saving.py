@@ -79,8 +79,8 @@ def whole_weights(policy: nn.Module, sharding: Sharding, *, keeps: bool = True) 
 def original_tokenizer(loader: PolicyLoader) -> Any:
     """Load the policy's unmodified tokenizer, without the pad token that a run sets if the tokenizer has none.
 
-    For a multimodal policy, load its processor, with the run's image limits: the policy was trained on images of these
-    sizes.
+    For a multimodal policy, load its processor, with the run's image limits, because the policy was trained with these
+    limits.
     """
     from transformers import AutoTokenizer
 

@@ -45,11 +45,12 @@ class PolicySettings:
         from_scratch: Build the architecture of `name` with random weights.
         scoring: How log-probs are computed: "extended" runs each prompt once for all its completions, "dense" once per
             completion. "auto" uses "extended" if the model supports it, else "dense".
-        chunk_size: Maximum completions per forward pass when computing log-probs; a smaller number needs less memory.
-            "auto" sorts the completions of a micro-batch by length, and divides them into passes so that padding and
-            passes together take the least time. None runs all completions of a micro-batch at once.
-        head_chunk_size: Number of tokens whose logits are computed at a time when computing log-probs; a smaller number
-            needs less memory. None computes the logits of all tokens at once.
+        chunk_size: Maximum number of completions in a forward pass that computes log-probs; a smaller number needs less
+            memory. "auto" sorts the completions of a micro-batch by length, and divides them into passes so that
+            padding and the number of passes together cost the least time. None runs all completions of a micro-batch at
+            once.
+        head_chunk_size: Log-probs are computed from the logits of this many tokens at a time; a smaller number needs
+            less memory. None computes the logits of all tokens at once.
         activation_checkpointing: "chunks" recomputes the activations of each chunk of completions in the backward pass.
             "layers" recomputes the activations of each decoder layer. "none" stores all activations.
         lora: Train low-rank adapters with these settings, and freeze all other weights. May be a mapping with the

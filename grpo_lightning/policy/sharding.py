@@ -297,8 +297,8 @@ def using_full_shapes() -> Iterator[None]:
     """Context in which transformers transposes expert tensors according to their full shapes.
 
     Checkpoints store expert tensors in one of two layouts. transformers transposes a tensor if its shape is not that of
-    the model's weight. With ZeRO-3 the model's weight is empty, so that tensors in the right layout would be transposed
-    as well, and then refused for their shape.
+    the model's weight. With ZeRO-3, the model's weight is empty. Without this context, a tensor in the right layout
+    would therefore be transposed too, and then refused because of its shape.
     """
     from transformers import core_model_loading
 

@@ -68,7 +68,7 @@ def load_tokenizer(
 
 
 def load_processor(loader: PolicySettings, config: PretrainedConfig) -> Any:
-    """Load the processor of a multimodal policy with the loader's image limits; None for a text-only policy.
+    """Load a multimodal policy's processor, and set the loader's image limits; None for a text-only policy.
 
     Raises:
         FileNotFoundError: If the processor cannot be loaded.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def limit_training(
     model: Any, loader: PolicySettings, sharding: Sharding, converted_dtype: torch.dtype | None = None
 ) -> Any:
-    """Freeze the weights of a loaded model that are not trained, and add adapters if requested.
+    """Freeze the weights that a run does not train, and add adapters if the settings request them.
 
     A model that was given with adapters keeps them, with their own dropout.
 
@@ -98,11 +98,11 @@ def frozen_names(owner: nn.Module) -> set[str]:
 def keep_frozen_out_of_checkpoints(owner: nn.Module) -> None:
     """Drop frozen weights and the reference from a module's state dict; resumed runs load or make them again.
 
-    In a policy with adapters, only the trained weights stay in the state dict: the scales and codes of quantized layers
-    are dropped as well. In a policy without adapters, buffers also stay.
+    If the policy has adapters, only the trained weights stay in the state dict; the scales and codes of quantized
+    layers are dropped, too. If the policy has no adapters, buffers stay as well.
 
     A weight is dropped only if it is frozen both when this function is called and when the state dict is taken. A
-    weight that is frozen or unfrozen in between is trained in a part of the run, so the state dict keeps it. Loading
+    weight that is frozen or unfrozen in between is trained for a part of the run, so the state dict keeps it. Loading
     does not report dropped keys as missing.
 
     The weights are dropped by a state-dict hook, because filtering in `on_save_checkpoint` breaks sharded strategies.
@@ -133,7 +133,7 @@ def keep_frozen_out_of_checkpoints(owner: nn.Module) -> None:
 
 
 def dropped_keys_filter(owner: nn.Module, at_start: set[str]) -> Callable[[str], bool]:
-    """Make the predicate that is True for state-dict keys that checkpoints do not contain.
+    """Make the predicate for dropping state-dict keys: True for a key that checkpoints do not contain.
 
     Args:
         owner: The Lightning module.
@@ -208,9 +208,9 @@ def check_masters(settings: PolicySettings, precision: str | int | None, *, has_
 
 
 def trained_dtypes(settings: PolicySettings) -> dict[str, torch.dtype]:
-    """Dtypes, by name, of the weights that a run trains, for a model in memory.
+    """Dtype of each weight that a run trains, by name; only for a model in memory.
 
-    Copies of layers that the run converts to float32 (`widen_copies`) are left out.
+    Copies of 16-bit layers are left out, because the run converts these copies to float32 (`widen_copies`).
     """
     model = settings.model
     frozen = {id(weight) for module in frozen_modules(model, settings) for weight in module.parameters()}
@@ -241,8 +241,8 @@ def compute_dtype(
     """The dtype in which a run computes matrix products.
 
     This is the 16-bit dtype of `trainer.precision` or of DeepSpeed's configuration. If neither sets a 16-bit dtype, a
-    run with DeepSpeed computes in float32, because DeepSpeed converts all weights to float32. Any other run then
-    computes in the dtype of the weights.
+    run with DeepSpeed computes in float32, because DeepSpeed converts all weights to float32. Without DeepSpeed, the
+    run then computes in the dtype of the weights.
 
     Args:
         settings: The policy's settings, which give the dtype of the weights.

@@ -1,7 +1,7 @@
 """The tokens between two turns of the policy, as the chat template writes them for messages of an environment.
 
-A conversation is one growing sequence of tokens. The policy's own text is never tokenized again, because it could then
-get different tokens. Only the messages that follow the policy's turn are rendered, after a placeholder turn of one word
+A conversation is one growing sequence of tokens. The policy's own text is never tokenized again, because that could
+give other tokens. Only the messages that follow the policy's turn are rendered, after a placeholder turn of one word
 (`MARK`). The text that the template writes after this word is tokenized and appended.
 """
 
@@ -52,8 +52,8 @@ class TurnTokens:
 
         Args:
             messages: The messages of the environment.
-            last_id: The last token of the policy's turn. If it is a stop token, the template's repetition of it is left
-                out.
+            last_id: The last token of the policy's turn. If this is a stop token that the template repeats, the
+                repetition is left out.
             settings: Arguments of the chat template.
             is_chat: False for a prompt that is plain text: the messages' texts are then appended without a template.
 
@@ -86,7 +86,7 @@ class TurnTokens:
         settings: Mapping[str, Any],
         where: str,
     ) -> tuple[list[int], ObservedImages]:
-        """Tokens that follow a turn of the policy, like `ids`, but for messages of a chat with images.
+        """Tokens that follow a turn of the policy: the same as `ids`, but for chat messages with images.
 
         Args:
             messages: The messages of the environment, with a part {"type": "image"} per image.
@@ -96,10 +96,10 @@ class TurnTokens:
             where: Name of the observation in errors.
 
         Returns:
-            The tokens, and the images. `ObservedImages` counts tokens from the first token of the observation.
+            The tokens, and the images. Places in `ObservedImages` are counted from the first token of the observation.
 
         Raises:
-            ValueError: If the chat template or the processor cannot take the messages or images.
+            ValueError: If the chat template cannot render the messages, or the processor refuses the images.
         """
         assert self.encoder is not None
         merged = [

@@ -171,7 +171,7 @@ class PlacedPrompts(NamedTuple):
 
 
 def place(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: VisionInputs | None) -> PlacedPrompts:
-    """Compute positions, without counting padding (see `text_positions`); image tokens get the model's own positions.
+    """Compute positions that do not count padding (see `text_positions`); image tokens get the model's own positions.
 
     Args:
         model: The policy.
@@ -207,7 +207,7 @@ def place(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: Vis
 
 
 def extend_vision(prompt: PromptVision, more_ids: Sequence[int], length: int) -> PromptVision:
-    """The vision inputs of a prompt together with the text that continues it in a conversation.
+    """Extend the vision inputs of a prompt to the text that follows the prompt in a conversation.
 
     Args:
         prompt: Vision inputs of the prompt.

@@ -1,8 +1,9 @@
 """The card of an exported model: a README.md in the format of the Hugging Face Hub.
 
 The front matter has the base model, the data sets, the library, the task and the results on held-out prompts. The hub
-uses it to find and link models. The text has what a reader needs to judge and repeat the run: settings, rewards, data,
-results before and after training, the learning curves and versions. All of it comes from the files of the run.
+uses the front matter to find and link models. The text has what a reader needs to judge and repeat the run: settings,
+rewards, data, results before and after training, learning curves, and versions. All of it comes from the files of the
+run.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ SECTIONS = ("trainer.callbacks", "data.prepare")
 
 
 def write_card(folder: Path, run: Path | None, *, policy: str, is_adapter: bool, is_multimodal: bool) -> Path:
-    """Write the README.md of an exported model, and copy the picture of its learning curves next to it.
+    """Write the README.md of an exported model, and copy the picture of the learning curves into the model's folder.
 
     Args:
         folder: Folder of the model.
-        run: Folder of the run; None if the checkpoint is not in the folder of a run. The card then names the base model
-            only.
+        run: Folder of the run. If the checkpoint is not in the folder of a run, this is None, and the card names only
+            the base model.
         policy: Name or folder of the policy before training.
         is_adapter: Whether the folder holds an adapter for peft.
         is_multimodal: Whether the model is a vision-language model.

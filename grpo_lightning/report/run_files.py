@@ -1,7 +1,7 @@
-"""Reads the files of a run into the data of a report: metrics, completions, tokens, settings and results.
+"""Read the files of a run into the data of a report: metrics, completions, tokens, settings and results.
 
-A run may still be writing its files, or may have been killed: an incomplete last line is left out, and a missing file
-only leaves its part of the report empty.
+A run may still be writing its files, or may have been killed. Therefore an incomplete last line is left out, and a
+missing file leaves only its part of the report empty.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ FIELDS = frozenset(
         *("length", "finish_reason", "turns", "reward", "rewards", "advantage", "images", "boxes"),
     }
 )
-"""Fields of a line of `completions.jsonl` that have a separate place in the report; all other fields are extra
-columns."""
+"""Fields of `completions.jsonl` with a place of their own in the report; all other fields are extra columns."""
 
 
 def find_run(path: Path) -> Path:
@@ -71,12 +70,12 @@ def find_run(path: Path) -> Path:
 
 
 def read_run(folder: Path, *, max_completions: int = 20_000) -> dict[str, Any]:
-    """Read a run into JSON types (see `report.html` for their use).
+    """Read the files of a run into the data that `report.html` shows, in JSON types.
 
     Args:
         folder: Folder of the run.
-        max_completions: Maximum number of completions with their texts. If the run has more completions, the report
-            shows only every n-th rollout, with the smallest n that suffices. The histograms count all completions.
+        max_completions: Maximum number of completions that the report shows. If the run has more, the report shows only
+            every n-th rollout, with the smallest n that suffices. The histograms count all completions.
     """
     record = read_json(folder / "run.json")
     metrics = read_metrics(folder / "metrics.csv")
@@ -385,7 +384,7 @@ def read_tokens(path: Path, lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def read_images(lines: Sequence[Line]) -> dict[str, str]:
-    """Make thumbnails of the prompts' images: `data:` URIs by the name of the image.
+    """Make thumbnails of the prompts' images: `data:` URIs by image name.
 
     If there are more than `MAX_IMAGES` images, only every n-th image is read, so that at most `MAX_IMAGES` remain.
     Images that are not files, or cannot be read any more, are left out. For each of them, the report shows an empty

@@ -90,9 +90,9 @@ class Accuracy(AnswerReward):
     several answers ("3 and 4", or one per line). A completion is not scorable if the ground truth cannot be parsed as
     mathematics, or if the comparison fails or times out; a warning is then logged.
 
-    math-verify (install the extra `math`) runs in a separate process, so the reward can be called from any thread.
-    If four comparisons with the same ground truth fail or time out in one call, this call compares no further answers
-    with that ground truth. The completions with these answers are not scorable. This rule bounds the time of the call.
+    math-verify (install the extra `math`) runs in a separate process, so the reward can be called from any thread. If
+    four comparisons with the same ground truth fail or time out in one call, this call compares no further answers with
+    that ground truth, and completions with further answers are not scorable. This rule bounds the time of the call.
 
     Args:
         answer_column: The data column with the ground truth, text or a number. If the text has a part after `####`,
@@ -177,9 +177,9 @@ class UndecidedError(RuntimeError):
 
 
 class Comparison(Reward):
-    """Compares two expressions; it is a `Reward`, so that a `WorkerPool` can run it.
+    """Comparison of two expressions, in the form of a `Reward`, so that a `WorkerPool` can run it.
 
-    Importing math-verify is slow, so only a call imports it.
+    math-verify is imported only when the reward is called, because the import is slow.
     """
 
     def __reduce__(self) -> Any:
@@ -237,7 +237,7 @@ def start_comparing() -> WorkerPool:
 
 
 def compare(gold: str, answer: str, timeout_seconds: float) -> bool | None:
-    """Compare an answer with the ground truth, within a time limit, from any thread.
+    """Compare an answer with the ground truth, within a time limit; may be called from any thread.
 
     Args:
         gold: The ground truth.
@@ -260,10 +260,10 @@ def compare(gold: str, answer: str, timeout_seconds: float) -> bool | None:
 
 
 def parse_short(text: str) -> list[Any]:
-    r"""Parse a short answer into its possible expressions; empty if it is not mathematics.
+    r"""Parse a short answer into its possible expressions; an empty list if it is not mathematics.
 
-    A formula without delimiters is put between `$`. Otherwise, `math_verify` would parse both `2\pi` and `(1, 2)` as
-    the number 2.
+    A formula without delimiters is put between `$` signs. Otherwise, `math_verify` would parse both `2\pi` and `(1, 2)`
+    as the number 2.
     """
     from math_verify import parse
 

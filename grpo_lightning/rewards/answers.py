@@ -18,7 +18,7 @@ _UNSPACED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
     "\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"  # Chinese, Japanese, Korean
 )
-"""Letters of scripts without spaces between words, or between words and numbers, for use in `[...]` of a pattern."""
+"""Letters of scripts that put no spaces between words, or none between words and numbers; for `[...]` in patterns."""
 
 _FULL_WIDTH = str.maketrans(
     {0xFF01 + place: chr(0x21 + place) for place in range(94)} | {"\u3000": " ", "\u3001": ",", "\u3002": "."}
@@ -66,7 +66,8 @@ def between_answer_tags(text: str) -> str | None:
 def after_reasoning(text: str) -> str:
     """The text after the last `</think>`.
 
-    Without `<think>` and `</think>`, it is the whole text. If `<think>` is never closed (truncated), it is empty.
+    Without `<think>` and `</think>`, the result is the whole text. If `<think>` is never closed (truncated), the result
+    is empty.
     """
     _, closing, rest = text.rpartition("</think>")
     return "" if not closing and "<think>" in text else rest
@@ -204,7 +205,7 @@ def given_answer(text: str) -> str:
 
 
 def gold_answer(answer: Any, column: str) -> str:
-    r"""Extract the ground-truth answer of a data row: after `####`, between answer tags, in `\boxed{}`, or all of it.
+    r"""Extract a row's ground-truth answer: after `####`, between answer tags, in `\boxed{}`, or the value's full text.
 
     Args:
         answer: The value of the column.
@@ -242,9 +243,9 @@ def normalize(text: str) -> str:
 
 
 def amount(text: str) -> str:
-    r"""Remove the currency symbol and digit separators of a number: "€72" is "72", "10 000" and `10\,000` are "10000".
+    r"""Remove the currency symbol and digit separators of a number.
 
-    Any other text is returned unchanged.
+    "€72" becomes "72"; "10 000" and `10\,000` become "10000". Any other text is returned unchanged.
     """
     found = _AMOUNT.fullmatch(text)
     if found is None or (found[1] and found[2]):
@@ -323,8 +324,8 @@ def choice(text: str) -> str | None:
     3. the marked letter at the start of the text ("B) because", "A, because I ..."); if other letters have the same
        mark ("(A) 1 (B) 2"), the result is None;
     4. the letters that are marked ("(B)") or called an option; if they are different letters, the result is None;
-    5. the capital letters, except "I", that are separate words; if they are different letters, or if one of them may
-       be the article ("A" before a word in small letters, as in "A cat"), the result is None.
+    5. the capital letters, except "I", that are separate words; if they are different letters, or if one of them may be
+       the article ("A" before a lowercase word, as in "A cat"), the result is None.
 
     If another letter directly follows the letter of rule 2 or 3 ("A, B", "A or B"), the letters are a list, and the
     result is None. A letter that is called wrong ("not B", "B is wrong") is ignored.

@@ -23,8 +23,8 @@ and columns, this element is the value of the group: one prompt, one list of ima
 completions, token ids and finish reasons, the element is a list of G values. The reward returns one list of G values
 per group.
 
-For rewards of ms-swift, VLM-R1 and older versions of TRL, these arguments are passed too, if the data has no column of
-the same name:
+For rewards of ms-swift, VLM-R1 and older versions of TRL, the following arguments are passed too, if the data has no
+column of the same name:
 
 - `response_token_ids` and `completions_ids`: the same as `completion_ids`.
 - `messages`: the chat including the completion. If the prompt starts an assistant turn, the completion is merged into
@@ -41,8 +41,8 @@ the same name:
 A class derived from ms-swift's ORM gets the completions as its first argument, whatever the name of this argument is.
 
 For conversations (`model.environment`), the completion of a chat consists of all messages after the prompt, including
-the observations. The text of such a completion is the text of the policy's last turn. These arguments are passed too,
-if the data has no column of the same name:
+the observations. The text of such a completion is the text of the policy's last turn. The following arguments are
+passed too, if the data has no column of the same name:
 
 - `turns`: the turns of each conversation, as a list of `core.types.Turn`.
 - `environment_rewards`: the sum of the environment's rewards; None if the environment gave no reward.
@@ -135,9 +135,9 @@ class Reward(ABC):
     """True if the reward is called with whole groups."""
 
     says_solved: bool = False
-    """True if a value of 1 means that the completion solves its prompt. This holds for rewards that compare the
-    completion with the ground truth. Validation (`val/avg@G`) uses the first such reward, unless `validation.success`
-    names another."""
+    """True if a value of 1 means that the completion solves its prompt, as in rewards that compare the completion with
+    the ground truth. Validation (`val/avg@G`) uses the first reward for which this is True, unless
+    `validation.success` names another."""
 
     in_process: bool = False
     """True if the reward is called in the training process, once per batch. Set it for a reward that uses a device or
@@ -184,8 +184,8 @@ class Reward(ABC):
         must be fast and must not open files.
 
         Args:
-            columns: The row's data columns; a run also passes the row's prompt as `prompts`. For a column that is
-                missing here, the reward gets None when it is called.
+            columns: The row's data columns; a run also passes the row's prompt as `prompts`. If a column is missing
+                here, the reward gets None for it when it is called.
             image_sizes: One per image of the row.
 
         Raises:
@@ -281,13 +281,13 @@ class WeightedReward(Reward):
         weight: Factor in the total; with 0 the reward is only computed and logged.
         name: The name in logs; by default the function's name, or the class name in snake case.
         on_error: The effect of a failure. "raise" stops the run, "none" sets the affected values to None, and "value"
-            sets them to `error_value`. An invalid value affects one completion. With "none", this completion is then
-            not scorable. Any other failure affects all completions of the call. With "none", only the other rewards
-            then count for these completions.
+            sets them to `error_value`. An invalid value affects one completion; with "none", this completion is not
+            scorable. Any other failure affects all completions of the call; with "none", only the other rewards count
+            for them.
         error_value: The value of the affected completions after a failure; only with `on_error="value"`.
-        completions_as: "text" passes completions as strings and "messages" as message lists, whatever the form of the
-            prompt. "auto" uses the form of the prompt, except that classes derived from ms-swift's ORM or AsyncORM get
-            text.
+        completions_as: "text" passes completions as strings, and "messages" passes them as message lists, whatever the
+            form of the prompt. "auto" uses the form of the prompt, except that classes derived from ms-swift's ORM or
+            AsyncORM get text.
     """
 
     def __init__(
@@ -387,8 +387,8 @@ class WeightedReward(Reward):
     def has_prefetch(self) -> bool:
         """True if the wrapped reward overrides `Reward.prefetch`, and the override fits its `__call__`.
 
-        If a subclass overrides only `__call__`, its `__call__` may need different results from those that the inherited
-        `prefetch` fetches. The value is then False.
+        The value is False if a subclass overrides only `__call__`, because the override may need other results than the
+        inherited `prefetch` fetches.
         """
         inner = innermost(self.reward)
         if not isinstance(inner, Reward) or type(inner).prefetch is Reward.prefetch:

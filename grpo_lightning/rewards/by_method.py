@@ -47,7 +47,7 @@ _JUDGE = "llm"
 
 
 class Method(AnswerReward):
-    r"""Base class: compares the answer of each completion (`given_answer`) with the ground truth.
+    r"""Base class of rewards that compare the answer of a completion (`given_answer`) with the ground truth.
 
     Args:
         answer_column: The data column with the ground truth. If the text has a part between answer tags, after `####`
@@ -102,7 +102,7 @@ class AllMatch(Method):
 
 
 class Counting(Method):
-    """1 if the answer has exactly one number, which equals the number of the ground truth ("There are 3." is 3).
+    """1 if the only number in the answer equals the number of the ground truth ("There are 3." is 3).
 
     A row whose ground truth has no number, or several numbers, is not scorable. VLM-R1 scores counting with its
     `default` method: if the answer or the ground truth has no number, that method scores the similarity of the two
@@ -256,8 +256,8 @@ class ByMethod(Reward):
         """Score each row by its method. Args: completions: [B]. Returns: [B] values, awaitable if a method is async.
 
         Raises:
-            ValueError: If a row names an unknown method, a column is missing for a method, or a method returns the
-                wrong number of values.
+            ValueError: If a row names an unknown method, if a column that a method needs is missing, or if a method
+                returns the wrong number of values.
             ImportError: If a row names a method whose package is missing.
         """
         named = available.get(self.method_column) or [None] * len(completions)

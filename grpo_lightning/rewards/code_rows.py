@@ -11,9 +11,9 @@
 | HumanEval | `test`: `def check(candidate): ...`, and `entry_point` |
 
 A case is `{"type": "stdin_stdout", "input": ..., "output": ...}`. A case of the type `"function_call"` also has the
-function's name in `fn_name`. A case without a type is a call if it names a function. In LiveCodeBench, the key of the
-type is `testtype`, the types are `stdin` and `functional`, and the function's name is in the `metadata` of the case or
-of the row.
+function's name in `fn_name`. A case without a type is a function call if it names a function. In LiveCodeBench, the key
+of the type is `testtype`, the types are `stdin` and `functional`, and the function's name is in the `metadata` of the
+case or of the row.
 
 A column may also hold the JSON text of such an object or list.
 """
@@ -41,8 +41,7 @@ STDIN_TYPES = ("stdin_stdout", "stdin")
 CALL_TYPES = ("function_call", "functional", "call_based")
 
 _COMPRESSED = "eJ"
-"""The beginning of zlib's default format, in base64. Python code in this module's formats never starts with these
-characters."""
+"""The first characters of zlib's default format in base64. Python test code never starts with them."""
 
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][+-]?[0-9]+)?")
 """A number with a point or an exponent; integers are compared as text."""

@@ -3,7 +3,7 @@
 Programs are untrusted code. They run in a sandbox (`rewards/sandbox/`), in which the kernel refuses access to files,
 sockets and other processes. Programs cannot read the expected answers:
 
-- Standard output and returned values are compared with the expected ones in the reward's process.
+- The reward's process compares standard output and returned values with the expected ones.
 - Test code (`assert f(1) == 2`) runs in a separate process, and calls the program's functions through pipes. The
   returned values reach the test code as copies, which have builtin types only. Therefore a program cannot pass by
   patching `==` or a builtin, or by ending its process with status 0.
@@ -73,8 +73,8 @@ class CodeTests(Reward):
       by line.
     - Function call: the test passes if the program's function returns the expected value.
     - Test code (`assert f(1) == 2`): the test passes if the code raises nothing. The code can use the program's
-      functions and classes by name. Arguments and returned values are copied between the test's process and the
-      program's.
+      functions and classes by name. Arguments and returned values are copied between the process of the test and that
+      of the program.
 
     Each test runs in new processes, in a sandbox without access to the network or to other processes. The only files
     that can be read in the sandbox are the standard library, the system's shared libraries and three system files. The
@@ -91,9 +91,8 @@ class CodeTests(Reward):
             (LiveCodeBench), `[test_list]` (MBPP), `[test]` (HumanEval). A column without a value is skipped. If no
             column of `tests_columns` has a value, the row is not scorable.
         setup_column: The data column with code to run before the test code: `test_setup_code` or `test_imports` (MBPP).
-        entry_point_column: The data column with the name of a function. A function named in the column `entry_point`
-            (HumanEval) is passed to `check`. A function named in the column `metadata` (LiveCodeBench) is called by the
-            tests.
+        entry_point_column: The data column with the name of a function: `entry_point` (HumanEval), with a function that
+            is passed to `check`, or `metadata` (LiveCodeBench), with a function that the tests call.
         score: "fraction" is the fraction of the tests that pass. "all" is 1 if all tests pass, else 0.
         max_tests: Run only the first `max_tests` tests of a row; null runs all tests.
         timeout_seconds: Time limit of a test in wall time. After the first test that exceeds it, the remaining tests of
@@ -170,8 +169,8 @@ class CodeTests(Reward):
             columns: [B] values of each data column.
 
         Returns:
-            [B] values, 0 to 1; None where the row has no tests, or where test code passes the program an argument that
-            cannot be copied.
+            [B] values, 0 to 1; None where the row has no tests, or where test code calls the program with an argument
+            that cannot be copied.
 
         Raises:
             ValueError: If a row's tests are in no known format.
@@ -313,9 +312,9 @@ def python_program(text: str) -> str | None:
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
     """The closed fenced blocks of a text: language in lower case, and content.
 
-    An opening fence is at the start of a line, or after a tag or colon (`<answer>```python`). A closing fence
-    is at the start of a line, and a tag may follow it. If the opening fence and all lines of the content are
-    indented, as in a list, the indentation of the fence is removed.
+    An opening fence is at the start of a line, or after a tag or colon (`<answer>```python`). A closing fence is at the
+    start of a line, and a tag may follow it. If the opening fence and all lines of the content are indented, as in a
+    list, the indentation of the fence is removed from the content.
     """
     blocks: list[tuple[str, str]] = []
     language, fence, indent = "", "", ""

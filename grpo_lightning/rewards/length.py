@@ -99,7 +99,7 @@ class SoftOverlong(Reward):
 
 
 class Cosine(Reward):
-    """Cosine-scaled length reward: short correct answers earn more, long wrong ones are penalized less.
+    """Cosine-scaled length reward: short correct answers earn more, and long wrong answers are penalized less.
 
         r = end + (start - end) * (1 + cos(pi * min(t, T) / T)) / 2        t tokens, T = max_len
 

@@ -62,7 +62,7 @@ class Queries:
 
 
 class LLMJudge(AnswerReward):
-    r"""The score from 0 to 1 that a language model, the judge, gives an answer (VLM-R1's method `llm`).
+    r"""The score from 0 to 1 that a language model (the judge) gives to an answer (VLM-R1's method `llm`).
 
     The judge gets the question (the text of the prompt's last turn), the ground truth and the answer of the completion.
     The answer is the content of the last `<answer>...</answer>`. Without these tags, it is the content of the last
@@ -77,8 +77,8 @@ class LLMJudge(AnswerReward):
 
     Args:
         model: The name of the model at the endpoint.
-        base_url: The endpoint, such as `http://localhost:8000/v1`. With None, it is the value of the environment
-            variable `OPENAI_BASE_URL` or, if this variable is not set, OpenAI's endpoint.
+        base_url: The endpoint, such as `http://localhost:8000/v1`. None uses the value of the environment variable
+            `OPENAI_BASE_URL` or, if this variable is not set, OpenAI's endpoint.
         api_key_env: The environment variable with the API key. It may be unset for your own endpoint.
         answer_column: The data column with the ground truth (see `Method`). A row without ground truth is not scorable.
         prompt: The prompt for the judge. In it, `{question}`, `{right}` (the ground truth) and `{given}` (the answer)

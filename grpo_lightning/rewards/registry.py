@@ -1,4 +1,4 @@
-"""Reward registry: look up a built-in reward, or one that an installed package registers, by its short name.
+"""Reward registry: find rewards by short name, both built-in rewards and those that installed packages register.
 
 A package registers a reward with an entry point of the group `grpo_lightning.rewards` in its `pyproject.toml`:
 

@@ -30,7 +30,7 @@ KIND = "ForSequenceClassification"
 
 
 class Classifier:
-    """A sequence classifier, given by name or in memory: loads config, tokenizer and weights, and checks the config.
+    """Loader of a sequence classifier that is given by name or in memory; also checks the classifier's config.
 
     Args:
         model: As in `RewardModel`.
@@ -145,7 +145,7 @@ class RewardModel(Reward):
 
     Padding does not change scores: a sequence gets the same score in a batch as alone. Transformers reads the score at
     the last token that is not `pad_token_id` of the model's config, so sequences are padded with that id. If the config
-    has no `pad_token_id`, an id that occurs in none of the sequences takes its place. The pad token and padding side of
+    has no `pad_token_id`, an id that occurs in none of the sequences is used instead. The pad token and padding side of
     the tokenizer do not matter. Equal sequences are scored once.
 
     A sequence that is too long for the model is not truncated: its completion is not scorable (None). A warning is
@@ -281,7 +281,7 @@ class RewardModel(Reward):
     ) -> list[float | None]:
         """Score completions. Args: prompts, completions: [B]. Returns: [B], None where a sequence is too long.
 
-        Outside of a run, the first call loads the model, onto the CPU unless `device` is set.
+        Outside of a run, the first call loads the model: onto the reward's `device` if it is set, else onto the CPU.
 
         Raises:
             ValueError: If a prompt has images, or is a chat that the tokenizer's template does not accept.

@@ -118,11 +118,11 @@ class RewardSet:
             reward.check(max_completion_length)
 
     def connect(self, device: torch.device, sharding: Sharding | None = None, num_local_ranks: int = 1) -> None:
-        """Start the workers, and call `Reward.connect`, in which the rewards load their models.
+        """Start the workers, and let the rewards load their models (`Reward.connect`).
 
         Args:
             device: The policy's device on this rank.
-            sharding: The sharding of the policy; the models of rewards are loaded without it.
+            sharding: The sharding of the policy; the models of rewards are loaded unsharded.
             num_local_ranks: Ranks on this machine.
         """
         self.pool.start(num_local_ranks)  # the workers start in the background while models load
@@ -145,9 +145,9 @@ class RewardSet:
 
             total[n, g] = sum over rewards r that apply to group n of weight[r] * value[r, n, g]
 
-        A reward applies to a group if the prompt does not exclude the reward and at least one completion has a value.
-        In such a group, a completion to which the reward gives no value is not scorable: its total is NaN. If no reward
-        applies to a group, all its totals are NaN. Rewards of weight 0 are ignored in these rules.
+        A reward applies to a group if the prompt does not exclude the reward, and the reward gives a value to at least
+        one completion. In such a group, a completion to which the reward gives no value is not scorable: its total is
+        NaN. If no reward applies to a group, all its totals are NaN. Rewards of weight 0 are ignored in these rules.
 
         Without groups (a rank without prompts), no reward is called.
 
@@ -185,9 +185,9 @@ class RewardSet:
 
         Inside the context, `early.start` starts the reward calls on a group that is already sampled. `begin` uses the
         results of these early calls if it is called with the same groups and arguments. Early calls whose results are
-        not used are cancelled at the end of the context. If no result is used, no early calls are started for later
-        batches. This happens, for example, if a subclass overrides `score_rewards` so that it does not call the
-        rewards, or changes the completions first.
+        not used are cancelled at the end of the context. If a batch uses none of the results, later batches start no
+        early calls. For example, the `score_rewards` of a subclass may not call the rewards, or may first change the
+        completions.
 
         Args:
             prompts: The N prompts of the batch.
@@ -243,8 +243,8 @@ log = logging.getLogger(__name__)
 def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> None:
     """Run `check_row` of every reward on the rows to which the reward applies.
 
-    If a reward cannot score a row and its `on_error` is not "raise", only a warning is logged. Each call of the reward
-    with such a row then fails.
+    If the `on_error` of a reward is not "raise", a row that the reward cannot score causes only a warning. Later, each
+    call of the reward with such a row fails.
 
     Args:
         prompts: The prompts. A row used for both training and validation counts once.
@@ -324,7 +324,7 @@ class Source:
 
 
 def sources_of(prompts: Iterable[Prompt]) -> list[Source]:
-    """Group prompts into sources, by dataset and by the rewards that apply, in order of appearance.
+    """Group prompts into sources, one per dataset and list of rewards that apply, in order of appearance.
 
     Raises:
         ValueError: If the rewards of a prompt are a string instead of a list of names.
@@ -347,8 +347,8 @@ def sources_of(prompts: Iterable[Prompt]) -> list[Source]:
 def check_sources(sources: Sequence[Source], rewards: Sequence[WeightedReward], weights: Mapping[str, float]) -> None:
     """Check that rewards and data match.
 
-    A reward may apply to several sources of which only some have a column. In rows of the other sources, the reward
-    then gets None for this column.
+    If only some of the sources to which a reward applies have a column, the reward gets None for this column in rows of
+    the other sources.
 
     Args:
         sources: The sources of the prompts.

@@ -2,8 +2,8 @@
 
 By default, a call gets the completions of one prompt. An async reward, or a reward with `in_process = True`, gets the
 whole batch in one call. A call runs in a worker process or in this process. Workers run several calls at a time, and a
-call that hangs or crashes does not affect other calls. Calls in workers start as soon as a group is sampled, while
-other groups of the batch are still being sampled (`EarlyCalls`).
+call that hangs or crashes does not affect other calls. A group's calls in workers start as soon as the group is
+sampled, while other groups of the batch are still being sampled (`EarlyCalls`).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from grpo_lightning.rewards.workers import Answer, WorkerPool, call_reward, desc
 logger = logging.getLogger(__name__)
 
 FAILURES = ("exception", "timeout", "crash", "wrong_length", "invalid_value", "not_scorable")
-"""Kinds of failures. In order: the call raised an error; the call timed out; the worker process of the call died; the
-call returned the wrong number of values; a value was NaN, infinite or not a number; a completion got no value although
-other completions of its group did. For each reward and kind, the affected completions are counted."""
+"""Kinds of failures, in this order: the call raised an error; the call timed out; the worker process of the call died;
+the call returned the wrong number of values; a value was NaN, infinite or not a number; a completion got no value
+although other completions of its group did. For each reward and kind, the affected completions are counted."""
 
 GRACE_SECONDS = 5.0
 """Time after the step's deadline in which workers may still report a timeout."""
@@ -121,10 +121,9 @@ def concatenate_scores(parts: Sequence[Scores]) -> Scores:
 class EarlyCalls:
     """Calls of rewards on sampled groups of a batch, while other groups of the batch are still being sampled.
 
-    Calls in workers start early. If the `Scoring` of the batch makes the same call, with the same reward, arguments and
-    seed, the `Scoring` takes over the result of the early call. A reward in the training process can start its slow
-    part early (`Reward.prefetch`). Results that no `Scoring` takes over are ignored, and so are the logs and failures
-    of their calls.
+    Calls in workers start early. When the batch is scored, `Scoring` uses the result of an early call if the reward,
+    the arguments and the seed are the same. Unused results are ignored, and so are the logs and failures of their
+    calls. A reward in the training process can start its slow part early (`Reward.prefetch`).
 
     Args:
         context: Arguments shared by all completions of the batch.
@@ -168,7 +167,7 @@ class EarlyCalls:
 class Scoring:
     """The calls of all rewards on a batch.
 
-    Calls in workers and async calls run in the background until `finish` waits for them.
+    Calls in workers and async calls run in the background; `finish` waits for them.
 
     Args:
         groups: N groups of G completions.
@@ -269,7 +268,7 @@ def weighted_total(values: Tensor, weights: Tensor) -> Tensor:
     """Weighted sum of the rewards that apply to each group.
 
     Args:
-        values: [R, N, G] values per reward; NaN stands for None.
+        values: [R, N, G] values per reward; NaN for None.
         weights: [R]; rewards of weight 0 are ignored.
 
     Returns:
@@ -314,7 +313,7 @@ class RewardCall:
         self._warnings: dict[str, list[str]] = {}
 
     def start_in_workers(self) -> bool:
-        """Submit one call per group to the workers, or take over an early call.
+        """Submit one call per group to the workers, or take over the group's early call.
 
         Returns:
             False if the reward must run in this process.

@@ -124,7 +124,7 @@ class Format(Reward):
 
 
 class ReactFormat(Reward):
-    """1 if the completion is `<think>...</think>`, then `Action:` and later `Action Input:`, else 0 (ms-swift).
+    """1 if the completion is `<think>...</think>`, followed by `Action:` and later `Action Input:`, else 0 (ms-swift).
 
     Only whitespace is allowed before `<think>` and between `</think>` and `Action:`.
 

@@ -98,8 +98,8 @@ class RewardWorkers:
     """Settings of the worker processes in which picklable sync rewards run."""
 
     num_workers: int | None = None
-    """Worker processes per rank. null uses one process per CPU core of the rank, but at least 2 and at most 8. 0 runs
-    all rewards in the training process, without time and memory limits."""
+    """Worker processes per rank. null uses one process per CPU core of the rank, but at least 2 and at most 8. With 0,
+    all rewards run in the training process, without time and memory limits."""
 
     timeout_seconds: float = 30.0
     """Time limit of one call: one reward on the completions of one prompt."""
@@ -280,9 +280,9 @@ class SentCall(NamedTuple):
 class WorkerPool:
     """Pool of worker processes that run rewards, under one supervisor process.
 
-    The supervisor starts on first use, and again if it was killed or `close` has stopped it. The supervisor and the
-    workers end with `close`, or when this object is deleted or this process ends. The pool is picklable; an unpickled
-    copy starts its own supervisor.
+    The supervisor starts on first use, and starts again on the next use if it was killed or stopped by `close`. The
+    supervisor and the workers end when `close` is called, when this object is deleted, or when this process ends. The
+    pool is picklable; an unpickled copy starts its own supervisor.
 
     Args:
         rewards: All rewards of the run. Rewards that cannot run in workers run in the training process.
@@ -420,7 +420,7 @@ class WorkerPool:
         seconds: float = math.inf,
         deadline: float = math.inf,
     ) -> Future[Answer]:
-        """Submit a call, or take over the call of `submit_early` with the same reward, arguments and seed.
+        """Submit a call, or take over a call from `submit_early` with the same reward, arguments and seed.
 
         Args:
             reward: A reward that runs in workers.

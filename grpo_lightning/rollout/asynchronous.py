@@ -79,7 +79,7 @@ class InFlight:
             self.requests.setdefault(prompt.key, deque()).append(Request(future, position, rollout_index))
 
     def forget(self, oldest: int) -> None:
-        """Forget requests from before rollout `oldest`.
+        """Forget requests that were made before rollout `oldest`.
 
         The data loader has skipped their prompts, for example because `limit_train_batches` ended the epoch.
         """
@@ -120,8 +120,8 @@ class InFlight:
     def take(self, prompts: Sequence[Prompt], progress: Progress | None = None) -> list[Group | None]:
         """Wait until nothing is sampled in the background, and take the groups of N prompts.
 
-        Collective: every rank must call it. If sampling has failed on any rank, all ranks log a warning. All prompts
-        that were requested together with the failed ones are forgotten.
+        Collective: every rank must call it. If sampling a prompt has failed, the prompts that were requested together
+        with it are forgotten, and all ranks log a warning.
 
         Args:
             prompts: N prompts.

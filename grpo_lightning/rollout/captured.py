@@ -110,7 +110,8 @@ class CapturedSteps:
 class CudaCapture:
     """The `Capture` of CUDA.
 
-    All graphs share one memory pool. Only the newest graph may be in use: the next graph overwrites its memory.
+    All graphs share one memory pool. Only the newest graph may be used, because a new graph overwrites the memory of
+    older graphs.
     """
 
     def __init__(self, device: torch.device) -> None:

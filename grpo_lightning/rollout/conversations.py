@@ -3,8 +3,8 @@
 In a round, one call of the engine samples the next turn of every open conversation. A conversation is open until it
 ends. As soon as a conversation's turn has been sampled, its environment is called, even if other turns are still being
 sampled. The environment's observation is appended as tokens, and the next round continues the sequence. The first round
-samples G completions per prompt, as a run without an environment does: each prompt is computed once, and the seeds are
-the same.
+samples G completions per prompt, as in a run without an environment: each prompt is computed only once, and the seeds
+are the same as in such a run.
 
 An engine whose method `generate` has an argument `turns` can keep the keys and values of a conversation between its
 turns.
@@ -72,7 +72,7 @@ class ConversationSettings:
 
     max_turn_length: int | None = None
     """Tokens after which a turn of the policy is truncated. Null sets no limit per turn. The limit of the whole
-    completion (`sampling.max_completion_length`) always applies, and also counts the tokens of observations."""
+    completion (`sampling.max_completion_length`) always applies, and includes the tokens of observations."""
 
     max_observation_length: int = 1024
     """Tokens to which the text of an observation is cut. Images are never cut, and their tokens do not count here. The
@@ -89,8 +89,8 @@ class ConversationSettings:
 
     turn_credit: float = 0.0
     """Weight c of the credit of turns: A[i, t] = A[i] + c * credit[i, k] for the tokens t of the k-th turn. A[i] is the
-    advantage of the completion. credit[i, k] compares the environment's rewards for this turn and later turns with
-    those of the other conversations of the group (`functional.turn_credits`). With c = 0, all turns have the same
+    advantage of the completion. credit[i, k] compares the environment's rewards for this turn and later turns with its
+    rewards in the other conversations of the group (`functional.turn_credits`). With c = 0, all turns have the same
     advantage. If the environment's rewards should count only in the credit, leave out the reward
     `EnvironmentReward`."""
 
@@ -311,10 +311,10 @@ class Conversations:
     def with_observation(self, prompt: Prompt, observation: Any) -> Prompt:
         """Append a first observation to a prompt.
 
-        In a chat, an observation that is a text is appended to the last message if this is a user message. Otherwise,
-        the text becomes a new user message. An observation that consists of messages is appended to the chat. If the
-        prompt is plain text, the text of the observation is appended to it. The texts of the observation are cut like
-        those of later observations, and special tokens that are spelled out in them are escaped.
+        If the prompt is a chat that ends with a user message, a text observation is appended to this message. In other
+        chats, the text becomes a new user message. An observation that consists of messages is appended to the chat. If
+        the prompt is plain text, the text of the observation is appended to it. The texts of the observation are cut
+        like those of later observations, and special tokens that are spelled out in them are escaped.
         """
         if observation is None or observation == "":
             return prompt

@@ -110,7 +110,8 @@ def resample(
         teams: The ranks that share groups; None if no group is shared.
 
     Returns:
-        The rollout of N groups, where each new group is in the row of the group that it replaces; and the counts.
+        The rollout of N groups, with each new group in the row of the group that it replaces; and the counts of dynamic
+        sampling.
     """
     teams = teams or Teams()
     is_idle = teams.broadcast(settings.is_idle(rollout, objective).tolist())

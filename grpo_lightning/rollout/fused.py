@@ -1,8 +1,8 @@
 """Kernel fusion on CUDA: `torch.compile` fuses the forty operations of `NextToken` into a few kernels.
 
 Sampling a token takes many small operations on the logits. A GPU finishes each of them faster than the host can launch
-the next one, so fewer kernels take less time. The operations run one by one in four cases: on other devices, in short
-rollouts (`LEAST_LENGTH`), after a failed compilation, and if the compiled kernels compute different numbers.
+the next one, so fewer kernels take less time. The operations run one by one on other devices, in short rollouts
+(`LEAST_LENGTH`), and once a compilation has failed or compiled kernels have computed different numbers.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ LEAST_LENGTH = 32
 settings."""
 
 OTHER_TOKENS = 0.01
-"""Largest accepted share of rows for which the fused and the separate operations sample different tokens. A single
-different row is always accepted. Tokens may differ because kernels may round a cumulative probability differently: if
-the uniform number lies between the two rounded values, another token is sampled."""
+"""Largest accepted share of rows for which the fused and the separate operations sample different tokens. One such row
+is always accepted. Tokens may differ because kernels may round a cumulative probability differently: if the uniform
+number lies between the two rounded values, another token is sampled."""
 
 OTHER_NATS = 1e-3
 """Largest accepted difference between the results of fused and separate operations, in nats. Entropies are compared in
@@ -65,7 +65,7 @@ def cached_sampler(settings: TokenSettings, vocabulary: int, device: torch.devic
 
 
 class FusedSampler:
-    """`NextToken` compiled by `torch.compile`; the results of its first call are compared with the uncompiled ones.
+    """`NextToken` compiled by `torch.compile`; its first results are compared with those of the uncompiled `NextToken`.
 
     The numbers of rows and of seen ids may change without another compilation; a batch of one row is compiled
     separately.
@@ -110,9 +110,9 @@ class FusedSampler:
 def compile_sampler(sampler: NextToken) -> SampleToken:
     """Compile `NextToken` for any number of rows.
 
-    `torch.compile` limits the number of compilations per code object. Numbers that differ between two compilations of
-    the same code object become variables of the compiled code. So each call of this function compiles a separate copy
-    of the code. Different settings then count as different code objects.
+    `torch.compile` limits the number of compilations per code object. If a number differs between two compilations of a
+    code object, it also becomes a variable of the compiled code. To avoid both, each call of this function compiles a
+    new copy of the code object, so that different settings do not share one.
     """
     code = NextToken.__call__.__code__.replace(co_name=f"sample_token_{next(numbers)}")
     function = types.FunctionType(code, NextToken.__call__.__globals__)

@@ -57,15 +57,16 @@ from grpo_lightning.rollout.token_sampler import ChooseSampler, SampledTokens, T
 log = logging.getLogger(__name__)
 
 LOOK_INTERVAL = {"cpu": 1}
-"""Number of decoding steps after which the host checks which completions have ended, by device type; 16 on other types.
-Each check waits for the device. Tokens that are sampled after a completion's end, until the next check, are dropped."""
+"""Number of decoding steps after which the host checks which completions have ended, by device type; 16 for types not
+listed. Each check waits for the device. Tokens that are sampled after a completion's end, until the next check, are
+dropped."""
 
 CAPTURES: dict[str, Callable[[torch.device], Capture]] = {"cuda": CudaCapture}
 """For each device type that has graphs, the class that captures decoding steps."""
 
 LEAST_ENDED = {"cpu": 0.0}
-"""Fraction of the open rows that must have ended before the ended rows leave the batch, by device type; 0.25 on other
-types. On the other types, a step takes hardly longer with a few more rows, and every new number of rows needs different
+"""Fraction of the open rows that must have ended before the ended rows leave the batch, by device type; 0.25 for types
+not listed. On these types, a few more rows hardly slow down a step, and every new number of rows needs different
 kernels."""
 
 
@@ -87,8 +88,8 @@ class LocalEngine(RolloutEngine):
             completions of one prompt are decoded together even if G exceeds this number. If a rollout has more
             completions, a prompt waits until enough other completions have ended to make room for the prompt's G
             completions. If a model's completions cannot share the keys and values of their prompt, the engine decodes
-            in waves: prompts wait until all completions that are being decoded have ended. The completions do not
-            depend on this number. None decodes all completions at the same time.
+            in waves: prompts wait until all completions that are being decoded have ended. None decodes all completions
+            at the same time. `max_rows` does not change the completions.
         gather_for_generation: How sharded weights (FSDP2, ZeRO-3) are gathered for sampling. True gathers them once per
             rollout, which is fast, but every device must hold the full weights. False gathers each layer when it runs,
             at every token; all ranks then wait for the longest completion. "auto" gathers once unless the full
@@ -258,7 +259,7 @@ class LocalEngine(RolloutEngine):
 
     @contextlib.contextmanager
     def quick_steps(self, longest: int) -> Iterator[None]:
-        """Context in which decoding steps run from CUDA graphs and autocast casts weights once, if possible.
+        """Context in which, if possible, decoding steps run from CUDA graphs and autocast casts weights only once.
 
         Args:
             longest: `max_completion_length`. Short rollouts, such as the probe of a policy, are not worth a capture.
@@ -390,7 +391,7 @@ class LocalEngine(RolloutEngine):
             kept_states: Keeps the states of rows that leave.
 
         Returns:
-            The open rows, None if there are none; and the prompts that join.
+            The remaining open rows, or None if there are none; and the prompts that join.
         """
         num_ended = len(rows.start) - len(kept)
         if groups.on_group is not None and num_ended > rows.num_ended:
@@ -443,7 +444,7 @@ class LocalEngine(RolloutEngine):
             begun: Keys and values of the first columns, from earlier turns of conversations; None runs all columns.
 
         Raises:
-            LostCacheError: If the model did not store the prompts.
+            LostCacheError: If the model did not store the prompts in the cache.
         """
         prefilled = SamplingCache(config=text_config(self.policy))
         if begun is not None:
@@ -472,7 +473,7 @@ class LocalEngine(RolloutEngine):
         return prefilled, logits
 
     def prepare(self, wave: Wave) -> tuple[Tensor, Tensor, Tensor]:
-        """Make prompt ids [N, L], mask [N, L], and prompt index of each row [B].
+        """Make the prompt ids [N, L], their mask [N, L], and the prompt index of each row [B].
 
         If the wave has no prompts, these are the inputs of a dummy row.
         """
@@ -782,7 +783,7 @@ class SampledRows:
         return ends.any(1)
 
     def store(self, number: Tensor) -> None:
-        """Move the tokens of the kept steps to the rows, except tokens sampled after the completion had ended.
+        """Move the tokens in `steps` to the rows, except tokens sampled after the completion had ended.
 
         Args:
             number: [open rows] index of each open row among the rows of the rollout.
@@ -809,7 +810,7 @@ class SampledGroups:
     Args:
         size: Number of completions per prompt.
         build: Builds the completions of sampled rows.
-        on_group: Called with the index of a prompt among all prompts, and its completions.
+        on_group: Called with the index of a prompt among all prompts, and the completions of the prompt.
     """
 
     def __init__(
@@ -847,10 +848,9 @@ class KeptStates:
     """Keys and values of conversations, kept from the end of a turn to the beginning of the next one.
 
     The states kept for a conversation cover the prompt and all tokens of the conversation so far, except the last token
-    of its last turn. Afterwards, tokens at the end of this turn may be dropped. The next prompt therefore uses the kept
-    states only for its first tokens, up to the first token that differs from the kept ones. All rows of a wave run the
-    same number of new tokens, so that the rows stay left-padded. A row with fewer new tokens runs some of its old
-    tokens again.
+    of its last turn. The next prompt may lack tokens at the end of this turn, so it uses the kept states only up to the
+    first token that differs from the kept tokens. All rows of a wave run the same number of tokens, so that the rows
+    stay left-padded. A row with fewer new tokens than another row runs some of its kept tokens again.
 
     Args:
         turns: Numbers the conversations, and holds the kept states.
@@ -932,7 +932,7 @@ def check_unguided(sampling: SamplingParams) -> None:
 
 
 def copies_for_autocast(policy: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """The `linear_copies` in the dtype of the enabled autocast; empty without autocast.
+    """The `linear_copies` of the policy in the dtype of autocast; empty if autocast is not enabled.
 
     Autocast itself would make these copies again at every token, because Lightning has turned autocast's cache off. The
     result is also empty if the copies would take more than half of the free memory.

@@ -136,7 +136,7 @@ def log_distribution(processors: list[Processor], history: Tensor, logits: Tenso
 
 
 def row_products(one: Tensor, other: Tensor) -> Tensor:
-    """Dot product of each row of `one` and the same row of `other`: [rows], from two tensors [rows, V].
+    """Dot products of the rows of `one` [rows, V] with the same rows of `other` [rows, V]: [rows].
 
     `vecdot` does not allocate a tensor [rows, V] of products. But it calls a BLAS function, which `torch.compile` does
     not fuse with other operations. So compiled code multiplies and adds instead. Autocast is disabled, because it would
@@ -193,15 +193,15 @@ def first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor
 def next_below(numbers: Tensor) -> Tensor:
     """The largest number below each positive, normal number.
 
-    Numbers in [2^e, 2^(e+1)) have the spacing eps 2^e, and numbers just below 2^e have half this spacing. x - x eps / 2
-    is less than x, by at least half a spacing and by less than one spacing. So this result is rounded to the number
-    below x.
+    Floating-point numbers in [2^e, 2^(e+1)) have the spacing eps 2^e, and numbers just below 2^e have half this
+    spacing. For x in [2^e, 2^(e+1)), x - x eps / 2 is below x by at least half a spacing and by less than one spacing.
+    So the result is rounded to the number below x.
     """
     return numbers * (1 - torch.finfo(numbers.dtype).eps / 2)
 
 
 class Suppression:
-    """Suppresses tokens: slices suppressed ids off the end of logits [rows, V], and sets other suppressed ids to -inf.
+    """Suppresses tokens in logits [rows, V]: slices off those at the end, and sets the logits of the others to -inf.
 
     Args:
         never: Token ids that are never sampled, ascending.
@@ -263,7 +263,8 @@ def choose_unfused(settings: TokenSettings, vocabulary: int, device: torch.devic
 class Uniforms:
     """Uniform random numbers in [0, 1): one stream per prompt, G numbers per decoding step.
 
-    The numbers of a prompt do not depend on the maximum completion length, the device, or the step at which it joins.
+    The numbers of a prompt do not depend on the maximum completion length, the device, or the step at which the prompt
+    joins.
 
     Args:
         seeds: N seeds, one per prompt.

@@ -78,8 +78,8 @@ class Actor:
 
         Returns:
             This rank's micro-batches of all updates, and the numbers of trained tokens and completions in each update,
-            summed over all ranks. All ranks have the same number of micro-batches. Before the first forward pass, they
-            have to agree on the number of passes (`agree_on_chunks`).
+            summed over all ranks. All ranks have the same number of micro-batches. Before the first forward pass, the
+            ranks have to agree on the number of passes (`agree_on_chunks`).
         """
         size = len(groups[0].completions) if groups else 0
         micro_batches, counts = plan_over_ranks(

@@ -1,8 +1,8 @@
 """Save checkpoints that are complete and contain the state at the end of an optimizer step, and resume from them.
 
-This module replaces methods of the trainer and the strategy, because all ways of saving and loading go through these
-methods: the user's callbacks, `trainer.save_checkpoint` in a script, and strategies that do not use a `CheckpointIO`
-(DeepSpeed, FSDP2).
+This module replaces methods of the trainer and the strategy, because all checkpoints are saved and loaded through these
+methods, also those of the user's callbacks, of `trainer.save_checkpoint` in a script, and of strategies that do not use
+a `CheckpointIO` (DeepSpeed, FSDP2).
 """
 
 from __future__ import annotations
@@ -191,12 +191,12 @@ KEPT_ARGUMENTS = (
     "overlong_filter",
     "seed",
 )
-"""Arguments of the module that checkpoints contain, as plain values. Arguments that are functions or models have to be
-passed again when a checkpoint is loaded."""
+"""The module's arguments that are saved in checkpoints, as plain values. Arguments that are functions or models have to
+be passed again when a checkpoint is loaded."""
 
 
 def plain_settings(arguments: Mapping[str, Any], loader: PolicyLoader) -> dict[str, Any]:
-    """Return the module's arguments that a checkpoint contains, so that `load_from_checkpoint` does not need them.
+    """Return the module's arguments to save in checkpoints; `load_from_checkpoint` can then be called without them.
 
     All are plain values, so that the checkpoint can be loaded with `weights_only=True`. Rewards are not included. A
     policy that was passed as a model object is not included either.
@@ -230,8 +230,8 @@ def check_keys(names: Collection[str], known: Collection[str], trained: Sequence
         trained: Names of the module's trained weights.
 
     Raises:
-        RuntimeError: If trained weights are missing, or if the module does not have some of the checkpoint's weights.
-            The message names the first of these weights.
+        RuntimeError: If the checkpoint lacks trained weights, or has weights that the module does not have. The message
+            names the first of these weights.
     """
     if unknown := [name for name in names if name not in known]:
         raise RuntimeError(
@@ -282,7 +282,7 @@ def check_ranks(trainer: L.Trainer, path: Path) -> None:
 
     Raises:
         ValueError: If the checkpoint is a DeepSpeed folder that was saved by a different number of ranks and contains
-            no universal checkpoint. The message has the command that creates a universal checkpoint.
+            no universal checkpoint. The message contains the command that creates a universal checkpoint.
     """
     if not (path / "latest").is_file() or not can_read(trainer.strategy, "DeepSpeed") or is_universal(path):
         return

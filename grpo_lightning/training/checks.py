@@ -55,8 +55,8 @@ STEPS: dict[str, tuple[type, str]] = {
     "split_rollout": (Cycle, "a Cycle (add `return Cycle(...)`)"),
     "update": (Tensor, "the loss, a Tensor (add `return loss`)"),
 }
-"""For each step of the algorithm (a method of the module): the type that it returns, and the description of the
-required result in error messages."""
+"""For each step of the algorithm (a method of the module): the type that the method must return, and the description of
+the required result in error messages."""
 
 
 def checked_step(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -342,8 +342,8 @@ def check_validation_interval(trainer: L.Trainer) -> None:
     validation data. An interval that is a time may be longer than an epoch.
 
     Raises:
-        ValueError: If `val_check_interval` has more micro-steps than an epoch, or is a fraction of an epoch and the
-            loader has no length.
+        ValueError: If `val_check_interval` is a number of micro-steps that exceeds an epoch, or is a fraction of an
+            epoch and the loader has no length.
     """
     seconds = validation_seconds(trainer)
     every = 1.0 if seconds is not None else trainer.val_check_interval
@@ -458,7 +458,7 @@ def check_staleness(max_staleness: int, old_logprobs: str, rollout_correction: s
 
 
 def check_conversation(environment: Any, settings: Any, rewards: Sequence[WeightedReward]) -> None:
-    """Check that settings and rewards that need an environment have one.
+    """Check that there is an environment if settings or rewards need one.
 
     Args:
         environment: `model.environment`.
@@ -528,7 +528,7 @@ def check_asynchronous(
 def check_loader_teams(loader: Any, ranks_per_group: int) -> None:
     """Check that the training loader gives the same prompts to the ranks that share groups.
 
-    A loader of another type is not checked; `SharedGroups.collect` then compares the prompts.
+    Custom loaders are not checked here; `SharedGroups.collect` compares their prompts later.
 
     Raises:
         ValueError: If the number of ranks to which the loader gives each prompt is not `ranks_per_group`.

@@ -259,9 +259,9 @@ def check_readers(reward_set: RewardSet, metrics: Sequence[Any], loader: PolicyL
     """Check that rewards, metrics and callbacks agree on box coordinates, and that the policy's coordinates are known.
 
     Raises:
-        ValueError: If (a) a metric or callback reads the same ground-truth boxes as rewards, but its `gold_coordinates`
-            differ from those of all these rewards, or (b) a reward, metric or callback has to use the box coordinate
-            system of the policy's model family (`coordinates: auto`), but this coordinate system is not known.
+        ValueError: If a metric or callback reads the same column of ground-truth boxes as one or more rewards, but its
+            `gold_coordinates` differ from those of each of these rewards; or if a reward, metric or callback has
+            `coordinates: auto`, but the box coordinate system of the policy's model family is not known.
     """
     rewards, watchers = used_box_rewards(reward_set, trainer), box_readers(_watchers(metrics, trainer))
     for watcher in watchers:

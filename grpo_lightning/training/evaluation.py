@@ -39,14 +39,15 @@ class Validation:
 
     success: str | None = None
     """Name of the reward that decides whether a completion solves its prompt. Null selects the first reward that
-    compares completions with the row's ground truth (`Reward.says_solved`), or the first reward if none does."""
+    compares completions with the ground truth (`Reward.says_solved`). If no reward does this, null selects the first of
+    all rewards."""
 
     success_value: float = 1.0
     """Minimum value of the reward `success` for a completion to count as solved."""
 
     pass_at: list[int] = dataclasses.field(default_factory=list)
-    """Values of k for which pass@k is logged, each at most `num_generations`. An empty list logs pass@k only for k =
-    `num_generations`. If the list is empty and `num_generations` is 1, no pass@k is logged."""
+    """Values of k, each at most `num_generations`, for which pass@k is logged. If the list is empty, pass@k is logged
+    only for k = `num_generations`, or not at all if `num_generations` is 1."""
 
     confidence: float = 0.95
     """Confidence level of the intervals from `.../low` to `.../high` around avg@G and pass@k."""
@@ -167,21 +168,22 @@ def check_untaken(names: Iterable[str], others: Iterable[str]) -> None:
 
 
 class EvaluationTable(Metric):
-    """Stores the values of every completion of all ranks, so that batches of unequal sizes are averaged correctly.
+    """Stores rewards, length etc. of each completion, so that means over batches of unequal sizes are correct.
 
-    `compute` returns means over completions: `reward` (the weighted total), each reward by name, `length` (tokens) and
-    `truncated`. For conversations, it also returns `turns` (of the policy) and `environment_failures` (the fraction of
-    conversations in which a call of the environment failed). Completions that are not scorable are left out of mean
-    rewards. `compute` also returns means over prompts: `avg@G` and `pass@k`, with the bounds `/low` and `/high` of
-    their confidence intervals. The values of `validation.metrics` are included. If there are several data sources,
-    `compute` also returns all these values for each source (`source/<name>/...`). nan values are left out.
+    `compute` returns means over the completions of all ranks: `reward` (the weighted total), each reward by name,
+    `length` (tokens) and `truncated`. For conversations, it also returns `turns` (of the policy) and
+    `environment_failures` (the fraction of conversations in which a call of the environment failed). Mean rewards do
+    not include completions that are not scorable. `compute` also returns means over prompts, `avg@G` and `pass@k`, each
+    with the bounds of its confidence interval (`.../low` and `.../high`), and the values of `validation.metrics`. If
+    there are several data sources, `compute` also returns all these values for each source (`source/<name>/...`).
+    Values that are nan are left out.
 
     Args:
         rewards: Names of the rewards.
         num_generations: G, completions per prompt.
-        validation: Settings: when a completion counts as solved, the values of k for pass@k, and additional metrics.
+        validation: Determines when a completion counts as solved, the values of k for pass@k, and additional metrics.
         sources: Names of the data sources, in the same order on every rank.
-        success: Name of the reward that decides whether a completion counts as solved. It is used only if
+        success: Name of the reward that decides whether a completion counts as solved, used only if
             `validation.success` is None. If both are None, the first reward decides.
     """
 
@@ -321,7 +323,7 @@ def evaluation_tables(
 
 
 def numbers_of(tables: Sequence[Mapping[str, EvaluationTable]], stage: str) -> dict[str, float]:
-    """Metric values of tables by log key: `<stage>/...` for sampled, `<stage>/greedy/...` for greedy completions.
+    """Metric values by log key: `<stage>/...` for sampled completions, `<stage>/greedy/...` for greedy completions.
 
     Args:
         tables: Tables of each data loader. With several loaders, log keys start with `<stage>/loader_<index>/`.

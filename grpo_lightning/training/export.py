@@ -1,10 +1,10 @@
 """Export a checkpoint to a folder that transformers loads.
 
-A checkpoint contains only the trained weights. Frozen weights, config and tokenizer (for a multimodal policy, the
-processor) come from the policy before training. So the export first loads that policy, and then replaces the weights
-that the checkpoint contains. LoRA adapters are merged into the policy's weights, or written separately for peft. The
-export never quantizes the policy. Adapters that were trained on 4-bit or 8-bit weights are merged into the
-full-precision weights, which differ from the weights of the run by the quantization error.
+A checkpoint contains only the trained weights. Frozen weights, config and tokenizer (or processor, for a multimodal
+policy) come from the policy before training. So the export first loads that policy, and then loads the checkpoint's
+weights into it. LoRA adapters are merged into the policy's weights, or written separately for peft. The export never
+quantizes the policy. Adapters that were trained on 4-bit or 8-bit weights are merged into the full-precision weights,
+which differ from the weights of the run by the quantization error.
 """
 
 from __future__ import annotations
@@ -91,8 +91,7 @@ def export(
         dtype: Dtype of the exported weights. None keeps the dtype of the checkpoint's weights; if adapters are merged,
             None uses the dtype in which the run loaded the policy.
         adapter: Export only the adapters, as a folder for peft, instead of merging them into the policy.
-        fill_missing: If the checkpoint lacks weights, take these from the policy, even if they are not known to be
-            frozen.
+        fill_missing: Take all missing weights from the policy, even those that are not known to be frozen.
         force: Write into a folder that is not empty.
 
     Raises:
@@ -162,9 +161,10 @@ def check_target(folder: Path, *, force: bool) -> None:
 def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | None) -> PolicyLoader:
     """Make the loader of the policy before training.
 
-    The policy is the argument `policy`. If that is None, it is the policy that the checkpoint names, or else the policy
-    in the `config.yaml` of the checkpoint's run. The settings in `KEPT` (adapters, frozen layers, dtype, trusted code,
-    ...) always come from the run. The revision also comes from the run if `policy` is the name that the run used.
+    If the argument `policy` is None, the loader loads the policy that the checkpoint names or, if the checkpoint names
+    none, the policy in the `config.yaml` of the checkpoint's run. The settings in `KEPT` (adapters, frozen layers,
+    dtype, trusted code, ...) come from the run in any case. The revision also comes from the run if `policy` is the
+    name that the run used.
     """
     settings = dict(content.get("hyper_parameters") or {})
     if settings.get("policy") is None:
@@ -246,8 +246,8 @@ def load_trained_weights(
         Number of weights that are not in the checkpoint.
 
     Raises:
-        ValueError: If names or shapes do not match the model, if tied weights differ, or if trained weights are
-            missing.
+        ValueError: If names or shapes of weights do not match the model, if tied weights differ, or if trained weights
+            are missing.
     """
     own = model.state_dict()
     check_names_and_shapes(own, weights)

@@ -1,4 +1,4 @@
-"""Access to Lightning's private attributes, each in one function. Start here when upgrading Lightning.
+"""Functions that use Lightning's private attributes. Start here when you upgrade Lightning.
 
 In addition, `strategies.py` overrides private methods of Lightning's strategies.
 """
@@ -53,7 +53,7 @@ def validation_seconds(trainer: L.Trainer) -> float | None:
 
 @contextlib.contextmanager
 def clipping_unscaled(trainer: L.Trainer) -> Iterator[None]:
-    """Context in which Lightning clips the gradients of fused optimizers, if the loss is not scaled (bf16-mixed).
+    """Context in which Lightning can clip the gradients of fused optimizers, if the loss is not scaled (bf16-mixed).
 
     With mixed precision, Lightning refuses to clip the gradients of fused optimizers, because these optimizers unscale
     gradients only in their step, after clipping. In bf16-mixed there is no scaler, so nothing has to be unscaled.
@@ -111,10 +111,10 @@ def remember_saved_step(callback: ModelCheckpoint, step: int) -> None:
 def set_position(loops: dict[str, Any]) -> None:
     """Set Lightning's counters in a checkpoint to a position from which Lightning resumes exactly.
 
-    There are two such positions: after a micro-step inside an epoch, and before the first micro-step of an epoch.
-    Lightning itself writes counters that depend on the hook in which the checkpoint is saved. A checkpoint may be saved
-    at the end of an epoch, or when the run leaves an epoch early (`max_steps`, `should_stop`). Whether the epoch then
-    counts as done depends on `max_steps` and Lightning's version.
+    There are two kinds of such positions: after a micro-step inside an epoch, and before the first micro-step of an
+    epoch. Lightning itself writes counters that depend on the hook in which the checkpoint is saved. If a checkpoint is
+    saved at the end of an epoch, or when the run leaves an epoch early (`max_steps`, `should_stop`), it depends on
+    `max_steps` and on Lightning's version whether the epoch counts as done.
 
     Args:
         loops: State dict of the fit loop in a checkpoint, changed in place.
@@ -143,10 +143,9 @@ def restore_position(trainer: L.Trainer) -> None:
 
     If the checkpoint was saved at the end of an epoch, the run begins with the next epoch.
 
-    In two cases, Lightning does not restore the position, and the loader would silently start again at its first epoch.
-    The first case is a checkpoint that was saved between two epochs. The second case is a `configure_optimizers` that
-    reads the number of steps: Lightning then sets up the loader before it loads the state of the loops from the
-    checkpoint.
+    In two cases, Lightning itself does not restore the position, so the loader would silently start again at its first
+    epoch: if the checkpoint was saved between two epochs, and if `configure_optimizers` reads the number of steps. In
+    the second case, Lightning sets up the loader before it loads the state of the loops from the checkpoint.
     """
     loop: Any = trainer.fit_loop
     if isinstance(trainer.train_dataloader, PromptSource) and loop._combined_loader_states_to_load:
@@ -160,11 +159,11 @@ def restore_position(trainer: L.Trainer) -> None:
 
 
 def recount_batches(trainer: L.Trainer) -> None:
-    """Recompute the counts of micro-steps of a resumed run for its batch size, number of ranks and cycle length.
+    """Adapt the counts of micro-steps in a resumed run to this run's batch size, number of ranks and cycle length.
 
-    Lightning continues from the counts in the checkpoint. If these sizes differ in this run, Lightning would end the
-    epoch too early (with prompts left over) or too late. It would also look for the end of a cycle or of an
-    accumulation window at the wrong micro-step. The number of optimizer steps does not depend on these sizes.
+    Lightning continues from the counts in the checkpoint. If batch size, number of ranks or cycle length has changed,
+    Lightning would end the epoch too early (with prompts left over) or too late. It would also look for the end of a
+    cycle or of an accumulation window at the wrong micro-step. The count of optimizer steps needs no change.
     """
     loader = trainer.train_dataloader
     if not isinstance(loader, PromptSource) or loader.resume_from is None or loader.resumed_cycle is None:

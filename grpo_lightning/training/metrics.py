@@ -1,7 +1,7 @@
 """Metrics of an optimizer step, and the callbacks that log them.
 
-A metric is kept as a sum and a count, so that means over micro-batches and ranks of different sizes are correct. The
-module also counts optimizer steps in which all advantages are 0, and finds the likely reason.
+A metric is kept as a sum and a count, so that means are correct even if micro-batches or ranks have different numbers
+of items. The module also counts optimizer steps in which all advantages are 0, and finds the likely reason.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 Kind = Literal["mean", "sum", "min", "max", "slowest", "rate", "ess"]
 """How a metric is reduced over ranks. "mean" is a mean over the items of all ranks. "slowest" is a time in seconds:
 each rank sums its time over the step, and the largest of these sums is logged. "rate" is a total over all ranks divided
-by a "slowest" time. "ess" is an effective sample size of weights."""
+by a "slowest" time. "ess" is an effective sample size of importance weights."""
 
 OVER_RANKS: Mapping[Kind, Callable[[Iterable[float]], float]] = {
     "mean": sum,
@@ -100,14 +100,14 @@ class StepMetrics:
         tally.total = torch.maximum(torch.as_tensor(tally.total), largest)
 
     def add_effective_sample_size(self, name: str, weights: Tensor, mask: Tensor) -> None:
-        """Add importance weights, where the mask is True, to an effective sample size (Kish 1965), in (0, 1].
+        """Add importance weights to an effective sample size, a number in (0, 1] (Kish 1965).
 
             ESS = (sum of w)^2 / (n x sum of w^2)
 
         Args:
             name: Name of the metric.
             weights: Importance weights of any shape, none negative.
-            mask: Bool of the same shape.
+            mask: Bool of the same shape. Only the n weights where the mask is True are added.
         """
         tally = self.tallies.setdefault(name, Tally("ess", 0.0))
         kept = weights * mask
@@ -127,7 +127,7 @@ class StepMetrics:
     def pop(self) -> dict[str, float]:
         """Return the metrics since the last call, reduced over all ranks. Means without items are left out.
 
-        Collective: all ranks call it, and get the same values. Ranks may have different metrics.
+        Collective: all ranks call it, and get the same values. The ranks may have added different metrics.
         """
         own = {
             name: Tally(tally.kind, float(tally.total), float(tally.count), float(tally.squares), tally.per)
@@ -166,8 +166,8 @@ def values_of(tallies_by_rank: Sequence[Mapping[str, Tally]]) -> dict[str, float
 
 
 MOST_DIFFERENCE = 20.0
-"""Log-ratios are clamped to this absolute value in the effective sample size, so that their exponential stays
-finite."""
+"""Largest absolute value of a log-ratio in the effective sample size. Larger log-ratios are clamped, so that their
+exponentials stay finite."""
 
 
 def add_rollout(
@@ -178,11 +178,12 @@ def add_rollout(
     `policy/entropy` is the mean entropy of the policy per sampled token, at the time of sampling.
     `rollout/tokens_per_second` is the number of tokens that all ranks sampled, divided by `time/rollout` of the slowest
     rank. `rollout/length_stopped` is the mean length of the completions that were not truncated. `rollout/length` also
-    includes truncated completions, which would have become longer without the limit.
+    includes truncated completions, which would have become longer without the length limit.
 
-    With asynchronous rollouts, `rollout/staleness` is the mean number of rollouts that were trained on between sampling
-    a group and training on it. `time/rollout` is then the time that training waits for samples. The divisor of
-    `rollout/tokens_per_second` is then `time/sampling`, most of which passes in the background.
+    With asynchronous rollouts, `rollout/staleness` is also added: the number of rollouts that were trained on between
+    the sampling of a group and the training on it, averaged over groups. In this case, `time/rollout` is only the time
+    that training waits for samples, so `rollout/tokens_per_second` is divided by `time/sampling` instead, most of which
+    passes in the background.
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
@@ -237,7 +238,7 @@ def add_resampling(metrics: StepMetrics, done: Resampling, reason: str, warn_onc
     """Add dynamic-sampling counts, and warn if groups without a gradient remain after all rounds.
 
     Args:
-        metrics: Where the counts are added.
+        metrics: The metrics that the counts are added to.
         done: The counts.
         reason: Why all advantages of a group are 0 (`Objective.zero_advantage_reason`).
         warn_once: Warns once in a run.
@@ -302,16 +303,17 @@ def add_padding(metrics: StepMetrics, scorer: Scorer, micro_batches: Sequence[Mi
 def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -> None:
     """Add loss, KL, ratio and clip fractions of a micro-batch, over its trained tokens.
 
-    The KL to the reference and the fraction of selected tokens are means over all completions. All other means describe
-    the policy loss, to which completions with advantage 0 do not contribute. They are therefore means over the
-    completions whose advantage is not 0. Completions with advantage 0 are left out of the micro-batches only if no
+    The KL to the reference and the fraction of selected tokens are means over all completions. Completions with
+    advantage 0 do not contribute to the policy loss. All other means describe this loss, and are therefore means over
+    the completions whose advantage is not 0. Completions with advantage 0 are left out of the micro-batches only if no
     mean over all completions is logged (`GRPOLightningModule.split_rollout`).
 
     `policy/rollout_kl` is KL(engine || policy before the rollout's first update) in nats per token. It measures how
     much the distribution that the engine sampled from differs from the distribution that training computes.
-    `policy/rollout_difference_max` is the largest |difference| of the two log-probs of a token, in nats.
-    `policy/rollout_ess` is the effective sample size of the tokens' importance weights, as a fraction of the number of
-    tokens: 1 if engine and policy agree. A weight is the policy's probability of the token, divided by the engine's.
+    `policy/rollout_difference_max` is the largest absolute difference between the policy's and the engine's log-prob of
+    a token, in nats. The importance weight of a token is the policy's probability of the token, divided by the
+    engine's. `policy/rollout_ess` is the effective sample size of these weights, as a fraction of the number of tokens:
+    1 if engine and policy agree.
     """
     trained = batch.completion_mask
     in_loss = trained & (batch.token_advantages != 0)
@@ -349,7 +351,7 @@ def add_router_loss(metrics: StepMetrics, share: Tensor, largest: Tensor, *, ope
 
 
 def num_empty_updates(micro_batches: Sequence[MicroBatch], updates_per_rollout: int) -> int:
-    """Count a cycle's updates in which no trained token of any rank has a nonzero advantage.
+    """Count a cycle's updates in which all trained tokens, on all ranks, have advantage 0.
 
     Collective: all ranks call it.
     """
@@ -361,7 +363,7 @@ def num_empty_updates(micro_batches: Sequence[MicroBatch], updates_per_rollout: 
 def empty_reason(
     rollout: Rollout, objective: Objective, overlong_filter: OverlongFilter, max_completion_length: int
 ) -> str:
-    """The most likely reason why no trained token of a rollout has a nonzero advantage.
+    """The most likely reason why all trained tokens of a rollout have advantage 0.
 
     Collective: all ranks call it.
     """
@@ -398,7 +400,7 @@ class StepLog(L.Callback):
 
     The metrics of a rollout belong to the first optimizer step of its cycle, but Lightning passes metrics to the
     loggers only at every `log_every_n_steps`-th step. With two optimizer steps per rollout and an even
-    `log_every_n_steps`, the steps at which Lightning logs are never the first step of a cycle. So this callback sets
+    `log_every_n_steps`, Lightning would never log at the first step of a cycle. So this callback sets
     `trainer.log_every_n_steps` to 1 during the first step of each cycle, and to the user's value during all other
     steps. A value of 0, which turns logging off, is not changed.
     """

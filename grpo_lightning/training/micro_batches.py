@@ -1,9 +1,9 @@
 """Split a rollout into the micro-batches of its optimizer steps.
 
 A rollout of N groups becomes `updates x accumulate` micro-batches: `updates` optimizer steps of `accumulate`
-micro-batches each. The order of the data decides which completions belong to an update. How the completions of an
-update are distributed over its micro-batches affects only memory and padding, not the gradient: the loss is divided by
-the number of tokens or completions of the entire update.
+micro-batches each. The order of the data decides to which update a completion belongs. How the completions of an update
+are distributed over its micro-batches affects only memory and padding, not the gradient: the loss is divided by the
+number of tokens or completions of the entire update.
 """
 
 from __future__ import annotations
@@ -154,14 +154,14 @@ class CycleShape:
         return cycle
 
     def check_resumed(self, *, num_updates: int, num_iterations: int) -> None:
-        """Check that the pending cycle of a checkpoint has as many optimizer steps as a cycle of this run.
+        """Check that the pending cycle of a checkpoint has as many updates and epochs as a cycle of this run.
 
         Args:
             num_updates: `updates_per_rollout` of the checkpoint's run.
             num_iterations: `num_iterations` of the checkpoint's run.
 
         Raises:
-            ValueError: If one of the numbers differs.
+            ValueError: If one of the two numbers differs from this run's.
         """
         if (num_updates, num_iterations) != (self.updates_per_rollout, self.num_iterations):
             raise ValueError(
@@ -328,8 +328,8 @@ def plan_micro_batches(
         pad_id: Token id that fills up sequences. Any id works, because padding is masked.
         skip_zero_advantages: If true, completions with advantage 0 are left out of the micro-batches. The counts still
             include these completions.
-        share: The part of the rollout of all ranks that this rank has; None if `groups` is the complete rollout.
-        cost: Computes the cost of a micro-batch. The ways to split an update are compared by this cost. None uses
+        share: This rank's part of the rollout of all ranks; None if `groups` is the complete rollout.
+        cost: Computes the cost of a micro-batch, by which the ways to split an update are compared; None uses
             `padded_cost`.
 
     Returns:
@@ -367,7 +367,8 @@ def plan_over_ranks(
     """Split the rollout of all ranks into micro-batches. Collective: all ranks call it.
 
     Args:
-        groups: N groups of this rank, each with K completions: G, or fewer if several ranks share a group. N may be 0.
+        groups: N groups of this rank, each with K completions. N may be 0. K is the group size G, or less if several
+            ranks share a group.
         advantages: [N, K] advantages of the completions.
         teams: The ranks that share groups; None if no group is shared.
         **settings: Arguments of `plan_micro_batches`.
@@ -386,11 +387,11 @@ def plan_over_ranks(
 
 
 def agree_on_chunks(micro_batches: Sequence[MicroBatch], scorer: Scorer) -> None:
-    """Set the numbers of chunks of every micro-batch to the maximum over ranks. Collective: all ranks call it.
+    """Set each micro-batch's numbers of chunks to the maxima over ranks. Collective: all ranks call it.
 
-    Sharded weights are gathered by all ranks together, so all ranks must run equally many forward passes. Call this
-    function before the first pass over the micro-batches, even if they come from an overridden `split_rollout` or from
-    a checkpoint.
+    Sharded weights are gathered by all ranks together, so all ranks must run the same number of forward passes. Call
+    this function before the first pass over the micro-batches, even if they come from an overridden `split_rollout` or
+    from a checkpoint.
 
     Args:
         micro_batches: This rank's micro-batches.
@@ -487,9 +488,9 @@ def restore_observed(micro_batches: Sequence[MicroBatch], encoder: Encoder) -> N
 
 
 def find_prompts(micro_batches: Sequence[MicroBatch], prompts: Sequence[Prompt]) -> None:
-    """Point the micro-batches of a resumed cycle (`MicroBatch.groups`) to their prompts in the loader's batch.
+    """Set `MicroBatch.groups` in a resumed cycle to the indices of the prompts in the loader's batch.
 
-    The cycle may lack groups of that batch or have them in another order, so prompts are found by `Prompt.key`.
+    The cycle may lack groups of this batch, or contain them in another order, so the prompts are found by `Prompt.key`.
 
     Raises:
         ValueError: If the loader's batch lacks a prompt of the cycle.
@@ -545,17 +546,17 @@ RowsCost = Callable[[list[CompletionRow]], float]
 def split_update(rows: list[CompletionRow], parts: int, cost: RowsCost | None = None) -> list[list[CompletionRow]]:
     """Split one update's completions into `parts` micro-batches of about equal cost, the most expensive first.
 
-    The function puts the completions into three orders, cuts each order into parts of balanced size, and returns the
-    best of these splits. The orders are:
+    The function puts the completions into three orders, cuts each order into parts of balanced size in two ways, and
+    returns the best of these splits. The orders are:
 
     - whole groups: the policy processes each prompt once. This order is used only if there are at least as many groups
       as micro-batches.
     - completions in the order of their groups: at most one prompt per cut is processed twice.
     - completions in the order of their lengths: less padding, but many prompts are processed several times.
 
-    Each order is balanced twice. The first time, the size of a part is its number of tokens without padding, because
-    the scorer's chunks (`AutoChunks`) contain little padding. The second time, it is the number of tokens with all
-    completions padded to the longest, as in a single forward pass. The best split has the smallest
+    The two ways measure the size of a part differently. In the first, the size is the number of tokens without padding,
+    because the scorer's chunks (`AutoChunks`) contain little padding. In the second, the size is the number of tokens
+    with all completions padded to the longest, as in a single forward pass. The best split has the smallest
 
         sum over micro-batches of cost + parts * largest cost
 
@@ -566,8 +567,8 @@ def split_update(rows: list[CompletionRow], parts: int, cost: RowsCost | None = 
         rows: The completions of an update.
         parts: Number of micro-batches. This number affects only memory and time, not the gradient.
         cost: Computes the cost of a micro-batch, by which splits are compared (`Scorer.cost`); None uses `padded_cost`.
-            The ranks need not choose the same split: all have `parts` micro-batches, and micro-batches of the same
-            index have similar costs.
+            The ranks need not choose the same split: every rank has `parts` micro-batches, and micro-batches of the
+            same index have similar costs.
     """
     if parts == 1:
         return [rows]

@@ -1,6 +1,6 @@
-"""Redistribute a pending cycle over a different number of ranks, after a checkpoint was saved inside the cycle.
+"""Redistribute the pending cycle of a checkpoint over a different number of ranks.
 
-The completions of the rollout are assigned to ranks as in a run that began with the new number of ranks, see `Teams`:
+The completions of the rollout are assigned to ranks as in a run that began with the new number of ranks (see `Teams`):
 
     group g belongs to team g mod (W / R);   completion c of the group belongs to member c mod R
 
@@ -56,7 +56,7 @@ class SavedRow(CompletionRow):
 
 
 def saved_share(rank: int, world_size: int, ranks_per_group: int) -> dict[str, int]:
-    """Describe the part of a rollout that a rank has, as entries of the rank's saved cycle.
+    """Make the entries of a rank's saved cycle that describe the rank's part of the rollout.
 
     The i-th group of the rank has index `first_group + i * group_step` among the groups of all ranks. Within a group,
     the i-th completion of the rank has index `first_completion + i * completion_step`.
@@ -70,10 +70,11 @@ def saved_share(rank: int, world_size: int, ranks_per_group: int) -> dict[str, i
 
 
 def redistribute(saved: Sequence[Mapping[str, Any]], shape: CycleShape, *, teams: Teams, pad_id: int) -> Cycle:
-    """Divide a pending cycle again, for this run's number of ranks and micro-batches.
+    """Redistribute a pending cycle for this run's numbers of ranks and micro-batches.
 
     Args:
-        saved: The saved cycle of every rank of the checkpoint: `Cycle.state_dict`, with `saved_share`.
+        saved: The cycles that the ranks of the checkpoint's run saved: each is a `Cycle.state_dict` with the entries of
+            `saved_share`.
         shape: Number of updates and micro-batches of a cycle in this run.
         teams: This run's ranks.
         pad_id: Token id that fills up sequences. Any id works, because padding is masked.

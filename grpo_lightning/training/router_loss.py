@@ -6,11 +6,11 @@ f[e] is the fraction of tokens that are sent to expert e, and P[e] is the mean r
 (`functional.routing.load_balancing_loss`). Both are means over all tokens of the optimizer step, in all micro-batches,
 chunks and ranks; a prompt counts once per completion.
 
-P is a sum over tokens, so it can be accumulated over micro-batches. f cannot be accumulated in the same way, because
-the gradient of the first micro-batch already depends on the f of the entire step. Therefore, before the step, all
+The loss is linear in P, so each micro-batch adds a share of the loss, computed with f and with the router probabilities
+of its own tokens. But already the first share needs the f of the entire step. Therefore, before the step, all
 micro-batches except the first run through the policy in an additional pass without gradients. The first micro-batch's
-forward pass with gradients then completes f. A step of one micro-batch needs no additional pass. The additional pass
-has no adapter dropout (`policy.lora.dropout`), so f is only approximate if the adapters have dropout.
+forward pass with gradients then completes f. A step with only one micro-batch needs no additional pass. The additional
+pass runs without adapter dropout (`policy.lora.dropout`), so f is only approximate if the adapters have dropout.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class RouterLoss:
-    """Computes the micro-batches' shares of an optimizer step's load-balancing loss.
+    """Computes each micro-batch's share of the load-balancing loss of an optimizer step.
 
     Args:
         routers: The policy's routers.
@@ -58,17 +58,18 @@ class RouterLoss:
         """Begin an optimizer step.
 
         Args:
-            others: Loads of this rank's micro-batches of the step, without the first micro-batch.
+            others: Router loads of this rank's micro-batches of the step, except the first micro-batch.
         """
         self.others, self.step = list(others), None
 
     def share(self, load: RouterLoad | None) -> Tensor:
-        """Compute a micro-batch's share of the weighted loss. The shares of all micro-batches and ranks add up to it.
+        """Compute a micro-batch's share of the weighted loss.
 
-        Collective for the first micro-batch of a step: all ranks call it.
+        The loss is the sum of the shares of all micro-batches and ranks. The call for the first micro-batch of a step
+        is collective: all ranks make it.
 
         Args:
-            load: Load of the micro-batch, with gradients (`TokenScores.load`).
+            load: Router load of the micro-batch, with gradients (`TokenScores.load`).
         """
         assert load is not None
         if self.step is None:
@@ -82,7 +83,7 @@ class RouterLoss:
         """Return the values that are logged for a micro-batch after its `update`.
 
         Returns:
-            The micro-batch's share of the loss, before it is multiplied by the loss's weight; and the largest load of
+            The micro-batch's share of the loss, not yet multiplied by the weight of the loss; and the largest load of
             an expert in the step, relative to a uniform load.
 
         Raises:

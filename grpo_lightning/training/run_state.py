@@ -56,7 +56,7 @@ class StepEnd:
     """The cycle that is only partly trained on; None between two cycles."""
 
     position: int
-    """Micro-steps of `cycle` that were completed at the end of the step. `cycle.position` continues to count
+    """Number of micro-steps of `cycle` that were completed by the end of the step. `cycle.position` continues to count
     afterwards."""
 
     rollout_index: int
@@ -85,7 +85,7 @@ class RunState:
         """The current cycle."""
 
         self.is_redistributed = False
-        """True if the current cycle was divided again, because the checkpoint had a different number of ranks or
+        """True if the current cycle was redistributed, because the checkpoint's run had a different number of ranks or
         micro-batches."""
 
         self.reference: RunReference | None = None
@@ -157,10 +157,10 @@ class RunState:
         return f"{moment}-{layout}" + (f"-a{end.cycle.accumulate}" if end.cycle else "")
 
     def state_dict(self, trainer: L.Trainer) -> dict[str, Any]:
-        """The state at the end of the last optimizer step.
+        """The state at the end of the latest optimizer step.
 
-        With several ranks, the checkpoint contains neither the cycle nor the reference: each rank saves its own cycle
-        in a file next to the checkpoint, and rank 0 saves the reference (`write_rank_files`).
+        With several ranks, the checkpoint contains neither the cycle nor the reference: `write_rank_files` saves them
+        in files next to the checkpoint. Each rank saves its own part of the cycle, and rank 0 saves the reference.
         """
         is_alone, end = ranks.world_size() == 1, self.last_step_end(trainer)
         weights = self.reference.moved_weights() if is_alone and self.reference is not None else None
@@ -179,18 +179,18 @@ class RunState:
     def load_state_dict(
         self, state: Mapping[str, Any], checkpoint: Path, *, shape: CycleShape | None = None, pad_id: int = 0
     ) -> None:
-        """Restore the result of `state_dict`.
+        """Restore the state that a checkpoint contains.
 
         Args:
-            state: The entry of the checkpoint that `state_dict` returned.
+            state: The result of `state_dict`, read from the checkpoint.
             checkpoint: Path of the checkpoint; the rank files are next to it.
             shape: Number of updates and micro-batches of a cycle in this run; None for evaluation, which needs neither
                 the pending cycle nor the reference.
-            pad_id: Token id that fills up sequences, if a pending cycle has to be redistributed.
+            pad_id: Token id that fills up sequences; used only if a pending cycle has to be redistributed.
 
         Raises:
-            ValueError: If this run's reference differs from that of the checkpoint, or if the checkpoint was saved
-                inside a cycle with another number of updates or of epochs over the rollout.
+            ValueError: If this run's reference differs from the reference of the checkpoint's run, or if the checkpoint
+                was saved inside a cycle with another number of updates or of epochs over the rollout.
         """
         self.was_interrupted_in_step = state.get("is_interrupted", False)
         self.rollout_index = state["rollout_index"]
@@ -203,9 +203,9 @@ class RunState:
             self.cycle = self._pending_cycle(state, checkpoint, shape, pad_id)
 
     def _pending_cycle(self, state: Mapping[str, Any], checkpoint: Path, shape: CycleShape, pad_id: int) -> Cycle:
-        """Read this rank's part of the cycle that was pending in the checkpoint.
+        """Read this rank's part of the checkpoint's pending cycle.
 
-        If the number of ranks or of micro-batches has changed, read the parts of all ranks and divide the cycle again.
+        If the number of ranks or of micro-batches has changed, read the parts of all ranks, and redistribute the cycle.
         """
         saved = Layout(state["world_size"], state["ranks_per_group"])
 

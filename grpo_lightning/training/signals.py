@@ -1,7 +1,7 @@
-"""Signals that end a training run after its optimizer step: SLURM auto-requeue, Ctrl-C and SIGTERM.
+"""Signals that end a training run after the current optimizer step: SLURM auto-requeue, Ctrl-C and SIGTERM.
 
-A signal handler only records the signal. At the end of the step, every rank learns whether a signal arrived on any
-rank, and the ranks save a checkpoint together. A handler cannot save at once, for two reasons. First, a checkpoint
+A signal handler only records the signal. At the end of the step, the ranks check together whether any of them got a
+signal. If so, they save a checkpoint together. A handler cannot save at once, for two reasons. First, a checkpoint
 contains no gradients of an unfinished step. Second, saving is collective, so ranks that were interrupted in different
 places would wait for each other forever.
 """
@@ -34,10 +34,10 @@ PATTERN = "stopped-*.ckpt"
 
 
 class RequeueAtStepEnd(L.Callback):
-    """Delays SLURM auto-requeue until the end of an optimizer step.
+    """Delays SLURM auto-requeue until the end of the current optimizer step.
 
     Lightning's own signal handler saves `hpc_ckpt_<N>.ckpt` and calls `scontrol requeue` as soon as the signal arrives.
-    This callback calls that handler at the end of the step instead, and then ends the run as on SIGTERM.
+    This callback calls that handler at the end of the step instead, and then ends the run as Lightning does on SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -71,11 +71,11 @@ class RequeueAtStepEnd(L.Callback):
 
 
 class GracefulStop(L.Callback):
-    """Turns the first SIGINT or SIGTERM of a training run into a stop at the end of the optimizer step.
+    """Turns the first SIGINT or SIGTERM of a training run into a stop at the end of the current optimizer step.
 
-    At the end of the step, the ranks agree to stop and save a checkpoint, and Lightning ends the run as it does on
-    SIGTERM. The run does not validate, and it does not end the epoch: otherwise a resumed run would skip the rest of
-    the epoch's data. A second signal has the same effect as without this callback.
+    At the end of the step, all ranks save a checkpoint together, and Lightning ends the run as it does on SIGTERM. The
+    run neither validates nor ends the epoch: if it ended the epoch, a resumed run would skip the rest of the epoch's
+    data. A second signal has the same effect as without this callback.
 
     Args:
         folder: Folder of the checkpoint `stopped-step=<N>.ckpt`. The checkpoint of an earlier stop is removed.

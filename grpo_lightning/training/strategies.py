@@ -54,8 +54,8 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         stage3_param_persistence_threshold: Stage 3: weights with fewer elements than this stay unsharded.
         sub_group_size: Stage 3: number of elements that the optimizer updates at a time. A larger number needs more
             memory.
-        exclude_frozen_parameters: Leave frozen weights out of checkpoints. A resumed run loads the frozen weights with
-            the policy.
+        exclude_frozen_parameters: Leave frozen weights out of checkpoints. A resumed run gets the frozen weights when
+            it loads the policy.
         logging_batch_size_per_gpu: Only used by DeepSpeed's throughput logging.
         **kwargs: Arguments of Lightning's `DeepSpeedStrategy` (`offload_optimizer`, `offload_parameters`, ...).
     """
@@ -192,12 +192,12 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         checkpoint_path: Any,
         weights_only: bool | None = None,  # noqa: FBT001
     ) -> dict[str, Any]:
-        """As in Lightning; training also loads universal checkpoints, and evaluation loads stage 3 folders and files.
+        """As in Lightning, but also load universal checkpoints to train, and stage 3 folders and files to evaluate.
 
         A stage 3 folder contains the weights only as float32 master weights of the optimizer, and DeepSpeed cannot load
-        master weights without an optimizer. Each rank saves only its shard of the optimizer states. If a different
-        number of ranks resumes, DeepSpeed has to load its universal checkpoint: the folder into which DeepSpeed's own
-        tool has merged the shards (`checkpoint_files.universal_command`).
+        master weights without an optimizer. Each rank saves only its shard of the optimizer states. If a run with a
+        different number of ranks resumes, DeepSpeed has to load a universal checkpoint: a folder into which DeepSpeed's
+        own tool has merged the shards (`checkpoint_files.universal_command`).
         """
         module: Any = self.lightning_module
         is_training = module.trainer.state.fn == TrainerFn.FITTING
@@ -261,12 +261,13 @@ TRAINER_KEYS = (
 
 
 def set_no_leaf_modules(config: dict[str, Any]) -> None:
-    """Keep ZeRO-3 from treating blocks of experts as leaf modules, unless the configuration has leaf modules.
+    """Keep ZeRO-3 from treating blocks of experts as leaf modules, unless the configuration sets leaf modules.
 
-    By default, DeepSpeed reduces all gradients of a block of Mixtral or Qwen MoE at the end of the block's backward
-    pass. Here a block runs several times per micro-batch, for the prompts and for every chunk. Its gradients would be
-    reduced several times, which DeepSpeed refuses. Nothing is lost without leaf modules: they are meant for experts
-    that are separate modules, and in transformers the experts of a block are one tensor.
+    By default, DeepSpeed treats the blocks of experts of Mixtral and Qwen MoE as leaf modules, and reduces all
+    gradients of such a block at the end of the block's backward pass. In this package, a block runs several times per
+    micro-batch, for the prompts and for every chunk. Its gradients would be reduced several times, which DeepSpeed
+    refuses. Nothing is lost without leaf modules: they are meant for experts that are separate modules, and in
+    transformers the experts of a block are one tensor.
 
     Args:
         config: DeepSpeed's configuration, changed in place.

@@ -1,4 +1,4 @@
-"""Choose tokens of an optimizer step, over all ranks, by entropy or by covariance of log-prob and advantage.
+"""Choose among the tokens of an optimizer step on all ranks, by entropy or by covariance of log-prob and advantage.
 
 The loss of the first micro-batch already depends on which of the step's tokens are chosen, and the choice depends on
 all tokens of the step. So before each step, all micro-batches of the step run through the policy in an additional pass
@@ -30,8 +30,8 @@ class Selection(NamedTuple):
     the micro-batch's log-probs and entropies, and a seed."""
 
     choose: Callable[..., Tensor]
-    """Computes which of the step's M trained tokens are chosen, [M] bool. The arguments are the objective and each
-    feature [M]."""
+    """Computes which of the step's M trained tokens are chosen, [M] bool. The arguments are the objective and the
+    features, each [M]."""
 
 
 def select_tokens(

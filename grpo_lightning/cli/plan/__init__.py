@@ -1,1 +1,1 @@
-"""`grpo-lightning plan`: batch arithmetic and memory of a run before it starts; translates other trainers' flags."""
+"""`grpo-lightning plan` prints batch arithmetic and memory of a run in advance, or translates other trainers' flags."""

@@ -188,8 +188,8 @@ def limited_rollouts(rollouts: int, cycle: int, limit: float | None) -> int:
 # ------------------------------------------------------------------------------------------- scripts of other trainers
 
 FIRST_WITH_ACCUMULATION = {"trl": (0, 17), "ms-swift": (3, 4)}
-"""First version of each trainer in which the completions of a group may be in different micro-steps of an update. In
-VLM-R1, the completions of a group are always in the same micro-step."""
+"""For each trainer, the first version in which an update may have the completions of a group in different micro-steps.
+In VLM-R1, the completions of a group are always in the same micro-step."""
 
 
 def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
@@ -208,10 +208,10 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
     - P: prompts of a rollout
     - T: number of teams; a team is a set of ranks that share a group
 
-    If W does not divide the prompts of an update, ranks share groups, so that every rank trains in every update. Each
-    rank then needs at least one completion of a group, so W / T must not be above G. If W / T is above G, or if an
-    update has a fraction of a prompt, T = gcd(P, W) instead. If W / T is above G even then, no rank shares groups, and
-    `batch_size` is P / W, rounded to at least 1.
+    If W does not divide the number of prompts of an update, ranks share groups, so that every rank trains in every
+    update. Each rank then needs at least one completion of a group, so W / T must not be above G. If W / T is above G,
+    or if an update has a fraction of a prompt, T = gcd(P, W) instead. If W / T is above G even then, no rank shares
+    groups, and `batch_size` is P / W, rounded to at least 1.
 
     Args:
         script: The script's flags, `trainer` and `version`, as `command.parse_script` returns them.

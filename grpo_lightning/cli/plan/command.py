@@ -288,7 +288,7 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(trainer: Namespace, devices: int | None, nodes: int | None, *, has_server: bool = False) -> Ranks:
-    """Count the ranks from `devices` per node and `nodes`; a value of None is taken from the trainer's config.
+    """Count the ranks from `devices` per node and `nodes`; if one is None, it is read from the trainer's config.
 
     Devices of vLLM servers are not counted. `has_server` is true if a vLLM server is on this machine.
 
@@ -397,10 +397,10 @@ def find_prompts(data: PromptDataModule, own: argparse.Namespace) -> Prompts:
 def longest_prompt(
     loader: PolicyLoader, max_prompt_length: int | None, prompts: list[Prompt] | None, given: int | None
 ) -> tuple[int, str]:
-    """Return the tokens of the longest training prompt, and how this number was found.
+    """Return the number of tokens of the longest training prompt, and how this number was found.
 
-    The number is `given` if it is not None. Otherwise, it is measured on the prompts if possible; else it is
-    `max_prompt_length`, or else an assumed number.
+    The number is `given`, if `given` is not None. Otherwise, it is measured on the prompts if possible. Else it is
+    `max_prompt_length`, or an assumed number if `max_prompt_length` is None.
     """
     if given is not None:
         return given, "set by --prompt_tokens"
@@ -499,7 +499,7 @@ def run_length(trainer: Namespace, batches: BatchPlan, num_prompts: int | None) 
 
 
 def sampling_size(engine: Any, batches: BatchPlan, *, shares_prompts: bool) -> SamplingSize:
-    """The largest numbers of completions and prompts during sampling; 0 for an external engine.
+    """The largest numbers of rows and prompts in memory during sampling; all are 0 for an external engine.
 
     A row is one completion that is being decoded. `max_rows` limits the number of rows. If completions share the keys
     and values of their prompt, all G completions of the newest prompt are rows, and every other prompt that is still in

@@ -102,7 +102,7 @@ class Precision:
 
 
 def precision_of(precision: str | int | None, dtype: str) -> Precision:
-    """Return the bytes per number in a run.
+    """Return the bytes per weight and the bytes per number in matrix products.
 
     Args:
         precision: `trainer.precision`.
@@ -148,7 +148,7 @@ class Division:
 
 
 def division_of(strategy: Any, world_size: int) -> Division:
-    """Return over how many of W ranks `trainer.strategy` shards weights, gradients and optimizer states.
+    """Return the number of ranks (of W) over which `trainer.strategy` shards weights, gradients and optimizer states.
 
     | strategy            | weights | gradients | optimizer |
     |---------------------|---------|-----------|-----------|
@@ -369,7 +369,7 @@ def memory_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def state_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """Persistent states: weights, reference, gradients, optimizer. Parts may be empty.
+    """Persistent states: weights, reference, gradients, optimizer. A part may have 0 bytes.
 
     In float32 with AdamW, a trained weight needs 4 bytes for the weight, 4 for its gradient (8 with DDP), 8 for
     optimizer states and 4 for the reference. In 16 bits under DeepSpeed, a trained weight needs 2 bytes for the weight,
@@ -479,7 +479,7 @@ def gathered_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def head_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """The float32 copies of 16-bit head weights that a float32 head makes in each pass, and the copies' gradient.
+    """Copies of 16-bit head weights in float32, which a float32 head makes in each pass, and their gradient.
 
     A pass whose logits are not sliced keeps its copy for the backward pass. A trained head gets a gradient in float32,
     which is then converted to the dtype of the weights.
@@ -508,8 +508,8 @@ def adapter_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     the bytes per LoRA weight, and c the bytes per number in matrix products:
 
         sums of experts    E b F, and E b / L for the gradient of one layer's sum; E b / L while sampling
-        norms              a (in^2 + 3 in out) for the largest matrix; the term in^2 only with gradients; a in out more
-                           for a copy of the matrix, if the base has fewer bytes per weight than the adapter
+        norms              n a in out for the largest matrix (out x in), and a in^2 with gradients; n is 4 if a copy of
+                           the matrix is needed, because the base has fewer bytes per weight than the adapter; else 3
         outputs            a + c per token and output
 
     With `activation_checkpointing: layers`, F is 1 / L, and the outputs are those of one layer. The memory was measured
@@ -580,7 +580,7 @@ def cache_bytes(model: ModelSizes, rows: int, tokens: int, precision: Precision)
 
         sum over layers of  rows x min(tokens, window - 1) x key-value heads x head size x 2 x bytes of a number
 
-    A layer with a sliding window keeps one token less than the window, because the next token fills the window.
+    A layer with a sliding window caches at most window - 1 tokens, because the next token is part of the window too.
     """
     return rows * cached_positions(model, tokens) * model.num_kv_heads * model.head_dim * 2 * precision.compute
 
@@ -617,19 +617,21 @@ def layer_bytes(model: ModelSizes, size: Pass, precision: Precision, *, is_eager
     The count follows Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), who get `s b h (34 + 5 a s / h)` for a
     layer of GPT-3. Here, a layer has RMS norms, grouped queries, fused kernels, a gated feed-forward block and no
     dropout. Numbers have c bytes in matrix products and r bytes in the residual stream. h is the hidden width, i the
-    feed-forward width, a the number of heads, and d the size of a head. Per token:
+    feed-forward width, a the number of heads, and d the size of a head. A pair is a token of the pass and a token of
+    its context. The table has bytes per token of the pass, unless a row names another unit:
 
-        2 norms       their input in 32 bits and their result        2 h (4 + r)
-                      copies read by the matrix products after them  2 c h; autocast: 5 c h, or 4 c h without a gate
-        attention     queries and output                             2 c a d
-                      keys and values, per token of the context      2 c a d
-                      the softmax's sum, the mask                    4 a, c per token of the context
-                      eager attention: its scores                    (4 + c) a per token of the context
-        feed-forward  gate, up, activated gate and product           4 c i; without a gate 2 c i
+        2 norms       their input in 32 bits and their result     2 h (4 + r)
+                      inputs of the matrix products after them    2 c h; autocast: 5 c h, or 4 c h without a gate
+        attention     queries and output                          2 c a d
+                      keys and values                             2 c a d per token of the context
+                      sum of the softmax                          4 a
+                      mask                                        c per pair
+                      scores, only in eager attention             (4 + c) a per pair
+        feed-forward  gate, up, activated gate and product        4 c i; without a gate 2 c i
 
-    For Llama and Qwen2, the count is within 2 % of measured bytes. For a prompt pass without a mask, it is up to 4 %
-    above them, because such a pass keeps keys and values once per key head, not once per query head. Models with
-    additional norms (Qwen3, Gemma 3) or experts keep more activations, which are not counted.
+    For Llama and Qwen2, the count is within 2 % of the measured bytes. For a prompt pass without a mask, the count is
+    up to 4 % too high, because such a pass keeps keys and values once per key head, not once per query head. Models
+    with additional norms (Qwen3, Gemma 3) or experts keep more activations, which are not counted.
     """
     c, h, heads = precision.compute, model.hidden_size, model.num_heads * model.head_dim
     tokens, pairs = size.rows * size.tokens, size.rows * size.tokens * size.context
@@ -646,16 +648,17 @@ def activation_bytes(
 ) -> int:
     """Bytes kept for the backward pass of a micro-batch, without the logits.
 
-    A chunk is the completions of one forward pass (`policy.chunk_size`). The kept tensors depend on
+    A chunk holds the completions of one forward pass (`policy.chunk_size`). The kept tensors depend on
     `policy.activation_checkpointing`:
 
         none      all layers of all forward passes
-        layers    the input of each layer; in addition one layer at a time is recomputed
+        layers    the input of each layer; the layers are recomputed one at a time
         chunks    all layers of the prompts' forward pass and of the largest chunk, which is recomputed
 
     In each case, the prompts' keys and values, the input and output of the last norm, and the head's input are kept
     too. Images count as tokens of the decoder. The activations of a trained vision tower and of adapters are not
-    counted, except DoRA's (`adapter_parts`). 32-bit adapters in a 16-bit model can add up to half of the counted bytes.
+    counted, except DoRA's (`adapter_parts`). In a 16-bit model, the activations of 32-bit adapters can take as much as
+    half of the counted bytes.
     """
     passes = batch.passes
     if mode == "chunks":
@@ -676,13 +679,13 @@ def activation_bytes(
 def logits_bytes(model: ModelSizes, batch: ScoredBatch, mode: Checkpointing = "none") -> tuple[int, int]:
     """Bytes of the float32 logits: (kept for the backward pass, temporary while the entropy is computed).
 
-    T is the completion length, V the vocabulary size, and S the `head_chunk_size`. A chunk is the completions of one
-    forward pass (`policy.chunk_size`).
+        unsliced   kept = 4 R T V, temporary = 16 C T V
+        sliced     kept = 0, temporary = 20 S V
 
-    unsliced   kept = 4 R T V, with R the number of all completions, or of completions in the largest chunk if chunks
-               are recomputed; temporary = 16 C T V, with C the number of completions in the largest chunk
-    sliced     kept = 0, temporary = 20 S V: if a chunk has more than S tokens, the head computes the logits of S tokens
-               at a time, and computes them again in the backward pass
+    T is the completion length, V the vocabulary size, and S the `head_chunk_size`. A chunk holds the completions of one
+    forward pass (`policy.chunk_size`). C is the number of completions in the largest chunk. R is C if chunks are
+    recomputed, otherwise the number of all completions. If a chunk has more than S tokens, the logits are sliced: the
+    head computes the logits of S tokens at a time, and computes them again in the backward pass.
     """
     if batch.has_sliced_head:
         assert batch.head_chunk_size is not None

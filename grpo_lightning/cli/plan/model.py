@@ -37,7 +37,7 @@ class ModelSizes:
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    """Width of the feed-forward block for one token. With experts, this is the sum over the experts to which a token is
+    """Width of the feed-forward block. With experts, this is the sum of the widths of the experts to which one token is
     routed."""
 
     vocab_size: int
@@ -108,7 +108,7 @@ def sizes_of(model: Any, settings: PolicySettings) -> ModelSizes:
     Args:
         model: The policy, on any device. It is changed in place: parameters are frozen as in the run, and the initial
             adapter (`lora.adapter`) is inserted if there is one.
-        settings: The policy's settings. Only those of freezing, LoRA and quantization are used.
+        settings: The policy's settings. Only the settings of freezing, LoRA and quantization are used.
 
     Raises:
         FileNotFoundError: If the initial adapter does not exist.

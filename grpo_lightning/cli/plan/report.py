@@ -169,11 +169,13 @@ def print_memory(
     device_gib: float | None,
     engine: vllm.VLLMSize | None = None,
 ) -> str | None:
-    """Print the table of parts, the peak, and the comparison with the device. `engine` is the memory of vLLM, if used.
+    """Print the table of parts, the peak, and the comparison with the device.
+
+    `engine` is the memory of vLLM; None if the run does not use vLLM.
 
     Returns:
-        If the run does not fit, or vLLM does not fit its share, an error message that lists settings which reduce
-        memory. None if the run may fit, or if there is no device to compare with.
+        An error message that lists settings which reduce memory, if the run does not fit the device or vLLM does not
+        fit its share. None if the run may fit, or if there is no device to compare with.
     """
     peaks = {moment: peak(parts, moment) for moment in MOMENTS}
     highest = max(MOMENTS, key=peaks.__getitem__)

@@ -89,13 +89,13 @@ def size_of(
     batches: BatchPlan,
     device: float | None,
 ) -> VLLMSize | None:
-    """Compute the memory of vLLM on one device. None for other engines.
+    """Compute the memory of vLLM on one device; None for other engines.
 
         weights    bytes per weight x weights / tensor_parallel_size
         KV cache   2 x bytes x head size x key-value heads per rank, per layer and token
 
     With more ranks than key-value heads, each rank has one key-value head. In mode `server`, the sizes are those of a
-    server without tensor parallelism. They assume 16-bit numbers, as in most checkpoints.
+    server without tensor parallelism and with 16-bit numbers, as in most checkpoints.
 
     Args:
         engine: The engine of the run.
@@ -287,7 +287,9 @@ def check_run(engine: Any, loader: PolicyLoader, sampling: Sequence[SamplingPara
 
 
 def check_length(engine: Any, prompt_tokens: int, max_completion_length: int, why: str) -> None:
-    """Check that prompts fit vLLM's `max_model_len`. In the run, the first rollout with a longer prompt would fail.
+    """Check that the longest prompt and a completion fit vLLM's `max_model_len`.
+
+    Otherwise, the first rollout with this prompt would fail.
 
     Args:
         engine: The engine of the run.

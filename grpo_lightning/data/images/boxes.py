@@ -45,7 +45,8 @@ def check_solution(solution: Any, sizes: Sequence[tuple[int, int]], boxes: Boxes
         boxes: Coordinate system of the box, and which solutions are checked (see `Boxes`).
 
     Raises:
-        ValueError: If a checked solution is not four numbers, its box is not valid, or its row has several images.
+        ValueError: If a checked solution is not four numbers, has an invalid box, or belongs to a row with several
+            images.
     """
     if boxes == "none" or not sizes:
         return solution

@@ -36,9 +36,9 @@ def place_images(
         images is returned unchanged.
 
     Raises:
-        ValueError: If the image column has more or fewer images than the messages have places for them (placeholders,
-            and image parts that hold no image); the error names both numbers. Also if there is no user turn for the
-            images.
+        ValueError: If the number of images in the image column differs from the number of places for them in the
+            messages (placeholders, and image parts that hold no image); the error names both numbers. Also if there is
+            no user turn for the images.
     """
     placed = [_with_parts(message, finder, f"message {number}") for number, message in enumerate(messages, start=1)]
     slots = [part for message in placed for part in _image_parts(message)]

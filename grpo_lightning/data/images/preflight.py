@@ -33,7 +33,7 @@ class Preflight:
     """Checks of images and boxes, and the handling of bad rows. Picklable."""
 
     bad_images: BadImages = "error"
-    """`error` raises an error that lists the bad rows, `drop` removes the bad rows. A bad row is never replaced by
+    """`error` raises an error that lists the bad rows; `drop` removes the bad rows. A bad row is never replaced by
     another row. (VLM-R1 replaces a bad row by random rows, a different one for each completion of a group.)"""
 
     num_workers: int = 0
@@ -240,8 +240,8 @@ class ImageCounts:
                 may be text-only on purpose.
 
         Raises:
-            ValueError: If the entry has an `image_root` (its own or `run_root`), but no row with an image column or
-                with images in its messages.
+            ValueError: If the entry has an `image_root` (its own or `run_root`), but none of the rows has an image
+                column or a message with images.
         """
         if source in self.unread:
             image_root = image_root or run_root

@@ -58,7 +58,7 @@ class RowsWithCells:
 
 
 def with_cells(dataset: Any, label: str) -> Any:
-    """Wrap a dataset so that its columns of type image or list of images yield references.
+    """Wrap a dataset so that its columns of images, and of lists of images, yield references.
 
     A dataset without such columns, or with a transform or format (`set_transform`, `with_format`), is returned
     unchanged.
@@ -75,7 +75,7 @@ _TABLES: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 @dataclass(frozen=True)
 class Cell:
-    """An image in a dataset's cell, as the source of an `ImageRef`; a call returns its bytes, path or image.
+    """The source of an `ImageRef` to an image in a dataset's cell; a call returns the bytes, the path or the image.
 
     Two cells are equal if they refer to the same place in the same dataset.
     """
@@ -124,7 +124,7 @@ class RemoteFile:
 
 
 def openable_value(value: Any) -> Any:
-    """Get the bytes, path or image of `{"bytes": ..., "path": ...}`, the storage format of `datasets`.
+    """Get the bytes, the path or the image from `{"bytes": ..., "path": ...}`, the storage format of `datasets`.
 
     Raises:
         ValueError: If `value` has neither bytes nor a path.
@@ -311,7 +311,7 @@ def has_empty_column(columns: Mapping[str, Any]) -> bool:
 
 
 def unread_column(columns: Mapping[str, Any]) -> str | None:
-    """Name of a column that may hold the images of a row without image columns; None if there is no such column.
+    """Name of a column that may hold images, for a row without `image` and `images`; None if there is no such column.
 
     Columns such as `image_path` and `img` are not read as images, because they may be meant for a reward.
     """

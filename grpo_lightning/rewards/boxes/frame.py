@@ -47,7 +47,7 @@ class BoxFrame(NamedTuple):
 
 
 class BoxReward(Reward):
-    """Base class of rewards that compare the boxes of an answer with the ground truth, in one image.
+    """Base class of rewards that compare an answer's boxes with ground-truth boxes, for prompts with at most one image.
 
     Args:
         answer_column: The data column with the ground-truth boxes. A row whose value is None or an empty string is not
@@ -151,9 +151,9 @@ class BoxReward(Reward):
         """Parse the ground truth of a row; None if it has none. Raises: ValueError if it cannot be parsed."""
 
     def boxes_of(self, right: Any) -> Sequence[Box]:
-        """The boxes of a parsed ground truth, for `check_row`; by default none.
+        """The boxes of a parsed ground truth, for `check_row` and the log of completions; by default none.
 
-        Without an override, boxes are checked only when the reward is called.
+        Without an override, `check_row` checks no boxes, so they are checked only when the reward is called.
         """
         return ()
 
@@ -171,7 +171,7 @@ class BoxReward(Reward):
 
 
 def frame_of(views: Sequence[ImageView], given: GivenCoordinates, right: GoldCoordinates) -> BoxFrame:
-    """Make the `BoxFrame` of a prompt, which converts answer boxes and ground-truth boxes to the same units.
+    """Make a prompt's `BoxFrame`, which converts answer boxes and ground-truth boxes to the same units.
 
     Conversion between coordinate systems needs the image size. If the prompt has no image, answers and ground truth
     must therefore use the same coordinate system. Without an image, "original" boxes are not clipped.

@@ -55,9 +55,9 @@ def detections(text: str) -> list[Detection] | None:
     """Parse the objects listed in a completion's answer; None if the answer is not a list of objects.
 
     The list is JSON. It may be in the last code fences of the answer, without fences, or with words around it. Its
-    items are objects `{"bbox_2d": [x1, y1, x2, y2], "label": "..."}`; a single object is accepted without a list. An
-    item that is only a box is an object without a label, and any other item is an object without a box. `None`, `null`
-    and `[]` mean that there are no objects.
+    items have the form `{"bbox_2d": [x1, y1, x2, y2], "label": "..."}`; a single item without a list is accepted. An
+    item that is only a box counts as an object without a label, and an item of any other form counts as an object
+    without a box. `None`, `null` and `[]` mean that there are no objects.
     """
     answer = _in_fences(answer_of(text))
     if plain(answer).strip("\"'`") == "none":

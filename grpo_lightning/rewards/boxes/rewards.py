@@ -52,7 +52,7 @@ class IoU(BoxReward):
             `[x1, y1, x2, y2]`. The box is clipped to the image. A row without a box is not scorable.
         coordinates: As in `BoxReward`.
         gold_coordinates: As in `BoxReward`.
-        threshold: With a number, the reward is 1 if the IoU is above this number, else 0. None returns the IoU itself.
+        threshold: The reward is 1 if the IoU is above `threshold`, else 0. With None, the reward is the IoU itself.
     """
 
     def __init__(
@@ -176,9 +176,9 @@ class DetectionMAP(DetectionReward):
     the image in the data.
 
     Args:
-        answer_column: The data column with the ground-truth objects: a list of mappings of the same form, or text with
-            such a list. `[]` means that there are no objects. A row whose value is None or an empty string is not
-            scorable.
+        answer_column: The data column with the ground-truth objects: a list of mappings with `bbox_2d` and `label`, or
+            text with such a list. `[]` means that there are no objects. A row whose value is None or an empty string is
+            not scorable.
         coordinates: As in `BoxReward`.
         gold_coordinates: As in `BoxReward`.
         iou_threshold: Minimum IoU of a correct box; None averages over 0.5, 0.55, ..., 0.95. VLM-R1's `od_ap50` uses
@@ -234,14 +234,14 @@ class WeightedSum(DetectionReward):
 
         r = ((p * s + l * k) / m + c * (1 - ((m - t) / m + (n - t) / n) / 2)) / (p + l + c)
 
-    The answer has n objects and the ground truth has m objects. t pairs of objects are matched, k of these pairs have
-    the correct label, and s is the sum of the IoUs of these k pairs. p, l and c are the weights. Pairs are matched
+    The answer has n objects, the ground truth has m objects, and t pairs of objects are matched. The label is correct
+    in k of these pairs, and s is the sum of the IoUs of these k pairs. The weights are p, l and c. Pairs are matched
     greedily, from the largest IoU down to `iou_threshold`; each object is matched at most once. Among pairs of equal
     IoU, pairs with the correct label come first.
 
-    Objects are parsed as in `DetectionMAP`. If neither the answer nor the ground truth lists an object, the reward is
-    1. VLM-R1 differs in two points. It gives an object without a label the label of the object before it. It does not
-    convert boxes to pixels of the image in the data.
+    Objects are parsed as in `DetectionMAP`. The reward is 1 if neither the answer nor the ground truth lists an object.
+    VLM-R1 differs in two points. If an object has no label, VLM-R1 gives it the label of the previous object. VLM-R1
+    does not convert boxes to pixels of the image in the data.
 
     Args:
         answer_column: As in `DetectionMAP`.
@@ -312,8 +312,8 @@ class BoxRepetition(Reward):
         r = (1 - unique objects / objects) * max_penalty
 
     Two objects are equal if their boxes and their labels are equal. Objects are parsed as in `DetectionMAP`. If the
-    answer has no boxes, `Repetition` scores the text of the completion. VLM-R1 does the same, but reads JSON only in
-    ```json fences.
+    answer has no boxes, `Repetition` scores the text of the completion. VLM-R1 differs in one point: it reads JSON only
+    in ```json fences.
 
     Args:
         n_grams: As in `Repetition`, in words.
@@ -347,8 +347,8 @@ def average_precision(
     """COCO's mean average precision over labels, recalls and IoU thresholds, by pycocotools.
 
     The mean runs over the labels of the answer and of the ground truth. A label that is only in the answer counts as 0,
-    so that hallucinated labels are penalized. The boxes of an answer have no scores, so they are ranked in their order.
-    COCO's limits on the number and the size of boxes do not apply.
+    so that hallucinated labels are penalized. The boxes of an answer have no scores, so they are ranked in the order of
+    `given`. COCO's limits on the number and the size of boxes do not apply.
 
     Args:
         given: [n, 4] boxes of the answer; an empty box is a false positive.

@@ -216,7 +216,7 @@ class Sandbox:
 
         Returns:
             (how the job ended, outcome, reason). The outcome is "passed", "failed" or "unsupported". It is
-            "unsupported" if the test passes the program an argument that cannot be copied.
+            "unsupported" if the test calls the program with an argument that cannot be copied.
 
         Raises:
             SandboxError: If the sandbox failed.

@@ -1,12 +1,13 @@
 """Sandbox of one process on Linux: Landlock (files), seccomp (system calls) and resource limits.
 
-After `Isolation.enter`, a process can compute, start threads, use its open pipes, and read Python's standard library,
-the system's shared libraries and three system files (`readable_paths`). The kernel refuses everything else:
+After `Isolation.enter`, a process can compute, start threads, use the pipes that are already open, and read Python's
+standard library, the system's shared libraries and three system files (`readable_paths`). The kernel refuses everything
+else:
 
 | it cannot | because |
 |---|---|
-| start a process or program, or leave its process group | seccomp allows `clone` for threads only, and no `execve` |
-| open a socket | seccomp allows `socketpair`, which connects a process with itself, and no `socket` |
+| start a process or program, or leave its process group | seccomp allows `clone` for threads only, and not `execve` |
+| open a socket | seccomp allows `socketpair`, which connects a process with itself, but not `socket` |
 | write, create, delete or rename a file | Landlock, seccomp, and RLIMIT_FSIZE 0 |
 | read any other file, `/proc`, or the memory or environment of other processes | Landlock |
 | signal or trace another process, or change its limits | seccomp |
@@ -321,7 +322,7 @@ def _no_pointer(number: int) -> list[Instruction]:
 def _read_only(number: int, *, has_landlock: bool) -> list[Instruction]:
     """Allow opening files for reading. With Landlock, also allow opening for writing, which Landlock restricts by path.
 
-    Even with Landlock, opening for reading with O_TRUNC is refused. O_TRUNC truncates the file, and Landlock before
+    Even with Landlock, opening for reading with O_TRUNC is refused: it would truncate the file, and Landlock before
     Linux 6.2 does not check truncation.
     """
     if has_landlock:

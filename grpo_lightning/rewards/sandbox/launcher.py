@@ -150,14 +150,14 @@ class Launcher:
         """Run a job.
 
         Args:
-            job: Has `kind`, `seconds` (the time limit) and `max_output` (the limit of the output in bytes). A "judge"
-                job also has `place` and `size`, the offset and length of the test code in the file.
+            job: A dictionary with `kind`, `seconds` (the time limit) and `max_output` (the limit of the output in
+                bytes). A "judge" job also has `place` and `size`, the offset and length of the test code in its file.
             body: The standard input ("main"), or the request ("call").
 
         Returns:
-            (How the child ended, its output). The first is a dictionary: `ended` is "exit", "timeout", "output" (too
-            long) or "threads" (too many); `status` is the exit status, or minus the number of the signal that ended the
-            child.
+            A dictionary that describes how the child ended, and the child's output. In the dictionary, `ended` is
+            "exit", "timeout", "output" (the output was too long) or "threads" (there were too many threads), and
+            `status` is the exit status, or minus the number of the signal that ended the child.
 
         Raises:
             OSError: If a child could not be started.
@@ -206,7 +206,7 @@ class Launcher:
         return found
 
     def _fork(self, role: int, wanted: list[int | None], seconds: float, task: Callable[[], None]) -> int:
-        """Fork a child that enters the sandbox, with the `wanted` file descriptors as 0, 1, ...; None is `/dev/null`.
+        """Fork a child that enters the sandbox, with the file descriptors `wanted` as 0, 1, ...; None is `/dev/null`.
 
         Returns: in the launcher, the child's process id. Raises: in the child, `Child`, to leave the launcher's loop.
         """
@@ -263,9 +263,9 @@ class Launcher:
         """Wait until a child ends, and kill it if it exceeds a limit.
 
         Args:
-            pid: The child that writes the output.
-            exchange: The input and output of the child `pid`.
-            program: The child that runs the program. Its threads are counted.
+            pid: Process id of the child that writes the output.
+            exchange: The input and output of this child.
+            program: Process id of the child that runs the program. The threads of this child are counted.
             seconds: Time limit.
 
         Returns:
@@ -413,8 +413,8 @@ def run_test(test: dict[str, Any], call_program: Callable[[dict[str, Any]], Any]
     """Run test code.
 
     Args:
-        test: `setup` and `code`, Python code to run in this order; `names`, the names that the program defines;
-            `modules`, the modules to import.
+        test: A dictionary. `setup` and `code` are Python code, run in this order. `names` are the names that the
+            program defines. `modules` are the modules to import.
         call_program: Sends a request to the program and returns its answer.
 
     Returns:

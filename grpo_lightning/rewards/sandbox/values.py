@@ -1,8 +1,8 @@
 """Copy values of builtin types between processes as JSON, and call functions in another process.
 
-The values that a program returns reach the tests only as such copies, without methods that the program defines. An
-object of any other type stays in the program's process, and the tests get a `Remote` for it. The tests can call the
-`Remote`, iterate over it, read and set its attributes, and pass it back to the program. Comparing it raises an error.
+The values that a program returns reach the tests only as such copies, without methods that the program defines. Any
+other object is kept in the program's process, and the tests get a `Remote` for it. The tests can call the `Remote`,
+iterate over it, read and set its attributes, and pass it back to the program. Comparing it raises an error.
 
 | type | JSON |
 |---|---|
@@ -13,7 +13,7 @@ object of any other type stays in the program's process, and the tests get a `Re
 | list, tuple, set, frozenset | `["l", [...]]`, `["t", [...]]`, `["s", [...]]`, `["z", [...]]` |
 | dict | `["d", [[key, value], ...]]` |
 | range | `["r", [start, stop, step]]` |
-| all others | `["o", place, type]`: the object's index among those that the program keeps, and the name of its type |
+| all others | `["o", place, type]`: the object's index among all kept objects, and the name of its type |
 
 This module imports only the standard library, because the launcher (`sandbox/launcher.py`) runs without installed
 packages.
@@ -37,8 +37,8 @@ MAX_FRAME = 16 * 2**20
 """Maximum size of one message between the tests and the program, in bytes."""
 
 MAX_EQUAL_HASHES = 100
-"""Maximum number of keys of a dictionary, or of items of a set, with the same hash. With more, making the dictionary or
-set takes quadratic time."""
+"""Maximum number of keys of a dictionary, or of items of a set, with the same hash. The time to build a dictionary or a
+set grows with the square of the number of equal hashes."""
 
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError)
 """The errors that `decode` raises for data that is not an encoding of a value."""
@@ -55,7 +55,7 @@ class ProgramError(Exception):
 
 
 def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
-    """Encode a value for JSON; subclasses of builtin types become the builtin type.
+    """Encode a value for JSON; values of subclasses are encoded as values of the builtin type.
 
     Args:
         value: Any object.
@@ -96,7 +96,7 @@ def decode(data: Any, find: Callable[[Any, str], Any]) -> Any:
     """Decode a value.
 
     Args:
-        data: The result of `encode` in another process, which is not trusted.
+        data: The result of `encode` in another, untrusted process.
         find: Function that is called with the place and the type of every `["o", place, type]`. It returns the object,
             or raises an error.
 
@@ -246,7 +246,7 @@ def _perform(request: Any, keep: Callable[[Any], Any], find: Callable[[Any, str]
 
 
 class Remote:
-    """Stands for an object of the program, identified by its global name or by its index in the list `kept` of `serve`.
+    """Placeholder for an object of the program, identified by its global name or by its index in `kept` of `serve`.
 
     Comparing a `Remote`, or using it as a condition, raises an error: only values of builtin types may decide a test.
     """
@@ -349,10 +349,10 @@ _OF_THE_TESTS = (AssertionError, StopIteration, StopAsyncIteration)
 
 
 def raised_error(answer: dict[str, Any]) -> Exception:
-    """Make the exception that an answer reports: of the same type if this type is builtin, otherwise a `ProgramError`.
+    """Make the exception that an answer reports. If its type is not builtin, a `ProgramError` replaces it.
 
-    If the program raises an AssertionError or a StopIteration, the result is a `ProgramError`. Only the tests may raise
-    an AssertionError, and a StopIteration would end a `map` of the tests early.
+    A `ProgramError` also replaces an AssertionError or a StopIteration of the program: only the tests may raise an
+    AssertionError, and a StopIteration would end a `map` in the tests early.
     """
     name, text = str(answer["error"]), f"{answer.get('text')!s:.200}"
     kind = getattr(builtins, name, None)

@@ -44,7 +44,7 @@ class AdapterFolders:
         self.newest: Path | None = None
 
     def write(self, weights: dict[str, Tensor], version: int) -> Path:
-        """Write a version, atomically: its folder exists only once it is complete.
+        """Write a version atomically: the folder exists only once the version is complete.
 
         Args:
             weights: Result of `weights.adapter_weights`, with the scale in B.

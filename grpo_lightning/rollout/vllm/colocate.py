@@ -94,7 +94,7 @@ IMAGE_OPTIONS = {
 
 
 class Colocated:
-    """An `LLM` of vLLM in this process and on its device. The weights come from the policy in memory.
+    """A vLLM `LLM` in this process and on its device. The weights come from the policy in memory.
 
     Args:
         policy: The policy. vLLM gets the policy's config, allocates the weights, and fills them in at the first update.
@@ -211,7 +211,7 @@ class Colocated:
         """Do nothing, because each process has a separate vLLM."""
 
     def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
-        """Sample one completion per request; yields after every decoding step. If vLLM sleeps, this wakes it up.
+        """Sample one completion per request, and yield after every decoding step. If vLLM sleeps, this wakes it up.
 
         Args:
             requests: Requests by index.
@@ -352,9 +352,9 @@ def launched() -> Iterator[None]:
 def untouched_state() -> Iterator[None]:
     """Context without autocast and with torch's original default device; restores the process's state at the end.
 
-    When Lightning connects engines, torch's default device is the training device. vLLM would create tensors there that
-    it needs on the CPU. At the end, the context restores the random states of torch, numpy and Python; torch's default
-    dtype, grad mode and number of threads; and the current CUDA device.
+    When Lightning connects engines, torch's default device is the training device. Tensors that vLLM needs on the CPU
+    would then be created on the training device. At the end, the context restores the random states of torch, numpy and
+    Python; torch's default dtype, grad mode and number of threads; and the current CUDA device.
     """
     dtype, threads, own_random = torch.get_default_dtype(), torch.get_num_threads(), random.getstate()
     numpy = sys.modules.get("numpy")  # which this package does not import itself

@@ -199,8 +199,8 @@ class VLLMEngine(RolloutEngine):
         max_model_len: Maximum tokens of a prompt and its completion; null uses the policy's number of positions. A
             smaller number lets vLLM start with less memory.
         max_num_seqs: Maximum completions decoded at the same time.
-        enable_prefix_caching: True computes a prompt once for all its completions, and the common beginning of several
-            prompts once.
+        enable_prefix_caching: True computes a prompt only once for all its completions, and also a common beginning of
+            several prompts only once.
         enforce_eager: True captures no CUDA graphs: vLLM starts faster, needs less memory, and decodes more slowly.
         dtype: Dtype of vLLM's copy of the weights; "auto" is the dtype of the policy's weights.
         limit_mm_per_prompt: Maximum number of images in a prompt, for example {image: 2}; null uses vLLM's own limit. A
@@ -210,14 +210,14 @@ class VLLMEngine(RolloutEngine):
         sleep_level: How vLLM's GPU memory is used while the policy trains. 0 keeps it; 1 moves vLLM's weights to the
             CPU and discards the KV cache; 2 discards both, so that the weights are sent before every rollout.
         quantization: Quantization of vLLM's copy of the weights, by vLLM's name, for example "fp8"; null for none. The
-            quantized weights are computed again at every update. Completions then come from a different distribution
-            than the policy's: set `objective.rollout_correction`.
-        enable_lora: True sends the base weights once. Before each rollout, only A and B of the policy's adapter are
-            sent, and vLLM does not merge them. False sends merged weights.
-        base_url: Address of the server, instead of `host` and `port`; or a list of several servers.
+            quantized weights are computed again at every update. With quantization, completions come from a different
+            distribution than the policy's: set `objective.rollout_correction`.
+        enable_lora: True sends the base weights once, and then before each rollout only A and B of the policy's
+            adapter, which vLLM does not merge. False sends merged weights.
+        base_url: Address of the server, instead of `host` and `port`; or a list of addresses of several servers.
         host: Name or address of the server's machine; or a list of several.
         port: Port of the server; or a list of several.
-        timeout: Seconds that a call of the server may take. For a completion, they include the time in the server's
+        timeout: Seconds that a call of the server may take, including the time that a completion waits in the server's
             queue.
         max_retries: Number of times that a request or a weight update is repeated if the connection breaks, or if the
             server fails (5xx) or does not answer in time.
@@ -511,14 +511,14 @@ class VLLMEngine(RolloutEngine):
         self.sent, self.is_discarded = None, False
 
     def connect_servers(self, policy: str | None) -> Servers:
-        """Make and check the servers.
+        """Make the `Servers`, and check them.
 
         Args:
             policy: Name of the policy; None if it is in memory.
 
         Raises:
-            ServerError: Where `Served.check` raises one.
-            ValueError: Where `Served.check` raises one.
+            ServerError: As in `Served.check`.
+            ValueError: As in `Served.check`.
         """
         found = Servers(
             self.urls,
@@ -568,8 +568,8 @@ class VLLMEngine(RolloutEngine):
         waits until this sampling has ended.
 
         Raises:
-            RuntimeError: On every rank, if the vLLM of any rank cannot load the weights. That rank raises the original
-                error.
+            RuntimeError: If another rank fails to send the weights to vLLM. If this rank fails, the original error is
+                raised.
         """
         with self.lock:
             self.syncing_thread = threading.get_ident()
@@ -588,13 +588,12 @@ class VLLMEngine(RolloutEngine):
             self.sent = sent
 
     def _send(self, policy: nn.Module, kinds: Sequence[weights.Kind]) -> None:
-        """Send the last update's weights of these kinds to vLLM. If that fails temporarily, send all of them again.
+        """Send the weights of these kinds, as of the last update, to vLLM. After a temporary failure, send all again.
 
         Collective: all ranks call it.
 
         Raises:
-            RuntimeError: On every rank, if the vLLM of any rank cannot load the weights. That rank raises the original
-                error.
+            RuntimeError: As in `sync_weights`.
         """
         for failures in itertools.count(1):
             if all(self._adopt_if_sent(self._update(policy, kind), failures) for kind in self._with_base(kinds)):
@@ -603,13 +602,12 @@ class VLLMEngine(RolloutEngine):
                 time.sleep(servers.BACKOFF * 2 ** (failures - 1))
 
     def _with_base(self, kinds: Sequence[weights.Kind]) -> Sequence[weights.Kind]:
-        """Add "base" to the kinds to send if the adapter is sent and a server has lost the base weights.
+        """Add "base" to the kinds to send, if "adapter" is one of them and a server has lost the base weights.
 
         Collective: all ranks call it.
 
         Raises:
-            RuntimeError: On every rank, if no server answers for `reconnect_timeout` seconds. Rank 0 raises the
-                original error.
+            RuntimeError: If no server answers for `reconnect_timeout` seconds. On rank 0, this is the original error.
         """
         if "adapter" not in kinds or "base" in kinds or self.mode == "colocate":
             return kinds
@@ -626,19 +624,19 @@ class VLLMEngine(RolloutEngine):
         return ("base", *kinds) if lacks else kinds
 
     def _adopt_if_sent(self, error: Exception | None, failures: int) -> bool:
-        """Exchange the errors that ranks had while they sent weights; if there are none, adopt the result.
+        """Exchange the errors that ranks had while they sent weights; if there are none, adopt the update's result.
 
         Collective: all ranks call it.
 
         Args:
-            error: The error of this rank.
+            error: The error of this rank, or None.
             failures: Number of this attempt, counted from 1.
 
         Returns:
             True if the weights have been sent; False if they have to be sent again.
 
         Raises:
-            RuntimeError: On every rank, if the error is not temporary. The rank that has failed raises its own error.
+            RuntimeError: If another rank has an error that is not temporary. If this rank has one, it is raised itself.
         """
         is_temporary = isinstance(error, UnavailableError) and failures <= self.max_retries
         everyone = ranks.gather_objects((error_text(error), is_temporary, self.announced))
@@ -761,8 +759,8 @@ class VLLMEngine(RolloutEngine):
         """Sample the completions that the batch lacks; stop early if vLLM loses the weights.
 
         Raises:
-            ValueError: Where `generate` raises one.
-            RuntimeError: Where `generate` raises one.
+            ValueError: As in `generate`.
+            RuntimeError: As in `generate`.
         """
         assert self.backend is not None
         own: Exception | None = None
@@ -787,10 +785,10 @@ class VLLMEngine(RolloutEngine):
             raise own
 
     def requests(self, batch: Batch, seeds: list[int]) -> dict[int, Request]:
-        """Check a batch, and make the requests of its completions, by index.
+        """Check a batch, and make the requests for its completions, by the index of the completion.
 
         Raises:
-            ValueError: Where `generate` raises one.
+            ValueError: As in `generate`.
         """
         prompts, sampling = batch.prompts, batch.sampling
         if len(seeds) != len(prompts):
@@ -845,7 +843,7 @@ class VLLMEngine(RolloutEngine):
             self.sent, self.is_discarded = None, True
 
     def agree(self, error: Exception | None, batch: Batch) -> int:
-        """Exchange errors and the number of missing completions with the other ranks. Collective where `generate` is.
+        """Exchange errors and the number of missing completions with the other ranks. Collective if `generate` is.
 
         Returns:
             Number of missing completions on all ranks.
@@ -900,7 +898,9 @@ class VLLMEngine(RolloutEngine):
             )
 
     def check_decoding(self) -> None:
-        """Check that vLLM decodes tokens to the same text as the policy's tokenizer. Else vLLM would miss stop strings.
+        """Check that vLLM decodes tokens to the same text as the policy's tokenizer.
+
+        If the texts differed, vLLM would miss stop strings.
 
         Raises:
             ValueError: If the texts differ.
@@ -919,8 +919,8 @@ class VLLMEngine(RolloutEngine):
     def check_logprobs(self, scorer: Scorer) -> None:
         """Check that vLLM's log-probs equal those of training, on a small rollout.
 
-        This finds servers that report log-probs before the temperature is applied, weights that vLLM loads differently,
-        and kernels that compute different results. `policy/rollout_kl` measures the difference in every rollout.
+        This finds servers that report log-probs without the temperature, weights that vLLM loads differently, and
+        kernels that compute different results. `policy/rollout_kl` measures the difference in every rollout.
 
         Args:
             scorer: Computes the policy's log-probs in training.

@@ -101,7 +101,7 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 def sampling_settings(sampling: SamplingParams, stop_ids: Sequence[int]) -> dict[str, Any]:
-    """Translate sampling settings to vLLM's names. All are set, so that no default of a model or server applies.
+    """Translate sampling settings to vLLM's names. The result is complete: no default of a model or server applies.
 
     Args:
         sampling: Settings that `check_sampling` accepts.

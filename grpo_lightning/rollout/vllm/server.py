@@ -183,7 +183,7 @@ class Served:
     # --------------------------------------------------------------------------------------------------------- checks
 
     def check(self, policy: str | None) -> None:
-        """Check server, version and model, before the policy's weights are loaded.
+        """Check the server, its version and its model, before the policy's weights are loaded.
 
         Args:
             policy: Name or folder of the policy; None if the policy is in memory.
@@ -314,8 +314,8 @@ class Served:
     def begin_update(self) -> None:
         """Begin to send weights. Until `finish_update`, the server samples nothing and reports version `INCOMPLETE`.
 
-        At the first update, the server's workers join a group. They join a new one if the server does not report this
-        run's last weights, because it has restarted or another run uses it.
+        At the first update, the server's workers join a group. At a later update, they join a new group if the server
+        does not report this run's last weights, for example because it has restarted or another run uses it.
 
         Raises:
             ServerError: If the server cannot be updated.
@@ -340,10 +340,10 @@ class Served:
     def end_update(self) -> None:
         """End an update that did not finish, so that a new one can start.
 
-        vLLM refuses a new update while one is active. An update that failed while weights were received is not active
-        any more. But layers that received only some of their weights wait for the rest, and would take weights of the
-        new update twice. Starting and finishing an update resolves both problems. Until new weights are sent, these
-        layers have arbitrary values.
+        vLLM refuses a new update while another one is active. An update that failed while weights were received is not
+        active any more, but layers that received only some of their weights still wait for the rest: they would load
+        weights of the new update twice. In both cases, starting and finishing an update makes vLLM ready for a new one.
+        Until new weights are sent, the incomplete layers have arbitrary values.
         """
         for route in ("/start_weight_update", "/finish_weight_update", "/finish_weight_update"):
             # The possible errors, in turn: an update is already active; weights are missing; the update has ended.
@@ -398,7 +398,7 @@ class Served:
         answer.result()
 
     def finish_update(self, version: str) -> None:
-        """Put the weights that were sent into place, and let the server sample from them.
+        """Make the server use the weights that it has received, and let it sample again.
 
         Args:
             version: Name that the server reports for these weights from now on.

@@ -60,7 +60,7 @@ class Job:
 
 @dataclass(eq=False)
 class Pending:
-    """The requests of a call that are not answered yet.
+    """The unanswered requests of a call.
 
     Args:
         waiting: Requests that have not been sent yet, or have to be sent again.
@@ -325,7 +325,7 @@ class Servers:
             pending.waiting.append(job)
 
     def judge(self, job: Job, server: Served, error: BaseException) -> None:
-        """Decide what follows from a failed request: the server is not used any more, or the request is tried again.
+        """Decide what to do after a failed request: stop using the server, or try the request again.
 
         Raises:
             BaseException: The error itself, if it is not temporary.

@@ -214,10 +214,10 @@ class Reload:
         self.loaded |= set(map(plain, self.model.load_weights(self.receive(update_info)) or ()))
 
     def finish_weight_update(self) -> None:
-        """Put the collected weights into place. Raises: RuntimeError if a weight is missing, in the first call only.
+        """Put the collected weights into place. Raises: RuntimeError in the first call, if a weight is missing.
 
-        vLLM considers an update active until this method succeeds. So a second call ends an update in which a weight
-        was missing, and the trainer can start a new one (`Served.end_update`).
+        vLLM considers an update active until this method succeeds. After an update in which a weight was missing, a
+        second call succeeds and ends the update, so that the trainer can start a new one (`Served.end_update`).
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
