@@ -170,7 +170,7 @@ def saved_modules(
 
 
 def check_saved(model: nn.Module, name: str, module: nn.Module, setting: str) -> None:
-    """Raise ValueError if a module cannot be trained as a copy: its weights are tied to others, quantized, or missing.
+    """Raise ValueError if a module cannot be trained as a copy, with weights that are tied, quantized or missing.
 
     Args:
         model: The policy.

@@ -1,7 +1,7 @@
 """Run a model with images: each image is encoded once per prompt, and features of a frozen vision tower are kept.
 
-All vision-language models of transformers call their method `get_image_features` in their forward. The method is
-replaced while a forward pass runs. The replacement returns features that are known already, stores new features, or
+In transformers, the forward pass of every vision-language model calls the model's method `get_image_features`. This
+method is replaced while a forward pass runs. The replacement returns features that are known already, stores new features, or
 runs the vision tower on a blank image and discards the features.
 """
 

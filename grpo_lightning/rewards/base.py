@@ -385,10 +385,10 @@ class WeightedReward(Reward):
 
     @property
     def has_prefetch(self) -> bool:
-        """True if the wrapped reward overrides `Reward.prefetch`, and the override fits its `__call__`.
+        """True if the wrapped reward overrides `Reward.prefetch`, and this `prefetch` belongs to the reward's `__call__`.
 
-        The value is False if a subclass overrides only `__call__`, because the override may need other results than the
-        inherited `prefetch` fetches.
+        The value is False if a subclass overrides only `__call__`: the inherited `prefetch` may not fetch the results
+        that the new `__call__` needs.
         """
         inner = innermost(self.reward)
         if not isinstance(inner, Reward) or type(inner).prefetch is Reward.prefetch:

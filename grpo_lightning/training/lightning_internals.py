@@ -143,9 +143,10 @@ def restore_position(trainer: L.Trainer) -> None:
 
     If the checkpoint was saved at the end of an epoch, the run begins with the next epoch.
 
-    In two cases, Lightning itself does not restore the position, so the loader would silently start again at its first
-    epoch: if the checkpoint was saved between two epochs, and if `configure_optimizers` reads the number of steps. In
-    the second case, Lightning sets up the loader before it loads the state of the loops from the checkpoint.
+    Lightning itself does not restore the position in two cases: if the checkpoint was saved between two epochs, and if
+    `configure_optimizers` reads the number of steps. In the second case, Lightning sets up the loader before it loads
+    the state of the loops from the checkpoint. Without this function, the loader would silently start again at its
+    first epoch.
     """
     loop: Any = trainer.fit_loop
     if isinstance(trainer.train_dataloader, PromptSource) and loop._combined_loader_states_to_load:

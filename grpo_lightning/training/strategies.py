@@ -192,7 +192,10 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         checkpoint_path: Any,
         weights_only: bool | None = None,  # noqa: FBT001
     ) -> dict[str, Any]:
-        """As in Lightning, but also load universal checkpoints to train, and stage 3 folders and files to evaluate.
+        """Load a checkpoint as Lightning does, or in two further cases.
+
+        Training can also resume from a universal checkpoint. Evaluation can also load a stage 3 folder, or a checkpoint
+        that is a single file.
 
         A stage 3 folder contains the weights only as float32 master weights of the optimizer, and DeepSpeed cannot load
         master weights without an optimizer. Each rank saves only its shard of the optimizer states. If a run with a

@@ -260,7 +260,7 @@ class Launcher:
         exec(compile(self.source, "program.py", "exec", dont_inherit=True), module.__dict__)  # noqa: S102
 
     def _watch(self, pid: int, exchange: Exchange, program: int, seconds: float) -> tuple[dict[str, Any], bytes]:
-        """Wait until a child ends, and kill it if it exceeds a limit.
+        """Wait until the child `pid` ends, and kill it if it exceeds a limit.
 
         Args:
             pid: Process id of the child that writes the output.
@@ -272,7 +272,7 @@ class Launcher:
             As in `run`.
 
         Raises:
-            OSError: If the child did not enter the sandbox.
+            OSError: If the child `pid` did not enter the sandbox.
         """
         stop = time.monotonic() + seconds
         with exchange:
