@@ -554,8 +554,7 @@ class GRPOLightningModule(L.LightningModule):
     def select_tokens(self, micro_step: MicroStep) -> list[TokenScores]:
         """Select tokens of the coming optimizer step, in an additional pass over the micro-batches of the step."""
         step = run_seed(self.seed), self.run.rollout_index, micro_step.number
-        with seeded_dropout(self.policy, *step, "selection dropout", ranks.rank()):
-            return select_tokens(self.actor, self.objective, micro_step.update, seed=derived_seed(*step, "selection"))
+        return select_tokens(self.actor, self.objective, micro_step.update, seed=derived_seed(*step, "selection"))
 
     def score_others(self, micro_step: MicroStep) -> list[TokenScores]:
         """Record the tokens' routing in an additional pass over all micro-batches of the step except the first."""

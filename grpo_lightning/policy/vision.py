@@ -1,8 +1,8 @@
 """Run a model with images: each image is encoded once per prompt, and features of a frozen vision tower are kept.
 
 In transformers, the forward pass of every vision-language model calls the model's method `get_image_features`. This
-method is replaced while a forward pass runs. The replacement returns features that are known already, stores new features, or
-runs the vision tower on a blank image and discards the features.
+method is replaced while a forward pass runs. The replacement returns features that are known already, stores new
+features, or runs the vision tower on a blank image and discards the features.
 """
 
 from __future__ import annotations

@@ -385,7 +385,7 @@ class WeightedReward(Reward):
 
     @property
     def has_prefetch(self) -> bool:
-        """True if the wrapped reward overrides `Reward.prefetch`, and this `prefetch` belongs to the reward's `__call__`.
+        """True if the wrapped reward overrides `Reward.prefetch`, and this `prefetch` belongs to its `__call__`.
 
         The value is False if a subclass overrides only `__call__`: the inherited `prefetch` may not fetch the results
         that the new `__call__` needs.
