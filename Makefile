@@ -58,7 +58,8 @@ test-slow: $(READY) ## The full matrices: every strategy, family, recipe and way
 test-nightly: $(READY) ## Further combinations of what the matrices of test-slow have
 	$(PYTEST) -m nightly $(PYTEST_ARGS)
 
-test-all: test test-slow ## The tests of continuous integration, real vLLM apart
+test-all: $(READY) ## The tests of `make test` and of `make test-slow`, in one run: those of continuous integration
+	$(PYTEST) -m "not nightly" $(PYTEST_ARGS)
 
 test-vllm: ## Test VLLMEngine against the real vLLM on a CPU, in an environment of its own and at most 10 minutes
 	$(PYTHON) tests/vllm/run.py $(PYTEST_ARGS)

@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @SLOW
-@pytest.mark.parametrize("strategy", only(["ddp"], ["ddp", "zero3", "fsdp2"], nightly=["fsdp2"]))
+@pytest.mark.parametrize("strategy", only(["ddp"], ["ddp", "zero3", "fsdp2"], nightly=["zero3"]))
 def test_two_ranks_train_on_what_one_device_does(folder: Path, strategy: str):
     run_ranks("tests.distributed.dynamic", strategy, folder)
     one = torch.load(folder / "one-0.pt")

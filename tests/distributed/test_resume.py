@@ -84,7 +84,15 @@ def test_a_killed_run_with_shared_groups_resumes_exactly(tmp_path: Path, strateg
     ("strategy", "hook", "rank", "settings"),
     [
         pytest.param("ddp", "on_after_backward", 1, {}, id="ddp, one rank, trained tower", marks=NIGHTLY),
-        pytest.param("zero3", "on_train_batch_start", None, {"freeze_vision_modules": True}, id="zero3, frozen tower"),
+        pytest.param(
+            "zero3",
+            "on_train_batch_start",
+            None,
+            {"freeze_vision_modules": True},
+            id="zero3, frozen tower",
+            marks=NIGHTLY,
+        ),
+        pytest.param("fsdp2", "on_train_batch_start", None, {"freeze_vision_modules": True}, id="fsdp2, frozen tower"),
     ],
 )
 def test_a_killed_run_on_images_resumes_exactly(tmp_path: Path, strategy, hook, rank, settings):

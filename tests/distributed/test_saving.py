@@ -28,7 +28,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(
-    scope="module", params=only([], [name for name in STRATEGIES if name not in ("one", "zero1")], nightly=["zero2"])
+    scope="module",
+    params=only([], [name for name in STRATEGIES if name not in ("one", "zero1")], nightly=["ddp", "zero2"]),
 )
 def strategy(request: pytest.FixtureRequest, folder: Path) -> str:
     """A strategy, with its runs on two ranks."""

@@ -35,10 +35,10 @@ OF_THE_LOSS = by_turns(
         "shared groups, clip-cov",
         "shared groups, kl in the reward",
     ],
-    ("zero3", "fsdp2", "fsdp2"),
+    ("fsdp2",),
 )
-"""Cases that differ in what the ranks gather for the loss, which no strategy takes part in: they run under DDP, and by
-turns under the two strategies that shard the weights, every third under ZeRO-3, which takes three times as long."""
+"""Cases that differ in what the ranks gather for the loss, which no strategy takes part in: they run under DDP and FSDP2.
+ZeRO-3 takes three times as long."""
 OF_A_FORWARD_PASS = ["chunks", "layers", "dense", "sliced head", "float32 head, kl", "reward model"]
 """Cases that say nothing of how gradients are divided, all that tells ZeRO-1 from ZeRO-2: they run under the latter."""
 OF_GRADIENTS = [
@@ -74,6 +74,9 @@ BY_TURNS = by_turns(
         "a shared group, two updates",
         "shared groups, reward model",
         "experts, a rank without prompts",
+        "given adapter, kl",
+        "sliced head",
+        "reward model",
     ],
     ("zero3", "fsdp2", "fsdp2"),
 )

@@ -176,7 +176,7 @@ TWO = pytest.mark.parametrize("world_size", [2])
 
 @SLOW
 @TWO
-@matrix(by_turns(EXACT, ("zero3", "fsdp2")))
+@matrix(by_turns(EXACT, ("zero3", "fsdp2", "fsdp2")))
 def test_two_ranks_with_a_vllm_each_train_as_one_device(results, strategy, name, world_size):
     """Also the completions are those of one device: they follow from the seeds of the prompts."""
     compare(results("one", name, 1), results(strategy, name, world_size))
@@ -212,7 +212,7 @@ def compare(of_one: Any, of_several: Any) -> None:
 
 @SLOW
 @TWO
-@matrix({"late": "zero3"})
+@matrix({"late": "fsdp2"})
 def test_weights_that_come_late_are_found_with_two_ranks(results, strategy, name, world_size):
     first, *later = (step["policy/rollout_difference_max"] for step in results(strategy, name, world_size)[0]["steps"])
     assert first < 1e-4
