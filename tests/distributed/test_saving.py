@@ -27,10 +27,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-@pytest.fixture(
-    scope="module",
-    params=only([], [name for name in STRATEGIES if name not in ("one", "zero1")], nightly=["ddp", "zero2"]),
-)
+SAVED_UNDER = [name for name in STRATEGIES if name not in ("one", "zero1")]
+"""Those of DDP, which are files as on one device, and of ZeRO-2, which are folders as under ZeRO-3, are nightly."""
+
+
+@pytest.fixture(scope="module", params=only([], SAVED_UNDER, nightly=["ddp", "zero2"]))
 def strategy(request: pytest.FixtureRequest, folder: Path) -> str:
     """A strategy, with its runs on two ranks."""
     kinds = selected(request, "kind", strategy=request.param)

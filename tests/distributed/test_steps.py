@@ -37,8 +37,8 @@ OF_THE_LOSS = by_turns(
     ],
     ("fsdp2",),
 )
-"""Cases that differ in what the ranks gather for the loss, which no strategy takes part in: they run under DDP and FSDP2.
-ZeRO-3 takes three times as long."""
+"""Cases that differ in what the ranks gather for the loss, which no strategy takes part in: they run under DDP and
+FSDP2. ZeRO-3 takes three times as long."""
 OF_A_FORWARD_PASS = ["chunks", "layers", "dense", "sliced head", "float32 head, kl", "reward model"]
 """Cases that say nothing of how gradients are divided, all that tells ZeRO-1 from ZeRO-2: they run under the latter."""
 OF_GRADIENTS = [
