@@ -73,7 +73,7 @@ def find_configs(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def check_positions(args: Sequence[str]) -> None:
-    """Check that every argument after the command is a flag or its value.
+    """Check that every argument after the command is a flag or the value of a flag.
 
     Raises:
         ConfigurationError: If an argument is neither a flag nor a value. If the argument is a file or recipe, the

@@ -282,8 +282,7 @@ def select(rows_count: int, strategy: str, *, seed: int, name: str) -> list[int]
     """Select rows by a sampling strategy.
 
     Random rows are sampled without replacement. They depend only on `seed`, `name` and `rows_count`; global random
-    states are neither read nor changed. If only N differs, a smaller `random:N` selects a subset of the rows that a
-    larger `random:N` selects.
+    states are neither read nor changed. The rows of `random:10` are a subset of the rows of `random:20`.
 
     Args:
         rows_count: Number of rows available.

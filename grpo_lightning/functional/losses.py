@@ -433,7 +433,8 @@ def is_clipped_low(ratio: Tensor, advantages: Tensor, *, epsilon: float) -> Tens
         epsilon: As in `clipped_surrogate`.
 
     Returns:
-        [B, T] bool, or [B, 1] where both inputs are. With one ratio per token, padding is False (ratio 1).
+        Bool [B, T], or [B, 1] if both inputs have the shape [B, 1]. If `ratio` is [B, T], padding tokens are False,
+        because their ratio is 1.
     """
     return (ratio < 1 - epsilon) & (advantages < 0)
 
@@ -449,7 +450,8 @@ def is_clipped_high(ratio: Tensor, advantages: Tensor, *, epsilon_high: float) -
         epsilon_high: As in `clipped_surrogate`.
 
     Returns:
-        [B, T] bool, or [B, 1] where both inputs are. With one ratio per token, padding is False (ratio 1).
+        Bool [B, T], or [B, 1] if both inputs have the shape [B, 1]. If `ratio` is [B, T], padding tokens are False,
+        because their ratio is 1.
     """
     return (ratio > 1 + epsilon_high) & (advantages > 0)
 

@@ -1,8 +1,8 @@
 """Save checkpoints that are complete and contain the state at the end of an optimizer step, and resume from them.
 
-This module replaces methods of the trainer and the strategy, because all checkpoints are saved and loaded through these
-methods, also those of the user's callbacks, of `trainer.save_checkpoint` in a script, and of strategies that do not use
-a `CheckpointIO` (DeepSpeed, FSDP2).
+This module replaces methods of the trainer and the strategy, because every checkpoint is saved and loaded through them.
+That includes checkpoints that a user's callback saves, that a script saves with `trainer.save_checkpoint`, and that a
+strategy without a `CheckpointIO` saves (DeepSpeed, FSDP2).
 """
 
 from __future__ import annotations

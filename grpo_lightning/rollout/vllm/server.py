@@ -340,10 +340,11 @@ class Served:
     def end_update(self) -> None:
         """End an update that did not finish, so that a new one can start.
 
-        vLLM refuses a new update while another one is active. An update that failed while weights were received is not
-        active any more, but layers that received only some of their weights still wait for the rest: they would load
-        weights of the new update twice. In both cases, starting and finishing an update makes vLLM ready for a new one.
-        Until new weights are sent, the incomplete layers have arbitrary values.
+        An update is in the way of a new one in two cases. If it is still active, vLLM refuses the new update. If it
+        failed while weights were received, it is no longer active, but layers that received only some of their weights
+        still wait for the rest: these layers would load some weights of the new update twice. In both cases, starting
+        and finishing an update makes vLLM ready for a new one. Until new weights are sent, the incomplete layers have
+        arbitrary values.
         """
         for route in ("/start_weight_update", "/finish_weight_update", "/finish_weight_update"):
             # The possible errors, in turn: an update is already active; weights are missing; the update has ended.
