@@ -160,7 +160,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What lists, tuples and dicts contain at any depth; the values themselves otherwise. Far faster than pytree."""
+    """What lists, tuples and dicts contain at any depth; any other value itself. Much faster than pytree."""
     if type(value) in (list, tuple):
         for part in value:
             yield from leaves(part)
@@ -180,12 +180,12 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def to_host(value: Any) -> Any:
+def host_alias(value: Any) -> Any:
     """The CPU tensor on the memory of an emulated one; anything else as it is."""
     return on_host(value) if isinstance(value, OnCuda) else value
 
 
-def to_cuda(value: Any) -> Any:
+def cuda_alias(value: Any) -> Any:
     """The emulated tensor on the memory of a CPU tensor; anything else as it is."""
     return on_cuda(value) if type(value) is torch.Tensor else value
 
@@ -266,21 +266,21 @@ class EmulatedCuda(TorchDispatchMode):
             kwargs = {**kwargs, "device": CPU}
             kwargs.pop("pin_memory", None)
         if not here and not goes_here:
-            args, kwargs = mapped(to_host, (args, kwargs))
+            args, kwargs = mapped(host_alias, (args, kwargs))
             return func(*args, **kwargs)
         if device is not None and not goes_here and name == "_to_copy" and here:
             return self.to_host(args[0], kwargs.get("dtype"))
         self.check_devices(name, args, tensors)
         self.count(func, name, args, here, tensors)
         written = kwargs.get("out", here[0] if here else None)
-        args, kwargs = mapped(to_host, (args, kwargs))
+        args, kwargs = mapped(host_alias, (args, kwargs))
         with torch._C._DisableTorchDispatch():
             out = EMULATED.get(name, func)(*args, **kwargs)
         if device is not None and not goes_here:
             return out
         if func._schema.is_mutable and not name.startswith("_"):
             return written if isinstance(out, torch.Tensor) else out
-        return mapped(to_cuda, out)
+        return mapped(cuda_alias, out)
 
     def check_devices(self, name: str, args: Any, tensors: list[torch.Tensor]) -> None:
         """Raise RuntimeError for tensors of both devices, as CUDA does: numbers and indices may be on the CPU."""

@@ -15,6 +15,7 @@ MICRO_STEP = MICRO_STEPS_PER_EPOCH + 5
 """In the second epoch, in the third of a cycle's four optimizer steps."""
 
 NEWEST, BEFORE = "step=10.ckpt", "step=9.ckpt"
+FROZEN_TOWER = {"freeze_vision_modules": True}
 
 
 def half_write(newest: Path) -> None:
@@ -84,15 +85,8 @@ def test_a_killed_run_with_shared_groups_resumes_exactly(tmp_path: Path, strateg
     ("strategy", "hook", "rank", "settings"),
     [
         pytest.param("ddp", "on_after_backward", 1, {}, id="ddp, one rank, trained tower", marks=NIGHTLY),
-        pytest.param(
-            "zero3",
-            "on_train_batch_start",
-            None,
-            {"freeze_vision_modules": True},
-            id="zero3, frozen tower",
-            marks=NIGHTLY,
-        ),
-        pytest.param("fsdp2", "on_train_batch_start", None, {"freeze_vision_modules": True}, id="fsdp2, frozen tower"),
+        pytest.param("zero3", "on_train_batch_start", None, FROZEN_TOWER, id="zero3, frozen tower", marks=NIGHTLY),
+        pytest.param("fsdp2", "on_train_batch_start", None, FROZEN_TOWER, id="fsdp2, frozen tower"),
     ],
 )
 def test_a_killed_run_on_images_resumes_exactly(tmp_path: Path, strategy, hook, rank, settings):
