@@ -47,7 +47,10 @@ quickstart-tools: $(READY) ## Teach a tiny model to use a calculator, on a CPU (
 quickstart-reasoning-gym: $(READY) ## Train a tiny model on three tasks of reasoning-gym, on a CPU (SEED=0)
 	$(BIN)/grpo-lightning fit --config recipes/quickstart_reasoning_gym.yaml --seed_everything=$(SEED)
 
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# One process more than there are cores, because some tests wait for other processes or for time limits. At most 4,
+# because each of them may start several more, and needs up to 3 GB.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: $(READY) ## What protects users, in minutes, on a CPU
 	$(PYTEST) $(PYTEST_ARGS)

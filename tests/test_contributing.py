@@ -171,7 +171,7 @@ def test_settings_that_it_would_treat_differently_are_refused(start):
 
 @SLOW
 def test_it_trains_asynchronously(start):
-    """Every method has the arguments of the protocol, and the server samples while the policy trains."""
+    """Every method has the arguments of the interface, and the server samples while the policy trains."""
     policy = tiny_model(**SMALL)
     engine, server = start(policy)
     for name in ("connect", "sync_weights", "generate", "check_run"):

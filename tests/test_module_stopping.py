@@ -103,6 +103,7 @@ def train(folder: Path, *callbacks, saving, resume=False, **options):
     module = make_module(length=3, num_generations=2, num_iterations=ITERATIONS, updates_per_rollout=UPDATES)
     prompts = Prompts()
     trainer = make_trainer(
+        default_root_dir=folder,  # where Lightning saves if `saving` has no callbacks
         enable_checkpointing=True,
         accumulate_grad_batches=ACCUMULATE,
         num_sanity_val_steps=0,

@@ -194,7 +194,7 @@ def test_a_run_killed_inside_a_cycle_resumes_to_the_same_bits(tmp_path, image_fi
 
     def run(checkpoint=None, callbacks=()):
         module = vision_module(vlm, loader=loader, num_iterations=2, updates_per_rollout=2)
-        trainer = make_trainer(max_steps=8, enable_checkpointing=True, callbacks=list(callbacks))
+        trainer = make_trainer(max_steps=8, enable_checkpointing=bool(callbacks), callbacks=list(callbacks))
         trainer.fit(module, make_source(module, prompts, batch_size=3, shuffle=True, seed=1), ckpt_path=checkpoint)
         return {name: weight.clone() for name, weight in module.policy.state_dict().items()}
 
@@ -221,7 +221,7 @@ def test_a_cycle_of_selected_groups_resumes_with_their_images(tmp_path, image_fi
 
     def run(checkpoint=None, callbacks=()):
         module = vision_module(vlm, FirstGroupLast, num_iterations=2, updates_per_rollout=2)
-        trainer = make_trainer(max_steps=4, enable_checkpointing=True, callbacks=list(callbacks))
+        trainer = make_trainer(max_steps=4, enable_checkpointing=bool(callbacks), callbacks=list(callbacks))
         source = make_source(module, vision_prompts(image_files), batch_size=4, shuffle=False)
         trainer.fit(module, source, ckpt_path=checkpoint)
         return {name: weight.clone() for name, weight in module.policy.state_dict().items()}

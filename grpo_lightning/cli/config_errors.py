@@ -293,16 +293,27 @@ def unknown_key(key: str, allowed: Iterable[str], keys: Mapping[str, Key] | None
     return f"there is no key {key}.{hint}\n{f'Keys of {group}' if group else 'Keys'}: {choices}."
 
 
+REFUSED = {
+    r"(?:correspond to|to be) a subclass of (?:<class ')?(\w+)": "is not a subclass of {}",
+    r"Subclasses are disabled for (\w+)": "is not {}, the only class that is allowed",
+    r"to be a class that instantiates into callable": "has objects that cannot be called",
+}
+"""Patterns of the parser's reasons to refuse a class, and the words that replace them in error messages."""
+
+
 def wrong_import(problem: Problem, own: Key, sources: Iterable[Source]) -> str | None:
-    """Error message for an import path that cannot be imported, or an unknown class name."""
+    """Error message for an import path that cannot be imported, an unknown class name, or a class of another kind."""
     named = r"class_path '(.+?)'|Got value: Namespace\(class_path='(.+?)'|path string: (.+)$"
+    named += r"|Import path (\S+) does not|thus '(.+?)' is not accepted"
     if named_classes(own.hint) or "expects a function" in problem.text:
         named += r"|Given value: (\w.*\..*)$"
     paths = {path for found in re.findall(named, problem.text, re.MULTILINE) for path in found}
+    matches = {form: re.search(pattern, problem.text) for pattern, form in REFUSED.items()}
+    refused = " and ".join(form.format(*match.groups()) for form, match in matches.items() if match)
     for place in places(sources, problem.names):
         for key, value in leaves(place.value, place.key):
             is_path = isinstance(value, str) and value in paths
-            if is_path and (text := import_problem(value, own.hint)):
+            if is_path and (text := import_problem(value, own.hint) or (refused and f"{value} {refused}.")):
                 return place.say(f"{key}: {text}")
     return None
 

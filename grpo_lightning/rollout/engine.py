@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -38,19 +39,22 @@ OnGroup = Callable[[int, list[Completion]], None]
 completions have ended."""
 
 
-class RolloutEngine(Protocol):
+class RolloutEngine(ABC):
     """Samples completions from the policy.
 
     Engines take and return token ids, so that log-probs are computed for exactly the sampled tokens. Every rank makes
     the same calls, including ranks without prompts.
     """
 
+    @abstractmethod
     def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:
         """Called once after the policy is loaded; `sharding` describes how the weights are sharded over ranks."""
 
+    @abstractmethod
     def sync_weights(self, policy: nn.Module) -> None:
         """Called before every rollout: the next completions are sampled from these weights."""
 
+    @abstractmethod
     def generate(  # noqa: PLR0913 - optional arguments, which an engine may lack
         self,
         prompts: list[list[int]],

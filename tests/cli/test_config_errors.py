@@ -83,6 +83,7 @@ def parser(monkeypatch):
     parser.add_argument("--model.colour", type=Colour | None, default=None)
     parser.add_argument("--model.brushes", type=list[Base | Callable[..., float]])
     parser.add_argument("--model.factory", type=Callable[[list], Factory], default={"class_path": "paints.Factory"})
+    parser.add_argument("--model.base", type=Base | None, default=None)
     parser.add_argument("--data.rows", type=list[Colour] | str, default="")
     parser.add_argument("--model.title", type=str | None, default=None)
     parser.add_argument("--model.rules", type=list[Rule | Callable[..., Any]])
@@ -108,7 +109,7 @@ def found(parser, **tree):
     [
         (
             {"model": {"cuont": 1}},
-            "there is no key model.cuont. Did you mean model.count?\nKeys of model: brushes, col",
+            "there is no key model.cuont. Did you mean model.count?\nKeys of model: base, brushes, col",
         ),
         (
             {"models": {"a": 1}},
@@ -195,6 +196,25 @@ def test_a_typo_in_the_path_of_a_function_is_named(parser, prepare, said):
     text = found(parser, data={"prepare": prepare})
     assert text.startswith("s.yaml: data.prepare")
     assert said in text
+
+
+@pytest.mark.parametrize("is_mapping", [False, True])
+@pytest.mark.parametrize(
+    ("key", "kind", "said"),
+    [
+        ("model.base", "paints.Colour", "is not a subclass of Base."),
+        ("model.colour", "paints.Base", "is not Colour, the only class that is allowed."),
+        ("data.prepare", "paints.Base", "has objects that cannot be called."),
+        ("model.factory", "paints.Base", "is not a subclass of Factory."),
+        ("model.rules", "paints.Base", "is not a subclass of Rule and has objects that cannot be called."),
+    ],
+)
+def test_a_class_of_another_kind_is_named(parser, key, kind, said, is_mapping):
+    value, where = ({"class_path": kind}, ".class_path") if is_mapping else (kind, "")
+    section, _, name = key.partition(".")
+    in_list = "[0]" if name == "rules" else ""
+    text = found(parser, **{section: {name: [value] if in_list else value}})
+    assert text == f"s.yaml: {key}{in_list}{where}: {kind} {said}"
 
 
 @pytest.mark.parametrize(

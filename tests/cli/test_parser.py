@@ -247,6 +247,29 @@ def test_an_engine_by_its_name(args):
     assert parsed(*args).model.engine.init_args.max_rows == 4
 
 
+OWN_ENGINES = """
+from grpo_lightning.rollout.engine import RolloutEngine
+
+class {0}({1}):
+    def __init__(self, url="", seconds=1): ...
+    def connect(self, policy, tokenizer, sharding): ...
+    def sync_weights(self, policy): ...
+    def generate(self, prompts, num_generations, sampling, seeds, progress=None): ...
+"""
+
+
+def test_an_engine_of_ones_own_may_lack_optional_arguments():
+    Path("first_engine.py").write_text(OWN_ENGINES.format("Own", "RolloutEngine"))
+    config = parsed("--model.engine=first_engine.Own", "--model.engine.seconds=2")
+    assert plain(config.model.engine) == {"class_path": "first_engine.Own", "init_args": {"url": "", "seconds": 2}}
+
+
+def test_an_engine_that_is_none_is_named():
+    Path("second_engine.py").write_text(OWN_ENGINES.format("Own", "object"))
+    with pytest.raises(ConfigurationError, match=r"model.engine: second_engine.Own is not a subclass of RolloutEngine"):
+        parsed("--model.engine=second_engine.Own")
+
+
 @SLOW
 def test_settings_of_a_schedule_need_one_and_say_so():
     config = parsed("--model.scheduler=Cosine", "--model.scheduler.warmup_ratio=0.1")

@@ -1,5 +1,6 @@
 """`make test-vllm`: if the tests against the real vLLM do not run to their end, the run fails and says so."""
 
+import signal
 import sys
 import time
 
@@ -50,8 +51,15 @@ def test_an_environment_is_installed_once(commands, capfd):
 
 
 def test_tests_that_take_too_long_are_ended(monkeypatch, capfd):
+    """By SIGINT, upon which they end the servers that they have started; it is ignored in a shell's background."""
     monkeypatch.setattr(run, "END", time.monotonic())
-    assert run.run(sys.executable, "-c", "import time; time.sleep(60)") == 1
+    inherited = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = run.start(sys.executable, "-c", "import time; time.sleep(60)")
+    finally:
+        signal.signal(signal.SIGINT, inherited)
+    assert run.end(process) == 1
+    assert process.returncode == -signal.SIGINT
     assert f"{BANNER}: The {run.SECONDS} seconds for installation and tests are over." in capfd.readouterr().err
 
 
