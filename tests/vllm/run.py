@@ -80,9 +80,8 @@ NO_TESTS = 5
 
 def start(*command: object, output: IO[str] | None = None) -> subprocess.Popen[str]:
     """Start a command in a session of its own."""
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's `  # ignored behind a shell's `&`: the command would inherit it` ignores it, and commands inherit that
+    # Behind a shell's `&`, SIGINT is ignored, and the command would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     words = list(map(str, command))
     return subprocess.Popen(words, cwd=ROOT, start_new_session=True, stdout=output, text=True)
 
