@@ -212,7 +212,7 @@ def settings_class(hint: Any, default: Any = None) -> Any:
         module_name, _, name = default.get("class_path").rpartition(".")
         return getattr(import_module(module_name), name)
     own = [kind for kind in kinds if inspect.isclass(kind) and kind.__module__.startswith("grpo_lightning")]
-    return next((kind for kind in own if not kind.__subclasses__() and not getattr(kind, "_is_protocol", False)), None)
+    return next((kind for kind in own if not kind.__subclasses__()), None)
 
 
 def arguments(kind: Any, hint: Any = None) -> dict[str, Any]:

@@ -207,7 +207,7 @@ class LocalEngine(RolloutEngine):
         """Do nothing: the engine always samples with the policy's current weights."""
 
     @torch.no_grad()
-    def generate(  # noqa: PLR0913 - see the protocol
+    def generate(  # noqa: PLR0913 - see `RolloutEngine`
         self,
         prompts: list[list[int]],
         num_generations: int,

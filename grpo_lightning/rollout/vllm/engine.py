@@ -670,18 +670,13 @@ class VLLMEngine(RolloutEngine):
             pass
         return error
 
-    # A configuration accepts an engine only if its methods have the same annotations as those of the protocol. A
-    # generator has a different annotation, so the generator `_held` is a separate method.
-    def hold_weights(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def hold_weights(self) -> Iterator[None]:
         """Context of the calls of `generate` for one rollout, such as the turns of its conversations.
 
         An update from another thread waits until the context ends, so that all turns are sampled from the same weights.
         vLLM is put to sleep at the end of the context, not after each call.
         """
-        return self._held()
-
-    @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
         with self.lock:
             before, self.is_held = self.is_held, True
             try:
@@ -692,7 +687,7 @@ class VLLMEngine(RolloutEngine):
                 self._sleep()
 
     @torch.no_grad()
-    def generate(  # noqa: PLR0913 - see the protocol
+    def generate(  # noqa: PLR0913 - see `RolloutEngine`
         self,
         prompts: list[list[int]],
         num_generations: int,
