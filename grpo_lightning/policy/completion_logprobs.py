@@ -284,9 +284,9 @@ def dummy_of(batch: MicroBatch) -> MicroBatch:
 
 
 def text_dummy_of(batch: MicroBatch) -> MicroBatch:
-    """A prompt of one token with a completion of one masked token, without images of their own.
+    """A prompt of one token with a completion of one masked token. Neither has an image of its own.
 
-    If the micro-batch has a blank image, the vision tower runs on the blank image.
+    If the micro-batch has a blank image, the vision tower runs on it.
     """
     dummy = dummy_of(batch)
     token = dummy.completion_ids

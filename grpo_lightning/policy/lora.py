@@ -173,7 +173,7 @@ def check_config(config: Any, subject: str) -> None:
 
 
 def check_given(model: Any) -> None:
-    """Check that a model with adapters, given in memory, can be trained as it is.
+    """Check that a model with adapters, passed in memory, can be trained as it is.
 
     Args:
         model: Any model with peft's `peft_config`, for example the result of `get_peft_model`.

@@ -27,7 +27,7 @@ def limit_training(
 ) -> Any:
     """Freeze the weights that a run does not train, and add adapters if the settings request them.
 
-    A model that was given with adapters keeps them, with their own dropout.
+    A model that already has adapters keeps them, with their own dropout.
 
     Args:
         model: The loaded model.

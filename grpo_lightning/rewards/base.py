@@ -1,6 +1,6 @@
 """The reward contract: arguments of a reward, its return value, and how failures are handled.
 
-A reward is a function or a callable object, sync or async. It is called by keyword with
+A reward is a function or a callable object, sync or async. It is called with keyword arguments:
 
     prompts, completions, completion_ids, finish_reasons, image_views, max_completion_length, trainer_state,
     log_extra, log_metric
@@ -135,8 +135,8 @@ class Reward(ABC):
     """True if the reward is called with whole groups."""
 
     says_solved: bool = False
-    """True if a value of 1 means that the completion solves its prompt, as in rewards that compare the completion with
-    the ground truth. Validation (`val/avg@G`) uses the first reward for which this is True, unless
+    """True if a value of 1 means that the completion solves its prompt, as in rewards that compare the answer with the
+    ground truth or run tests on it. Validation (`val/avg@G`) uses the first reward for which this is True, unless
     `validation.success` names another."""
 
     in_process: bool = False

@@ -260,8 +260,9 @@ def check_readers(reward_set: RewardSet, metrics: Sequence[Any], loader: PolicyL
 
     Raises:
         ValueError: If a metric or callback reads the same column of ground-truth boxes as one or more rewards, but its
-            `gold_coordinates` differ from those of each of these rewards; or if a reward, metric or callback has
-            `coordinates: auto`, but the box coordinate system of the policy's model family is not known.
+            `gold_coordinates` differ from those of each of these rewards; or if the data have images, and a reward,
+            metric or callback has `coordinates: auto`, but the box coordinate system of a multimodal policy's model
+            family is not known.
     """
     rewards, watchers = used_box_rewards(reward_set, trainer), box_readers(_watchers(metrics, trainer))
     for watcher in watchers:

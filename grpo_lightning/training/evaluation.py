@@ -38,9 +38,9 @@ class Validation:
     """Also evaluate the greedy completion of every prompt (`val/greedy/...`)."""
 
     success: str | None = None
-    """Name of the reward that decides whether a completion solves its prompt. Null selects the first reward that
-    compares completions with the ground truth (`Reward.says_solved`). If no reward does this, null selects the first of
-    all rewards."""
+    """Name of the reward that decides whether a completion solves its prompt. Null selects the first reward that checks
+    answers (`Reward.says_solved`), for example by the ground truth or by tests. If no reward does this, null selects
+    the first of all rewards."""
 
     success_value: float = 1.0
     """Minimum value of the reward `success` for a completion to count as solved."""
