@@ -49,8 +49,8 @@ quickstart-reasoning-gym: $(READY) ## Train a tiny model on three tasks of reaso
 
 # One process more than there are cores, because some tests wait for other processes or for time limits. At most 4,
 # because each of them may start several more, and needs up to 3 GB.
-WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+TEST_PROCESSES := $(shell expr $$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) + 1)
+PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: $(READY) ## What protects users, in minutes, on a CPU
 	$(PYTEST) $(PYTEST_ARGS)

@@ -7,6 +7,7 @@ module extracts key and value from the parser's message, and finds the file or f
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -293,36 +294,45 @@ def unknown_key(key: str, allowed: Iterable[str], keys: Mapping[str, Key] | None
     return f"there is no key {key}.{hint}\n{f'Keys of {group}' if group else 'Keys'}: {choices}."
 
 
-REFUSED = {
-    r"(?:correspond to|to be) a subclass of (?:<class ')?(\w+)": "is not a subclass of {}",
-    r"Subclasses are disabled for (\w+)": "is not {}, the only class that is allowed",
-    r"to be a class that instantiates into callable": "has objects that cannot be called",
-}
-"""Patterns of the parser's reasons to refuse a class, and the words that replace them in error messages."""
-
-
 def wrong_import(problem: Problem, own: Key, sources: Iterable[Source]) -> str | None:
     """Error message for an import path that cannot be imported, an unknown class name, or a class of another kind."""
     named = r"class_path '(.+?)'|Got value: Namespace\(class_path='(.+?)'|path string: (.+)$"
-    named += r"|Import path (\S+) does not|thus '(.+?)' is not accepted"
+    named += r"|Import path (\S+) does not|thus '(.+?)' is not accepted|class, but (\S+) is abstract"
     if named_classes(own.hint) or "expects a function" in problem.text:
         named += r"|Given value: (\w.*\..*)$"
     paths = {path for found in re.findall(named, problem.text, re.MULTILINE) for path in found}
-    matches = {form: re.search(pattern, problem.text) for pattern, form in REFUSED.items()}
-    refused = " and ".join(form.format(*match.groups()) for form, match in matches.items() if match)
     for place in places(sources, problem.names):
         for key, value in leaves(place.value, place.key):
             is_path = isinstance(value, str) and value in paths
-            if is_path and (text := import_problem(value, own.hint) or (refused and f"{value} {refused}.")):
+            if is_path and (text := import_problem(value, own.hint) or refusal(value, problem.text)):
                 return place.say(f"{key}: {text}")
     return None
+
+
+def refusal(path: str, text: str) -> str | None:
+    """Reason why the parser refuses a class or function that can be imported; None if its message has no reason."""
+    module_name, _, name = path.rpartition(".")
+    value = getattr(import_module(module_name), name)
+    if inspect.isabstract(value):
+        return f"{path} does not define {', '.join(sorted(value.__abstractmethods__))}, which its base class requires."
+    if only := re.search(r"Subclasses are disabled for (\w+)", text):
+        return f"{path} is not {only[1]}, the only class that is allowed."
+    bases = " or ".join(dict.fromkeys(re.findall(r"(?:correspond to|to be) a subclass of (?:<class ')?(\w+)", text)))
+    reasons = []
+    if bases:
+        is_class = inspect.isclass(value)
+        reasons.append(f"is not a subclass of {bases}" if is_class else f"is not annotated to return {bases}")
+    if "to be a class that instantiates into callable" in text:
+        reasons.append("has no method __call__")
+    return f"{path} {' and '.join(reasons)}." if reasons else None
 
 
 def import_problem(path: str, hint: Any) -> str | None:
     """Reason why an import path is invalid: missing module, import error, or missing name; None if it is valid."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
-        near = difflib.get_close_matches(path, sorted({kind.__name__ for kind in named_classes(hint)}))
+        names = {kind.__name__ for kind in named_classes(hint) if not inspect.isabstract(kind)}
+        near = difflib.get_close_matches(path, sorted(names))
         known = f"Did you mean {' or '.join(near)}?" if near else "Write module.name."
         return f"{path!r} is neither an import path nor a name of the package. {known}"
     try:

@@ -205,9 +205,8 @@ def is_own(value: Any, package: str) -> bool:
 
 
 def is_contract(owner: type) -> bool:
-    """Whether a class only says what others have to be: protocols, and bases with methods to be written."""
-    is_abstract = any(getattr(getattr(owner, name, None), "__isabstractmethod__", False) for name in dir(owner))
-    return is_abstract or getattr(owner, "_is_protocol", False)
+    """Whether a class only says what others have to be: a base with methods to be written."""
+    return any(getattr(getattr(owner, name, None), "__isabstractmethod__", False) for name in dir(owner))
 
 
 def problems(owners: Iterable[type], cases: Set[tuple[type, str]]) -> list[str]:

@@ -84,6 +84,8 @@ def parser(monkeypatch):
     parser.add_argument("--model.brushes", type=list[Base | Callable[..., float]])
     parser.add_argument("--model.factory", type=Callable[[list], Factory], default={"class_path": "paints.Factory"})
     parser.add_argument("--model.base", type=Base | None, default=None)
+    parser.add_argument("--model.either", type=Base | Rule | None, default=None)
+    parser.add_argument("--model.rule", type=Rule | None, default=None)
     parser.add_argument("--data.rows", type=list[Colour] | str, default="")
     parser.add_argument("--model.title", type=str | None, default=None)
     parser.add_argument("--model.rules", type=list[Rule | Callable[..., Any]])
@@ -204,9 +206,12 @@ def test_a_typo_in_the_path_of_a_function_is_named(parser, prepare, said):
     [
         ("model.base", "paints.Colour", "is not a subclass of Base."),
         ("model.colour", "paints.Base", "is not Colour, the only class that is allowed."),
-        ("data.prepare", "paints.Base", "has objects that cannot be called."),
+        ("data.prepare", "paints.Base", "has no method __call__."),
         ("model.factory", "paints.Base", "is not a subclass of Factory."),
-        ("model.rules", "paints.Base", "is not a subclass of Rule and has objects that cannot be called."),
+        ("model.rules", "paints.Base", "is not a subclass of Rule and has no method __call__."),
+        ("model.either", "paints.Colour", "is not a subclass of Base or Rule."),
+        ("model.rule", "paints.Rule", "does not define __call__, which its base class requires."),
+        ("model.rule", "paints.prepare", "is not annotated to return Rule."),
     ],
 )
 def test_a_class_of_another_kind_is_named(parser, key, kind, said, is_mapping):

@@ -264,7 +264,7 @@ def test_an_engine_of_ones_own_may_lack_optional_arguments():
     assert plain(config.model.engine) == {"class_path": "first_engine.Own", "init_args": {"url": "", "seconds": 2}}
 
 
-def test_an_engine_that_is_none_is_named():
+def test_a_class_that_is_no_engine_is_named():
     Path("second_engine.py").write_text(OWN_ENGINES.format("Own", "object"))
     with pytest.raises(ConfigurationError, match=r"model.engine: second_engine.Own is not a subclass of RolloutEngine"):
         parsed("--model.engine=second_engine.Own")

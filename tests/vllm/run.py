@@ -80,10 +80,13 @@ NO_TESTS = 5
 
 def start(*command: object, output: IO[str] | None = None) -> subprocess.Popen[str]:
     """Start a command in a session of its own."""
-    # Behind a shell's `&`, SIGINT is ignored, and the command would inherit that.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     words = list(map(str, command))
-    return subprocess.Popen(words, cwd=ROOT, start_new_session=True, stdout=output, text=True)
+    # A script's `&` makes a command ignore SIGINT, and what the command starts would inherit that.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(words, cwd=ROOT, start_new_session=True, stdout=output, text=True)
+    finally:
+        signal.signal(signal.SIGINT, inherited)
 
 
 def end(process: subprocess.Popen[str]) -> int:

@@ -56,6 +56,7 @@ def test_tests_that_take_too_long_are_ended(monkeypatch, capfd):
     inherited = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         process = run.start(sys.executable, "-c", "import time; time.sleep(60)")
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, inherited)
     assert run.end(process) == 1
