@@ -56,7 +56,10 @@ class FakeSGLang:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        class Http(ThreadingHTTPServer):
+            request_queue_size = 512  # connections at the same time; the default of 5 resets some of 32
+
+        self.http = Http(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 
     def answer(self, route: str, body: dict[str, Any]) -> Any:
@@ -170,7 +173,7 @@ def test_settings_that_it_would_treat_differently_are_refused(start):
 
 
 @SLOW
-def test_it_trains_asynchronously(start):
+def test_it_trains_asynchronously(start, caplog):
     """Every method has the arguments of the interface, and the server samples while the policy trains."""
     policy = tiny_model(**SMALL)
     engine, server = start(policy)
@@ -179,5 +182,6 @@ def test_it_trains_asynchronously(start):
         assert list(own.parameters) == list(wanted.parameters)
     history = History()
     fit(make_module(policy=policy, engine=engine, max_staleness=1), max_steps=3, callbacks=[history])
+    assert "has been lost" not in caplog.text
     assert history.of("rollout/staleness") == [0, 1, 1]
     assert server.version >= "3"
