@@ -5,7 +5,7 @@
 
 The bars for every seed: the mean IoU over held-out images is at most 0.35 before training and at least 0.80 after, for
 sampled and for greedy answers, and a run takes at most 10 minutes (including the drawing of the images and the warm-up
-of the model). The held-out questions combine colours and shapes, and ask for boxes, that appear in no image of the
+of the model). The held-out questions combine colors and shapes, and ask for boxes, that appear in no image of the
 warm-up or the training. After training, the mean IoU exceeds by at least 0.05 what answering with the nearest training
 box would reach. In the controls, all images are blank, or the boxes of the training data are shuffled between the
 images: the mean IoU then stays below 0.35. Exit code 1 if a bar does not hold.
@@ -25,7 +25,7 @@ from controlled_runs import TRAINED, ControlledRuns, Runs
 from PIL import Image
 
 from grpo_lightning.cli import main as run_cli
-from grpo_lightning.demo.build import RECIPE
+from grpo_lightning.demo.build import FINGERPRINT
 from grpo_lightning.demo.grounding import GroundingQuickstart
 from grpo_lightning.demo.scenes import SceneTask
 from grpo_lightning.functional.boxes import iou
@@ -44,7 +44,7 @@ class BlankImages(GroundingQuickstart):
             with Image.open(path) as image:
                 size = image.size
             Image.new("RGB", size, (127, 127, 127)).save(path)
-        (self.folder / RECIPE).write_text("blank images")  # otherwise a later run would use these images
+        (self.folder / FINGERPRINT).write_text("blank images")  # otherwise a later run would use these images
 
 
 class ShuffledBoxes(GroundingQuickstart):
@@ -59,7 +59,7 @@ class ShuffledBoxes(GroundingQuickstart):
         random.Random(0).shuffle(boxes)
         shuffled = [row | {"solution": box} for row, box in zip(rows, boxes, strict=True)]
         path.write_text("".join(json.dumps(row) + "\n" for row in shuffled), encoding="utf-8")
-        (self.folder / RECIPE).write_text("shuffled boxes")
+        (self.folder / FINGERPRINT).write_text("shuffled boxes")
 
 
 CONTROLS: dict[str, type[GroundingQuickstart]] = {

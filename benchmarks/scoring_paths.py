@@ -5,7 +5,7 @@
 
 The weights are random, because neither time nor memory depends on them. The two paths run alternately, and the table
 has the fastest repeat of each. On a CPU, time is process time on one thread; on CUDA, it is measured with the device
-synchronised.
+synchronized.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from grpo_lightning.environments.base import EnvironmentLike
 from grpo_lightning.environments.runner import EnvironmentRunner
 from grpo_lightning.objective import Objective, warn_of_length_weights
 from grpo_lightning.optimizers import AdamW, OptimizerFactory
-from grpo_lightning.policy.completion_logprobs import Scorer, TokenScores
+from grpo_lightning.policy.completion_logprobs import Scorer, TokenLogprobs
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.hf import is_adapted
 from grpo_lightning.policy.loading import PolicyLike, PolicyLoader
@@ -332,7 +332,7 @@ class GRPOLightningModule(L.LightningModule):
             scoring = self.begin_rewards(rollout.groups, self.num_generations)
         # With dynamic sampling, some groups may still be replaced. The reference's log-probs are therefore computed in
         # `start_cycle`, for the final groups only. If the KL is part of the rewards, the log-probs are needed now.
-        if self.dynamic_sampling is None or self.objective.kl_in == "reward":
+        if self.dynamic_sampling is None or self.objective.has_kl_reward:
             self.add_ref_logprobs(rollout)  # overlaps with the reward workers
         with self.phase("reward"):
             scores = scoring.finish()
@@ -436,7 +436,7 @@ class GRPOLightningModule(L.LightningModule):
         add_scores(self.metrics, scores)
         if len(self.sources) > 1:
             add_sources(self.metrics, groups, scores)
-        if self.reference is not None and self.objective.kl_in == "reward":
+        if self.reference is not None and self.objective.has_kl_reward:
             self.add_ref_logprobs(rollout)
             rewards = rewards - self.objective.beta * kl_to_reference(groups).view_as(rewards)
         excluded = are_excluded(groups, self.overlong_filter).view_as(rewards)
@@ -467,7 +467,7 @@ class GRPOLightningModule(L.LightningModule):
         self.metrics.add_seconds("time/sampling", in_flight.seconds)
         with in_flight.second_attempt():
             self.engine.sync_weights(self.policy)
-            if ranks.is_any(bool(missing)):
+            if ranks.any_over_ranks(bool(missing)):
                 with self.metrics.timed("sampling"):
                     chosen, chosen_seeds = [prompts[i] for i in missing], [seeds[i] for i in missing]
                     sampled = self.generate(chosen, self.num_generations, self.sampling, chosen_seeds)
@@ -494,7 +494,8 @@ class GRPOLightningModule(L.LightningModule):
             for seed in self.rollout_seeds(self.run.rollout_index + ahead, self.teams.indices(len(cycle)))
         ]
         lacking = in_flight.lacking(prompts)
-        if ranks.is_any(bool(lacking)):  # with images and sharded weights, all ranks run the vision tower together
+        # with images and sharded weights, all ranks run the vision tower together
+        if ranks.any_over_ranks(bool(lacking)):
             chosen = [prompts[i] for i in lacking]
             groups = self.group_source
             chosen_seeds = [seeds[i] for i in lacking]
@@ -543,20 +544,20 @@ class GRPOLightningModule(L.LightningModule):
     def prepare_update(self, micro_step: MicroStep) -> None:
         """Run the step's micro-batches in an additional pass, if parts of the loss depend on all tokens of the step."""
         if self.objective.selection is not None:
-            scores = self.select_tokens(micro_step)[1:]
+            passed = self.select_tokens(micro_step)[1:]
         elif self.router_loss is not None and micro_step.update[1:]:
-            scores = self.score_others(micro_step)
+            passed = self.record_routing(micro_step)
         else:
-            scores = []
+            passed = []
         if self.router_loss is not None:
-            self.router_loss.begin([each.load for each in scores if each.load is not None])
+            self.router_loss.begin([each.load for each in passed if each.load is not None])
 
-    def select_tokens(self, micro_step: MicroStep) -> list[TokenScores]:
+    def select_tokens(self, micro_step: MicroStep) -> list[TokenLogprobs]:
         """Select tokens of the coming optimizer step, in an additional pass over the micro-batches of the step."""
         step = run_seed(self.seed), self.run.rollout_index, micro_step.number
         return select_tokens(self.actor, self.objective, micro_step.update, seed=derived_seed(*step, "selection"))
 
-    def score_others(self, micro_step: MicroStep) -> list[TokenScores]:
+    def record_routing(self, micro_step: MicroStep) -> list[TokenLogprobs]:
         """Record the tokens' routing in an additional pass over all micro-batches of the step except the first."""
         actor = self.actor
         with torch.no_grad(), self.phase("routing"):
@@ -564,7 +565,7 @@ class GRPOLightningModule(L.LightningModule):
 
     def add_ref_logprobs(self, rollout: Rollout) -> None:
         """Add the reference's log-probs to the completions that lack them; do nothing if there is no reference."""
-        of_masked = self.objective.kl_in == "reward"
+        of_masked = self.objective.has_kl_reward
         if self.reference is None or not lacks_ref_logprobs(rollout.groups, of_masked=of_masked):
             return
         parts = self.shared_groups.spread(rollout).groups
@@ -787,7 +788,7 @@ class GRPOLightningModule(L.LightningModule):
         checks.check_offload(self.offload, has_copy=self.objective.needs_reference and not has_lora)
         if self.conversations is not None:
             checks.check_turn_credit(self.conversations.settings.turn_credit, self.objective.surrogate)
-        dynamic_sampling.check(self.dynamic_sampling, names, is_kl_in_reward=self.objective.kl_in == "reward")
+        dynamic_sampling.check(self.dynamic_sampling, names, is_kl_in_reward=self.objective.has_kl_reward)
         with contextlib.suppress(FileNotFoundError):  # `plan` builds modules without the files of a reward model
             self.reward_set.check(self.sampling.max_completion_length)
         checks.check_validation(self.validation, names)

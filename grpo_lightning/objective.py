@@ -339,6 +339,11 @@ class Objective:
         return self.beta > 0 and self.kl_in == "loss"
 
     @property
+    def has_kl_reward(self) -> bool:
+        """True if the KL is subtracted from the rewards."""
+        return self.beta > 0 and self.kl_in == "reward"
+
+    @property
     def trains_on_zero_advantages(self) -> bool:
         """False if completions of advantage 0 have no gradient and can be skipped in forward and backward passes."""
         return self.has_kl_loss or self.trains_entropy or self.surrogate == "kl_cov"
@@ -383,7 +388,15 @@ class Objective:
         )
 
     def groups_without_gradient(self, rewards: Tensor, lengths: Tensor) -> Tensor:
-        """Find groups without a policy gradient: [N] bool. Args: rewards, lengths: as in `compute_advantages`."""
+        """Find groups without a policy gradient.
+
+        Args:
+            rewards: [N, G], as in `compute_advantages`.
+            lengths: [N, G], as in `compute_advantages`.
+
+        Returns:
+            [N] bool.
+        """
         return groups_without_gradient(rewards, lengths, baseline=self.baseline, k=self.pass_k)
 
     @property
@@ -473,7 +486,15 @@ class Objective:
         )
 
     def find_clipped(self, logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Find trained tokens clipped from below and from above: two [B, T] bool. Args: logprobs: [B, T] nats."""
+        """Find trained tokens clipped from below and from above.
+
+        Args:
+            logprobs: [B, T] nats.
+            batch: The micro-batch.
+
+        Returns:
+            Two [B, T] bool.
+        """
         return self._find_clipped(self._tokens(logprobs.detach(), batch))
 
     def _find_clipped(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -805,7 +826,7 @@ def _check_scale(objective: Objective) -> None:
     if objective.scale == "batch_advantage_std" and objective.baseline in ("length_weighted", "pass_at_k"):
         raise ValueError(
             "objective.scale 'batch_advantage_std' is a std around 0, which the advantages of objective.baseline "
-            f"{objective.baseline!r} are not centred on: change one of the two."
+            f"{objective.baseline!r} are not centered on: change one of the two."
         )
     if objective.scale != "group_mean":
         return

@@ -55,7 +55,7 @@ class AdamW8bit(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> Any:
-        """Construct bitsandbytes' optimizer of this name.
+        """Construct the optimizer of bitsandbytes that has the same name as this class.
 
         Args:
             params: Parameters to train.
@@ -83,7 +83,7 @@ class PagedAdamW8bit(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> Any:
-        """Construct bitsandbytes' optimizer of this name.
+        """Construct the optimizer of bitsandbytes that has the same name as this class.
 
         Args:
             params: Parameters to train.

@@ -38,7 +38,7 @@ HARMLESS: dict[str, dict[str, Any]] = {
     "sync_batchnorm": {"sync_batchnorm": True},
     "use_distributed_sampler": {"use_distributed_sampler": False},
     "reload_dataloaders_every_n_epochs": {"reload_dataloaders_every_n_epochs": 1},
-    "model_registry": {"model_registry": "organisation/model"},
+    "model_registry": {"model_registry": "organization/model"},
 }
 """Arguments that change nothing on one device; tests/distributed has several."""
 

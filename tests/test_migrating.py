@@ -31,7 +31,7 @@ from grpo_lightning.core.types import Completion, Group, MicroBatch, Prompt, Sam
 from grpo_lightning.data.dataset_entry import DatasetEntry
 from grpo_lightning.functional import group_relative_advantages, normalized_sum, router_load
 from grpo_lightning.objective import Objective, StepCounts
-from grpo_lightning.policy.completion_logprobs import TokenScores
+from grpo_lightning.policy.completion_logprobs import TokenLogprobs
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.rollout.token_sampler import NextToken, TokenSettings
 from grpo_lightning.training.router_loss import RouterLoss
@@ -471,7 +471,7 @@ def our_loss(
     counts = StepCounts(int(mask.sum()), int(mask.any(dim=1).sum()))
     objective = Objective(**settings)
     if objective.selection is not None:  # the micro-batch is the whole step, as a quantile of TRL's assumes
-        scores = TokenScores(logprobs, entropies)
+        scores = TokenLogprobs(logprobs, entropies)
         actor: Any = SimpleNamespace(phase=lambda _: contextlib.nullcontext(), token_logprobs=lambda _: scores)
         select_tokens(actor, objective, [micro_batch], seed=0)
     return objective(logprobs, micro_batch, counts, LONGEST, entropy=entropies, router_loss=router_loss).loss
@@ -900,7 +900,7 @@ NOTHING_TO_COMPUTE = {
     "reasoning_accuracy_reward",  # the row says how to combine two
 }
 
-MATHS = ("model.objective", "model.sampling", "model.optimizer", "model.scheduler", "model.overlong_filter")
+MATH = ("model.objective", "model.sampling", "model.optimizer", "model.scheduler", "model.overlong_filter")
 
 
 def test_every_flag_that_changes_the_maths_is_compared_with_trl():
@@ -909,7 +909,7 @@ def test_every_flag_that_changes_the_maths_is_compared_with_trl():
         flag
         for row in filter(has_key, rows_of("TRL"))
         for flag in row.names()
-        if row.cells[1].startswith(tuple(f"`{name}" for name in MATHS)) or flag in rewards_of_trl
+        if row.cells[1].startswith(tuple(f"`{name}" for name in MATH)) or flag in rewards_of_trl
     }
     assert sorted(flags - COMPUTED - NOTHING_TO_COMPUTE) == []
     assert sorted((COMPUTED | NOTHING_TO_COMPUTE) - flags) == []

@@ -38,7 +38,7 @@ class Recorder(L.Callback):
         self.prompts.append([group.prompt.content for group in rollout.groups])
         self.completions.append([c.token_ids for c in completions])
         self.logprobs.append([c.logprobs for c in completions])
-        self.staleness.append({module.run.rollout_index - 1 - group.weight_version for group in rollout.groups})
+        self.staleness.append({module.run.rollout_index - 1 - group.rollout_index for group in rollout.groups})
         self.weights.append(weights_of(module))
 
 
@@ -264,17 +264,17 @@ def test_the_corrected_gradient_is_that_of_the_current_policy_and_the_uncorrecte
     """Exactly, over all completions of one token: the engine has sampled them from older weights."""
     torch.manual_seed(0)
     size = 6
-    behaviour, rewards = torch.randn(size).log_softmax(-1), torch.rand(size)
+    behavior, rewards = torch.randn(size).log_softmax(-1), torch.rand(size)
     logits = torch.randn(size, requires_grad=True)
     policy = logits.softmax(-1)
     expected = torch.autograd.grad(-(policy * rewards).sum(), logits, retain_graph=True)[0]
 
     def gradient(correction):
-        """Expected gradient of the loss, over completions that `behaviour` samples."""
+        """Expected gradient of the loss, over completions that `behavior` samples."""
         logprobs = logits.log_softmax(-1)[:, None]
         advantages = rewards - (rewards * policy.detach()).sum()
         # an advantage times the probability that its completion is sampled: the expectation is a sum
-        batch = one_token_batch(behaviour, behaviour.exp() * advantages)
+        batch = one_token_batch(behavior, behavior.exp() * advantages)
         batch.old_logprobs = logprobs.detach()
         objective = Objective(beta=0.0, rollout_correction=correction)
         limit = {} if correction == "none" else {"rollout_correction_high": 100.0}
@@ -287,9 +287,9 @@ def test_the_corrected_gradient_is_that_of_the_current_policy_and_the_uncorrecte
     assert (gradient("none") - expected).norm() > 0.3 * expected.norm()
 
 
-def one_token_batch(behaviour, advantages):
+def one_token_batch(behavior, advantages):
     """All completions of one token, after one prompt."""
-    size = len(behaviour)
+    size = len(behavior)
     everything = torch.ones(size, 1, dtype=torch.bool)
     return MicroBatch(
         prompt_ids=torch.zeros(1, 1, dtype=torch.long),
@@ -299,7 +299,7 @@ def one_token_batch(behaviour, advantages):
         attention_mask=everything,
         completion_mask=everything,
         advantages=advantages,
-        rollout_logprobs=behaviour[:, None],
+        rollout_logprobs=behavior[:, None],
     )
 
 

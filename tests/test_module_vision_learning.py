@@ -13,13 +13,13 @@ from tests.module_runs import History, make_source, make_trainer
 from tests.test_module_vision import vision_module
 from tests.vision_prompts import prompt_of
 
-COLOURS = [(230, 20, 20), (20, 20, 230)]
+COLORS = [(230, 20, 20), (20, 20, 230)]
 
 
-def of_colour(completion_ids, colour, **_):
+def of_color(completion_ids, color, **_):
     """The share of tokens with an even id if the image is red, with an odd one if it is blue."""
     return [
-        sum(token % 2 == parity for token in ids) / len(ids) for ids, parity in zip(completion_ids, colour, strict=True)
+        sum(token % 2 == parity for token in ids) / len(ids) for ids, parity in zip(completion_ids, color, strict=True)
     ]
 
 
@@ -27,11 +27,11 @@ def prompts(is_blank):
     """Red and blue images, and one question about all of them."""
     made = []
     for index in range(4):
-        prompt = prompt_of("what colour?", index=index)
+        prompt = prompt_of("what color?", index=index)
         prompt.content[0]["content"].insert(0, {"type": "image"})
-        pixel = (127, 127, 127) if is_blank else COLOURS[index % 2]
+        pixel = (127, 127, 127) if is_blank else COLORS[index % 2]
         prompt.images = [ImageRef(Image.new("RGB", (56, 56), pixel))]
-        prompt.columns = {"colour": index % 2}
+        prompt.columns = {"color": index % 2}
         made.append(prompt)
     return made
 
@@ -44,7 +44,7 @@ def rewards_of_run(freeze, is_blank):
     module = vision_module(
         tiny_vlms.build("qwen2_5_vl"),
         loader=loader,
-        rewards=[of_colour],
+        rewards=[of_color],
         num_generations=8,
         objective=None,
         optimizer=lambda parameters: AdamW(parameters, lr=5e-3),

@@ -89,10 +89,10 @@ SHOWN = {
     "tools_and_conversations": [
         "8 -> -\n",  # the environment, played by hand
         "step   0",
-        '"description": "In metres."',
+        '"description": "In meters."',
         '"height": 3.5}}</tool_call> -> 7.0\n',
         "must be float, got 'two'",
-        "square metres. -> done",
+        "square meters. -> done",
     ],
     "your_own_reward": ["step   0"],
 }

@@ -37,7 +37,7 @@ from grpo_lightning.functional import (
     vespo_surrogate,
 )
 from grpo_lightning.objective import Objective, StepCounts
-from grpo_lightning.policy.completion_logprobs import TokenScores
+from grpo_lightning.policy.completion_logprobs import TokenLogprobs
 from grpo_lightning.training.token_selection import select_tokens
 
 COUNTS = StepCounts(num_tokens=23, num_sequences=7)
@@ -71,7 +71,7 @@ def make_batch(with_reference=True):
 def with_selection(objective, logprobs, batch):
     """Set what the objective selects, of this micro-batch as the whole step."""
     if objective.selection is not None:
-        scores = TokenScores(logprobs.detach(), logprobs.detach() ** 2)
+        scores = TokenLogprobs(logprobs.detach(), logprobs.detach() ** 2)
         actor = SimpleNamespace(phase=lambda name: contextlib.nullcontext(), token_logprobs=lambda batch: scores)
         select_tokens(actor, objective, [batch], seed=0)
 
@@ -219,12 +219,12 @@ def test_the_fragments_are_the_rows(row):
     assert Objective(**fragment) == Objective(**ROWS[row][0])
 
 
-def test_reinforce_plus_plus_divides_by_the_spread_of_the_centred_rewards():
+def test_reinforce_plus_plus_divides_by_the_spread_of_the_centered_rewards():
     """Of an easy and a hard prompt, raw rewards spread by their difference too."""
     fragment = yaml.safe_load((FRAGMENTS / "reinforce_plus_plus.yaml").read_text())["model"]["objective"]
     rewards = torch.tensor([[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
-    centred = rewards - rewards.mean(1, keepdim=True)
-    torch.testing.assert_close(Objective(**fragment).compute_advantages(rewards), centred / (centred.std() + 1e-4))
+    centered = rewards - rewards.mean(1, keepdim=True)
+    torch.testing.assert_close(Objective(**fragment).compute_advantages(rewards), centered / (centered.std() + 1e-4))
 
 
 def test_the_table_in_the_docstring_is_true():

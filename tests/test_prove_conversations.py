@@ -23,18 +23,18 @@ Summary = dict[str, float]
 
 
 @pytest.fixture(autouse=True)
-def neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+def neighbors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scripts import each other."""
     monkeypatch.syspath_prepend(str(Path(versus_trl.__file__).parent))
 
 
 @pytest.fixture
-def game(neighbours: None) -> Any:
+def game(neighbors: None) -> Any:
     return importlib.import_module("benchmarks.prove_game")
 
 
 @pytest.fixture
-def tools(neighbours: None) -> Any:
+def tools(neighbors: None) -> Any:
     return importlib.import_module("benchmarks.prove_tools")
 
 

@@ -29,7 +29,7 @@ TINY = GroundingRecipe(
 
 @pytest.fixture
 def prove(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The script; it imports its neighbours."""
+    """The script; it imports its neighbors."""
     monkeypatch.syspath_prepend(str(Path(versus_trl.__file__).parent))
     return importlib.import_module("benchmarks.prove_grounding")
 
@@ -51,7 +51,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_blank_images_are_of_one_colour_and_nothing_else_differs(folders: dict[str, Path]):
+def test_blank_images_are_of_one_color_and_nothing_else_differs(folders: dict[str, Path]):
     blank, trained = folders["blank images"], folders["trained"]
     for path in (trained / "images").iterdir():
         with Image.open(blank / "images" / path.name) as wiped, Image.open(path) as image:

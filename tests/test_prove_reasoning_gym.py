@@ -21,7 +21,7 @@ from grpo_lightning.training.run_state import RunState
 
 @pytest.fixture
 def prove(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The script; it imports its neighbours."""
+    """The script; it imports its neighbors."""
     monkeypatch.syspath_prepend(str(Path(versus_trl.__file__).parent))
     return importlib.import_module("benchmarks.prove_reasoning_gym")
 

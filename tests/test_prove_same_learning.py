@@ -28,7 +28,7 @@ RISING = [0.3, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.95]
 
 @pytest.fixture
 def prove(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The script; it imports its neighbours."""
+    """The script; it imports its neighbors."""
     monkeypatch.syspath_prepend(str(Path(versus_trl.__file__).parent))
     return importlib.import_module("benchmarks.prove_same_learning")
 

@@ -394,7 +394,7 @@ def as_markdown(value: Any) -> str:
 
 
 def add_tensorboard_images(logger: TensorBoardLogger, images: Sequence[tuple[str, Any]], step: int) -> None:
-    """Show labelled images in TensorBoard."""
+    """Show labeled images in TensorBoard."""
     import numpy as np
 
     for label, image in images:
@@ -402,6 +402,6 @@ def add_tensorboard_images(logger: TensorBoardLogger, images: Sequence[tuple[str
 
 
 def add_wandb_images(logger: WandbLogger, images: Sequence[tuple[str, Any]], step: int) -> None:
-    """Show labelled images in Weights & Biases."""
+    """Show labeled images in Weights & Biases."""
     if images:
         logger.log_image("rollout/images", [image for _, image in images], step, caption=[label for label, _ in images])

@@ -39,7 +39,7 @@ MAX_COLUMNS = 4
 TITLE_CHARACTERS = 45
 
 Style = tuple[str, str, float, str]
-"""Colour, line style, line width in points, and label of a box."""
+"""Color, line style, line width in points, and label of a box."""
 
 RIGHT: Style = ("tab:green", "-", 5.0, "ground truth")  # wide enough to be visible around a correct answer
 ANSWERED: Style = ("tab:red", "-", 2.0, "answer")
@@ -290,13 +290,13 @@ def draw_panel(axes: Any, panel: Panel) -> None:
     width, height = panel.size
     axes.imshow(Image.open(io.BytesIO(panel.png)), extent=(0, width, height, 0))
     earlier = None if panel.earlier is None else panel.earlier.box
-    for box, (colour, line, points, label) in ((panel.right, RIGHT), (earlier, EARLIER), (panel.answer.box, ANSWERED)):
+    for box, (color, line, points, label) in ((panel.right, RIGHT), (earlier, EARLIER), (panel.answer.box, ANSWERED)):
         if box is not None:
             x1, y1, x2, y2 = box
             outline: dict[str, Any] = {
                 "fill": False,
                 "linewidth": points,
-                "edgecolor": colour,
+                "edgecolor": color,
                 "linestyle": line,
                 "label": label,
             }

@@ -42,7 +42,7 @@ class LearningCurves(StepMetrics):
     Args:
         metrics: Names of the metrics to plot, one panel each; metrics that are never logged are skipped. Null plots the
             total reward, each reward, completion length, entropy and KL.
-        smoothing: Number of values in the window of the centred moving average (an even number is reduced by 1).
+        smoothing: Number of values in the window of the centered moving average (an even number is reduced by 1).
         every_n_steps: Optimizer steps between two updates of the picture.
         dirpath: Output folder; null is the run's folder.
     """
@@ -149,8 +149,8 @@ class LearningCurves(StepMetrics):
         if name != held_out(name):
             steps, values = zip(*self.history[name], strict=True)
             axes.plot(steps, values, ".", color="tab:blue", markersize=4, alpha=0.35, label="logged value")
-            mean = centred_mean(list(values), self.smoothing)
-            axes.plot(steps, mean, color="tab:blue", label=f"centred mean of up to {self.smoothing} values")
+            mean = centered_mean(list(values), self.smoothing)
+            axes.plot(steps, mean, color="tab:blue", label=f"centered mean of up to {self.smoothing} values")
         if points := self.history.get(held_out(name)):
             steps, values = zip(*points, strict=True)
             axes.plot(steps, values, "D", color="tab:orange", markersize=5, label="held-out prompts")
@@ -192,8 +192,8 @@ def held_out(name: str) -> str:
     return "val/reward" if name == "reward/mean" else f"val/{rest}" if kind in ("reward", "rollout") else ""
 
 
-def centred_mean(values: list[float], width: int) -> list[float]:
-    """Centred moving average over `width` values, and over fewer values near the two ends.
+def centered_mean(values: list[float], width: int) -> list[float]:
+    """Centered moving average over `width` values, and over fewer values near the two ends.
 
     The window is always symmetric, so that a straight line is unchanged and the average does not lag.
     """

@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-RECIPE = "recipe.json"
+FINGERPRINT = "recipe.json"
 """Name of a file in each generated folder. The file contains a fingerprint of what the folder was made from. A folder
 with this file may be replaced."""
 
 
-def put_whole(folder: Path, recipe: str, fill: Callable[[Path], object]) -> bool:
+def put_whole(folder: Path, fingerprint: str, fill: Callable[[Path], object]) -> bool:
     """Create a folder atomically, replacing an earlier version that was made from other inputs.
 
     An existing folder that was made from the same inputs is left untouched, because a run may be reading it.
 
     Args:
         folder: Folder to create.
-        recipe: Content of the folder's `recipe.json`: a fingerprint of the inputs from which the folder is made.
+        fingerprint: Content of the folder's `recipe.json`: identifies the inputs from which the folder is made.
         fill: Called with an empty folder to fill; `recipe.json` is written afterwards.
 
     Returns:
@@ -33,32 +33,32 @@ def put_whole(folder: Path, recipe: str, fill: Callable[[Path], object]) -> bool
     Raises:
         ValueError: If the folder has files but no `recipe.json`: it was not created by this function.
     """
-    if is_whole(folder, recipe):
+    if is_whole(folder, fingerprint):
         return False
-    if folder.exists() and any(folder.iterdir()) and not (folder / RECIPE).exists():
+    if folder.exists() and any(folder.iterdir()) and not (folder / FINGERPRINT).exists():
         raise ValueError(f"{folder} holds other files: choose a folder that is empty or does not exist.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         whole = Path(scratch) / "whole"
         whole.mkdir()
         fill(whole)  # may be killed halfway
-        (whole / RECIPE).write_text(recipe, encoding="utf-8")
-        if is_whole(folder, recipe):  # another node on the same disk was faster, and may be reading it already
+        (whole / FINGERPRINT).write_text(fingerprint, encoding="utf-8")
+        if is_whole(folder, fingerprint):  # another node on the same disk was faster, and may be reading it already
             return False
         shutil.rmtree(folder, ignore_errors=True)
         try:
             whole.rename(folder)
         except OSError:
-            if not is_whole(folder, recipe):  # otherwise another node was faster
+            if not is_whole(folder, fingerprint):  # otherwise another node was faster
                 raise
             return False
     return True
 
 
-def is_whole(folder: Path, recipe: str) -> bool:
-    """True if the folder is complete and was made from this recipe."""
-    mark = folder / RECIPE
-    return mark.exists() and mark.read_text(encoding="utf-8") == recipe
+def is_whole(folder: Path, fingerprint: str) -> bool:
+    """True if the folder is complete and has this fingerprint."""
+    mark = folder / FINGERPRINT
+    return mark.exists() and mark.read_text(encoding="utf-8") == fingerprint
 
 
 @contextlib.contextmanager

@@ -232,11 +232,11 @@ def _orientation(image: Image) -> int:
 
 
 def _rgb(image: Image) -> Image:
-    """Convert to RGB: transparency becomes white, 16-bit grey becomes 8-bit."""
+    """Convert to RGB: transparency becomes white, 16-bit gray becomes 8-bit."""
     from PIL import Image
 
     if image.mode.startswith("I"):  # convert("RGB") would clip all but the darkest values to white
-        image = image.convert("I").point(lambda grey: grey / 257).convert("L")
+        image = image.convert("I").point(lambda gray: gray / 257).convert("L")
     if "A" not in image.mode and "transparency" not in image.info:
         return image.convert("RGB")
     layer = image.convert("RGBA")

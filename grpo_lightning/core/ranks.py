@@ -46,7 +46,7 @@ def max_over_ranks(values: Tensor) -> Tensor:
     return _all_reduce(values, dist.ReduceOp.MAX)
 
 
-def is_any(flag: bool) -> bool:  # noqa: FBT001 - a question about one truth value
+def any_over_ranks(flag: bool) -> bool:  # noqa: FBT001 - a question about one truth value
     """True if the flag is set on any rank."""
     return bool(max_over_ranks(torch.tensor(int(flag)))) if world_size() > 1 else flag
 

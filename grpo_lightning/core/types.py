@@ -214,7 +214,7 @@ class Group:
 
     completions: list[Completion]
 
-    weight_version: int = 0
+    rollout_index: int = 0
     """Number of rollouts that the policy had trained on when this group was requested. It identifies the weights that
     sampled the group."""
 

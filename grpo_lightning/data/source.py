@@ -386,7 +386,8 @@ class PromptSource:
             was: `_sizes` of the checkpoint's run.
 
         Returns:
-            A text with both numbers, and a text with the settings that restore the number of the checkpoint's run.
+            Two texts: one contains both numbers, the other the settings that give this run as many prompts per rollout
+            as the checkpoint's run.
         """
         old, new, per_group = was["batch_size"] * was["world_size"], self.prompts_per_rollout, self.ranks_per_group
         if old == new:

@@ -20,7 +20,7 @@ PromptAs = Literal["auto", "text", "chat"]
 
 SHIPPED = Path(__file__).parent / "prompts"
 QUESTION = re.compile(r"\{question\}|\{Question\}")
-"""The placeholder of the question; capitalised in VLM-R1's templates."""
+"""The placeholder of the question; capitalized in VLM-R1's templates."""
 
 
 @dataclass(frozen=True)

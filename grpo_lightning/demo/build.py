@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from grpo_lightning.core.files import RECIPE, put_whole
+from grpo_lightning.core.files import FINGERPRINT, put_whole
 from grpo_lightning.core.messages import progress_bar
 from grpo_lightning.core.seeding import run_seed
 
@@ -102,7 +102,7 @@ class Recipe(ABC):
                 unfinished.mkdir()
                 recipe.build(unfinished, show_progress=show_progress)
                 facts = json.dumps({"key": recipe.key, **recipe.facts}, indent=2)
-                (unfinished / RECIPE).write_text(facts + "\n", encoding="utf-8")
+                (unfinished / FINGERPRINT).write_text(facts + "\n", encoding="utf-8")
                 try:
                     unfinished.rename(folder)
                 except OSError:
@@ -139,7 +139,7 @@ class PrepareDemo:
         """
         torch.set_num_threads(self.num_threads)
         built = self.recipe().prepare(run_seed(None)).folder
-        text = (built / RECIPE).read_text(encoding="utf-8")
+        text = (built / FINGERPRINT).read_text(encoding="utf-8")
         put_whole(self.folder, text, lambda whole: shutil.copytree(built, whole, dirs_exist_ok=True))
 
 

@@ -1,6 +1,6 @@
 """The grounding quickstart: a tiny Qwen2.5-VL that can locate shapes, but mostly answers with the whole image.
 
-A brief supervised warm-up first teaches the vision tower to recognise shapes. Then it teaches the language model two
+A brief supervised warm-up first teaches the vision tower to recognize shapes. Then it teaches the language model two
 kinds of completions:
 
 - lazy completions answer with the whole image, which has an IoU of about 0.10. At the end of the warm-up, most
@@ -29,7 +29,7 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from grpo_lightning.demo.build import EOS, PrepareDemo, Recipe, Teacher, character_tokenizer, progress
-from grpo_lightning.demo.scenes import ANY_COLOUR, ANY_SHAPE, COLOURS, SHAPES, Scene, SceneTask, namings, vary
+from grpo_lightning.demo.scenes import ANY_COLOR, ANY_SHAPE, COLORS, SHAPES, Scene, SceneTask, namings, vary
 
 if TYPE_CHECKING:
     from transformers import Qwen2_5_VLProcessor
@@ -66,8 +66,8 @@ def build_tokenizer(task: SceneTask) -> PreTrainedTokenizerFast:
     tags = ["<think>", "</think>", "<answer>", "</answer>", ", ", "Where is the ", "anything"]
     words = [
         *tags,
-        *COLOURS,
-        ANY_COLOUR,
+        *COLORS,
+        ANY_COLOR,
         *SHAPES,
         ANY_SHAPE,
         *(f"{space}{number}" for number in task.numbers() for space in ("", " ")),
@@ -200,15 +200,15 @@ def teach_tower(
     *,
     show_progress: bool,
 ) -> None:
-    """Train the vision tower so that each image token encodes the colour, shape and edges of the thing it shows.
+    """Train the vision tower so that each image token encodes the color, shape and edges of the thing it shows.
 
-    The logit of a colour or shape is the dot product of the image token and the embedding of the word for this colour
+    The logit of a color or shape is the dot product of the image token and the embedding of the word for this color
     or shape; edges are classified by linear layers. The language model can then find a thing by comparing word
     embeddings with image tokens.
     """
     scenes = varied_scenes(task, "tower", settings.num_tower_images)
     patches, labels = torch.cat(list(patches_in_parts(scenes, task, processor))), labels_of(scenes, task)
-    words = [word_embeddings(model, processor.tokenizer, names) for names in (COLOURS, SHAPES)]
+    words = [word_embeddings(model, processor.tokenizer, names) for names in (COLORS, SHAPES)]
     edges = nn.ModuleList([nn.Linear(model.config.text_config.hidden_size, task.num_cells + 1) for _ in range(4)])
     tower = [*model.model.visual.parameters(), *edges.parameters()]
     teacher = Teacher(tower, learning_rate=settings.learning_rate, beta2=settings.beta2)
@@ -259,7 +259,7 @@ def teach_language(
 
 
 def varied_scenes(task: SceneTask, purpose: str, number: int) -> list[Scene]:
-    """Generate `number` scenes in which about half of the things have a colour or shape that no question names."""
+    """Generate `number` scenes in which about half of the things have a color or shape that no question names."""
     draw = random.Random(f"{task.seed}, {purpose}, varied")
     return [vary(scene, draw) for scene in itertools.islice(task.scenes(purpose), number)]
 
@@ -317,7 +317,15 @@ class _Corpus:
         return torch.cat(losses).mean()
 
     def logits(self, ids: Tensor, features: Tensor) -> Tensor:
-        """Completion logits. Args: ids: [B, L + T]. features: [B, tokens, width]. Returns: [B, T, V]."""
+        """Completion logits.
+
+        Args:
+            ids: [B, L + T].
+            features: [B, tokens, width].
+
+        Returns:
+            [B, T, V].
+        """
         are_images = ids == self.model.config.image_token_id
         embedded = self.model.get_input_embeddings()(ids).masked_scatter(are_images[..., None], features)
         # All rows have the image at the same place, hence the same positions: [3, 1, L + T].
@@ -368,7 +376,16 @@ def patches_of(scenes: Sequence[Scene], task: SceneTask, processor: Qwen2_5_VLPr
 
 
 def features_of(model: Qwen2_5_VLForConditionalGeneration, task: SceneTask, patches: Tensor) -> Tensor:
-    """Compute vision features. Args: patches: [B, patches, values]. Returns: [B, tokens, width]."""
+    """Compute vision features.
+
+    Args:
+        model: The model with the vision tower.
+        task: Defines the grid of patches.
+        patches: [B, patches, values].
+
+    Returns:
+        [B, tokens, width].
+    """
     grids = torch.tensor([patch_grid(task)]).expand(len(patches), 3)
     outputs: Any = model.model.visual(patches.flatten(0, 1), grid_thw=grids)
     return outputs.pooler_output.unflatten(0, (len(patches), -1))  # type: ignore[no-any-return]
@@ -401,17 +418,17 @@ def patches_in_parts(
 def labels_of(scenes: Sequence[Scene], task: SceneTask) -> Tensor:
     """Label each image token with the thing that covers most of it.
 
-    Returns: [images, tokens, 6]: colour, shape, and left, top, right and bottom edge of the thing in cells. All six
-        labels are `NOTHING` for tokens that show no thing. A colour that is not in `COLOURS` has the label `NOTHING`,
+    Returns: [images, tokens, 6]: color, shape, and left, top, right and bottom edge of the thing in cells. All six
+        labels are `NOTHING` for tokens that show no thing. A color that is not in `COLORS` has the label `NOTHING`,
         and so has a shape that is not in `SHAPES`.
     """
     side = task.num_cells // PATCHES_PER_TOKEN
-    colours, shapes = ({name: index for index, name in enumerate(names)} for names in (COLOURS, SHAPES))
+    colors, shapes = ({name: index for index, name in enumerate(names)} for names in (COLORS, SHAPES))
     labels = torch.full((len(scenes), side * side, 6), NOTHING)
     for index, scene in enumerate(scenes):
         covered = torch.zeros(len(scene), side, PATCHES_PER_TOKEN, side, PATCHES_PER_TOKEN)
         facts = torch.tensor(
-            [[colours.get(thing.colour, NOTHING), shapes.get(thing.shape, NOTHING), *thing.cells] for thing in scene]
+            [[colors.get(thing.color, NOTHING), shapes.get(thing.shape, NOTHING), *thing.cells] for thing in scene]
         )
         for cells, thing in zip(covered.view(len(scene), task.num_cells, task.num_cells), scene, strict=True):
             left, top, right, bottom = thing.cells

@@ -1,7 +1,7 @@
-"""The grounding quickstart's task: small images of coloured shapes, with questions and ground-truth boxes.
+"""The grounding quickstart's task: small images of colored shapes, with questions and ground-truth boxes.
 
 An image has three shapes on a grid. The question is about one shape, for example "Where is the red circle?", and the
-answer is the box of the shape in pixels. The pairs of colour and shape in held-out questions, and the boxes in their
+answer is the box of the shape in pixels. The pairs of color and shape in held-out questions, and the boxes in their
 answers, do not occur in training.
 """
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw
 
-COLOURS = {
+COLORS = {
     "red": (220, 30, 30),
     "green": (30, 170, 50),
     "blue": (40, 60, 230),
@@ -49,27 +49,27 @@ NAMELESS_SHAPES: dict[str, Outline] = {
 """Shapes without a word in any question."""
 
 NAMELESS_DISTANCE = 60.0
-"""Minimum RGB distance of a nameless colour from every named colour."""
+"""Minimum RGB distance of a nameless color from every named color."""
 
 MAX_TRIES = 20_000
 """Maximum number of tries to find one image. In the quickstart, one try in 10 succeeds for training images, and one in
 300 for held-out images."""
 
-ANY_COLOUR, ANY_SHAPE = "coloured", "thing"
-"""Placeholder words in questions that name only the shape, or only the colour."""
+ANY_COLOR, ANY_SHAPE = "colored", "thing"
+"""Placeholder words in questions that name only the shape, or only the color."""
 
 Cells = tuple[int, int, int, int]
 """A box in cells of the grid: left, top, right, bottom; right and bottom are exclusive."""
 
-Naming = Literal["both", "colour", "shape"]
-"""The properties named in a question. One is enough, because colours and shapes are unique within an image."""
+Naming = Literal["both", "color", "shape"]
+"""The properties named in a question. One is enough, because colors and shapes are unique within an image."""
 
 
 class Thing(NamedTuple):
     """A shape in an image."""
 
-    colour: str
-    """A colour name, or "#rrggbb"."""
+    color: str
+    """A color name, or "#rrggbb"."""
 
     shape: str
     cells: Cells
@@ -80,7 +80,7 @@ Scene = tuple[Thing, ...]
 
 @dataclass(frozen=True)
 class SceneTask:
-    """Settings of the images, and what is held out from training: pairs of colour and shape, and boxes."""
+    """Settings of the images, and what is held out from training: pairs of color and shape, and boxes."""
 
     num_cells: int = 8
     """Cells along each side of the grid."""
@@ -95,10 +95,10 @@ class SceneTask:
     """Widths and heights of shapes, in cells."""
 
     num_things: int = 3
-    """Shapes per image, all with different colours and outlines."""
+    """Shapes per image, all with different colors and outlines."""
 
     num_heldout_pairs: int = 4
-    """Number of held-out pairs of colour and shape. No two pairs share a colour or a shape, so that every colour and
+    """Number of held-out pairs of color and shape. No two pairs share a color or a shape, so that every color and
     every shape occurs in training."""
 
     heldout_boxes_share: float = 0.1
@@ -124,15 +124,15 @@ class SceneTask:
             raise ValueError(f"gap must be at least 0 and below half a cell ({self.cell_size} px), got {self.gap}.")
         if not 0 < self.heldout_boxes_share < 1:
             raise ValueError(f"heldout_boxes_share must be above 0 and below 1, got {self.heldout_boxes_share}.")
-        most = min(len(COLOURS), len(SHAPES))
+        most = min(len(COLORS), len(SHAPES))
         if not 1 <= self.num_heldout_pairs <= most:
             raise ValueError(
-                f"num_heldout_pairs must be 1 to {most} (none shares colour or shape), got {self.num_heldout_pairs}."
+                f"num_heldout_pairs must be 1 to {most} (none shares color or shape), got {self.num_heldout_pairs}."
             )
         draw = random.Random(self.seed)
         num_boxes = max(1, round(self.heldout_boxes_share * len(self.boxes)))
-        colours, shapes = (draw.sample(names, self.num_heldout_pairs) for names in (list(COLOURS), list(SHAPES)))
-        object.__setattr__(self, "heldout_pairs", frozenset(zip(colours, shapes, strict=True)))
+        colors, shapes = (draw.sample(names, self.num_heldout_pairs) for names in (list(COLORS), list(SHAPES)))
+        object.__setattr__(self, "heldout_pairs", frozenset(zip(colors, shapes, strict=True)))
         object.__setattr__(self, "heldout_boxes", frozenset(draw.sample(self.boxes, num_boxes)))
 
     @property
@@ -181,7 +181,7 @@ class SceneTask:
     def _try_scene(self, draw: random.Random, *, is_heldout: bool) -> Scene | None:
         """Sample one scene; None if its things overlap, or do not match `is_heldout`."""
         shapes = draw.sample(list(SHAPES), self.num_things)
-        pairs = list(zip(draw.sample(list(COLOURS), self.num_things), shapes, strict=True))
+        pairs = list(zip(draw.sample(list(COLORS), self.num_things), shapes, strict=True))
         boxes = [draw.choice(self.boxes) for _ in pairs]
         hidden = [pair in self.heldout_pairs for pair in pairs] + [box in self.heldout_boxes for box in boxes]
         is_wanted = hidden[0] and hidden[self.num_things] if is_heldout else not any(hidden)
@@ -203,7 +203,7 @@ class SceneTask:
         pencil = ImageDraw.Draw(image)
         for thing in scene:
             x1, y1, x2, y2 = self.pixels(thing.cells)
-            draw_shape(pencil, thing.shape, (x1, y1, x2 - 1, y2 - 1), thing.colour)
+            draw_shape(pencil, thing.shape, (x1, y1, x2 - 1, y2 - 1), thing.color)
         return image
 
     def question(self, thing: Thing, naming: Naming = "both") -> str:
@@ -211,15 +211,15 @@ class SceneTask:
         return f"Where is the {' '.join(describe(thing, naming))}?"
 
     def worked_completion(self, thing: Thing, naming: Naming = "both") -> str:
-        """The worked completion: the colour or shape of the thing, its left and upper edge, then its box.
+        """The worked completion: the color or shape of the thing, its left and upper edge, then its box.
 
-        The model computes each number from the preceding text. The model finds the left edge by the colour, or by the
-        shape if the question does not name the colour. It finds the upper edge by colour and shape together; the hidden
+        The model computes each number from the preceding text. The model finds the left edge by the color, or by the
+        shape if the question does not name the color. It finds the upper edge by color and shape together; the hidden
         state of the comma after the left edge combines both.
         """
-        colour, shape = describe(thing, naming)
+        color, shape = describe(thing, naming)
         left, top, *_ = box = self.pixels(thing.cells)
-        return answer(f"{shape if naming == 'shape' else colour} {left}, {top}", box)
+        return answer(f"{shape if naming == 'shape' else color} {left}, {top}", box)
 
     def lazy_completion(self) -> str:
         """The lazy completion: the box of the whole image, for any question."""
@@ -245,19 +245,19 @@ class SceneTask:
 
 
 def namings(thing: Thing) -> tuple[Naming, Naming, Naming]:
-    """The three namings of a thing. They are equal if only the colour or only the shape of the thing has a name."""
-    if thing.colour not in COLOURS:
+    """The three namings of a thing. They are equal if only the color or only the shape of the thing has a name."""
+    if thing.color not in COLORS:
         return "shape", "shape", "shape"
     if thing.shape not in SHAPES:
-        return "colour", "colour", "colour"
-    return "both", "colour", "shape"
+        return "color", "color", "color"
+    return "both", "color", "shape"
 
 
 def describe(thing: Thing, naming: Naming) -> tuple[str, str]:
-    """Two words for a thing: a colour and a shape. A placeholder replaces the word that `naming` leaves out."""
-    colour = ANY_COLOUR if naming == "shape" else thing.colour
-    shape = ANY_SHAPE if naming == "colour" else thing.shape
-    return colour, shape
+    """Two words for a thing: a color and a shape. A placeholder replaces the word that `naming` leaves out."""
+    color = ANY_COLOR if naming == "shape" else thing.color
+    shape = ANY_SHAPE if naming == "color" else thing.shape
+    return color, shape
 
 
 def answer(reasoning: str, box: list[int]) -> str:
@@ -271,30 +271,30 @@ def overlap(one: Cells, other: Cells) -> bool:
 
 
 def vary(scene: Scene, draw: random.Random, share: float = 0.5) -> Scene:
-    """Give a share of the scene's things a nameless colour or shape, for which questions have no word.
+    """Give a share of the scene's things a nameless color or shape, for which questions have no word.
 
-    A model that is trained only on named colours and shapes learns fixed pairs, such as "red circle". If the pair "red
+    A model that is trained only on named colors and shapes learns fixed pairs, such as "red circle". If the pair "red
     cross" is held out, the model then does not find a red cross.
     """
     shapes = draw.sample(list(NAMELESS_SHAPES), len(scene))
     things = []
     for thing, shape in zip(scene, shapes, strict=True):
-        choice = draw.choice([thing._replace(colour=nameless(draw)), thing._replace(shape=shape)])
+        choice = draw.choice([thing._replace(color=nameless(draw)), thing._replace(shape=shape)])
         things.append(choice if draw.random() < share else thing)
     return tuple(things)
 
 
 def nameless(draw: random.Random) -> str:
-    """Sample a colour that differs clearly from all named colours, as "#rrggbb"."""
+    """Sample a color that differs clearly from all named colors, as "#rrggbb"."""
     while True:
-        colour = tuple(draw.randrange(256) for _ in range(3))
-        if all(math.dist(colour, named) > NAMELESS_DISTANCE for named in COLOURS.values()):
-            return "#{:02x}{:02x}{:02x}".format(*colour)
+        color = tuple(draw.randrange(256) for _ in range(3))
+        if all(math.dist(color, named) > NAMELESS_DISTANCE for named in COLORS.values()):
+            return "#{:02x}{:02x}{:02x}".format(*color)
 
 
-def draw_shape(pencil: ImageDraw.ImageDraw, shape: str, box: tuple[int, int, int, int], colour: str) -> None:
+def draw_shape(pencil: ImageDraw.ImageDraw, shape: str, box: tuple[int, int, int, int], color: str) -> None:
     """Fill a shape that spans `box`, which is in pixels and includes its right and bottom edges."""
     left, top, right, bottom = box
     outline = (SHAPES | NAMELESS_SHAPES)[shape]
     corners = [(round(left + x * (right - left)), round(top + y * (bottom - top))) for x, y in outline]
-    pencil.polygon(corners, fill=COLOURS.get(colour, colour))
+    pencil.polygon(corners, fill=COLORS.get(color, color))

@@ -113,7 +113,14 @@ class Environment(ABC):
 
     @abstractmethod
     def step(self, completion: str) -> Any:
-        """Answer a turn of the policy. Args: completion: the turn's text. Returns: a value that `as_step` accepts."""
+        """Answer a turn of the policy.
+
+        Args:
+            completion: The turn's text.
+
+        Returns:
+            A value that `as_step` accepts.
+        """
 
     def end(self) -> Any:
         """Give a last reward, if a limit of the run ends the conversation before `step` has ended it.
@@ -185,7 +192,15 @@ def as_step(value: Any) -> Step:
 
 
 def as_reward(value: Any, method: str) -> float | None:
-    """Check and convert a reward. Args: method: the method that returned it. Raises: InvalidStepError."""
+    """Check and convert a reward.
+
+    Args:
+        value: A finite number, or None.
+        method: The method that returned it.
+
+    Raises:
+        InvalidStepError: If the value is something else.
+    """
     if value is None:
         return None
     if not _is_finite(value) or isinstance(value, bool):

@@ -75,7 +75,13 @@ class EnvironmentCalls:
         """Do nothing, because there is nothing to prepare."""
 
     def __call__(self, method: Method, state: bytes | None, arguments: Any) -> tuple[bytes, Any]:
-        """Call a method in a worker, with the environment pickled before and after the call. Args: see `call`."""
+        """Call a method in a worker, with the environment pickled before and after the call.
+
+        Args:
+            method: As in `call`.
+            state: The pickled environment; None uses a copy of the environment that conversations begin with.
+            arguments: As in `call`.
+        """
         after, value = self.call(method, None if state is None else pickle.loads(state), arguments)  # noqa: S301 (our own)
         try:
             return pickle.dumps(after), value

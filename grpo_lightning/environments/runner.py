@@ -101,7 +101,12 @@ class EnvironmentRunner:
         self.pool.close()
 
     def reset(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Result]:
-        """Begin conversations: one call per prompt. Args: seeds: one per call, for its random numbers."""
+        """Begin conversations: one call per prompt.
+
+        Args:
+            prompts: N prompts.
+            seeds: N seeds, one per call, for its random numbers.
+        """
         columns = [{"prompt": prompt.content, **prompt.columns} for prompt in prompts]
         return self._all("reset", [None] * len(prompts), columns, seeds)
 
@@ -128,7 +133,13 @@ class EnvironmentRunner:
         return state if isinstance(state, bytes) else copy_environment(state)
 
     def step(self, state: Any, text: str, seed: int) -> Future[Answer]:
-        """Start a call of `step`. Args: state: the environment; text: the policy's turn."""
+        """Start a call of `step`.
+
+        Args:
+            state: The environment.
+            text: The policy's turn.
+            seed: Seed of the random numbers of the call.
+        """
         if not math.isinf(self._deadline):
             self._begin_round()
         return self._call("step", state, text, seed)
@@ -193,7 +204,12 @@ class EnvironmentRunner:
             return Answer().fail_by(error)
 
     def _result(self, future: Future[Answer], state: Any) -> Result:
-        """Wait for a call. Args: state: the environment before the call."""
+        """Wait for a call.
+
+        Args:
+            future: The result of `_call`.
+            state: The environment before the call.
+        """
         answer = future.result()
         for name, level, message in answer.records:
             logging.getLogger(name).log(level, "Environment %r: %s", self.name, message)

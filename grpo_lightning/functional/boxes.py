@@ -13,7 +13,14 @@ from torch import Tensor
 
 
 def area(boxes: Tensor) -> Tensor:
-    """Area of each box, 0 if the box is empty. Args: boxes: [..., 4]. Returns: [...] in square units."""
+    """Area of each box, 0 if the box is empty.
+
+    Args:
+        boxes: [..., 4].
+
+    Returns:
+        [...] in square units.
+    """
     return (boxes[..., 2:] - boxes[..., :2]).clamp(min=0).prod(dim=-1)
 
 

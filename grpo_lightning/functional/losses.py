@@ -36,7 +36,7 @@ def importance_ratio(
         logprobs: [B, T] nats, of the current policy.
         old_logprobs: [B, T] nats, under the policy before the rollout's first update; treated as a constant.
         mask: [B, T] bool, True where a token is trained on. Masked tokens have log-ratio 0, whatever their log-probs.
-        level: "token" is the ratio of PPO and GRPO. "sequence" is the length-normalised ratio of GSPO
+        level: "token" is the ratio of PPO and GRPO. "sequence" is the length-normalized ratio of GSPO
             (arXiv:2507.18071, eq. 7). "sequence_token" has the value of "sequence", but the gradient of each token's
             own log-prob, so that advantages may differ between tokens (GSPO-token, eq. 14).
 
@@ -105,7 +105,7 @@ def clipped_surrogate(
         dual_clip: Maximum ratio of tokens of negative advantage; None means no limit.
 
     Returns:
-        The loss of each token, to be minimised: [B, T], or [B, 1] where both inputs are.
+        The loss of each token, to be minimized: [B, T], or [B, 1] where both inputs are.
 
     Raises:
         ValueError: If `dual_clip` is not above 1 + `epsilon_high`: it would then limit ratios inside the clip range.
@@ -143,7 +143,7 @@ def cispo_surrogate(
         epsilon: How far below 1 the ratio may fall before it is capped; None means no lower bound.
 
     Returns:
-        [B, T] the loss of each token, to be minimised. Only its gradient is meaningful, not its value.
+        [B, T] the loss of each token, to be minimized. Only its gradient is meaningful, not its value.
 
     Raises:
         ValueError: If `ratio` or `advantages` does not have two dimensions.
@@ -166,7 +166,7 @@ def reinforce_surrogate(advantages: Tensor, logprobs: Tensor) -> Tensor:
         logprobs: [B, T] nats, of the current policy.
 
     Returns:
-        [B, T] the loss of each token, to be minimised. Only its gradient is meaningful, not its value.
+        [B, T] the loss of each token, to be minimized. Only its gradient is meaningful, not its value.
 
     Raises:
         ValueError: If `advantages` or `logprobs` does not have two dimensions.
@@ -192,7 +192,7 @@ def sapo_surrogate(
         temperature_negative: tau where A <= 0. With a larger tau, the gradient vanishes at ratios closer to 1.
 
     Returns:
-        The loss of each token, to be minimised: [B, T], or [B, 1] where both inputs are.
+        The loss of each token, to be minimized: [B, T], or [B, 1] where both inputs are.
 
     Raises:
         ValueError: If `ratio` or `advantages` does not have two dimensions.
@@ -230,7 +230,7 @@ def gmpo_surrogate(
         epsilon_high: How far the log-ratio of a token may rise, in nats; None uses `epsilon`.
 
     Returns:
-        [B, 1] the loss of each completion, to be averaged over completions and minimised.
+        [B, 1] the loss of each completion, to be averaged over completions and minimized.
 
     Raises:
         ValueError: If `logprobs` or `advantages` does not have two dimensions.
@@ -268,7 +268,7 @@ def kl_cov_surrogate(
         coefficient: Weight of the penalty.
 
     Returns:
-        [B, T] the loss of each token, to be minimised.
+        [B, T] the loss of each token, to be minimized.
 
     Raises:
         ValueError: If `logprobs` or `advantages` does not have two dimensions.
@@ -306,7 +306,7 @@ def dppo_surrogate(
         max_ratio: Maximum ratio; far above 1, because truncating the ratio biases the gradient.
 
     Returns:
-        [B, T] the loss of each token, to be minimised. Only its gradient is meaningful, not its value.
+        [B, T] the loss of each token, to be minimized. Only its gradient is meaningful, not its value.
 
     Raises:
         ValueError: If `logprobs` or `advantages` does not have two dimensions.
@@ -394,7 +394,7 @@ def vespo_surrogate(
         negative: k and lambda where A < 0.
 
     Returns:
-        [B, T] the loss of each token, to be minimised. Only its gradient is meaningful, not its value.
+        [B, T] the loss of each token, to be minimized. Only its gradient is meaningful, not its value.
 
     Raises:
         ValueError: If `logprobs` or `advantages` does not have two dimensions.
@@ -463,7 +463,11 @@ already have nothing in common."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp(clip(log_ratio, -20, 20)), with a gradient of 0 outside. Args: log_ratio: [...] nats."""
+    """exp(clip(log_ratio, -20, 20)), with a gradient of 0 outside.
+
+    Args:
+        log_ratio: [...] nats.
+    """
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 

@@ -98,7 +98,7 @@ def interval(values: Tensor, confidence: float = 0.95, num_generations: int = 1)
     worth = (one_attempt / between if between > 0 else num_generations) if one_attempt > 0 else 1
     n = num_prompts * min(max(worth, 1.0), num_generations)
     z = NormalDist().inv_cdf((1 + confidence) / 2)
-    centre, half = mean + z**2 / (2 * n), z * math.sqrt(one_attempt / n + z**2 / (4 * n**2))
-    low, high = (centre - half) / (1 + z**2 / n), (centre + half) / (1 + z**2 / n)
+    center, half = mean + z**2 / (2 * n), z * math.sqrt(one_attempt / n + z**2 / (4 * n**2))
+    low, high = (center - half) / (1 + z**2 / n), (center + half) / (1 + z**2 / n)
     # Without this, rounding could give 1e-17 instead of 0, or a bound outside of [0, 1].
     return (0.0 if mean == 0 else max(low, 0.0)), (1.0 if mean == 1 else min(high, 1.0))

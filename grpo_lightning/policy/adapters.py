@@ -43,7 +43,7 @@ def switched_modules(model: nn.Module) -> Iterator[Any]:
 
 
 def is_adapter_layer(module: nn.Module) -> bool:
-    """True for peft's wrapper of a layer, recognised by its attributes because peft may not be installed."""
+    """True for peft's wrapper of a layer, recognized by its attributes because peft may not be installed."""
     return hasattr(module, "lora_A") and hasattr(module, "base_layer")
 
 

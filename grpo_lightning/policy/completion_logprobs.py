@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 ScoringPath = Literal["extended", "dense"]
 
 
-class TokenScores(NamedTuple):
+class TokenLogprobs(NamedTuple):
     """Per-token results of a forward pass; zeros at padding."""
 
     logprobs: Tensor
@@ -106,7 +106,7 @@ class Scorer:
         temperature: float,
         trains_entropy: bool = False,
         routers: Routers | None = None,
-    ) -> TokenScores:
+    ) -> TokenLogprobs:
         """Compute [B, T] log-probs and entropies of the completions of the micro-batch, in the batch's row order.
 
         Args:
@@ -132,7 +132,7 @@ class Scorer:
             return torch.cat(padded)[original_order]
 
         loads = [each.load for each in scores if each.load is not None]
-        return TokenScores(
+        return TokenLogprobs(
             join([each.logprobs for each in scores]),
             join([each.entropy for each in scores]),
             total_load(loads) if loads else None,
@@ -159,7 +159,7 @@ class Scorer:
 
     def _score(
         self, model: nn.Module, batch: MicroBatch, head: FullHead | SlicedHead, routers: Routers | None
-    ) -> TokenScores:
+    ) -> TokenLogprobs:
         """Score completions that are all on this scorer's path."""
         trains_entropy = head.trains_entropy
         prepare = extended_chunks if self.path == "extended" else dense_chunks
@@ -178,7 +178,7 @@ class Scorer:
             scores = scores[original_order]
         scores = torch.where(batch.attention_mask[..., None], scores, scores.new_zeros(()))
         entropy = scores[..., 1] if trains_entropy else scores[..., 1].detach()
-        return TokenScores(scores[..., 0], entropy, total_load(loads) if loads else None)
+        return TokenLogprobs(scores[..., 0], entropy, total_load(loads) if loads else None)
 
     def head(self, temperature: float) -> FullHead | SlicedHead:
         """Make the vocabulary head, full or sliced."""
@@ -325,7 +325,7 @@ layer, activations take about 40 times this many 16-bit numbers, which is 15 GB 
 
 @dataclass(frozen=True)
 class AutoChunks:
-    """Choose chunks that minimise the cost of the computed tokens and of the passes.
+    """Choose chunks that minimize the cost of the computed tokens and of the passes.
 
     Args:
         pass_tokens: Cost of one more forward and backward pass, as the number of tokens computed in the same time.
@@ -467,7 +467,15 @@ def completion_weights(batch: MicroBatch, rows: Tensor | None, mask: Tensor) -> 
 
 
 def is_trained(batch: MicroBatch, rows: Tensor | None) -> Tensor:
-    """[rows, 1] bool, True for completions that are trained on. Args: rows: rows of a chunk; None for all."""
+    """True for completions that are trained on.
+
+    Args:
+        batch: The micro-batch.
+        rows: Rows of a chunk; None for all.
+
+    Returns:
+        [rows, 1] bool.
+    """
     return batch.completion_mask[slice(None) if rows is None else rows].any(1, keepdim=True)
 
 
@@ -649,8 +657,8 @@ class Head(Protocol):
         Args:
             model: The policy.
             inputs: Arguments of its forward.
-            aligned: Picks the outputs that predict the tokens `ids`. On the extended path, the first of these is the
-                output at the last prompt token, which the prompt pass has computed.
+            aligned: Picks the outputs that predict the tokens `ids`. If the prompts were run in a pass of their own,
+                the output that predicts the first token comes from that pass.
             ids: [rows, T] tokens.
             mask: [rows, T] False at padding, where the results are arbitrary.
         """

@@ -339,7 +339,7 @@ def kind_of(part: Any) -> str | None:
 
 
 def blank_image(width: int, height: int) -> Image:
-    """Make a grey image."""
+    """Make a gray image."""
     import PIL.Image
 
     return PIL.Image.new("RGB", (width, height), (127, 127, 127))

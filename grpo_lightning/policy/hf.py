@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +42,27 @@ def compute_device(policy: nn.Module) -> torch.device:
     parameter = next(policy.parameters())
     mesh = getattr(parameter, "device_mesh", None)
     return parameter.device if mesh is None else torch.device(mesh.device_type)
+
+
+ROTARY = "apply_rotary_pos_emb"
+"""Name of the function that rotates queries and keys, in transformers' modeling modules."""
+
+
+def rotary_modules(model: nn.Module) -> list[ModuleType]:
+    """The modeling modules of a model that define a function `ROTARY`."""
+    names = {type(module).__module__ for module in model.modules()}
+    return [sys.modules[name] for name in sorted(names) if callable(getattr(sys.modules.get(name), ROTARY, None))]
+
+
+def norms(model: nn.Module) -> list[nn.Module]:
+    """The RMS norms of a model that modeling code defines. The norms of torch are one kernel already."""
+    return [
+        module
+        for module in model.modules()
+        if type(module).__name__.endswith("RMSNorm")
+        and not type(module).__module__.startswith("torch.")
+        and "forward" not in vars(module)
+    ]
 
 
 def text_positions(mask: Tensor) -> Tensor:

@@ -381,7 +381,7 @@ class RepeatedPrompts:
         self.mask = self.mask[index]
 
 
-numbers = itertools.count()
+cache_ids = itertools.count()
 
 
 class SharedPrompts(Cache):
@@ -411,12 +411,16 @@ class SharedPrompts(Cache):
     """True if every step uses the same tensors, with the same shapes, until `layout` changes. A CUDA graph can then
     compute the steps. Attention covers the whole window (`WINDOWS`), and masks its columns that are not filled yet."""
 
+    merge: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    """`merge_parts`, which may be replaced by a version in one kernel."""
+
     def __init__(
         self, policy: nn.Module, prefilled: SamplingCache, mask: Tensor, prompt_of: Tensor, longest: int
     ) -> None:
         super().__init__(layers=[])
         self.policy, self.device, self.longest = policy, mask.device, longest
-        self.number, self.changes, self.window = next(numbers), 0, 0
+        self.merge = merge_parts
+        self.cache_id, self.changes, self.window = next(cache_ids), 0, 0
         states = [States(layer.keys, layer.values) for layer in prefilled.layers]
         self.prompts = states
         """Per layer, [N, key heads, L, head size]."""
@@ -475,7 +479,7 @@ class SharedPrompts(Cache):
     @property
     def layout(self) -> tuple[int, int, int]:
         """Identifier of a step's tensors and shapes: changes when they change, and differs between caches."""
-        return self.number, self.changes, self.window
+        return self.cache_id, self.changes, self.window
 
     def fill_in_place(self) -> None:
         """Set the new tokens' columns and the own tokens' bias by writing into the tensors of the previous step."""
@@ -661,13 +665,29 @@ class SharedPrompts(Cache):
         else:
             prompt, place = self.place_of
             of_prompt, prompt_sum = of_prompt[prompt, place], prompt_sum[prompt, place]
-        # The results are written to contiguous tensors: the prompts' part is transposed, and some kernels return a
-        # transposed view.
-        share = torch.sub(prompt_sum, own_sum, out=own_sum.new_empty(own_sum.shape)).sigmoid_()[..., None]
-        wide = torch.promote_types(query.dtype, torch.float32)
-        merged = of_own.new_empty(of_own.shape, dtype=wide)
-        torch.lerp(of_own.to(wide), of_prompt.to(wide), share.to(wide), out=merged)
-        return merged.to(query.dtype).view(rows, 1, heads, -1)
+        return self.merge(of_own, own_sum, of_prompt, prompt_sum).view(rows, 1, heads, -1)
+
+
+def merge_parts(of_own: Tensor, own_sum: Tensor, of_prompt: Tensor, prompt_sum: Tensor) -> Tensor:
+    """Merge the two parts of attention; see `SharedPrompts` for the formula.
+
+    Args:
+        of_own: [..., head size] output of attention to the own tokens.
+        own_sum: [...] log-sum-exps of the scores of the own tokens.
+        of_prompt: [..., head size] output of attention to the prompt.
+        prompt_sum: [...] log-sum-exps of the scores of the prompt.
+
+    Returns:
+        [..., head size], contiguous.
+    """
+    # The results are written to contiguous tensors: the prompts' part is transposed, and some kernels return a
+    # transposed view. `torch.compile` ignores the strides of `out`, and makes a contiguous result in the same kernel.
+    share = torch.sub(prompt_sum, own_sum, out=own_sum.new_empty(own_sum.shape)).sigmoid_()[..., None]
+    wide = torch.promote_types(of_own.dtype, torch.float32)
+    parts = of_own.to(wide), of_prompt.to(wide), share.to(wide)
+    if torch.compiler.is_compiling():
+        return torch.lerp(*parts).to(of_own.dtype).contiguous()
+    return torch.lerp(*parts, out=of_own.new_empty(of_own.shape, dtype=wide)).to(of_own.dtype)
 
 
 NOT_COMPUTED = ("softcap", "s_aux", "sinks", "position_bias", "sliding_window", "indices", "block_indices")

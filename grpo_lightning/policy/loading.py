@@ -66,7 +66,7 @@ class Policy:
 class PolicyLoader(PolicySettings):
     """Loads the policy described by its settings: tokenizer, processor, weights and scorer.
 
-    Args: see `PolicySettings`.
+    The arguments are those of `PolicySettings`.
     """
 
     @classmethod
@@ -256,7 +256,7 @@ def meta_model(config: PretrainedConfig, **options: Any) -> Any:
 
 
 def remote_code(settings: PolicySettings, config: PretrainedConfig) -> dict[str, Any]:
-    """Arguments of `from_config` that select the checkpoint's modelling code at the revision `policy.revision`.
+    """Arguments of `from_config` that select the checkpoint's modeling code at the revision `policy.revision`.
 
     Without these arguments, transformers would download the newest code, because `from_config` does not know the
     revision that the config was loaded from. If the code is in another repository, no revision is passed, because the
@@ -502,7 +502,7 @@ def check_names_without_weights(loader: PolicySettings, config: PretrainedConfig
     if not isinstance(model, nn.Module):
         try:
             model = meta_model(config, **remote_code(loader, config))
-        except Exception as error:  # noqa: BLE001 - modelling code raises any exception for what it does not support
+        except Exception as error:  # noqa: BLE001 - modeling code raises any exception for what it does not support
             log.debug("The names in policy.lora are checked after loading: no model on the meta device (%s).", error)
             return
     check_names(model, lora, freezes_vision=loader.freeze_vision_modules)

@@ -124,7 +124,7 @@ def adapter_config(adapter: str) -> Any:
         ValueError: If the adapter is not LoRA.
         ValueError: If the adapter trains biases or the embeddings of single tokens, which cannot be switched off for
             the reference.
-        ValueError: If the adapter's initialisation changed the base's weights in a way that cannot be repeated.
+        ValueError: If the adapter's initialization changed the base's weights in a way that cannot be repeated.
     """
     from peft import PeftConfig
 
@@ -165,7 +165,7 @@ def check_config(config: Any, subject: str) -> None:
         )
     if str(config.init_lora_weights).lower().startswith(BASE_IS_LOST):
         raise ValueError(
-            f"{subject} was initialised with {config.init_lora_weights}, which changed the weights of its base. The "
+            f"{subject} was initialized with {config.init_lora_weights}, which changed the weights of its base. The "
             "changed weights cannot be recomputed. Save the adapter as plain LoRA (peft's save_pretrained with "
             "path_initial_model_for_weight_conversion); or merge it into its base in the program that trained it "
             "(merge_and_unload)."

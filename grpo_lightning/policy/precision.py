@@ -72,7 +72,16 @@ def restore_head(model: nn.Module) -> None:
 
 
 def forward_in_float32(module: nn.Module, hidden: Tensor, **kwargs: Any) -> Tensor:
-    """Run a layer's forward in float32: [..., H] to [..., V]. Args: kwargs: further arguments of DoRA's layers."""
+    """Run a layer's forward in float32.
+
+    Args:
+        module: The layer.
+        hidden: [..., H].
+        kwargs: Further arguments of DoRA's layers.
+
+    Returns:
+        [..., V].
+    """
     with torch.autocast(hidden.device.type, enabled=False):
         logits: Tensor = forward_in(torch.float32, module, hidden.to(torch.float32), **kwargs)
     return logits

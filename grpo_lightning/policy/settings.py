@@ -67,7 +67,7 @@ class PolicySettings:
         quantization: Quantize the frozen weights of the base model to "4bit" (NF4) or "8bit"; needs `lora`. `dtype` is
             then the dtype of the weights that are not quantized: embeddings, norms and head.
         revision: Branch, tag or commit on the hub.
-        trust_remote_code: Run modelling code that comes with the checkpoint.
+        trust_remote_code: Run modeling code that comes with the checkpoint.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config

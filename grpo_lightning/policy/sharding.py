@@ -39,7 +39,7 @@ class Sharding:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Context in which randomly initialised layers and adapters are created unsharded, to be sharded later."""
+        """Context in which randomly initialized layers and adapters are created unsharded, to be sharded later."""
         yield
 
     @contextlib.contextmanager
@@ -201,7 +201,7 @@ class Partitioned(PartitionedGradients):
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Create layers unpartitioned: initialising a partitioned layer silently does nothing.
+        """Create layers unpartitioned: initializing a partitioned layer silently does nothing.
 
         LoRA's B, for example, would keep random values instead of zeros. DeepSpeed partitions the layers later, in the
         setup of the run.

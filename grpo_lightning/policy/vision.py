@@ -147,7 +147,7 @@ def needs_blank(model: nn.Module, prompts: Sequence[PromptVision | None], *, is_
     if is_tower_trained(model):
         return True
     is_missing = any(prompt is not None and prompt.images and prompt.features is None for prompt in prompts)
-    return is_sharded and ranks.is_any(is_missing)
+    return is_sharded and ranks.any_over_ranks(is_missing)
 
 
 # ---------------------------------------------------------------------------------------------------------- positions

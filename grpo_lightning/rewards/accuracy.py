@@ -119,7 +119,16 @@ class Accuracy(AnswerReward):
     def __call__(
         self, completions: Sequence[Content], finish_reasons: Sequence[str] | None = None, **columns: Any
     ) -> list[float | None]:
-        """Score completions. Args: completions, finish_reasons: [B]. Returns: [B] 0 or 1, None if not scorable."""
+        """Score completions.
+
+        Args:
+            completions: [B].
+            finish_reasons: [B]; None means "stop" for all.
+            columns: [B] values of each data column.
+
+        Returns:
+            [B] 0 or 1, None if not scorable.
+        """
         golds = [gold_answer(answer, self.answer_column) for answer in columns[self.answer_column]]
         texts = [completion_text(completion) for completion in completions]
         decided: dict[tuple[str, str], float | None] = {}  # completions of a group often agree

@@ -58,7 +58,15 @@ class Method(AnswerReward):
         super().__init__(answer_column)
 
     def __call__(self, completions: Sequence[Content], **columns: Any) -> list[float | None]:
-        """Score completions. Args: completions: [B]. Returns: [B] in [0, 1], None where the row is not scorable."""
+        """Score completions.
+
+        Args:
+            completions: [B].
+            columns: [B] values of each data column.
+
+        Returns:
+            [B] in [0, 1], None where the row is not scorable.
+        """
         golds = [gold_answer(answer, self.answer_column) for answer in columns[self.answer_column]]
         answers = [given_answer(completion_text(completion)) for completion in completions]
         return [self.score(answer, gold) if gold else None for answer, gold in zip(answers, golds, strict=True)]
@@ -253,7 +261,14 @@ class ByMethod(Reward):
     def __call__(
         self, completions: Sequence[Content], **available: Any
     ) -> list[float | None] | Awaitable[list[float | None]]:
-        """Score each row by its method. Args: completions: [B]. Returns: [B] values, awaitable if a method is async.
+        """Score each row by its method.
+
+        Args:
+            completions: [B].
+            available: The other arguments of the methods, including [B] values of each data column.
+
+        Returns:
+            [B] values, awaitable if a method is async.
 
         Raises:
             ValueError: If a row names an unknown method, if a column that a method needs is missing, or if a method

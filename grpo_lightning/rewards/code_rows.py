@@ -426,7 +426,13 @@ def is_close(given: float, expected: float, tolerance: float) -> bool:
 
 
 def accepts(call: Call, value: Any, tolerance: float) -> bool:
-    """Whether a call returned one of the accepted values. Args: tolerance: as in `same_value`."""
+    """Whether a call returned one of the accepted values.
+
+    Args:
+        call: The call, with its accepted values.
+        value: The value that the call returned.
+        tolerance: As in `same_value`.
+    """
     try:
         return any(same_value(value, wanted, tolerance) for wanted in call.accepted)
     except (RecursionError, ValueError):  # nested too deeply, or an integer key has too many digits for `str`

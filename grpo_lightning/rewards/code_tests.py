@@ -8,7 +8,7 @@ sockets and other processes. Programs cannot read the expected answers:
   returned values reach the test code as copies, which have builtin types only. Therefore a program cannot pass by
   patching `==` or a builtin, or by ending its process with status 0.
 
-A program can still pass without solving the problem: it can recognise the arguments of the tests, or print the expected
+A program can still pass without solving the problem: it can recognize the arguments of the tests, or print the expected
 answers if the row's prompt contains them.
 """
 
@@ -234,7 +234,13 @@ class CodeTests(Reward):
         return results
 
     def _run(self, program: str | None, tests: Sequence[Test], seconds: float) -> Result:
-        """Run a program on tests. Args: seconds: time for all tests together."""
+        """Run a program on tests.
+
+        Args:
+            program: Code of the program; None if the completion has no program.
+            tests: The tests of the row.
+            seconds: Time for all tests together.
+        """
         if program is None:
             return Result(0.0, "no program")
         stop = time.monotonic() + seconds

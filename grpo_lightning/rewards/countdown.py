@@ -57,7 +57,14 @@ class Countdown(Reward):
         self.required_columns = (numbers_column, target_column)
 
     def __call__(self, completions: Sequence[Content], **columns: Any) -> list[float | None]:
-        """Score completions. Args: completions: [B]. Returns: [B], each 0 or 1, None where the row has no target.
+        """Score completions.
+
+        Args:
+            completions: [B].
+            columns: [B] values of each data column.
+
+        Returns:
+            [B], each 0 or 1, None where the row has no target.
 
         Raises:
             ValueError: If the numbers or the target of a row are not integers.

@@ -24,7 +24,16 @@ class EnvironmentReward(Reward):
     def __call__(
         self, completions: Sequence[Content], environment_rewards: Sequence[float | None], **columns: Any
     ) -> list[float | None]:
-        """Read the rewards. Args: completions, environment_rewards: [B]. Returns: [B]."""
+        """Read the rewards.
+
+        Args:
+            completions: [B].
+            environment_rewards: [B] sums of the environment's rewards; None if the environment gave no reward.
+            columns: [B] values of each data column.
+
+        Returns:
+            [B].
+        """
         return [self.default if reward is None else reward for reward in environment_rewards]
 
 
@@ -47,7 +56,17 @@ class ToolUse(Reward):
         environment_metrics: Sequence[Mapping[str, float]],
         **columns: Any,
     ) -> list[float]:
-        """Look for calls. Args: completions, turns, environment_metrics: [B]. Returns: [B]."""
+        """Look for calls.
+
+        Args:
+            completions: [B].
+            turns: [B] the turns of each conversation.
+            environment_metrics: [B] dicts with the sums of the numbers that the environment logs.
+            columns: [B] values of each data column.
+
+        Returns:
+            [B].
+        """
         return [float(_has_run(*each)) for each in zip(turns, environment_metrics, strict=True)]
 
 

@@ -45,7 +45,14 @@ class Length(Reward):
         return "length_reward"
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float | None]:
-        """Score lengths. Args: completion_ids: [B] lists of token ids. Returns: [B] in [0, 1]."""
+        """Score lengths.
+
+        Args:
+            completion_ids: [B] lists of token ids.
+
+        Returns:
+            [B] in [0, 1].
+        """
         return [self._score(len(ids)) for ids in completion_ids]
 
     def _score(self, tokens: int) -> float:
@@ -82,7 +89,16 @@ class SoftOverlong(Reward):
     def __call__(
         self, completion_ids: Sequence[Sequence[int]], max_completion_length: int | None = None, **_: Any
     ) -> list[float | None]:
-        """Score lengths. Args: completion_ids: [B] lists of token ids. Returns: [B] in [-1, 0]."""
+        """Score lengths.
+
+        Args:
+            completion_ids: [B] lists of token ids.
+            max_completion_length: The training run's limit on the length of a completion, in tokens; not used if
+                `max_length` is set.
+
+        Returns:
+            [B] in [-1, 0].
+        """
         limit = self._limit(max_completion_length)
         beyond = [len(ids) - (limit - self.cache_length) for ids in completion_ids]
         return [max(-1.0, min(0.0, -tokens / self.cache_length)) for tokens in beyond]
@@ -164,7 +180,18 @@ class Cosine(Reward):
         max_completion_length: int | None = None,
         **others: Any,
     ) -> list[float | None] | Awaitable[list[float | None]]:
-        """Score completions. Args: completions, completion_ids: [B]. Returns: [B], None where `accuracy` is None."""
+        """Score completions.
+
+        Args:
+            completions: [B].
+            completion_ids: [B] lists of token ids.
+            max_completion_length: The training run's limit on the length of a completion, in tokens; T if `max_len`
+                is None.
+            others: Further arguments of `accuracy`.
+
+        Returns:
+            [B], None where `accuracy` is None.
+        """
         limit = _limit(self.max_len, max_completion_length, "Cosine needs max_len")
         lengths = [len(ids) for ids in completion_ids]
         values = self.accuracy(

@@ -137,7 +137,16 @@ class LLMJudge(AnswerReward):
     async def __call__(
         self, prompts: Sequence[Content], completions: Sequence[Content], log_metric: Any = None, **columns: Any
     ) -> list[float | None]:
-        """Query the judge. Args: prompts, completions: [B]. Returns: [B] in [0, 1], None without ground truth or score.
+        """Query the judge.
+
+        Args:
+            prompts: [B].
+            completions: [B].
+            log_metric: Logs a metric.
+            columns: [B] values of each data column.
+
+        Returns:
+            [B] in [0, 1], None without ground truth or score.
 
         Raises:
             RuntimeError: If all queries failed.

@@ -279,9 +279,17 @@ class RewardModel(Reward):
     def __call__(
         self, prompts: Sequence[Content], completions: Sequence[Content], log_metric: Any = None
     ) -> list[float | None]:
-        """Score completions. Args: prompts, completions: [B]. Returns: [B], None where a sequence is too long.
+        """Score completions.
 
         Outside of a run, the first call loads the model: onto the reward's `device` if it is set, else onto the CPU.
+
+        Args:
+            prompts: [B].
+            completions: [B].
+            log_metric: Logs a metric.
+
+        Returns:
+            [B], None where a sequence is too long.
 
         Raises:
             ValueError: If a prompt has images, or is a chat that the tokenizer's template does not accept.

@@ -131,7 +131,16 @@ class RewardSet:
                 reward.connect(device)
 
     def score(self, groups: Sequence[Group], **settings: Any) -> Scores:
-        """Run all rewards and wait for them. Args: as in `begin`. Raises: where `begin` or `Scoring.finish` raises."""
+        """Run all rewards and wait for them.
+
+        Args:
+            groups: N groups of G completions each.
+            settings: The other arguments of `begin`.
+
+        Raises:
+            ValueError: If `begin` or `Scoring.finish` raises it.
+            RuntimeError: If `begin` or `Scoring.finish` raises it.
+        """
         return self.begin(groups, **settings).finish()
 
     def begin(

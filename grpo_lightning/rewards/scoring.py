@@ -78,7 +78,11 @@ class Scores:
         return cls(total, {}, {}, {}, {})
 
     def without(self, excluded: Tensor) -> Scores:
-        """Make completions not scorable. Args: excluded: [N, G] bool."""
+        """Make completions not scorable.
+
+        Args:
+            excluded: [N, G] bool.
+        """
         by_reward = {name: values.masked_fill(excluded, math.nan) for name, values in self.by_reward.items()}
         return replace(self, total=self.total.masked_fill(excluded, math.nan), by_reward=by_reward)
 

@@ -54,7 +54,16 @@ class ExactMatch(AnswerReward):
     def __call__(
         self, completions: Sequence[Content], finish_reasons: Sequence[str] | None = None, **columns: Any
     ) -> list[float | None]:
-        """Score completions. Args: completions, finish_reasons: [B]. Returns: [B], None where the row has no answer."""
+        """Score completions.
+
+        Args:
+            completions: [B].
+            finish_reasons: [B]; None means "stop" for all.
+            columns: [B] values of each data column.
+
+        Returns:
+            [B], None where the row has no answer.
+        """
         reasons = finish_reasons or ["stop"] * len(completions)
         rows = zip(completions, columns[self.answer_column], reasons, strict=True)
         return [self._score(completion, answer, reason) for completion, answer, reason in rows]
@@ -103,7 +112,14 @@ class Format(Reward):
         self.text_after = text_after
 
     def __call__(self, completions: Sequence[Content], **_: Any) -> list[float | None]:
-        """Check the format. Args: completions: [B]. Returns: [B], each 0 or 1."""
+        """Check the format.
+
+        Args:
+            completions: [B].
+
+        Returns:
+            [B], each 0 or 1.
+        """
         return [float(self._matches(completion_text(completion))) for completion in completions]
 
     def _matches(self, text: str) -> bool:
@@ -136,7 +152,14 @@ class ReactFormat(Reward):
         self.prompt_opens_first = prompt_opens_first
 
     def __call__(self, completions: Sequence[Content], **_: Any) -> list[float | None]:
-        """Check the format. Args: completions: [B]. Returns: [B], each 0 or 1."""
+        """Check the format.
+
+        Args:
+            completions: [B].
+
+        Returns:
+            [B], each 0 or 1.
+        """
         return [float(self._matches(completion_text(completion))) for completion in completions]
 
     def _matches(self, text: str) -> bool:
@@ -180,7 +203,15 @@ class Repetition(Reward):
     def __call__(
         self, completions: Sequence[Content], completion_ids: Sequence[Sequence[int]], **_: Any
     ) -> list[float | None]:
-        """Score repetition. Args: completions, completion_ids: [B]. Returns: [B] in [max_penalty, 0]."""
+        """Score repetition.
+
+        Args:
+            completions: [B].
+            completion_ids: [B] lists of token ids.
+
+        Returns:
+            [B] in [max_penalty, 0].
+        """
         if self.unit == "tokens":
             return [self._score(ids) for ids in completion_ids]
         return [self._score(completion_text(completion).lower().split()) for completion in completions]

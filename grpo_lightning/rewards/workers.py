@@ -443,7 +443,13 @@ class WorkerPool:
         return self._send(data, seconds, deadline).answer
 
     def submit_early(self, reward: WeightedReward, arguments: Mapping[str, Any], seed: int) -> None:
-        """Submit a call without a deadline, for a later `submit` of the same call. Args: as in `submit`."""
+        """Submit a call without a deadline, for a later `submit` of the same call.
+
+        Args:
+            reward: As in `submit`.
+            arguments: As in `submit`.
+            seed: As in `submit`.
+        """
         try:
             data = pickle.dumps((self._places[reward.name], arguments, seed))
         except Exception:  # noqa: BLE001 (an object may raise anything when it is pickled; `submit` reports it)

@@ -1,9 +1,9 @@
 """CUDA graphs of decoding steps: one launch per token instead of several hundred.
 
 A GPU runs the kernels of a decoding step faster than a host can launch them one by one. A CUDA graph launches all
-kernels at once, on the same tensors as when the graph was captured. A graph can therefore be used as long as the
-completions in the batch and the room for their tokens stay the same (`SharedPrompts.layout`). When the completions or
-the room change, a new graph is captured.
+kernels at once, on the same tensors as when the graph was captured. A graph can therefore be used as long as no
+completion joins or leaves the batch and the tensors for keys and values keep their sizes (`SharedPrompts.layout`).
+Otherwise, a new graph is captured.
 """
 
 from __future__ import annotations

@@ -195,7 +195,11 @@ class Conversation:
         turn.end, turn.text = end, text
 
     def completion(self, decode: Callable[[Sequence[int]], str]) -> Completion:
-        """The completion of an ended conversation. Args: decode: converts tokens to text."""
+        """The completion of an ended conversation.
+
+        Args:
+            decode: Converts tokens to text.
+        """
         assert self.finish_reason is not None
         return Completion(
             self.token_ids,
@@ -256,7 +260,12 @@ class Conversations:
                 )
 
     def connect(self, tokens: TurnTokens, num_local_ranks: int = 1) -> None:
-        """Start the workers. Args: tokens: encodes observations as tokens."""
+        """Start the workers.
+
+        Args:
+            tokens: Encodes observations as tokens.
+            num_local_ranks: Ranks on this machine.
+        """
         self.tokens = tokens
         self.runner.start(num_local_ranks)
 
@@ -292,7 +301,12 @@ class Conversations:
         return begun, [result.state for result in results]
 
     def resume_prompts(self, prompts: Sequence[Prompt], observations: Mapping[int | str, Any]) -> list[Prompt]:
-        """Rebuild the prompts that `begin` returned. Args: observations: `Prompt.observation` by `Prompt.key`."""
+        """Rebuild the prompts that `begin` returned.
+
+        Args:
+            prompts: N prompts, as they were passed to `begin`.
+            observations: `Prompt.observation` by `Prompt.key`.
+        """
         return [self.with_observation(self.describe_tools(prompt), observations.get(prompt.key)) for prompt in prompts]
 
     def shorten(self, text: str) -> tuple[str, bool]:
@@ -401,7 +415,7 @@ class Conversations:
         # use collectives.
         waits = ranks.world_size() > 1 and threading.current_thread() is threading.main_thread()
         rows = list(range(len(game.conversations)))
-        while ranks.is_any(bool(rows)) if waits else bool(rows):
+        while ranks.any_over_ranks(bool(rows)) if waits else bool(rows):
             game.play_round(engine, rows, num_generations, progress, vision)
             rows = [row for row in rows if game.conversations[row].finish_reason is None]
         return [game.completions(n) for n in range(len(prompts))]
@@ -447,7 +461,17 @@ class Conversations:
 
 
 class Game:
-    """The conversations of one rollout. Args: see `Conversations.play`."""
+    """The conversations of one rollout.
+
+    Args:
+        owner: Has the settings, the environments' runner and the encoder of observations.
+        prompts: N prompts.
+        encoded: The N prompts, encoded.
+        sampling: As in `Conversations.play`.
+        seeds: N seeds, one per prompt.
+        part: Indices of the conversations to play, among the G conversations of a prompt.
+        on_group: As in `Conversations.play`.
+    """
 
     def __init__(
         self,

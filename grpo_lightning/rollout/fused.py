@@ -1,22 +1,28 @@
-"""Kernel fusion on CUDA: `torch.compile` fuses the forty operations of `NextToken` into a few kernels.
+"""Kernel fusion on CUDA: `torch.compile` fuses the small operations of a decoding step into a few kernels.
 
-Sampling a token takes many small operations on the logits. A GPU finishes each of them faster than the host can launch
-the next one, so fewer kernels take less time. The operations run one by one on other devices, in short rollouts
-(`LEAST_LENGTH`), and once a compilation has failed or compiled kernels have computed different numbers.
+A decoding step has many small operations: forty on the logits to sample a token, and about thirty per layer of the
+policy in norms, rotary embeddings and the merge of attention. A GPU finishes each of them faster than the host can
+launch the next one, and in a CUDA graph each kernel still takes a few microseconds. Fewer kernels take less time. The
+operations run one by one on other devices, in short rollouts (`LEAST_LENGTH`), and once a compilation has failed or
+compiled kernels have computed different numbers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
 import time
 import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from grpo_lightning.policy.hf import ROTARY, norms, rotary_modules
+from grpo_lightning.policy.kv_cache import merge_parts
 from grpo_lightning.rollout.token_sampler import NextToken, SampledTokens, SampleToken, TokenSettings
 
 log = logging.getLogger(__name__)
@@ -34,15 +40,97 @@ OTHER_NATS = 1e-3
 """Largest accepted difference between the results of fused and separate operations, in nats. Entropies are compared in
 all rows, and log-probs in the rows with the same token."""
 
+OTHER_STATES = 1e-2
+"""Largest accepted difference between the hidden states that fused and separate operations compute, relative to the
+largest hidden state. In 16 bits, two roundings differ by up to 0.8 %."""
+
 OPTIONS: dict[str, Any] = {
     # Benchmarks of kernel configurations are off. Their results would determine the order of sums, but the same seed
     # must always give the same tokens.
     "deterministic": True,
+    # Intermediate results are rounded to 16 bits as they are without fusion, so that sampling computes the same
+    # log-probs as scoring.
+    "emulate_precision_casts": True,
     # One of these passes rewrites the softmax of logits that are divided by a temperature. The rewritten softmax needs
     # four more kernels.
     "use_joint_graph_passes": False,
 }
 """Options of inductor. Older releases of torch lack some of them."""
+
+Function = Callable[..., Any]
+
+
+class Fused:
+    """A function that is compiled at its first call, when its result is compared with that of the separate operations.
+
+    Args:
+        function: The function to fuse; it has no side effects.
+        name: Name of the result, for the log.
+        compile: Compiles the function.
+        difference: Describes how the results of the compiled function and of the function differ; "" if they are equal
+            apart from rounding.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        name: str,
+        compile: Callable[[Any], Function],
+        difference: Callable[[Any, Any], str],
+    ) -> None:
+        self.function, self.name, self.compile, self.difference = function, name, compile, difference
+        self.compiled: Function | None = None
+        self.is_fused = True
+        """False once the operations run one by one."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Call the compiled function, or the function itself if it cannot be fused."""
+        if not self.is_fused:
+            return self.function(*arguments, **options)
+        try:
+            if self.compiled is not None:
+                return self.compiled(*arguments, **options)
+            start = time.perf_counter()
+            compiled = self.compile(self.function)
+            result = compiled(*arguments, **options)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of many types: no compiler, no Triton for this GPU, a limit
+            return self.call_unfused(str(error).strip().partition("\n")[0], *arguments, **options)
+        if reason := self.difference(result, self.function(*arguments, **options)):
+            return self.call_unfused(reason, *arguments, **options)
+        self.compiled = compiled
+        log.info("Fused %s, compiled in %.0f s.", self.name, time.perf_counter() - start)
+        return result
+
+    def call_unfused(self, reason: str, *arguments: Any, **options: Any) -> Any:
+        """Run the operations one by one, from now on, and log why."""
+        self.is_fused = False
+        log.warning(
+            "Sampling without fused kernels for %s, which takes longer per token: torch.compile failed (%s).",
+            self.name,
+            reason,
+        )
+        return self.function(*arguments, **options)
+
+
+def compile_copy(function: types.FunctionType) -> Function:
+    """Compile a copy of a function.
+
+    `torch.compile` limits the number of compilations per code object. If a number differs between two compilations of a
+    code object, it also becomes a variable of the compiled code. To avoid both, each call of this function compiles a
+    new copy of the code object, so that different uses do not share one.
+    """
+    code = function.__code__.replace(co_name=f"{function.__name__.strip('_')}_{next(numbers)}")
+    copy = types.FunctionType(code, function.__globals__, None, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    options = {name: value for name, value in OPTIONS.items() if name in torch._inductor.list_options()}
+    return torch.compile(copy, fullgraph=True, options=options)  # type: ignore[no-any-return]
+
+
+numbers = itertools.count()
+
+# ------------------------------------------------------------------------------------------------ sampling of the token
 
 
 def next_token(settings: TokenSettings, vocabulary: int, device: torch.device, longest: int) -> SampleToken:
@@ -52,7 +140,8 @@ def next_token(settings: TokenSettings, vocabulary: int, device: torch.device, l
         settings: See `NextToken`.
         vocabulary: See `NextToken`.
         device: See `NextToken`.
-        longest: `max_completion_length`. Short rollouts, such as the probe of a policy, are not worth a compilation.
+        longest: `max_completion_length`. If it is below `LEAST_LENGTH`, the `NextToken` is not fused, because the
+            compilation would take longer than it saves.
     """
     return cached_sampler(settings, vocabulary, device, device.type == "cuda" and longest >= LEAST_LENGTH)
 
@@ -61,79 +150,34 @@ def next_token(settings: TokenSettings, vocabulary: int, device: torch.device, l
 def cached_sampler(settings: TokenSettings, vocabulary: int, device: torch.device, is_fused: bool) -> SampleToken:  # noqa: FBT001
     """The `NextToken` of these settings, fused or not."""
     sampler = NextToken(settings, vocabulary, device)
-    return FusedSampler(sampler) if is_fused else sampler
+    return fused_sampler(sampler) if is_fused else sampler
 
 
-class FusedSampler:
-    """`NextToken` compiled by `torch.compile`; its first results are compared with those of the uncompiled `NextToken`.
+def fused_sampler(sampler: NextToken) -> Fused:
+    """A fused `NextToken`.
 
     The numbers of rows and of seen ids may change without another compilation; a batch of one row is compiled
     separately.
-
-    Args:
-        sampler: The `NextToken` to compile.
     """
-
-    def __init__(self, sampler: NextToken) -> None:
-        self.operations = sampler
-        self.compiled: SampleToken | None = None
-        self.is_fused = True
-        """False once the operations run one by one."""
-
-    def __call__(self, history: Tensor, logits: Tensor, uniforms: Tensor | None) -> SampledTokens:
-        """See `NextToken.__call__`."""
-        if not self.is_fused:
-            return self.operations(history, logits, uniforms)
-        try:
-            if self.compiled is not None:
-                return self.compiled(history, logits, uniforms)
-            start = time.perf_counter()
-            compiled = compile_sampler(self.operations)
-            new_tokens = compiled(history, logits, uniforms)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - of many types: no compiler, no Triton for this GPU, a limit
-            return self.sample_unfused(str(error).strip().partition("\n")[0], history, logits, uniforms)
-        if reason := difference(new_tokens, self.operations(history, logits, uniforms)):
-            return self.sample_unfused(reason, history, logits, uniforms)
-        self.compiled = compiled
-        log.info("Fused the sampling of a token, compiled in %.0f s.", time.perf_counter() - start)
-        return new_tokens
-
-    def sample_unfused(self, reason: str, history: Tensor, logits: Tensor, uniforms: Tensor | None) -> SampledTokens:
-        """Run the operations one by one, from now on, and log why."""
-        self.is_fused = False
-        log.warning("Sampling without fused kernels, which takes longer per token: torch.compile failed (%s).", reason)
-        return self.operations(history, logits, uniforms)
+    return Fused(sampler, "the sampling of a token", compile_sampler, sampled_difference)
 
 
 def compile_sampler(sampler: NextToken) -> SampleToken:
-    """Compile `NextToken` for any number of rows.
-
-    `torch.compile` limits the number of compilations per code object. If a number differs between two compilations of a
-    code object, it also becomes a variable of the compiled code. To avoid both, each call of this function compiles a
-    new copy of the code object, so that different settings do not share one.
-    """
-    code = NextToken.__call__.__code__.replace(co_name=f"sample_token_{next(numbers)}")
-    function = types.FunctionType(code, NextToken.__call__.__globals__)
-    options = {name: value for name, value in OPTIONS.items() if name in torch._inductor.list_options()}
-    compiled = torch.compile(types.MethodType(function, sampler), fullgraph=True, options=options)
+    """Compile `NextToken` for any number of rows."""
+    compiled = compile_copy(NextToken.__call__)  # type: ignore[arg-type]
 
     def run(history: Tensor, logits: Tensor, uniforms: Tensor | None) -> SampledTokens:
         history = history if sampler.reads_history else history[:, :0]
         for tensor, dims in ((history, [0, 1]), (logits, [0]), (uniforms, [0])):
             if tensor is not None:
                 torch._dynamo.maybe_mark_dynamic(tensor, dims)
-        new_tokens: SampledTokens = compiled(history, logits, uniforms)
+        new_tokens: SampledTokens = compiled(sampler, history, logits, uniforms)
         return new_tokens
 
     return run
 
 
-numbers = itertools.count()
-
-
-def difference(new_tokens: SampledTokens, expected: SampledTokens) -> str:
+def sampled_difference(new_tokens: SampledTokens, expected: SampledTokens) -> str:
     """How two samples of the same rows differ, in words; "" if they are equal apart from rounding."""
     is_same = new_tokens.ids == expected.ids
     entropies = nats(new_tokens.entropies, expected.entropies)
@@ -149,3 +193,70 @@ def difference(new_tokens: SampledTokens, expected: SampledTokens) -> str:
 def nats(one: Tensor, other: Tensor) -> Tensor:
     """|difference|: infinite where only one of the two is NaN, 0 where both are NaN."""
     return (one - other).abs().nan_to_num(nan=torch.inf).masked_fill(one.isnan() & other.isnan(), 0)
+
+
+# -------------------------------------------------------------------------------------------------------- policy layers
+
+
+class FusedLayers:
+    """The norms and rotary embeddings of a policy, and the merge of attention, in fused kernels.
+
+    Args:
+        policy: The policy that is sampled.
+    """
+
+    def __init__(self, policy: nn.Module) -> None:
+        self.norms = [(norm, fused_states(type(norm).forward, "the norms")) for norm in norms(policy)]
+        self.rotary = [
+            (module, fused_states(getattr(module, ROTARY), "the rotary embeddings"))
+            for module in rotary_modules(policy)
+        ]
+        self.merge: Function = fused_states(merge_parts, "the merge of attention", (0, 1))
+        """Merges the two parts of attention (`SharedPrompts.merge`)."""
+
+    @contextlib.contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Context in which the policy's forward runs the fused versions."""
+        usual = [(module, getattr(module, ROTARY)) for module, _ in self.rotary]
+        try:
+            for norm, fused in self.norms:
+                norm.forward = functools.partial(fused, norm)
+            for module, fused in self.rotary:
+                setattr(module, ROTARY, fused)
+            yield
+        finally:
+            for norm, _ in self.norms:
+                norm.__dict__.pop("forward", None)
+            for module, function in usual:
+                setattr(module, ROTARY, function)
+
+
+@functools.lru_cache(maxsize=32)
+def fused_states(function: types.FunctionType, name: str, dynamic: tuple[int, ...] = (0,)) -> Fused:
+    """A fused function of hidden states. All layers and rollouts share one compilation.
+
+    Args:
+        function: The function.
+        name: Name of the result, for the log.
+        dynamic: Dimensions of all tensors that change between calls.
+    """
+
+    def compile_states(function: types.FunctionType) -> Function:
+        compiled = compile_copy(function)
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            for value in (*arguments, *options.values()):
+                if isinstance(value, Tensor):
+                    torch._dynamo.maybe_mark_dynamic(value, list(dynamic))
+            return compiled(*arguments, **options)
+
+        return run
+
+    return Fused(function, name, compile_states, states_difference)
+
+
+def states_difference(states: Tensor | tuple[Tensor, ...], expected: Tensor | tuple[Tensor, ...]) -> str:
+    """How hidden states differ, in words; "" if they are equal apart from rounding."""
+    pairs = zip(*([x] if isinstance(x, Tensor) else x for x in (states, expected)), strict=True)
+    worst = max(float(nats(one, other).max() / other.abs().nan_to_num().max().clamp(min=1e-30)) for one, other in pairs)
+    return "" if worst <= OTHER_STATES else f"hidden states differ by {worst:.1e} from those of unfused kernels"

@@ -30,8 +30,8 @@ class GroupSource(NamedTuple):
     encoder: Encoder
     sharding: Sharding
 
-    weight_version: int
-    """Number of earlier rollouts, recorded in each group."""
+    rollout_index: int
+    """Number of rollouts that the policy has trained on, recorded in each group."""
 
     conversations: Conversations | None = None
     """Plays the completions as conversations with environments; None for completions of one turn."""
@@ -92,7 +92,7 @@ class GroupSource(NamedTuple):
                 prompt=prompts[number],
                 prompt_ids=encoded[number].token_ids,
                 completions=completions,
-                weight_version=self.weight_version,
+                rollout_index=self.rollout_index,
                 image_views=encoded[number].image_views,
                 vision=encoded[number].vision,
             )
@@ -336,7 +336,7 @@ class SharedGroups:
         return Rollout(groups, advantages=advantages)
 
     def return_ref_logprobs(self, groups: Sequence[Group], parts: Sequence[Group]) -> None:
-        """Copy the reference log-probs of the members' parts to the complete groups.
+        """Send the reference log-probs that a team's ranks have computed to its first rank, into the complete groups.
 
         Collective: every member of the team must call it.
 

@@ -3,7 +3,7 @@
 Every prompt is prefilled once for its G completions, and finished completions leave the batch. The completions in the
 batch are called open rows. If the number of rows is limited, waiting prompts are prefilled as soon as enough rows have
 left, and their rows join the open rows (continuous batching; Yu et al. 2022, "Orca"). The KV caches are in
-`policy/kv_cache.py`, the CUDA graphs in `captured.py`.
+`policy/kv_cache.py`, the CUDA graphs in `captured.py`, and the fused kernels in `fused.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,9 @@ from grpo_lightning.policy.vision import PlacedPrompts, place, seeing
 from grpo_lightning.rollout.captured import LEAST_LENGTH, Capture, CapturedSteps, CudaCapture
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turns
 from grpo_lightning.rollout.token_sampler import ChooseSampler, SampledTokens, TokenSampler, Uniforms, choose_unfused
+
+if TYPE_CHECKING:
+    from grpo_lightning.rollout.fused import FusedLayers
 
 log = logging.getLogger(__name__)
 
@@ -94,9 +97,9 @@ class LocalEngine(RolloutEngine):
             rollout, which is fast, but every device must hold the full weights. False gathers each layer when it runs,
             at every token; all ranks then wait for the longest completion. "auto" gathers once unless the full
             weights would take more than half of the free GPU memory. All three give the same completions.
-        enforce_eager: Whether to run decoding steps without CUDA graphs. With CUDA graphs, the decoding steps of small
-            models take a fraction of the time. The graphs are used on GPUs if the weights are not sharded and the model
-            allows it.
+        enforce_eager: Whether to run decoding steps without CUDA graphs and without fused layers. With them, the
+            decoding steps of small models take a fraction of the time. They are used on GPUs if the weights are not
+            sharded and the model allows it.
     """
 
     def __init__(
@@ -138,6 +141,7 @@ class LocalEngine(RolloutEngine):
         self.way: Way = "shared"
         self.reason = ""
         self.captured: CapturedSteps | None = None
+        self.layers: FusedLayers | None = None
         self.copies: dict[str, Tensor] = {}
         if reason := no_fan_out_reason(policy):
             self.use("generate", reason)
@@ -270,6 +274,7 @@ class LocalEngine(RolloutEngine):
             return
         if not self.enforce_eager and longest >= LEAST_LENGTH and self.captured is None:
             self.captured = CapturedSteps(CAPTURES[device.type](device))
+            self.layers = fused_layers(self.policy, device)
         try:
             self.copies = copies_for_autocast(self.policy, device)
             yield
@@ -320,7 +325,7 @@ class LocalEngine(RolloutEngine):
                     rows = new if rows is None else rows.join(new, step, waiting.longest_prompt)
                 del new  # so that logits and caches of rows that have left are freed
             if rows is not None:
-                new_tokens = sampler(rows.before(step), rows.logits, step, rows.number)
+                new_tokens = sampler(rows.before(step), rows.logits, step, rows.index)
                 rows.before(step + 1)[:, -1] = new_tokens.ids
                 sampled.append(new_tokens, sampler.ends_with_stop_string(rows.completions(step), rows.late))
             if progress:
@@ -356,12 +361,14 @@ class LocalEngine(RolloutEngine):
             # The shapes are fixed even if no graph can be captured. Otherwise, rounding would depend on whether a
             # capture was tried before.
             cache.has_fixed_shapes = longest >= LEAST_LENGTH
+            if cache.has_fixed_shapes and self.layers is not None:
+                cache.merge = self.layers.merge
         rows = OpenRows(
             cache=cache,
             start=[step] * len(fan),
             end=[step + limit for limit in wave.limits or [1] for _ in wave.part],
             origin=prompt_ids.shape[1] - step,
-            number=wave.first * len(wave.part) + torch.arange(len(fan), device=fan.device),
+            index=wave.first * len(wave.part) + torch.arange(len(fan), device=fan.device),
             logits=logits[fan],  # [prompts, V] -> [rows, V]: the completions of a prompt share its prefill
             position=placed.first[fan],
             history=torch.cat([prompt_ids[fan], prompt_ids.new_zeros(len(fan), longest)], 1),
@@ -395,13 +402,13 @@ class LocalEngine(RolloutEngine):
         """
         num_ended = len(rows.start) - len(kept)
         if groups.on_group is not None and num_ended > rows.num_ended:
-            sampled.store(rows.number)
+            sampled.store(rows.index)
             groups.report_ended(sampled.rows)
         rows.num_ended = num_ended
         least = LEAST_ENDED.get(rows.history.device.type, 0.25) * len(rows.start)
         if not num_ended or (kept and min(rows.end) > step + 1 and num_ended < least):
             return rows, waiting.none
-        sampled.store(rows.number)
+        sampled.store(rows.index)
         if kept_states is not None:
             kept_states.keep(rows, set(range(len(rows.start))) - set(kept), sampled, waiting.wave)
         joining = waiting.take(len(kept)) if self.way == "shared" or not kept else waiting.none
@@ -419,9 +426,13 @@ class LocalEngine(RolloutEngine):
         def forward(ids: Tensor, position: Tensor) -> Tensor:
             return self.forward(ids, position_ids=position, **arguments)
 
+        def forward_fused(ids: Tensor, position: Tensor) -> Tensor:
+            with contextlib.nullcontext() if self.layers is None else self.layers.replacing():
+                return forward(ids, position)
+
         with cache.decoding():
             if self.captured is not None and isinstance(cache, SharedPrompts) and cache.has_fixed_shapes:
-                rows.logits = self.captured(cache.layout, forward, ids, position)
+                rows.logits = self.captured(cache.layout, forward_fused, ids, position)
             else:
                 rows.logits = forward(ids, position)
         rows.position = rows.position + 1
@@ -648,7 +659,7 @@ class OpenRows:
     origin: int
     """Column of `history` minus decoding step."""
 
-    number: Tensor
+    index: Tensor
     """[rows] index of each row among all rows of the rollout."""
 
     logits: Tensor
@@ -721,7 +732,7 @@ class OpenRows:
         return dataclasses.replace(self, start=start, end=end, origin=columns - step, num_ended=0, **tensors)
 
 
-PER_ROW = ("number", "logits", "position", "history", "has_ended")
+PER_ROW = ("index", "logits", "position", "history", "has_ended")
 """The fields of `OpenRows` that are tensors with one entry per row."""
 
 
@@ -782,17 +793,17 @@ class SampledRows:
         self.ends.append(ends)
         return ends.any(1)
 
-    def store(self, number: Tensor) -> None:
+    def store(self, index: Tensor) -> None:
         """Move the tokens in `steps` to the rows, except tokens sampled after the completion had ended.
 
         Args:
-            number: [open rows] index of each open row among the rows of the rollout.
+            index: [open rows] index of each open row among the rows of the rollout.
         """
         if not self.steps:
             return
         columns = [torch.stack(column, 1).tolist() for column in zip(*self.steps, strict=True)]
         columns.append(torch.cat(self.ends, 1).tolist())
-        for i, ids, logprobs, entropies, ends in zip(number.tolist(), *columns, strict=True):
+        for i, ids, logprobs, entropies, ends in zip(index.tolist(), *columns, strict=True):
             row = self.rows[i]
             if row.is_stopped:
                 continue
@@ -908,12 +919,12 @@ class KeptStates:
             whole: All prompts of the call.
         """
         assert isinstance(rows.cache, SharedPrompts)
-        numbers = rows.number.tolist()
+        indices = rows.index.tolist()
         for row in leaving:
-            number = numbers[row]
-            prompt, own = whole.prompts[number // len(whole.part)], sampled.rows[number].token_ids[:-1]
+            index = indices[row]
+            prompt, own = whole.prompts[index // len(whole.part)], sampled.rows[index].token_ids[:-1]
             states = rows.cache.states_of(row, len(prompt), len(own))
-            self.turns.states[self.turns.rows[number]] = (prompt + own, states)
+            self.turns.states[self.turns.rows[index]] = (prompt + own, states)
 
 
 def num_equal(ids: Sequence[int], others: Sequence[int]) -> int:
@@ -952,6 +963,15 @@ def choose_sampler(device: torch.device) -> ChooseSampler:
     from grpo_lightning.rollout.fused import next_token
 
     return next_token
+
+
+def fused_layers(policy: nn.Module, device: torch.device) -> FusedLayers | None:
+    """The norms and rotary embeddings of the policy in fused kernels; None on devices other than CUDA."""
+    if device.type != "cuda":
+        return None
+    from grpo_lightning.rollout.fused import FusedLayers
+
+    return FusedLayers(policy)
 
 
 @contextlib.contextmanager
@@ -1028,7 +1048,7 @@ def is_gathered(policy: nn.Module, gather: Gather, dtype: torch.dtype | None = N
     if device.type != "cuda":
         return True, "the policy is not on a GPU"
     full, free = full_bytes(policy, dtype), free_bytes(device)
-    is_too_large = ranks.is_any(full > LARGEST_SHARE * free)
+    is_too_large = ranks.any_over_ranks(full > LARGEST_SHARE * free)
     sizes = f"{full / 2**30:.1f} GiB, with {free / 2**30:.1f} GiB free on this device"
     if is_too_large:
         return False, f"the full weights ({sizes}) would take more than half of some device's free memory"

@@ -18,7 +18,7 @@ from grpo_lightning.core.types import Group, MicroBatch
 from grpo_lightning.environments.base import save_observation
 from grpo_lightning.objective import StepCounts
 from grpo_lightning.policy.adapters import trained_adapter
-from grpo_lightning.policy.completion_logprobs import Scorer, TokenScores
+from grpo_lightning.policy.completion_logprobs import Scorer, TokenLogprobs
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.hf import is_adapted
 from grpo_lightning.policy.reference import FrozenCopy, Reference
@@ -110,7 +110,7 @@ class Actor:
             total += scorer.cost(prompt_lengths(part), [row.length for row in part])
         return total
 
-    def token_logprobs(self, batch: MicroBatch, *, trains_entropy: bool = False) -> TokenScores:
+    def token_logprobs(self, batch: MicroBatch, *, trains_entropy: bool = False) -> TokenLogprobs:
         """[B, T] log-probs and entropies of a micro-batch under the policy, with gradients; and the tokens' routing."""
         return self.scorer(
             self.policy, batch, temperature=self.temperature, trains_entropy=trains_entropy, routers=self.routers
@@ -161,7 +161,7 @@ def lacks_ref_logprobs(groups: Sequence[Group], *, of_masked: bool) -> bool:
         of_masked: If true, fully masked completions count, too.
     """
     scored = [c for group in groups for c in group.completions if of_masked or c.mask is None or any(c.mask)]
-    return ranks.is_any(any(completion.ref_logprobs is None for completion in scored))
+    return ranks.any_over_ranks(any(completion.ref_logprobs is None for completion in scored))
 
 
 OldLogprobs = Literal["recompute", "rollout"]

@@ -33,7 +33,7 @@ def open_checkpoint(path: Path) -> Iterator[dict[str, Any]]:
     """Open a checkpoint, with tensors that are memory-mapped from its file.
 
     Shards are first merged into a temporary file. That file is written next to the folder of the shards, where the disk
-    is likely to have enough space, or in the system's temporary folder if no file can be created there.
+    is likely to have enough space. If no file can be created next to it, the system's temporary folder is used.
     """
     if not path.exists():
         raise FileNotFoundError(f"No checkpoint {path.resolve()}. The current folder is {Path.cwd()}.")

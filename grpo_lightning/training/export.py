@@ -91,7 +91,8 @@ def export(
         dtype: Dtype of the exported weights. None keeps the dtype of the checkpoint's weights; if adapters are merged,
             None uses the dtype in which the run loaded the policy.
         adapter: Export only the adapters, as a folder for peft, instead of merging them into the policy.
-        fill_missing: Take all missing weights from the policy, even those that are not known to be frozen.
+        fill_missing: Take all weights that the checkpoint lacks from the policy before training. By default, only
+            weights that are known to be frozen are taken from it.
         force: Write into a folder that is not empty.
 
     Raises:

@@ -197,7 +197,7 @@ def add_rollout(
     metrics.add("rollout/truncated", sum(c.is_truncated for c in completions), len(completions))
     metrics.add_rate("rollout/tokens_per_second", num_sampled, "time/sampling" if is_asynchronous else "time/rollout")
     if is_asynchronous:
-        metrics.add("rollout/staleness", sum(rollout_index - group.weight_version for group in groups), len(groups))
+        metrics.add("rollout/staleness", sum(rollout_index - group.rollout_index for group in groups), len(groups))
 
 
 def add_conversations(metrics: StepMetrics, groups: Sequence[Group]) -> None:

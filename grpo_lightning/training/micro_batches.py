@@ -352,7 +352,7 @@ def plan_micro_batches(
             if tokens and (row.has_advantage or not skip_zero_advantages)  # without trained tokens, no gradient
         ]
         parts = split_update(kept, accumulate, cost)
-        batches = [collate(part, pad_id) if part else idle_micro_batch(rows, pad_id) for part in parts]
+        batches = [collate(part, pad_id) if part else dummy_micro_batch(rows, pad_id) for part in parts]
         micro_batches += batches
     return micro_batches, counts
 
@@ -425,7 +425,7 @@ def blank_of(micro_batches: Sequence[MicroBatch], encoder: Encoder) -> Mapping[s
     """The blank image if a completion of any rank contains images, else None. Collective: all ranks call it."""
     if not encoder.is_multimodal or encoder.family is None:
         return None
-    return encoder.blank if ranks.is_any(any(any(batch.images) for batch in micro_batches)) else None
+    return encoder.blank if ranks.any_over_ranks(any(any(batch.images) for batch in micro_batches)) else None
 
 
 def conversations_of(batch: MicroBatch, prompts: Sequence[PromptVision]) -> Iterator[PromptVision]:
@@ -671,7 +671,7 @@ def collate(rows: list[CompletionRow], pad_id: int) -> MicroBatch:
     )
 
 
-def idle_micro_batch(groups: list[list[CompletionRow]], pad_id: int) -> MicroBatch:
+def dummy_micro_batch(groups: list[list[CompletionRow]], pad_id: int) -> MicroBatch:
     """Make a micro-batch of one masked token, for a rank that has no completions left for this micro-step.
 
     The policy processes this micro-batch like any other, so that all ranks take part in the same collective operations.

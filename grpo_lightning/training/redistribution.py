@@ -25,7 +25,7 @@ from grpo_lightning.training.micro_batches import (
     Cycle,
     CycleShape,
     collate,
-    idle_micro_batch,
+    dummy_micro_batch,
     loaded_batch,
     split_update,
 )
@@ -108,7 +108,7 @@ def redistribute(saved: Sequence[Mapping[str, Any]], shape: CycleShape, *, teams
         update.sort(key=lambda row: (row.group, row.number))
         parts: list[list[SavedRow]] = split_update(update, shape.accumulate_grad_batches)  # type: ignore[arg-type, assignment]
         micro_batches += [
-            collate_saved(part, pad_id) if part else idle_micro_batch([[row] for row in rows[:1]], pad_id)
+            collate_saved(part, pad_id) if part else dummy_micro_batch([[row] for row in rows[:1]], pad_id)
             for part in parts
         ]
     if has_images:

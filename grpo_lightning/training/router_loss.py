@@ -69,7 +69,7 @@ class RouterLoss:
         is collective: all ranks make it.
 
         Args:
-            load: Router load of the micro-batch, with gradients (`TokenScores.load`).
+            load: Router load of the micro-batch, with gradients (`TokenLogprobs.load`).
         """
         assert load is not None
         if self.step is None:

@@ -22,7 +22,7 @@ import lightning as L
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
-from grpo_lightning.core.ranks import is_any
+from grpo_lightning.core.ranks import any_over_ranks
 from grpo_lightning.training.lightning_internals import cluster_environment, is_lightning_handler, stop_as_on_sigterm
 from grpo_lightning.training.run_state import is_between_steps
 
@@ -61,7 +61,7 @@ class RequeueAtStepEnd(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         """At the end of a step, if any rank got the signal, call the requeue handler on all ranks and end the run."""
-        if self.answer is None or not is_between_steps(trainer) or not is_any(self.received is not None):
+        if self.answer is None or not is_between_steps(trainer) or not any_over_ranks(self.received is not None):
             return
         is_last_epoch = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
         if trainer.global_step != trainer.max_steps and not is_last_epoch:  # there is something left to do

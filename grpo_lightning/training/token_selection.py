@@ -18,14 +18,14 @@ from grpo_lightning.core.seeding import derived_seed
 from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.functional import high_covariance_tokens, high_entropy_tokens, random_covariance_tokens
 from grpo_lightning.objective import Objective
-from grpo_lightning.policy.completion_logprobs import TokenScores
+from grpo_lightning.policy.completion_logprobs import TokenLogprobs
 from grpo_lightning.training.actor import Actor
 
 
 class Selection(NamedTuple):
     """One way to select tokens, for a value of `Objective.selection`."""
 
-    features: Callable[[Objective, MicroBatch, TokenScores, int], list[Tensor]]
+    features: Callable[[Objective, MicroBatch, TokenLogprobs, int], list[Tensor]]
     """Computes the features that the choice depends on, each [B, T]. The arguments are the objective, a micro-batch,
     the micro-batch's log-probs and entropies, and a seed."""
 
@@ -36,7 +36,7 @@ class Selection(NamedTuple):
 
 def select_tokens(
     actor: Actor, objective: Objective, micro_batches: Sequence[MicroBatch], *, seed: int
-) -> list[TokenScores]:
+) -> list[TokenLogprobs]:
     """Set `selected` of the micro-batches of an optimizer step.
 
     Collective: every rank calls this function, with the same number of micro-batches.
@@ -53,39 +53,39 @@ def select_tokens(
     """
     assert objective.selection is not None
     features, choose = SELECTIONS[objective.selection]
-    own, scores = [], []
+    own, results = [], []
     with torch.no_grad(), actor.phase("token_selection"):
         for batch in micro_batches:
-            scores.append(actor.token_logprobs(batch))
-            values = features(objective, batch, scores[-1], seed)
+            results.append(actor.token_logprobs(batch))
+            values = features(objective, batch, results[-1], seed)
             own.append(torch.stack(values, dim=-1)[batch.completion_mask])  # [trained tokens, F]
     everyone = ranks.gather_rows(torch.cat(own))
     chosen = choose(objective, *torch.cat(everyone).unbind(dim=1)).split([len(part) for part in everyone])
     for batch, tokens in zip(micro_batches, chosen[ranks.rank()].split([len(part) for part in own]), strict=True):
         batch.selected = torch.zeros_like(batch.completion_mask).masked_scatter(batch.completion_mask, tokens)
-    return scores
+    return results
 
 
-def _entropies(_: Objective, batch: MicroBatch, scores: TokenScores, seed: int) -> list[Tensor]:
-    return [scores.entropy]
+def _entropies(_: Objective, batch: MicroBatch, tokens: TokenLogprobs, seed: int) -> list[Tensor]:
+    return [tokens.entropy]
 
 
 def _high_entropy(objective: Objective, entropies: Tensor) -> Tensor:
     return high_entropy_tokens(entropies, objective.top_entropy_fraction)
 
 
-def _covariates(_: Objective, batch: MicroBatch, scores: TokenScores, seed: int) -> list[Tensor]:
-    advantages = batch.token_advantages.expand_as(scores.logprobs)
-    return [scores.logprobs, advantages, random_keys(batch, seed).to(scores.logprobs)]
+def _covariates(_: Objective, batch: MicroBatch, tokens: TokenLogprobs, seed: int) -> list[Tensor]:
+    advantages = batch.token_advantages.expand_as(tokens.logprobs)
+    return [tokens.logprobs, advantages, random_keys(batch, seed).to(tokens.logprobs)]
 
 
 def _high_covariance(objective: Objective, logprobs: Tensor, advantages: Tensor, keys: Tensor) -> Tensor:
     return high_covariance_tokens(logprobs, advantages, objective.covariance_fraction, keys)
 
 
-def _covariates_and_clipped(objective: Objective, batch: MicroBatch, scores: TokenScores, seed: int) -> list[Tensor]:
-    low, high = objective.find_clipped(scores.logprobs, batch)
-    return [*_covariates(objective, batch, scores, seed), (low | high).to(scores.logprobs)]
+def _covariates_and_clipped(objective: Objective, batch: MicroBatch, tokens: TokenLogprobs, seed: int) -> list[Tensor]:
+    low, high = objective.find_clipped(tokens.logprobs, batch)
+    return [*_covariates(objective, batch, tokens, seed), (low | high).to(tokens.logprobs)]
 
 
 def _random_covariance(

@@ -216,7 +216,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **settings: Any) -> t
             draw(self, trainer)
 
     def note_plot(self: Axes, x: Any, y: Any, *args: Any, **options: Any) -> Any:
-        if options.get("label", "").startswith("centred mean of"):
+        if options.get("label", "").startswith("centered mean of"):
             means.append(list(y))
         return plot(self, x, y, *args, **options)
 

@@ -21,7 +21,7 @@ from grpo_lightning.demo.grounding import (
     build_processor,
     build_tokenizer,
 )
-from grpo_lightning.demo.scenes import COLOURS, SceneTask
+from grpo_lightning.demo.scenes import COLORS, SceneTask
 from tests.arguments.registry import case
 from tests.marks import SLOW
 
@@ -46,7 +46,7 @@ def test_task(tmp_path):
     def facts(**changed: Any) -> dict[str, Any]:
         task = SceneTask(**TASK | changed)
         (scene,) = itertools.islice(task.scenes("test"), 1)
-        colours = COLOURS.values()
+        colors = COLORS.values()
         pixels = np.asarray(task.picture(scene)).reshape(-1, 3).tolist()
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
@@ -55,7 +55,7 @@ def test_task(tmp_path):
             "size": task.size,
             "box": task.pixels((0, 0, 1, 1)),
             "num_boxes": len(task.boxes),
-            "num_things": len({tuple(pixel) for pixel in pixels} & set(colours)),
+            "num_things": len({tuple(pixel) for pixel in pixels} & set(colors)),
             "num_heldout_pairs": len(task.heldout_pairs),
             "num_heldout_boxes": len(task.heldout_boxes),
             "scene": scene,

@@ -58,16 +58,16 @@ def test_the_classes_are_found_where_users_meet_them():
 class Configured:
     """What a user might configure."""
 
-    def __init__(self, size: int = 1, colour: str = "red", shape: object = None) -> None:
+    def __init__(self, size: int = 1, color: str = "red", shape: object = None) -> None:
         self.area = size * size
-        self.colour, self.shape = colour, shape
+        self.color, self.shape = color, shape
 
 
 def test_a_missing_case_and_one_too_many_are_named():
     cases = {(Configured, "size"), (Configured, "weight")}
-    assert arguments_of(Configured) == ["size", "colour", "shape"]
+    assert arguments_of(Configured) == ["size", "color", "shape"]
     assert problems([Configured], cases) == [
-        "Configured.colour has no case: nothing shows what it changes.",
+        "Configured.color has no case: nothing shows what it changes.",
         "Configured.shape has no case: nothing shows what it changes.",
         "Configured.weight has a case, and is no argument.",
     ]
@@ -81,8 +81,8 @@ def test_a_missing_case_and_one_too_many_are_named():
         ([{"size": 1}, {"size": 1}], False),
         ([{"size": 1}], False),
         ([], False),
-        ([{"size": 1}, {"size": 2, "colour": "blue"}], False),  # which of the two made the difference?
-        ([{"size": 1}, {"size": 2, "colour": "blue"}, {"size": 3}], True),
+        ([{"size": 1}, {"size": 2, "color": "blue"}], False),  # which of the two made the difference?
+        ([{"size": 1}, {"size": 2, "color": "blue"}, {"size": 3}], True),
         ([{"size": 1, "shape": Configured()}, {"size": 2, "shape": Configured()}], True),  # no value to compare
         ([{"size": 1, "shape": Configured()}, {"size": 2}], False),
     ],
@@ -103,7 +103,7 @@ def run(test, ignored=None):
 def test_a_case_that_varies_nothing_fails():
     @case(Configured, "size")
     def test_size():
-        assert Configured(size=1, colour="red").area != Configured(size=2, colour="blue").area
+        assert Configured(size=1, color="red").area != Configured(size=2, color="blue").area
 
     with pytest.raises(AssertionError, match="test_size makes no two Configured that differ in size only"):
         run(test_size)
@@ -116,7 +116,7 @@ def test_a_case_that_cannot_fail_is_found():
 
     @case(Configured, "size")
     def has_none():
-        assert Configured(size=1).colour == Configured(size=2).colour
+        assert Configured(size=1).color == Configured(size=2).color
 
     run(has_teeth)
     run(has_none)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.objective import Objective, StepCounts
-from grpo_lightning.policy.completion_logprobs import Scorer, TokenScores
+from grpo_lightning.policy.completion_logprobs import Scorer, TokenLogprobs
 from grpo_lightning.training.router_loss import make_router_loss
 from grpo_lightning.training.token_selection import select_tokens
 from tests.arguments.registry import case
@@ -49,7 +49,7 @@ def loss(
     )
     entropy = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 99.0]])
     if objective.selection is not None:
-        scores = TokenScores(NOW, entropy)
+        scores = TokenLogprobs(NOW, entropy)
         actor: Any = SimpleNamespace(phase=lambda name: contextlib.nullcontext(), token_logprobs=lambda batch: scores)
         select_tokens(actor, objective, [batch], seed=0)
     terms = objective(NOW, batch, StepCounts(5, 2), max_completion_length=10, entropy=entropy, router_loss=router_loss)
@@ -148,20 +148,20 @@ def test_pass_k():
 
 @case(Objective, "scale")
 def test_scale():
-    centred = REWARDS - REWARDS.mean(1, keepdim=True)
+    centered = REWARDS - REWARDS.mean(1, keepdim=True)
     by_hand = {
         "group_std": REWARDS.std(1, keepdim=True),
         "batch_std": REWARDS.std(),
-        "batch_advantage_std": centred.std(),
+        "batch_advantage_std": centered.std(),
     }
     for scale, std in by_hand.items():
-        torch.testing.assert_close(Objective(scale=scale).compute_advantages(REWARDS), centred / (std + 1e-4))
-    torch.testing.assert_close(Objective(scale="none").compute_advantages(REWARDS), centred)
+        torch.testing.assert_close(Objective(scale=scale).compute_advantages(REWARDS), centered / (std + 1e-4))
+    torch.testing.assert_close(Objective(scale="none").compute_advantages(REWARDS), centered)
     by_mean = Objective(scale="group_mean").compute_advantages(REWARDS)
-    torch.testing.assert_close(by_mean, centred / REWARDS.mean(1, keepdim=True))
+    torch.testing.assert_close(by_mean, centered / REWARDS.mean(1, keepdim=True))
     with_equal = torch.cat([REWARDS, torch.ones(1, 3)])
     found = Objective(scale="nonzero_fraction").compute_advantages(with_equal)
-    torch.testing.assert_close(found[:2], centred * 3 / 2)
+    torch.testing.assert_close(found[:2], centered * 3 / 2)
 
 
 @case(Objective, "beta")

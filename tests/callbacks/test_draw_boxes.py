@@ -241,7 +241,7 @@ def test_the_legend_names_what_is_drawn_once(count, tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["grid.png"]
 
 
-def test_the_pixels_of_a_box_have_its_colour(tmp_path):
+def test_the_pixels_of_a_box_have_its_color(tmp_path):
     draw_grid([panel(answer=Answer(None, 0.0))], "t", tmp_path / "green.png")
     with Image.open(tmp_path / "green.png") as picture:
         pixels = np.asarray(picture.convert("RGB")).reshape(-1, 3).tolist()

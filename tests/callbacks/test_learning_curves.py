@@ -13,7 +13,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from grpo_lightning.callbacks import LearningCurves
-from grpo_lightning.callbacks.learning_curves import centred_mean, heading, held_out
+from grpo_lightning.callbacks.learning_curves import centered_mean, heading, held_out
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.objective import Objective
 from tests.marks import SLOW, few
@@ -35,7 +35,7 @@ def panels_of(path, rows, columns):
     ]
 
 
-def colours(panel):
+def colors(panel):
     return len(np.unique((255 * panel).astype(np.uint8).copy().view(np.uint32)))
 
 
@@ -49,7 +49,7 @@ def test_points_are_the_steps_and_the_picture_shows_them(tmp_path, capsys):
         assert len(set(history.of(name))) > 1
     assert not curves.history["never/logged"]
     path = tmp_path / "new" / "curves.png"
-    assert all(colours(panel) > 20 for panel in panels_of(path, 1, 2))  # what was never logged has no panel
+    assert all(colors(panel) > 20 for panel in panels_of(path, 1, 2))  # what was never logged has no panel
     assert capsys.readouterr().out == f"Curves: {path}\n"
 
 
@@ -94,7 +94,7 @@ def test_panels_are_chosen_by_what_the_run_has(tmp_path):
     for name in ("val/reward", "val/num_vowels", "val/length"):
         assert curves.history[name] == [(1, float(trainer.callback_metrics[name]))]
     panels = panels_of(tmp_path / "curves.png", 2, 3)
-    assert all(colours(panel) > 20 for panel in panels)
+    assert all(colors(panel) > 20 for panel in panels)
     orange = [bool((abs(panel[..., :3] - ORANGE).max(axis=-1) < 0.01).any()) for panel in panels]
     assert orange == [True, True, True, True, False, False]
 
@@ -115,7 +115,7 @@ def test_places_without_a_metric_are_empty(tmp_path, count, rows, columns):
     for place, name in enumerate(curves.names):
         curves.history[name] = [(step, place + step * step) for step in range(9)]
     curves.draw(SimpleNamespace(is_global_zero=True))
-    shown = [colours(panel[:280]) > 20 for panel in panels_of(tmp_path / "curves.png", rows, columns)]
+    shown = [colors(panel[:280]) > 20 for panel in panels_of(tmp_path / "curves.png", rows, columns)]
     assert shown == [True] * count + [False] * (rows * columns - count)
 
 
@@ -201,18 +201,18 @@ def test_held_out_values_by_name():
     assert held_out("policy/kl") == ""
 
 
-def test_centred_mean_by_hand():
-    assert centred_mean([4.0, 2.0, 6.0, 1.0, 0.0], 3) == [4.0, 4.0, 3.0, 7 / 3, 0.0]
-    assert centred_mean([4.0, 2.0, 6.0, 1.0, 0.0], 11) == [4.0, 4.0, 13 / 5, 7 / 3, 0.0]
-    assert centred_mean([4.0, 2.0, 6.0], 2) == centred_mean([4.0, 2.0, 6.0], 1) == [4.0, 2.0, 6.0]
-    assert centred_mean([], 3) == []
+def test_centered_mean_by_hand():
+    assert centered_mean([4.0, 2.0, 6.0, 1.0, 0.0], 3) == [4.0, 4.0, 3.0, 7 / 3, 0.0]
+    assert centered_mean([4.0, 2.0, 6.0, 1.0, 0.0], 11) == [4.0, 4.0, 13 / 5, 7 / 3, 0.0]
+    assert centered_mean([4.0, 2.0, 6.0], 2) == centered_mean([4.0, 2.0, 6.0], 1) == [4.0, 2.0, 6.0]
+    assert centered_mean([], 3) == []
 
 
 @pytest.mark.parametrize("num_values", [2, 5, 40])
 def test_the_smoothed_line_is_not_late(num_values):
     """A reward that rises step by step: a mean of the values before it would lie below the points all the way."""
     rising = [0.5 * step for step in range(num_values)]
-    assert centred_mean(rising, 11) == pytest.approx(rising)
+    assert centered_mean(rising, 11) == pytest.approx(rising)
 
 
 @pytest.mark.parametrize("name", ["smoothing", "every_n_steps"])

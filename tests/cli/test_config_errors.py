@@ -16,7 +16,7 @@ from grpo_lightning.cli.sources import Source, read
 
 
 @dataclass
-class Colour:
+class Color:
     shade: Literal["dark", "light"] = "dark"
     depth: int = 1
 
@@ -26,7 +26,7 @@ class Base:
 
 
 class Brush(Base):
-    def __init__(self, width: float = 1.0, colour: Colour | None = None):
+    def __init__(self, width: float = 1.0, color: Color | None = None):
         pass
 
 
@@ -80,13 +80,13 @@ def parser(monkeypatch):
     parser.add_argument("--config", action=ActionConfigFile)
     parser.add_argument("--model.count", type=int, default=1, help="How many.")
     parser.add_argument("--model.name", type=str, required=True, help="Who it is.\nMore.")
-    parser.add_argument("--model.colour", type=Colour | None, default=None)
+    parser.add_argument("--model.color", type=Color | None, default=None)
     parser.add_argument("--model.brushes", type=list[Base | Callable[..., float]])
     parser.add_argument("--model.factory", type=Callable[[list], Factory], default={"class_path": "paints.Factory"})
     parser.add_argument("--model.base", type=Base | None, default=None)
     parser.add_argument("--model.either", type=Base | Rule | None, default=None)
     parser.add_argument("--model.rule", type=Rule | None, default=None)
-    parser.add_argument("--data.rows", type=list[Colour] | str, default="")
+    parser.add_argument("--data.rows", type=list[Color] | str, default="")
     parser.add_argument("--model.title", type=str | None, default=None)
     parser.add_argument("--model.rules", type=list[Rule | Callable[..., Any]])
     parser.add_argument("--model.tools", type=list[Base] | Base | None, default=None)
@@ -121,9 +121,9 @@ def found(parser, **tree):
         ({"model": {"seed": 1}}, "there is no key model.seed. Did you mean seed?"),
         ({"model": {"count": "x"}}, "model.count must be a whole number, got 'x'."),
         ({"seed": 1.5}, "seed must be a whole number or null, got 1.5."),
-        ({"model": {"colour": {"shade": "red"}}}, "model.colour.shade must be one of dark, light, got 'red'."),
-        ({"model": {"colour": {"shad": "dark"}}}, "model.colour.shad. Did you mean model.colour.shade?"),
-        ({"model": {"colour": 3}}, "model.colour must be Colour or null, got 3."),
+        ({"model": {"color": {"shade": "red"}}}, "model.color.shade must be one of dark, light, got 'red'."),
+        ({"model": {"color": {"shad": "dark"}}}, "model.color.shad. Did you mean model.color.shade?"),
+        ({"model": {"color": 3}}, "model.color must be Color or null, got 3."),
         ({"model": {"count": [1]}}, "model.count must be a whole number, got [1]."),
         ({"model": {"brushes": ["nowhere.f"]}}, "model.brushes[0]: there is no module 'nowhere' for nowhere.f"),
         ({"model": {"brushes": ["paints.Brsh"]}}, "paints has no 'Brsh'. Did you mean paints.Brush?"),
@@ -131,8 +131,8 @@ def found(parser, **tree):
         ({"model": {"brushes": [{"class_path": "paints.Brush", "init_args": {"widthh": 1}}]}}, "init_args.widthh. Did"),
         ({"model": {"brushes": [{"class_path": "paints.Brush", "args": {}}]}}, "no key model.brushes[0].args."),
         (
-            {"model": {"brushes": [{"class_path": "paints.Brush", "init_args": {"colour": {"depth": "x"}}}]}},
-            "model.brushes[0].init_args.colour.depth must be a whole number, got 'x'.",
+            {"model": {"brushes": [{"class_path": "paints.Brush", "init_args": {"color": {"depth": "x"}}}]}},
+            "model.brushes[0].init_args.color.depth must be a whole number, got 'x'.",
         ),
         (
             {"model": {"brushes+": {"class_path": "paints.Brush", "init_args": {"width": "x"}}}},
@@ -204,12 +204,12 @@ def test_a_typo_in_the_path_of_a_function_is_named(parser, prepare, said):
 @pytest.mark.parametrize(
     ("key", "kind", "said"),
     [
-        ("model.base", "paints.Colour", "is not a subclass of Base."),
-        ("model.colour", "paints.Base", "is not Colour, the only class that is allowed."),
+        ("model.base", "paints.Color", "is not a subclass of Base."),
+        ("model.color", "paints.Base", "is not Color, the only class that is allowed."),
         ("data.prepare", "paints.Base", "has no method __call__."),
         ("model.factory", "paints.Base", "is not a subclass of Factory."),
         ("model.rules", "paints.Base", "is not a subclass of Rule and has no method __call__."),
-        ("model.either", "paints.Colour", "is not a subclass of Base or Rule."),
+        ("model.either", "paints.Color", "is not a subclass of Base or Rule."),
         ("model.rule", "paints.Rule", "does not define __call__, which its base class requires."),
         ("model.rule", "paints.prepare", "is not annotated to return Rule."),
     ],
@@ -264,7 +264,7 @@ def test_the_numbers_that_are_allowed_are_listed(parser, value):
     [
         (
             ["--model.tools+=paints.Brush", "--model.tools.widthh=1"],
-            "there is no key model.tools.widthh. Did you mean model.tools.width?\nKeys of model.tools: colour, width.",
+            "there is no key model.tools.widthh. Did you mean model.tools.width?\nKeys of model.tools: color, width.",
         ),
         (["--model.rules+=paints.Bare", "--model.rules.width=1"], "no key model.rules.width. Bare has no arguments."),
     ],

@@ -63,12 +63,12 @@ def test_header_by_hand(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("# Shows: one.\n#   Two.\n# Hardware: a CPU: any.\nmodel: {}\n# Expect: nothing\n")
     assert recipes.header(path) == {"Shows": "one. Two.", "Hardware": "a CPU: any."}
-    path.write_text("# Dr. GRPO (paper): centred.\nmodel: {}\n")
-    assert recipes.header(path) == {"Shows": "Dr. GRPO (paper): centred."}
+    path.write_text("# Dr. GRPO (paper): centered.\nmodel: {}\n")
+    assert recipes.header(path) == {"Shows": "Dr. GRPO (paper): centered."}
 
 
 def test_first_sentence():
-    assert recipes.first_sentence("Dr. GRPO is centred by the mean. More.") == "Dr. GRPO is centred by the mean."
+    assert recipes.first_sentence("Dr. GRPO is centered by the mean. More.") == "Dr. GRPO is centered by the mean."
     assert recipes.first_sentence("all of DAPO (Yu et al. 2025). More.") == "all of DAPO (Yu et al. 2025)."
     assert recipes.first_sentence("no full stop") == "no full stop"
 

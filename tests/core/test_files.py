@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grpo_lightning.core.files import (
-    RECIPE,
+    FINGERPRINT,
     append_lines,
     atomic_write,
     is_whole,
@@ -27,9 +27,9 @@ def test_it_is_filled_once_and_replaced_by_another_recipe(tmp_path: Path):
     folder = tmp_path / "deep" / "made"
     assert put_whole(folder, "one", lambda new: (new / "a").write_text("1"))
     assert not put_whole(folder, "one", lambda new: (new / "a").write_text("2"))
-    assert {path.name: path.read_text() for path in folder.iterdir()} == {"a": "1", RECIPE: "one"}
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {"a": "1", FINGERPRINT: "one"}
     assert put_whole(folder, "two", lambda new: (new / "b").write_text("3"))
-    assert {path.name: path.read_text() for path in folder.iterdir()} == {"b": "3", RECIPE: "two"}
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {"b": "3", FINGERPRINT: "two"}
     assert [path.name for path in folder.parent.iterdir()] == ["made"]
 
 
@@ -49,7 +49,7 @@ def test_what_fails_half_way_leaves_the_old_one(tmp_path: Path):
 def test_files_of_somebody_else_are_kept(tmp_path: Path):
     (tmp_path / "made").mkdir()
     put_whole(tmp_path / "made", "one", lambda new: None)  # an empty folder is nobody's
-    (tmp_path / "made" / RECIPE).unlink()
+    (tmp_path / "made" / FINGERPRINT).unlink()
     (tmp_path / "made" / "thesis").touch()
     with pytest.raises(ValueError, match="holds other files"):
         put_whole(tmp_path / "made", "one", lambda new: None)
@@ -75,7 +75,7 @@ def test_another_node_may_be_faster_by_a_moment(other: str, tmp_path: Path, monk
         remove(path, *args, **kwargs)
         if path == folder:
             folder.mkdir()
-            (folder / RECIPE).write_text(other)
+            (folder / FINGERPRINT).write_text(other)
 
     monkeypatch.setattr(shutil, "rmtree", late)
     with pytest.raises(OSError, match="not empty") if other == "two" else contextlib.nullcontext():

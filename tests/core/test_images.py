@@ -131,7 +131,7 @@ def test_what_is_transparent_is_white():
     assert (pixels(ImageRef(palette).read())[0, 0] == 255).all()
 
 
-def test_sixteen_bits_of_grey():
+def test_sixteen_bits_of_gray():
     deep = Image.fromarray(np.array([[0, 257 * 100, 65535]], dtype=np.uint16))
     assert pixels(ImageRef(encoded(deep)).read())[0, :, 0].tolist() == [0, 100, 255]
 

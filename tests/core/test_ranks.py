@@ -17,8 +17,8 @@ def test_one_process_hears_itself():
     assert torch.equal(ranks.sum_over_ranks(values), values)
     assert torch.equal(ranks.max_over_ranks(values), values)
     assert ranks.gather_objects({"a": 1}) == [{"a": 1}]
-    assert ranks.is_any(True)
-    assert not ranks.is_any(False)
+    assert ranks.any_over_ranks(True)
+    assert not ranks.any_over_ranks(False)
 
 
 @given(st.integers(0, 20), st.integers(1, 5))

@@ -26,7 +26,7 @@ def test_seeds_fit_a_torch_generator_and_spread():
     seeds = [derived_seed(0, "x", i) for i in range(200)]
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert len(set(seeds)) == 200
-    for bit in (0, 31, 62):  # neighbours share no bits
+    for bit in (0, 31, 62):  # neighbors share no bits
         assert 60 < sum(seed >> bit & 1 for seed in seeds) < 140
     assert sum(a < b for a, b in itertools.pairwise(seeds)) in range(60, 140)
 

@@ -20,6 +20,7 @@ import torch._inductor.config
 import torch._inductor.graph
 from torch._dynamo.device_interface import CudaInterface
 from torch._subclasses import FakeTensorMode
+from torch.utils._triton import has_triton
 
 H100 = types.SimpleNamespace(
     name="NVIDIA H100",
@@ -90,6 +91,7 @@ def generating(codes: list[str]) -> Iterator[None]:
         return types.SimpleNamespace(call=lambda arguments: None)
 
     torch._C._ensureCUDADeviceGuardSet()  # a guard that does nothing, where there is no driver
+    has_triton.cache_clear()  # an earlier compilation for the CPU has found no GPU
     graph = torch._inductor.graph.GraphLowering
     settings = {"fx_graph_cache": False, "fx_graph_remote_cache": False, "joint_graph_constant_folding": False}
     with contextlib.ExitStack() as stack:
@@ -101,15 +103,19 @@ def generating(codes: list[str]) -> Iterator[None]:
             mock.patch.object(CudaInterface.Worker, "get_device_properties", return_value=H100),
             mock.patch.object(graph, "compile_to_module", generate),
             mock.patch.object(graph, "save_output_code", create=True),
-            # Patterns of attention, and a name of the compiler in the cache, for which CUDA would be initialised.
+            # Patterns of attention, and a name of the compiler in the cache, for which CUDA would be initialized.
             mock.patch("torch._inductor.fx_passes.joint_graph.lazy_init"),
             mock.patch("torch.utils._triton.triton_hash_with_backend", return_value="none"),
+            # Workers would compile the kernels, if an earlier compilation for the CPU has started them.
+            mock.patch("torch._inductor.async_compile.AsyncCompile.use_process_pool", return_value=False),
+            mock.patch("torch._inductor.async_compile._set_triton_libdevice_path", create=True),
             torch._inductor.config.patch(settings),
             torch._functorch.config.patch(enable_autograd_cache=False),
             FakeTensorMode(),
         ):
             stack.enter_context(patch)
         yield
+    has_triton.cache_clear()
 
 
 def launches_on_cuda(run: Callable[[torch.device], Any]) -> collections.Counter[str]:
@@ -122,7 +128,7 @@ def launches_on_cuda(run: Callable[[torch.device], Any]) -> collections.Counter[
     with generating(codes):
         try:
             run(torch.device("cuda", 0))
-        except (AssertionError, TypeError):  # the generated code has no outputs
+        except (AssertionError, AttributeError, TypeError):  # the generated code has no outputs
             if not codes:
                 raise
     (code,) = codes

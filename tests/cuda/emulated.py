@@ -3,14 +3,14 @@
     with EmulatedCuda() as gpu:
         model.to("cuda")
         x = torch.ones(3, device="cuda")        # an `OnCuda`: its data is in CPU memory, its `device` is cuda:0
-        (x + 1).tolist()                        # a synchronisation
+        (x + 1).tolist()                        # a synchronization
         x + torch.ones(3)                       # RuntimeError: mixed devices
     gpu.launches, gpu.syncs
 
 `OnCuda` is a tensor subclass, so that autograd, autocast and every operation of the code under test are torch's own.
 Operations reach `__torch_dispatch__`, after autograd, where devices are checked and operations are counted. A launch is
 an operation that computes or copies: views and allocations are none, and a kernel that torch composes of several on a
-GPU counts once. A synchronisation is a read of a value by the host, a shape that depends on values, or a copy between
+GPU counts once. A synchronization is a read of a value by the host, a shape that depends on values, or a copy between
 host and device that waits (all are pageable here). Speed, rounding, streams and graphs are not emulated.
 """
 
@@ -239,7 +239,7 @@ class EmulatedCuda(TorchDispatchMode):
         self.launches: collections.Counter[str] = collections.Counter()
         """Operations, by name."""
         self.syncs: collections.Counter[str] = collections.Counter()
-        """Synchronisations, by kind and line of code."""
+        """Synchronizations, by kind and line of code."""
         self.attention: collections.Counter[str] = collections.Counter()
         """Calls of `scaled_dot_product_attention`, by what torch chooses the kernel by: see `backend`."""
         self.patches: list[Any] = []
@@ -297,7 +297,7 @@ class EmulatedCuda(TorchDispatchMode):
             self.sync("copy to the device" if is_here(tensors[0]) else "copy to the host")
 
     def count(self, func: Any, name: str, args: Any, here: list[Any], tensors: list[torch.Tensor]) -> None:
-        """Count the operation's launches and synchronisations."""
+        """Count the operation's launches and synchronizations."""
         if name in ("_local_scalar_dense", "equal", "is_nonzero") or name in VALUE_SHAPED:
             self.sync(name)
         elif name in INDEXED and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
@@ -315,7 +315,7 @@ class EmulatedCuda(TorchDispatchMode):
         return on_host(tensor).detach().clone().to(tensor.dtype if dtype is None else dtype)
 
     def sync(self, kind: str) -> None:
-        """Count a synchronisation at the line of the package (else of whoever calls torch) that causes it."""
+        """Count a synchronization at the line of the package (else of whoever calls torch) that causes it."""
         codes, frame = [], sys._getframe()
         while frame is not None:
             codes.append(frame.f_code)

@@ -1,7 +1,7 @@
 """`LocalEngine` on an emulated CUDA device: the completions of the CPU, and what a token costs the host.
 
 Counted per decoding step, as the difference of rollouts of 32 and of 64 tokens in which no completion ends:
-synchronisations; and launches of three parts: the model's forward, `TokenSampler`, and the rest of the loop.
+synchronizations; and launches of three parts: the model's forward, `TokenSampler`, and the rest of the loop.
 
 The emulated device has no compiler, so that the sampler's operations run one by one, as where a compilation fails. The
 kernels of the fused draw are counted in the code that inductor generates for an H100 (`compiled.py`).
@@ -13,11 +13,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_pos_emb
 
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy.hf import known_arguments
+from grpo_lightning.policy.kv_cache import merge_parts
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.rollout.fused import compile_sampler
+from grpo_lightning.rollout.fused import compile_sampler, fused_states
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.token_sampler import NextToken, TokenSampler, TokenSettings
 from tests.cuda.compiled import launches_on_cuda
@@ -35,7 +37,7 @@ LOOP_LAUNCHES = 3
 """Launches per step outside the model and the sampler."""
 
 SYNCS_PER_JOIN = 34
-"""Synchronisations when rows leave, and prompts are prefilled and join instead; the prefill has 2 per layer."""
+"""Synchronizations when rows leave, and prompts are prefilled and join instead; the prefill has 2 per layer."""
 
 SAMPLER_LAUNCHES = 42
 """Launches per step of the sampler without filters but a suppressed token, in 16 bits, if the draw is not fused."""
@@ -76,7 +78,7 @@ def sample(engine, model, length=64, way="shared", prompts=PROMPTS, **settings):
 
 
 def cost_per_step(monkeypatch, way="shared", dtype=torch.float32, **settings):
-    """Synchronisations, and launches by part, of one decoding step."""
+    """Synchronizations, and launches by part, of one decoding step."""
     usual = TokenSampler.__call__
     with EmulatedCuda() as gpu:
         model = tiny_model("qwen2", num_hidden_layers=LAYERS, dtype=dtype).to("cuda")
@@ -233,3 +235,30 @@ def test_a_fused_draw_with_a_filter_leaves_the_sort_to_torch(settings, operators
     kernels = kernels_of(64, **settings)
     assert {name for name in kernels if not name.startswith("triton")} == operators
     assert kernels.total() <= FUSED_FILTERED
+
+
+# ---------------------------------------------------------------------------------------------------- the fused layers
+
+
+def launches_of_states(function, *shapes, dynamic=(0,), module=None):
+    """Launches of a fused function of hidden states on an H100, for zeros of these shapes in 16 bits."""
+
+    def run(device):
+        states = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
+        with torch.device(device), torch.no_grad():
+            fixed = [] if module is None else [module(shapes[0][-1])]
+            each = fused_states.__wrapped__(function, "states", dynamic)
+            each.compile(function)(*fixed, *states)
+
+    return launches_on_cuda(run).total()
+
+
+@pytest.mark.slow
+def test_fused_layers_are_a_few_kernels():
+    """Of Qwen2.5-0.5B: one kernel per norm, two that rotate queries and keys, and one that merges attention."""
+    of_norm = launches_of_states(Qwen2RMSNorm.forward, (256, 1, 896), module=Qwen2RMSNorm)
+    heads, angles = [(256, 14, 1, 64), (256, 2, 1, 64)], [(256, 1, 64)] * 2
+    of_rotary = launches_of_states(apply_rotary_pos_emb, *heads, *angles)
+    parts = [(32, 8, 2, 7, 64), (32, 8, 2, 7)] * 2
+    of_merge = launches_of_states(merge_parts, *parts, dynamic=(0, 1))
+    assert (of_norm, of_rotary, of_merge) == (1, 2, 1)

@@ -1,6 +1,6 @@
 """Scoring and runs on an emulated CUDA device: the CPU's numbers, no mixed devices, and what the host waits for.
 
-The synchronisations of a micro-batch are listed in full, as a ceiling. On the extended path these are: two by which
+The synchronizations of a micro-batch are listed in full, as a ceiling. On the extended path these are: two by which
 transformers decides whether the prompts' mask can be left out (in 16 bits, one, and one that decides whether prompts
 are padded behind), one for the completions' lengths, which choose the chunks, and two per chunk: its length (with one
 chunk: whether all groups are complete) and the positions of its tokens.
@@ -50,7 +50,7 @@ SCORERS = {
         },
     ),
 }
-"""Scorers, and all synchronisations of a forward and backward pass."""
+"""Scorers, and all synchronizations of a forward and backward pass."""
 
 WITH_MASKS = {"full head", "three dense chunks, run twice"}
 """Scorers whose passes all have masks, in every dtype."""

@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def shade(n: int) -> Image.Image:
-    """An image of one colour."""
+    """An image of one color."""
     return Image.new("RGB", (84, 56), (60 * n, 200 - 60 * n, 100))
 
 

@@ -44,7 +44,7 @@ ODD = ["arc_agi", "codeio", "graph_color", "gsm_symbolic", "knights_knaves", "re
 """Tasks with tuples, numbers for keys, fractions, and numpy's texts and numbers in their items."""
 
 
-class Colour(str, enum.Enum):
+class Color(str, enum.Enum):
     """A text of a kind of its own."""
 
     RED = "red"
@@ -55,7 +55,7 @@ class Colour(str, enum.Enum):
     [
         ({"a": [1, 2.5, "b", None, True]}, {"a": [1, 2.5, "b", None, True]}),
         ((1, (), {3: "red"}, {(0, 1): {2, 1}}), (1, (), {3: "red"}, {(0, 1): {2, 1}})),
-        ([Colour.RED, np.float64(0.5), np.str_("a"), np.int64(7)], ["red", 0.5, "a", 7]),
+        ([Color.RED, np.float64(0.5), np.str_("a"), np.int64(7)], ["red", 0.5, "a", 7]),
         ("日本\n", "日本\n"),
     ],
 )

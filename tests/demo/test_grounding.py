@@ -32,7 +32,7 @@ from grpo_lightning.demo.grounding import (
     warm_up,
     word_embeddings,
 )
-from grpo_lightning.demo.scenes import COLOURS, SceneTask, Thing, namings
+from grpo_lightning.demo.scenes import COLORS, SceneTask, Thing, namings
 from tests.marks import SLOW
 
 TINY = GroundingRecipe(
@@ -161,11 +161,11 @@ def test_words_are_those_that_the_language_model_reads() -> None:
 
 @SLOW
 def test_the_tower_comes_to_say_what_it_shows() -> None:
-    """A token of an image is most like the word for its colour, more often than before."""
+    """A token of an image is most like the word for its color, more often than before."""
     model, processor = built()
     chosen = grounding.varied_scenes(TINY.task, "tower", 4)
     patches, labels = patches_of(chosen, TINY.task, processor), labels_of(chosen, TINY.task)[..., 0]
-    words = word_embeddings(model, processor.tokenizer, COLOURS)
+    words = word_embeddings(model, processor.tokenizer, COLORS)
 
     def loss() -> float:
         said = grounding.features_of(model, TINY.task, patches) @ words.T

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from grpo_lightning.demo.scenes import COLOURS, NAMELESS_SHAPES, SHAPES, Scene, SceneTask, Thing, namings, vary
+from grpo_lightning.demo.scenes import COLORS, NAMELESS_SHAPES, SHAPES, Scene, SceneTask, Thing, namings, vary
 
 TASK = SceneTask(num_train=6, num_heldout=4)
 RED_CIRCLE = Thing("red", "circle", (1, 2, 4, 6))
@@ -30,10 +30,10 @@ def test_boxes_by_hand() -> None:
 
 def test_texts_by_hand() -> None:
     assert TASK.question(RED_CIRCLE) == "Where is the red circle?"
-    assert TASK.question(RED_CIRCLE, "colour") == "Where is the red thing?"
-    assert TASK.question(RED_CIRCLE, "shape") == "Where is the coloured circle?"
+    assert TASK.question(RED_CIRCLE, "color") == "Where is the red thing?"
+    assert TASK.question(RED_CIRCLE, "shape") == "Where is the colored circle?"
     assert TASK.worked_completion(RED_CIRCLE) == "<think>red 15, 29</think><answer>[15, 29, 55, 83]</answer>"
-    assert TASK.worked_completion(RED_CIRCLE, "colour") == TASK.worked_completion(RED_CIRCLE)
+    assert TASK.worked_completion(RED_CIRCLE, "color") == TASK.worked_completion(RED_CIRCLE)
     assert (
         TASK.worked_completion(RED_CIRCLE, "shape") == "<think>circle 15, 29</think><answer>[15, 29, 55, 83]</answer>"
     )
@@ -48,7 +48,7 @@ def test_numbers_are_those_of_every_answer() -> None:
 @pytest.mark.parametrize("is_heldout", [False, True])
 def test_a_question_has_one_answer(is_heldout: bool) -> None:
     for scene in scenes("some", 100, is_heldout=is_heldout):
-        assert len({thing.colour for thing in scene}) == len({thing.shape for thing in scene}) == len(scene) == 3
+        assert len({thing.color for thing in scene}) == len({thing.shape for thing in scene}) == len(scene) == 3
         covered = np.zeros((8, 8), dtype=int)
         for thing in scene:
             left, top, right, bottom = thing.cells
@@ -58,7 +58,7 @@ def test_a_question_has_one_answer(is_heldout: bool) -> None:
 
 def test_what_is_held_out_is_nowhere_else() -> None:
     for scene in scenes("train", 200):
-        assert not {(thing.colour, thing.shape) for thing in scene} & TASK.heldout_pairs
+        assert not {(thing.color, thing.shape) for thing in scene} & TASK.heldout_pairs
         assert not {thing.cells for thing in scene} & TASK.heldout_boxes
     for scene in scenes("heldout", 100, is_heldout=True):
         assert scene[0][:2] in TASK.heldout_pairs
@@ -66,9 +66,9 @@ def test_what_is_held_out_is_nowhere_else() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_of_every_colour_and_shape_most_can_be_learned_from(seed: int) -> None:
-    colours, shapes = zip(*SceneTask(seed=seed).heldout_pairs, strict=True)
-    assert len(set(colours)) == len(set(shapes)) == 4
+def test_of_every_color_and_shape_most_can_be_learned_from(seed: int) -> None:
+    colors, shapes = zip(*SceneTask(seed=seed).heldout_pairs, strict=True)
+    assert len(set(colors)) == len(set(shapes)) == 4
 
 
 def test_what_is_varied_has_one_name_only() -> None:
@@ -77,20 +77,20 @@ def test_what_is_varied_has_one_name_only() -> None:
     assert vary(scene, draw, share=0.0) == scene
     every = [thing for _ in range(100) for thing in vary(scene, draw, share=1.0)]
     assert {thing.cells for thing in every} == {thing.cells for thing in scene}
-    assert all((thing.colour in COLOURS) != (thing.shape in SHAPES) for thing in every)
+    assert all((thing.color in COLORS) != (thing.shape in SHAPES) for thing in every)
     for thing in every:
-        if thing.colour not in COLOURS:
+        if thing.color not in COLORS:
             pixel = np.asarray(TASK.picture((thing._replace(shape="square", cells=(0, 0, 2, 2)),)))[10, 10].tolist()
-            assert "#{:02x}{:02x}{:02x}".format(*pixel) == thing.colour
-            assert min(math.dist(pixel, named) for named in COLOURS.values()) > 60
+            assert "#{:02x}{:02x}{:02x}".format(*pixel) == thing.color
+            assert min(math.dist(pixel, named) for named in COLORS.values()) > 60
     some = [thing in scene for _ in range(100) for thing in vary(scene, draw)]
     assert 0.4 < sum(some) / len(some) < 0.6
 
 
 def test_a_thing_is_asked_for_by_what_has_a_name() -> None:
-    assert namings(RED_CIRCLE) == ("both", "colour", "shape")
-    assert set(namings(RED_CIRCLE._replace(colour="#123456"))) == {"shape"}
-    assert set(namings(RED_CIRCLE._replace(shape="arrow"))) == {"colour"}
+    assert namings(RED_CIRCLE) == ("both", "color", "shape")
+    assert set(namings(RED_CIRCLE._replace(color="#123456"))) == {"shape"}
+    assert set(namings(RED_CIRCLE._replace(shape="arrow"))) == {"color"}
 
 
 def test_purposes_and_seeds_draw_other_images() -> None:
@@ -102,11 +102,11 @@ def test_purposes_and_seeds_draw_other_images() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES | NAMELESS_SHAPES)
-@pytest.mark.parametrize("colour", ["red", "white"])
-def test_a_shape_fills_its_box_and_nothing_else(shape: str, colour: str) -> None:
-    picture = np.asarray(TASK.picture((Thing(colour, shape, (1, 2, 4, 6)),)))
+@pytest.mark.parametrize("color", ["red", "white"])
+def test_a_shape_fills_its_box_and_nothing_else(shape: str, color: str) -> None:
+    picture = np.asarray(TASK.picture((Thing(color, shape, (1, 2, 4, 6)),)))
     assert picture.shape == (112, 112, 3)
-    rows, columns = np.nonzero((picture == COLOURS[colour]).all(-1))
+    rows, columns = np.nonzero((picture == COLORS[color]).all(-1))
     assert [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1] == TASK.pixels((1, 2, 4, 6))
     inside = len(rows) / (40 * 54)
     area = {"circle": math.pi / 4, "square": 1.0, "cross": 5 / 9, "corner": 0.64, "arrow": 0.45}.get(shape, 0.5)

@@ -109,8 +109,8 @@ def test_reset_that_fails_says_what_it_needs():
             return None
 
     runner = EnvironmentRunner(Picky(), RewardWorkers(num_workers=0), 1000)
-    (result,) = runner.reset([Prompt("p", columns={"colour": 1})], [0])
-    assert "needs the data column 'size'; the row has prompt, colour" in result.problem
+    (result,) = runner.reset([Prompt("p", columns={"color": 1})], [0])
+    assert "needs the data column 'size'; the row has prompt, color" in result.problem
 
 
 @SLOW

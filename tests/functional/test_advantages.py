@@ -64,11 +64,11 @@ def check_advantages(group_relative_advantages: Any) -> None:
     batch = group_relative_advantages(rewards, scale="batch_std", eps=0.0)
     assert_close(batch, torch.tensor([[-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]]) / math.sqrt(5.2))
     # The deviations -2 0 2 -1 1: squares 4 + 0 + 4 + 1 + 1 = 10, variance 10 / 4.
-    centred = group_relative_advantages(rewards, scale="batch_advantage_std", eps=0.0)
-    assert_close(centred, torch.tensor([[-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]]) / math.sqrt(2.5))
+    centered = group_relative_advantages(rewards, scale="batch_advantage_std", eps=0.0)
+    assert_close(centered, torch.tensor([[-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]]) / math.sqrt(2.5))
     # Of leave one out they are -3 0 3 -2 2: variance 26 / 4.
-    centred = group_relative_advantages(rewards, baseline="leave_one_out", scale="batch_advantage_std", eps=0.0)
-    assert_close(centred, leave_one_out / math.sqrt(6.5))
+    centered = group_relative_advantages(rewards, baseline="leave_one_out", scale="batch_advantage_std", eps=0.0)
+    assert_close(centered, leave_one_out / math.sqrt(6.5))
     # Over the means, 2 and 5.
     mean = group_relative_advantages(rewards, scale="group_mean")
     assert_close(mean, torch.tensor([[-1.0, 0.0, 1.0], [-0.2, 0.0, 0.2]]))

@@ -179,7 +179,7 @@ def test_inputs_are_not_modified(case: tuple[Tensor, Tensor, float]) -> None:
         pytest.param("logits / temperature", "logits", id="temperature dropped"),
         pytest.param("logits / temperature", "logits * temperature", id="temperature inverted"),
         pytest.param("logits = logits.float()", "pass", id="computed in bf16"),
-        pytest.param(" - torch.logsumexp(scaled, dim=-1)", "", id="not normalised"),
+        pytest.param(" - torch.logsumexp(scaled, dim=-1)", "", id="not normalized"),
         pytest.param("token_ids.unsqueeze(-1)", "token_ids.roll(1, 1).unsqueeze(-1)", id="off by one token"),
     ],
 )

@@ -360,7 +360,7 @@ def test_inputs_are_not_modified(level: str, surrogate: str, rows: dict[str, Ten
         pytest.param("logprobs - old_logprobs.detach()", "old_logprobs.detach() - logprobs", id="inverted"),
         pytest.param("torch.where(mask, logprobs - old_logprobs.detach(), 0.0)", "logprobs - old_logprobs", id="mask"),
         pytest.param("masked_mean(log_ratio, mask, dim=1)", "log_ratio.mean(dim=1)", id="padding counted"),
-        pytest.param("masked_mean(log_ratio, mask, dim=1)", "log_ratio.sum(dim=1)", id="not length-normalised"),
+        pytest.param("masked_mean(log_ratio, mask, dim=1)", "log_ratio.sum(dim=1)", id="not length-normalized"),
     ],
 )
 def test_a_broken_ratio_is_caught(broken: Any, old: str, new: str) -> None:

@@ -47,7 +47,7 @@ def test_large_counts_are_exact():
 
 
 def test_interval_by_hand():
-    # Wilson for 8 of 10 with z = 1.96: centre (0.8 + 0.19207) / 1.38415, half 1.95996 sqrt(0.016 + 0.0096) / 1.38415.
+    # Wilson for 8 of 10 with z = 1.96: center (0.8 + 0.19207) / 1.38415, half 1.95996 sqrt(0.016 + 0.0096) / 1.38415.
     low, high = interval(torch.tensor([1.0] * 8 + [0.0] * 2))
     assert (low, high) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
 

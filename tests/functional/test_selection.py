@@ -98,8 +98,8 @@ def test_covariances_by_hand() -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        pytest.param("(logprobs - logprobs.mean())", "logprobs", id="log-probs not centred"),
-        pytest.param("(advantages - advantages.mean())", "advantages", id="advantages not centred"),
+        pytest.param("(logprobs - logprobs.mean())", "logprobs", id="log-probs not centered"),
+        pytest.param("(advantages - advantages.mean())", "advantages", id="advantages not centered"),
         pytest.param("return (logprobs", "return -(logprobs", id="sign flipped"),
     ],
 )

@@ -217,7 +217,7 @@ REFUSED = {
     "tokens": (lambda: given(trainable_token_indices=[1, 2]), r"trains embeddings of tokens \(\[1, 2\]\)"),
     "lost base": (
         lambda: given(init_lora_weights="pissa_niter_4"),
-        r"initialised with pissa_niter_4, .* cannot be recomputed",
+        r"initialized with pissa_niter_4, .* cannot be recomputed",
     ),
     "name": (lambda: given("reference"), r"has the name of the reference's adapter"),
 }

@@ -256,11 +256,11 @@ def changed(folder, tmp_path, **settings):
     [
         ({"trainable_token_indices": [3]}, r"trains embeddings of tokens \(\[3\]\)"),
         ({"bias": "all"}, r"trains biases \(bias: all\)"),
-        ({"init_lora_weights": "pissa_niter_4"}, r"initialised with pissa_niter_4, .* path_initial_model_for_weight"),
-        ({"init_lora_weights": "corda", "corda_config": {}}, "initialised with corda, .* cannot be recomputed"),
+        ({"init_lora_weights": "pissa_niter_4"}, r"initialized with pissa_niter_4, .* path_initial_model_for_weight"),
+        ({"init_lora_weights": "corda", "corda_config": {}}, "initialized with corda, .* cannot be recomputed"),
         (
             {"init_lora_weights": "lora_ga", "lora_ga_config": {}},
-            "initialised with lora_ga, .* cannot be recomputed",
+            "initialized with lora_ga, .* cannot be recomputed",
         ),
     ],
 )

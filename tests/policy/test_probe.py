@@ -355,7 +355,7 @@ def test_a_scale_behind_the_head_is_measured_and_anything_else_takes_whole_logit
 
 
 def test_whole_logits_where_the_head_is_not_called():
-    """Some models multiply by its weight, normalised."""
+    """Some models multiply by its weight, normalized."""
     model = tiny_model()
     head = model.lm_head
     model.lm_head = torch.nn.Linear(64, 120, bias=False)

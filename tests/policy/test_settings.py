@@ -70,7 +70,7 @@ def test_settings_are_plain_and_make_the_same_loader():
 
 
 def test_adapters_are_made_whole():
-    """Under ZeRO-3 initialising a partitioned layer does nothing: adapters are made inside `building`."""
+    """Under ZeRO-3 initializing a partitioned layer does nothing: adapters are made inside `building`."""
     entered = []
 
     class Recorded(FullyShard):

@@ -175,7 +175,7 @@ def test_who_needs_a_blank_image(monkeypatch):
     assert not needs_blank(vlm.model, [seen], is_sharded=False)
     assert needs_blank(vlm.model, [PromptVision(), seen], is_sharded=True)
     assert not needs_blank(vlm.model, [PromptVision()], is_sharded=True)
-    monkeypatch.setattr("grpo_lightning.core.ranks.is_any", lambda own: True)  # another rank has an image
+    monkeypatch.setattr("grpo_lightning.core.ranks.any_over_ranks", lambda own: True)  # another rank has an image
     assert needs_blank(vlm.model, [PromptVision()], is_sharded=True)
 
 

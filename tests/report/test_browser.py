@@ -89,7 +89,7 @@ def test_the_axis_of_a_curve_has_its_least_and_greatest_value(show, tmp_path, va
 
 
 @SLOW
-def test_the_tooltip_and_colour_of_a_token(show, tmp_path):
+def test_the_tooltip_and_color_of_a_token(show, tmp_path):
     tokens = [tokens_of(0, 0, "an", "swer"), tokens_of(0, 1, "an", "swer")]
     page = show(read_run(write_run(tmp_path / "r", tokens=tokens)))
     page.click('.item[data-place="0"]')
@@ -99,12 +99,12 @@ def test_the_tooltip_and_colour_of_a_token(show, tmp_path):
     assert "probability when sampled: 36.8 % (log-prob -1)" in tip
     assert "probability after the updates: 60.7 % (log-prob -0.5)" in tip
     assert "advantage x (new - old log-prob): -0.5" in tip
-    colours = page.locator(".tok").evaluate_all("all => all.map((each) => getComputedStyle(each).backgroundColor)")
-    assert colours[0].startswith("rgba(220, 38, 38"), "the update raised a token of a bad completion"
-    assert colours[2].startswith("rgba(22, 163, 74"), "and one of a good completion"
+    colors = page.locator(".tok").evaluate_all("all => all.map((each) => getComputedStyle(each).backgroundColor)")
+    assert colors[0].startswith("rgba(220, 38, 38"), "the update raised a token of a bad completion"
+    assert colors[2].startswith("rgba(22, 163, 74"), "and one of a good completion"
     page.select_option("#mode", "plain")
-    colours = page.locator(".tok").evaluate_all("all => all.map((each) => getComputedStyle(each).backgroundColor)")
-    assert set(colours) == {"rgba(0, 0, 0, 0)"}
+    colors = page.locator(".tok").evaluate_all("all => all.map((each) => getComputedStyle(each).backgroundColor)")
+    assert set(colors) == {"rgba(0, 0, 0, 0)"}
 
 
 def test_hostile_text_is_shown_as_text(show, tmp_path):
@@ -143,7 +143,7 @@ def test_the_turns_of_a_conversation(show, tmp_path):
         "policy: 1 tokens, stop",
     ]
     assert card.locator(".turn .text").all_inner_texts() == ["is it 5?", "higher", "7"]
-    assert card.locator(".tok").count() == 3, "the observation has no colours"
+    assert card.locator(".tok").count() == 3, "the observation has no colors"
     page.select_option("#filter-kind", "turns")
     assert page.inner_text("#count") == "4 of 4 completions"
 

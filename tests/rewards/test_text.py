@@ -192,7 +192,7 @@ def test_exact_match_of_the_whole_text():
     assert match("", "72", extract="text") == 0
 
 
-def test_exact_match_without_normalisation():
+def test_exact_match_without_normalization():
     assert match("<answer> 1,000 </answer>", "1,000", is_normalized=False) == 1
     assert match("<answer>1,000</answer>", "1000", is_normalized=False) == 0
     assert match("<answer>72.</answer>", "72", is_normalized=False) == 0

@@ -12,8 +12,10 @@ from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy import hf, kv_cache, precision
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout import local_engine
+from grpo_lightning.rollout.fused import FusedLayers
 from grpo_lightning.rollout.local_engine import LocalEngine
 from tests.marks import SLOW, few
+from tests.rollout.test_fused import NEEDS_COMPILER
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 PROMPTS = [[token] * length for token, length in zip(range(40, 46), [3, 9, 17, 5, 2, 8], strict=True)]
@@ -79,6 +81,23 @@ def test_completions_equal_those_without_graphs(captures, max_rows, settings):
     (made,) = captures
     assert made.num_captures > 3
     assert made.num_replays > 2 * made.num_captures
+
+
+@SLOW
+@NEEDS_COMPILER
+def test_fused_layers_sample_the_same_tokens(captures, monkeypatch):
+    want = sample(policy(), LocalEngine(enforce_eager=True))
+    made = []
+    monkeypatch.setattr(local_engine, "fused_layers", lambda policy, _: made.append(FusedLayers(policy)) or made[-1])
+    got = sample(policy(), LocalEngine(9))
+    assert [one.token_ids for one in got] == [one.token_ids for one in want]
+    for one, other in zip(got, want, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    (layers,) = made
+    every = {each.name: each for each in (layers.merge, *(each for _, each in (*layers.norms, *layers.rotary)))}
+    assert {name: each.is_fused and each.compiled is not None for name, each in every.items()} == dict.fromkeys(
+        every, True
+    )
 
 
 @SLOW

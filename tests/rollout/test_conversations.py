@@ -292,7 +292,7 @@ def test_a_rank_without_prompts_makes_the_calls_of_the_others(monkeypatch):
     conversations.connect(TurnTokens(tokenizer, [EOS]))
     others = iter([True, True, False])
     monkeypatch.setattr("grpo_lightning.core.ranks.world_size", lambda: 2)
-    monkeypatch.setattr("grpo_lightning.core.ranks.is_any", lambda own: next(others))
+    monkeypatch.setattr("grpo_lightning.core.ranks.any_over_ranks", lambda own: next(others))
     assert conversations.play(engine, [], [], [], 2, SAMPLING, []) == []
     assert engine.lengths[0] == 7
     assert len(engine.lengths) == 2

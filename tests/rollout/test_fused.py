@@ -1,4 +1,4 @@
-"""The token draw in fused kernels: the same tokens, few compilations, and the operations one by one if that fails.
+"""Fused kernels, of the token draw and of layers: the same tokens and states, and single operations if that fails.
 
 The compilations are for the CPU, whose fused kernels are C++; `tests/cuda` counts the kernels.
 """
@@ -8,12 +8,17 @@ import shutil
 
 import pytest
 import torch
+from torch import nn
+from transformers.models.qwen3 import modeling_qwen3
 
 from grpo_lightning.core.types import SamplingParams
+from grpo_lightning.policy import hf
+from grpo_lightning.policy.kv_cache import merge_parts
 from grpo_lightning.rollout import fused
-from grpo_lightning.rollout.fused import FusedSampler, next_token
+from grpo_lightning.rollout.fused import Fused, FusedLayers, fused_sampler, next_token
 from grpo_lightning.rollout.token_sampler import NextToken, TokenSettings
 from tests.marks import few, only
+from tests.tiny_models import tiny_model
 
 CPU = torch.device("cpu")
 NEEDS_COMPILER = pytest.mark.skipif(
@@ -61,7 +66,7 @@ def assert_equal_draws(drawn, expected):
 def test_compiled_draws_equal_those_of_the_operations(name, caplog):
     """Over numbers of rows and of seen tokens; these need one compilation, and one more for a single row."""
     draw = next_token_of(**SAMPLINGS[name])
-    quick, graphs = FusedSampler(draw), torch._dynamo.utils.counters["stats"]
+    quick, graphs = fused_sampler(draw), torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]
     for seed, rows in enumerate((64, 63, 17, 2, 40)):
         for seen in (5, 6, 30):
@@ -82,7 +87,7 @@ def test_compiled_draws_equal_those_of_the_operations(name, caplog):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_vocabularies_and_types_of_logits(vocabulary, dtype):
     draw = next_token_of(vocabulary, temperature=0.7)
-    quick = FusedSampler(draw)
+    quick = fused_sampler(draw)
     given = inputs(32, vocabulary=vocabulary, dtype=dtype)
     assert_equal_draws(quick(*given), draw(*given))
     assert quick.is_fused
@@ -90,14 +95,14 @@ def test_vocabularies_and_types_of_logits(vocabulary, dtype):
 
 @pytest.mark.slow
 @NEEDS_COMPILER
-def test_many_settings_do_not_exhaust_the_limit_of_compilations(monkeypatch):
+def test_many_settings_do_not_exhaust_the_limit_of_compilations():
     """Dynamo counts compilations per code object: other settings must not be other cases of one function."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
-    for temperature in (0.5, 0.6, 0.7, 0.8):
-        draw = next_token_of(temperature=temperature)
-        quick = FusedSampler(draw)
-        assert_equal_draws(quick(*inputs(8)), draw(*inputs(8)))
-        assert quick.is_fused
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for temperature in (0.5, 0.6, 0.7, 0.8):
+            draw = next_token_of(temperature=temperature)
+            quick = fused_sampler(draw)
+            assert_equal_draws(quick(*inputs(8)), draw(*inputs(8)))
+            assert quick.is_fused
 
 
 @pytest.mark.gpu
@@ -120,7 +125,7 @@ def test_fused_draws_on_a_gpu(name):
 def test_only_long_rollouts_on_cuda_are_fused():
     settings = TokenSettings.of(SamplingParams())
     assert isinstance(next_token(settings, 300, CPU, 512), NextToken)
-    assert isinstance(next_token(settings, 300, torch.device("cuda", 0), 512), FusedSampler)
+    assert isinstance(next_token(settings, 300, torch.device("cuda", 0), 512), Fused)
     assert isinstance(next_token(settings, 300, torch.device("cuda", 0), fused.LEAST_LENGTH - 1), NextToken)
     assert next_token(settings, 300, torch.device("cuda", 0), 512) is next_token(
         TokenSettings.of(SamplingParams()), 300, torch.device("cuda", 0), 512
@@ -172,7 +177,7 @@ def wrong_numbers(name, value):
 def test_what_cannot_be_fused_is_drawn_unfused_and_logged_once(compiler, reason, monkeypatch, caplog):
     monkeypatch.setattr(fused, "compile_sampler", compiler)
     draw = next_token_of()
-    quick = FusedSampler(draw)
+    quick = fused_sampler(draw)
     with caplog.at_level(logging.INFO, "grpo_lightning"):
         for seed in range(3):
             assert_equal_draws(quick(*inputs(8, seed=seed)), draw(*inputs(8, seed=seed)))
@@ -184,7 +189,7 @@ def test_what_cannot_be_fused_is_drawn_unfused_and_logged_once(compiler, reason,
 
 def test_rounding_is_no_difference(monkeypatch, caplog):
     monkeypatch.setattr(fused, "compile_sampler", wrong_numbers("logprobs", 1e-5))
-    quick = FusedSampler(next_token_of())
+    quick = fused_sampler(next_token_of())
     quick(*inputs(8))
     assert quick.is_fused
 
@@ -194,7 +199,7 @@ def test_one_other_token_is_rounding():
     for count, is_rounding in ((1, True), (2, False)):
         ids = drawn.ids.clone()
         ids[:count] += 1
-        assert (fused.difference(drawn._replace(ids=ids), drawn) == "") == is_rounding
+        assert (fused.sampled_difference(drawn._replace(ids=ids), drawn) == "") == is_rounding
 
 
 def test_nan_is_no_difference(monkeypatch):
@@ -202,7 +207,7 @@ def test_nan_is_no_difference(monkeypatch):
     monkeypatch.setattr(fused, "compile_sampler", lambda draw: draw)
     history, logits, uniforms = inputs(8)
     logits[2, 4] = torch.nan
-    quick = FusedSampler(next_token_of())
+    quick = fused_sampler(next_token_of())
     drawn = quick(history, logits, uniforms)
     assert drawn.entropies.isnan().tolist() == [row == 2 for row in range(8)]
     assert quick.is_fused
@@ -214,4 +219,124 @@ def test_a_lack_of_memory_is_raised(monkeypatch):
 
     monkeypatch.setattr(fused, "compile_sampler", compiler)
     with pytest.raises(torch.OutOfMemoryError):
-        FusedSampler(next_token_of())(*inputs(8))
+        fused_sampler(next_token_of())(*inputs(8))
+
+
+# ------------------------------------------------------------------------------------------------------- policy layers
+
+
+@pytest.fixture
+def no_cache(monkeypatch):
+    """Functions are compiled anew, instead of those that an earlier test has compiled."""
+    monkeypatch.setattr(fused, "fused_states", fused.fused_states.__wrapped__)
+
+
+def logits_of(model, rows, seed=0):
+    """Logits of one token per row."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(10, 90, (rows, 1), generator=generator)
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+@NEEDS_COMPILER
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3", "llama"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_layers_compute_the_same_logits(family, dtype, caplog):
+    """In 16 bits too: intermediate results are rounded as without fusion. All layers share a compilation."""
+    model = tiny_model(family, num_hidden_layers=3, dtype=dtype).eval()
+    layers, graphs = FusedLayers(model), torch._dynamo.utils.counters["stats"]
+    assert len(layers.norms) > 2 * 3
+    assert len(layers.rotary) == 1
+    before = graphs["unique_graphs"]
+    for rows in (8, 5, 7):
+        want = logits_of(model, rows)
+        with layers.replacing():
+            got = logits_of(model, rows)
+        torch.testing.assert_close(got, want, atol=1e-5 if dtype == torch.float32 else 0, rtol=1e-5)
+    every = [each for _, each in (*layers.norms, *layers.rotary)]
+    assert all(each.is_fused and each.compiled for each in every), caplog.text
+    assert graphs["unique_graphs"] - before <= 4  # norms of layers and of heads, rotary embeddings
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("shape", [(3, 4, 2, 5), pytest.param((9, 2, 5), marks=pytest.mark.slow)])
+def test_the_fused_merge(shape, no_cache):
+    """Parts of other layouts give a contiguous result: that of the prompts is transposed, and kernels return views."""
+    layers = FusedLayers(nn.Linear(1, 1))
+    for rows in (shape[0], shape[0] + 2):
+        generator = torch.Generator().manual_seed(rows)
+        of_own, of_prompt = (torch.randn(rows, *shape[1:], 8, generator=generator) for _ in range(2))
+        own_sum, prompt_sum = (torch.randn(rows, *shape[1:], generator=generator) for _ in range(2))
+        of_own = of_own.transpose(-3, -2).contiguous().transpose(-3, -2)
+        of_prompt, prompt_sum = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (of_prompt, prompt_sum))
+        got = layers.merge(of_own, own_sum, of_prompt, prompt_sum)
+        share = torch.exp(prompt_sum) / (torch.exp(prompt_sum) + torch.exp(own_sum))
+        torch.testing.assert_close(got, of_own + share[..., None] * (of_prompt - of_own))
+        assert got.is_contiguous()
+        assert merge_parts(of_own, own_sum, of_prompt, prompt_sum).is_contiguous()
+    assert layers.merge.is_fused
+
+
+def test_layers_are_replaced_only_in_the_context():
+    model = tiny_model("qwen3", num_hidden_layers=2)
+    rotary, norm = modeling_qwen3.apply_rotary_pos_emb, model.model.norm
+    layers = FusedLayers(model)
+    with layers.replacing():
+        assert modeling_qwen3.apply_rotary_pos_emb is not rotary
+        assert norm.forward.func is layers.norms[-1][1]
+    assert modeling_qwen3.apply_rotary_pos_emb is rotary
+    assert "forward" not in vars(norm)
+
+
+def test_norms_that_cannot_be_replaced_are_left_alone():
+    """Those of torch are one kernel, and those with a forward of their own may be another library's."""
+    model = tiny_model("qwen3", num_hidden_layers=1)
+    found = hf.norms(model)
+    model.model.norm.forward = model.model.norm.forward
+    model.own = nn.RMSNorm(4)
+    assert hf.norms(model) == found[:-1]
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        (refusing, "no compiler was found)"),
+        (lambda function: lambda *arguments: (out := function(*arguments), out + 0.1 * out.abs().max())[1], "1.0e-01"),
+        (lambda function: lambda *arguments: function(*arguments) * torch.nan, "differ by inf"),
+    ],
+)
+def test_layers_that_cannot_be_fused_run_unfused(compiler, reason, monkeypatch, caplog, no_cache):
+    monkeypatch.setattr(fused, "compile_copy", compiler)
+    layers = FusedLayers(nn.Linear(1, 1))
+    given = torch.ones(2, 3, 4), torch.zeros(2, 3), -torch.ones(2, 3, 4), torch.ones(2, 3)
+    with caplog.at_level(logging.INFO, "grpo_lightning"):
+        for _ in range(3):
+            assert torch.equal(layers.merge(*given), merge_parts(*given))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "the merge of attention" in record.message
+    assert reason in record.message
+
+
+def test_states_that_are_all_zero_do_not_differ():
+    assert fused.states_difference(torch.zeros(3), torch.zeros(3)) == ""
+    assert fused.states_difference((torch.zeros(3), torch.ones(3)), (torch.zeros(3), torch.zeros(3))) != ""
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_fused_layers_on_a_gpu(family, dtype):
+    model = tiny_model(family, num_hidden_layers=3, dtype=dtype).eval()
+    want = logits_of(model.float(), 8)
+    model.to("cuda", dtype)
+    layers = FusedLayers(model)
+    with layers.replacing(), torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        got = model(input_ids=torch.randint(10, 90, (8, 1), generator=generator).cuda()).logits
+    difference = (got.float().cpu() - want).abs().max() / want.abs().max()
+    assert difference < (1e-4 if dtype == torch.float32 else 3e-2)
+    assert all(each.is_fused and each.compiled for _, each in (*layers.norms, *layers.rotary))

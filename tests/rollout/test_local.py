@@ -150,7 +150,7 @@ def test_a_repetition_penalty_spares_the_padding(either):
     prompts = make_prompts((20, 3))
     sampling = SamplingParams(max_completion_length=1, temperature=1.0, repetition_penalty=100.0)
     bias = torch.zeros(VOCAB)
-    bias[PAD] = 8.0  # the pad id is the most likely by far, unless it is penalised
+    bias[PAD] = 8.0  # the pad id is the most likely by far, unless it is penalized
     either.get_output_embeddings().register_forward_hook(lambda module, inputs, output: output + bias)
     together = connected(either).generate(prompts, 20, sampling, seeds=[0, 1])
     assert sum(completion.token_ids == [PAD] for completion in together[1]) > 10
@@ -372,7 +372,7 @@ def test_a_rank_that_is_done_keeps_step(monkeypatch):
     monkeypatch.setattr(
         "grpo_lightning.core.ranks.max_over_ranks", lambda values: values.maximum(torch.tensor(next(others)))
     )
-    monkeypatch.setattr("grpo_lightning.core.ranks.is_any", lambda flag: flag)
+    monkeypatch.setattr("grpo_lightning.core.ranks.any_over_ranks", lambda flag: flag)
     monkeypatch.setattr("grpo_lightning.core.ranks.world_size", lambda: 2)
     model.generation_config.eos_token_id = list(range(2, 60))
     sampling = SamplingParams(max_completion_length=6)

@@ -55,7 +55,7 @@ def test_auto_gathers_on_a_cpu():
 
 def test_one_rank_short_of_memory_decides_for_all(gpu, monkeypatch):
     gpu(1 * GB, 10 * GB)
-    monkeypatch.setattr(local_engine.ranks, "is_any", lambda flag: True)
+    monkeypatch.setattr(local_engine.ranks, "any_over_ranks", lambda flag: True)
     assert not is_gathered(torch.nn.Linear(2, 2), "auto")[0]
 
 

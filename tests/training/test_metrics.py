@@ -131,13 +131,13 @@ def test_lengths_do_not_depend_on_how_a_rollout_is_divided(parts):
 
 def test_sources_by_hand():
     total = torch.tensor([[1.0, 3.0], [5.0, NAN], [NAN, NAN], [7.0, 9.0]])
-    groups = [Group(Prompt("", source=source), [5], []) for source in ("maths", "code", "maths", "")]
+    groups = [Group(Prompt("", source=source), [5], []) for source in ("math", "code", "math", "")]
     scores = Scores(total, {"right": total / 2}, metrics={}, extras={}, failures={})
     metrics = StepMetrics()
     add_sources(metrics, groups, scores)
     assert metrics.pop() == {
-        "source/maths/reward": 2.0,
-        "source/maths/right": 1.0,
+        "source/math/reward": 2.0,
+        "source/math/right": 1.0,
         "source/code/reward": 5.0,
         "source/code/right": 2.5,
     }

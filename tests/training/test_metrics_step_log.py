@@ -158,14 +158,14 @@ def test_sources_are_told_apart_where_there_are_several(tmp_path):
     def is_maths(completions, prompts):
         return [float(prompt.startswith("m")) for prompt in prompts]
 
-    prompts = [Prompt(f"{name[0]}{i}", index=i, source=name) for i in range(4) for name in ("maths", "code")]
+    prompts = [Prompt(f"{name[0]}{i}", index=i, source=name) for i in range(4) for name in ("math", "code")]
     rows = rows_of(tmp_path, make_module(length=2, rewards=[is_maths]), prompts=prompts, batch_size=8, max_steps=1)
     assert {name: value for name, value in rows[0].items() if name.startswith("source/")} == {
-        "source/maths/reward": 1.0,
-        "source/maths/is_maths": 1.0,
+        "source/math/reward": 1.0,
+        "source/math/is_maths": 1.0,
         "source/code/reward": 0.0,
         "source/code/is_maths": 0.0,
     }
-    alone = [Prompt(f"m{i}", index=i, source="maths") for i in range(4)]
+    alone = [Prompt(f"m{i}", index=i, source="math") for i in range(4)]
     rows = rows_of(tmp_path / "alone", make_module(length=2), prompts=alone, max_steps=1)
     assert not [name for name in rows[0] if name.startswith("source/")]

@@ -106,7 +106,7 @@ def test_zero_advantages_are_left_out_only_when_asked_and_count_all_the_same():
     assert kept.advantages.tolist() == [1.0]
 
 
-def test_a_rollout_without_anything_to_train_gives_idle_micro_batches():
+def test_a_rollout_without_anything_to_train_gives_dummy_micro_batches():
     groups = [group_of([5, 6], [3, 2]), group_of([7], [1, 1])]
     batches, counts = plan(groups, torch.zeros(2, 2), updates=2, accumulate=2, skip=True)
     assert len(batches) == 4
@@ -119,7 +119,7 @@ def test_a_rollout_without_anything_to_train_gives_idle_micro_batches():
         assert batch.advantages.tolist() == [0.0]
 
 
-def test_idle_micro_batches_where_completions_are_empty():
+def test_dummy_micro_batches_where_completions_are_empty():
     batches, counts = plan([group_of([5], [0, 0])], torch.zeros(1, 2), accumulate=3, skip=True)
     assert [batch.completion_ids.tolist() for batch in batches] == [[[PAD]]] * 3
     assert counts == [StepCounts(0, 0)]
@@ -200,7 +200,7 @@ def test_no_completion_is_lost_where_ranks_have_unequal_numbers_of_groups(counts
     assert max(sizes) - min(sizes) <= 2, "a group"
 
 
-def test_a_rank_without_groups_gets_idle_micro_batches():
+def test_a_rank_without_groups_gets_dummy_micro_batches():
     batches, counts = plan_micro_batches(
         [],
         torch.zeros(0, 4),

@@ -42,7 +42,7 @@ def job(tmp_path, monkeypatch):
     return tmp_path
 
 
-class Signalled(L.Callback):
+class Signaled(L.Callback):
     """Sends SLURM's signal before the second micro-batch of a step, and notes where the run was when it ended."""
 
     def __init__(self, step=1, signum=signal.SIGUSR1):
@@ -66,7 +66,7 @@ def run(*callbacks, plugin=None, **options):
 @SLOW
 def test_the_checkpoint_is_that_of_a_whole_step_and_the_run_goes_on_from_it(job):
     with pytest.raises(SystemExit):
-        run(Signalled())
+        run(Signaled())
     assert (job / "asked.txt").read_text() == "requeue 77\n"
     assert [path.name for path in (job / "root").iterdir()] == ["hpc_ckpt_1.ckpt"]
     resumed, trainer = run()  # Lightning finds it
@@ -76,13 +76,13 @@ def test_the_checkpoint_is_that_of_a_whole_step_and_the_run_goes_on_from_it(job)
 
 
 def test_a_run_that_is_over_is_not_done_again(job):
-    run(Signalled(step=3))
+    run(Signaled(step=3))
     assert not (job / "asked.txt").exists()
 
 
 def test_another_signal_may_be_asked_for(job):
     with pytest.raises(SystemExit):
-        run(Signalled(signum=signal.SIGUSR2), plugin=SLURMEnvironment(requeue_signal=signal.SIGUSR2))
+        run(Signaled(signum=signal.SIGUSR2), plugin=SLURMEnvironment(requeue_signal=signal.SIGUSR2))
     assert (job / "asked.txt").exists()
 
 

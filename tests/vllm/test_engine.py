@@ -567,7 +567,7 @@ def test_every_rank_hands_the_weights_to_its_own_vllm(fake_vllm, monkeypatch):  
     monkeypatch.setattr(ranks, "rank", lambda: 1)
     monkeypatch.setattr(ranks, "world_size", lambda: 2)
     monkeypatch.setattr(ranks, "gather_objects", lambda own: [(None, False, None), own])
-    monkeypatch.setattr(ranks, "is_any", lambda own: own)
+    monkeypatch.setattr(ranks, "any_over_ranks", lambda own: own)
     monkeypatch.setattr(colocate, "current_device", lambda: 3)
     engine.connect(policy, tiny_tokenizer(), Sharding())
     engine.sync_weights(policy)

@@ -102,7 +102,7 @@ class Precision:
 
 
 def precision_of(precision: str | int | None, dtype: str) -> Precision:
-    """Return the bytes per weight and the bytes per number in matrix products.
+    """Return the bytes per stored weight, and the bytes per element of the matrices that are multiplied.
 
     Args:
         precision: `trainer.precision`.

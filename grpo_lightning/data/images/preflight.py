@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias, get_args
 
 from grpo_lightning.core.images import ImageError, ImageRef
 from grpo_lightning.core.messages import bullet_list, progress_bar
-from grpo_lightning.core.ranks import gather_objects, is_any, rank, world_size
+from grpo_lightning.core.ranks import any_over_ranks, gather_objects, rank, world_size
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.images.boxes import Boxes, check_solution
 from grpo_lightning.data.images.references import IMAGE_COLUMNS, has_empty_column, unread_column
@@ -133,7 +133,7 @@ def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:
         ValueError: If images cannot be read; the message lists them.
     """
     images = [image for prompt in prompts for image in prompt.images]
-    if images and is_any(any(not image.is_whole for image in images)):
+    if images and any_over_ranks(any(not image.is_whole for image in images)):
         preflight = Preflight("error", num_workers, advice="Fix them, or remove their rows.")
         measured = [Measured(prompt, where=prompt.label) for prompt in prompts]
         preflight.all(measured, {prompt.source: "none" for prompt in prompts})

@@ -117,7 +117,14 @@ class FormatRec(Reward):
         self._tags = Format(prompt_opens_first=prompt_opens_first)
 
     def __call__(self, completions: Sequence[Content], **_: Any) -> list[float | None]:
-        """Check the format. Args: completions: [B]. Returns: [B], each 0 or 1."""
+        """Check the format.
+
+        Args:
+            completions: [B].
+
+        Returns:
+            [B], each 0 or 1.
+        """
         formats = self._tags(completions=completions)
         texts = [completion_text(completion) for completion in completions]
         return [float(value == 1 and self._has_box(text)) for value, text in zip(formats, texts, strict=True)]
@@ -129,7 +136,13 @@ class FormatRec(Reward):
 
 
 class DetectionReward(BoxReward):
-    """Base class of rewards for answers that list objects. Args: as in `BoxReward`."""
+    """Base class of rewards for answers that list objects.
+
+    Args:
+        answer_column: As in `BoxReward`.
+        coordinates: As in `BoxReward`.
+        gold_coordinates: As in `BoxReward`.
+    """
 
     def right(self, answer: Any) -> list[Detection] | None:
         """Parse the row's objects. Raises: ValueError if they cannot be parsed."""
@@ -326,7 +339,14 @@ class BoxRepetition(Reward):
         self.max_penalty = max_penalty
 
     def __call__(self, completions: Sequence[Content], **_: Any) -> list[float | None]:
-        """Score repetition. Args: completions: [B]. Returns: [B] in [max_penalty, 0]."""
+        """Score repetition.
+
+        Args:
+            completions: [B].
+
+        Returns:
+            [B] in [max_penalty, 0].
+        """
         return [self._score(completion_text(completion)) for completion in completions]
 
     def _score(self, text: str) -> float | None:

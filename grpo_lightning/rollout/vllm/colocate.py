@@ -86,7 +86,7 @@ def check_version(version: str, subject: str) -> None:
 
 
 IMAGE_OPTIONS = {
-    # vLLM would otherwise normalise pixels in the vision tower, with constants that `load_format="dummy"` replaces by
+    # vLLM would otherwise normalize pixels in the vision tower, with constants that `load_format="dummy"` replaces by
     # random numbers.
     "mm_device_do_normalize": False,
 }

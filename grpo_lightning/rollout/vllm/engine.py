@@ -578,7 +578,7 @@ class VLLMEngine(RolloutEngine):
             changed: list[weights.Kind] = []
             for kind in self.kinds:
                 state = weights.state_of(policy, self.sharding, kind)
-                if ranks.is_any(state != sent.get(kind)):
+                if ranks.any_over_ranks(state != sent.get(kind)):
                     self.num_updates += 1
                     self.updates[kind] = self.num_updates
                     changed.append(kind)
@@ -746,7 +746,7 @@ class VLLMEngine(RolloutEngine):
                         f"{rounds_without_answers} times in turn. See the servers' logs."
                     )
                 states = {kind: weights.state_of(self.policy, self.sharding, kind) for kind in self.kinds}
-                if ranks.is_any(states != self.sent):
+                if ranks.any_over_ranks(states != self.sent):
                     raise RuntimeError("The policy has changed since sync_weights: call it before generate.")
                 self._send(self.policy, self.kinds)
 
@@ -838,7 +838,9 @@ class VLLMEngine(RolloutEngine):
             self.sent, self.is_discarded = None, True
 
     def agree(self, error: Exception | None, batch: Batch) -> int:
-        """Exchange errors and the number of missing completions with the other ranks. Collective if `generate` is.
+        """Exchange errors and the number of missing completions with the other ranks.
+
+        If `generate` is collective, this method is collective too.
 
         Returns:
             Number of missing completions on all ranks.

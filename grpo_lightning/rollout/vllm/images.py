@@ -67,16 +67,16 @@ def data_url(image: Image) -> str:
 
 
 def probe_prompt() -> Prompt:
-    """Make a prompt with an image in which neither rows, nor columns, nor colours are alike."""
+    """Make a prompt with an image in which neither rows, nor columns, nor colors are alike."""
     import PIL.Image
 
     waves = PIL.Image.radial_gradient("L")
-    colours = PIL.Image.merge(
+    colors = PIL.Image.merge(
         "RGB", (waves, PIL.Image.linear_gradient("L"), waves.crop((0, 0, 90, 200)).resize(waves.size))
     )
     content = [{"type": "image"}, {"type": "text", "text": "what?"}]
     return Prompt(
-        [{"role": "user", "content": content}], images=[ImageRef(colours.resize((168, 112)))], where="the probe"
+        [{"role": "user", "content": content}], images=[ImageRef(colors.resize((168, 112)))], where="the probe"
     )
 
 

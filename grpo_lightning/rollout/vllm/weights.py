@@ -198,8 +198,9 @@ def state_of(policy: nn.Module, sharding: Sharding, kind: Kind = "merged") -> di
 def hashes(tensors: Iterable[Tensor]) -> dict[str, int]:
     """Hash the bits of tensors, by dtype.
 
-    The bits of each number are multiplied by a factor that depends on the number's position. In a plain sum, small
-    changes of several numbers, such as those of an optimizer step in 16 bits, might cancel each other.
+    The bits of each number are multiplied by a factor that depends on the number's position, and the products are
+    summed. In a sum without factors, small changes of several numbers, such as those of an optimizer step in 16 bits,
+    might cancel each other.
     """
     found: dict[str, int] = {}
     by_device: dict[torch.device, Tensor] = {}

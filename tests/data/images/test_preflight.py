@@ -173,7 +173,7 @@ def test_what_one_rank_has_not_looked_at_all_look_at(folder, monkeypatch):
     prompts = [m.prompt for m in rows(folder, "0.jpg", "1.jpg")]
     check_given(prompts, 0)
     asked = []
-    monkeypatch.setattr(preflight, "is_any", lambda is_own: asked.append(is_own) or True)
+    monkeypatch.setattr(preflight, "any_over_ranks", lambda is_own: asked.append(is_own) or True)
     with mock.patch.object(preflight, "survey", wraps=survey) as surveyed:
         check_given(prompts, 0)
     assert asked == [False]

@@ -247,7 +247,7 @@ def test_an_update_that_failed_is_repaired_by_the_next_one(second, monkeypatch, 
 
 
 def test_guided_completions_match_and_their_log_probs_are_those_of_the_tokens_that_are_left(server):
-    """Up to three digits: the policy's log-probs, normalised over the tokens with which a match can go on."""
+    """Up to three digits: the policy's log-probs, normalized over the tokens with which a match can go on."""
     model = policy()
     engine = connected(server, model=model)
     engine.sync_weights(model)
