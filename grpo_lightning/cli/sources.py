@@ -170,8 +170,8 @@ def load(text: str, name: str, *, is_strict: bool = False) -> Any:
     bracket or brace. Other text may be YAML by accident ("Rule: ...").
 
     Raises:
-        ConfigurationError: If `is_strict` and the text is not valid YAML, or if a key occurs twice. For invalid YAML,
-            the message names file, line and column.
+        ConfigurationError: If the text is not valid YAML and `is_strict`. The message names file, line and column.
+        ConfigurationError: If a key occurs twice in text that is meant as settings.
     """
     try:
         is_meant = is_strict or text.lstrip()[:1] in ("{", "[")

@@ -446,7 +446,7 @@ class GroundingRecipe(Recipe):
     model: GroundingModel = field(default_factory=GroundingModel)
     warm_up: GroundingWarmUp = field(default_factory=GroundingWarmUp)
 
-    code = "grounding 2"
+    code = "grounding 3"
 
     def build(self, folder: Path, *, show_progress: bool) -> None:
         """Write images and data, and train the model. Raises: ImportError if a package for images is missing."""

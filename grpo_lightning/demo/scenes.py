@@ -214,8 +214,8 @@ class SceneTask:
         """The worked completion: the color or shape of the thing, its left and upper edge, then its box.
 
         The model computes each number from the preceding text. The model finds the left edge by the color, or by the
-        shape if the question does not name the color. It finds the upper edge by color and shape together; the hidden
-        state of the comma after the left edge combines both.
+        shape if the question names only the shape. It finds the upper edge by all that the question names. If these are
+        a color and a shape, the hidden state of the comma after the left edge combines the two.
         """
         color, shape = describe(thing, naming)
         left, top, *_ = box = self.pixels(thing.cells)

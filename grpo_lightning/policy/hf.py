@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,10 +47,25 @@ ROTARY = "apply_rotary_pos_emb"
 """Name of the function that rotates queries and keys, in transformers' modeling modules."""
 
 
-def rotary_modules(model: nn.Module) -> list[ModuleType]:
-    """The modeling modules of a model that define a function `ROTARY`."""
-    names = {type(module).__module__ for module in model.modules()}
-    return [sys.modules[name] for name in sorted(names) if callable(getattr(sys.modules.get(name), ROTARY, None))]
+def rotary_layers(model: nn.Module) -> list[tuple[nn.Module, FunctionType]]:
+    """The attention layers of a model whose forward calls the function `ROTARY`, and their forwards."""
+    forwards = [(module, undecorated_forward(type(module))) for module in model.modules()]  # type: ignore[arg-type]
+    return [
+        (module, forward)
+        for module, forward in forwards
+        if isinstance(forward, FunctionType)
+        and ROTARY in forward.__code__.co_names
+        and isinstance(forward.__globals__.get(ROTARY), FunctionType)
+    ]
+
+
+@functools.cache
+def undecorated_forward(module_class: Any) -> Any:
+    """The forward of a class, without transformers' decorators for arguments with former names."""
+    forward: Any = module_class.forward
+    while hasattr(forward, "__wrapped__") and Path(forward.__code__.co_filename).name == "deprecation.py":
+        forward = forward.__wrapped__
+    return forward
 
 
 def norms(model: nn.Module) -> list[nn.Module]:
@@ -59,9 +73,7 @@ def norms(model: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in model.modules()
-        if type(module).__name__.endswith("RMSNorm")
-        and not type(module).__module__.startswith("torch.")
-        and "forward" not in vars(module)
+        if type(module).__name__.endswith("RMSNorm") and not type(module).__module__.startswith("torch.")
     ]
 
 

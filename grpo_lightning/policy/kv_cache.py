@@ -574,7 +574,11 @@ class SharedPrompts(Cache):
         self.count_ages([*self.start, *[self.num_steps] * new_rows])
 
     def count_ages(self, start: list[int]) -> None:
-        """Set the number of own tokens of each row. Args: start: [rows] `num_steps` when the row joined."""
+        """Set the number of own tokens of each row.
+
+        Args:
+            start: [rows] `num_steps` when the row joined.
+        """
         ages = [self.num_steps - step for step in start]
         self.start, self.length = start, max(ages)
         self.ages = None if len(set(ages)) == 1 else torch.tensor(ages, device=self.device)

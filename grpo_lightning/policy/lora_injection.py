@@ -105,7 +105,7 @@ def select(model: Any, lora: LoRA) -> Selection:
 
     Args:
         model: The base model; its weights are not read, so it may be on the meta device.
-        lora: Settings of new adapters, without `adapter`.
+        lora: Settings of the new adapters. Its `adapter`, a saved adapter to start from, is None.
 
     Raises:
         ValueError: If a name matches nothing, or matches a layer that cannot be trained.

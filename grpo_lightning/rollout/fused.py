@@ -2,9 +2,9 @@
 
 A decoding step has many small operations: forty on the logits to sample a token, and about thirty per layer of the
 policy in norms, rotary embeddings and the merge of attention. A GPU finishes each of them faster than the host can
-launch the next one, and in a CUDA graph each kernel still takes a few microseconds. Fewer kernels take less time. The
-operations run one by one on other devices, in short rollouts (`LEAST_LENGTH`), and once a compilation has failed or
-compiled kernels have computed different numbers.
+launch the next one, and in a CUDA graph each kernel still takes a few microseconds. Fewer kernels take less time. In
+three cases, the operations are not fused but run one by one: on devices other than CUDA, in short rollouts
+(`LEAST_LENGTH`), and after a compilation has failed or its kernels have computed other numbers than the operations.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import itertools
 import logging
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.fx.experimental._config
 from torch import Tensor, nn
 
-from grpo_lightning.policy.hf import ROTARY, norms, rotary_modules
+from grpo_lightning.policy.hf import ROTARY, norms, rotary_layers
 from grpo_lightning.policy.kv_cache import merge_parts
 from grpo_lightning.rollout.token_sampler import NextToken, SampledTokens, SampleToken, TokenSettings
 
@@ -61,7 +62,9 @@ Function = Callable[..., Any]
 
 
 class Fused:
-    """A function that is compiled at its first call, when its result is compared with that of the separate operations.
+    """A function that is compiled when it is first called, once for each graph that its arguments need.
+
+    The first result of each graph is compared with that of the separate operations.
 
     Args:
         function: The function to fuse; it has no side effects.
@@ -69,17 +72,19 @@ class Fused:
         compile: Compiles the function.
         difference: Describes how the results of the compiled function and of the function differ; "" if they are equal
             apart from rounding.
+        graph: Identifies the graph that a call needs.
     """
 
     def __init__(
         self,
-        function: Function,
+        function: Any,
         name: str,
         compile: Callable[[Any], Function],
         difference: Callable[[Any, Any], str],
+        graph: Callable[..., Hashable],
     ) -> None:
-        self.function, self.name, self.compile, self.difference = function, name, compile, difference
-        self.compiled: Function | None = None
+        self.function, self.name, self.compile, self.difference, self.graph = function, name, compile, difference, graph
+        self.compiled: dict[Hashable, Function] = {}
         self.is_fused = True
         """False once the operations run one by one."""
 
@@ -87,30 +92,30 @@ class Fused:
         """Call the compiled function, or the function itself if it cannot be fused."""
         if not self.is_fused:
             return self.function(*arguments, **options)
+        graph = self.graph(*arguments, **options)
         try:
-            if self.compiled is not None:
-                return self.compiled(*arguments, **options)
+            if graph in self.compiled:
+                return self.compiled[graph](*arguments, **options)
             start = time.perf_counter()
             compiled = self.compile(self.function)
-            result = compiled(*arguments, **options)
+            with separate_sizes():
+                result = compiled(*arguments, **options)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - of many types: no compiler, no Triton for this GPU, a limit
-            return self.call_unfused(str(error).strip().partition("\n")[0], *arguments, **options)
+            line = str(error).strip().partition("\n")[0]
+            return self.call_unfused(f"torch.compile failed ({line})", *arguments, **options)
         if reason := self.difference(result, self.function(*arguments, **options)):
             return self.call_unfused(reason, *arguments, **options)
-        self.compiled = compiled
-        log.info("Fused %s, compiled in %.0f s.", self.name, time.perf_counter() - start)
+        if not self.compiled:
+            log.info("Fused %s, compiled in %.0f s.", self.name, time.perf_counter() - start)
+        self.compiled[graph] = compiled
         return result
 
     def call_unfused(self, reason: str, *arguments: Any, **options: Any) -> Any:
         """Run the operations one by one, from now on, and log why."""
         self.is_fused = False
-        log.warning(
-            "Sampling without fused kernels for %s, which takes longer per token: torch.compile failed (%s).",
-            self.name,
-            reason,
-        )
+        log.warning("Sampling without fused kernels for %s, which takes longer per token: %s.", self.name, reason)
         return self.function(*arguments, **options)
 
 
@@ -122,10 +127,40 @@ def compile_copy(function: types.FunctionType) -> Function:
     new copy of the code object, so that different uses do not share one.
     """
     code = function.__code__.replace(co_name=f"{function.__name__.strip('_')}_{next(numbers)}")
-    copy = types.FunctionType(code, function.__globals__, None, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
+    copy = copy_of(function, code, function.__globals__)
     options = {name: value for name, value in OPTIONS.items() if name in torch._inductor.list_options()}
     return torch.compile(copy, fullgraph=True, options=options)  # type: ignore[no-any-return]
+
+
+def copy_of(function: types.FunctionType, code: types.CodeType, names: dict[str, Any]) -> types.FunctionType:
+    """A copy of a function, with other code and other global names."""
+    copy = types.FunctionType(code, names, None, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def graph_of(values: Iterable[Any]) -> Hashable:
+    """Identify the graph that is compiled for these arguments.
+
+    A graph is for one mode of torch and of autocast, and for tensors of the same dtypes. All sizes except the last may
+    differ, but size 1 has a graph of its own.
+
+    Args:
+        values: The arguments; those that are no tensors are ignored.
+    """
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    device = tensors[0].device.type
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    kinds = [(x.dtype, *(size > 1 for size in x.shape[:-1]), x.shape[-1]) for x in tensors]
+    return torch.is_inference_mode_enabled(), torch.is_grad_enabled(), autocast, *kinds
+
+
+@contextlib.contextmanager
+def separate_sizes() -> Iterator[None]:
+    """Context in which sizes that happen to be equal do not become one variable of the compiled code."""
+    settings: Any = torch.fx.experimental._config
+    with settings.patch(use_duck_shape=False) if hasattr(settings, "use_duck_shape") else contextlib.nullcontext():
+        yield
 
 
 numbers = itertools.count()
@@ -159,7 +194,11 @@ def fused_sampler(sampler: NextToken) -> Fused:
     The numbers of rows and of seen ids may change without another compilation; a batch of one row is compiled
     separately.
     """
-    return Fused(sampler, "the sampling of a token", compile_sampler, sampled_difference)
+
+    def graph(history: Tensor, logits: Tensor, uniforms: Tensor | None) -> Hashable:
+        return uniforms is None, graph_of([logits])
+
+    return Fused(sampler, "the sampling of a token", compile_sampler, sampled_difference, graph)
 
 
 def compile_sampler(sampler: NextToken) -> SampleToken:
@@ -191,8 +230,8 @@ def sampled_difference(new_tokens: SampledTokens, expected: SampledTokens) -> st
 
 
 def nats(one: Tensor, other: Tensor) -> Tensor:
-    """|difference|: infinite where only one of the two is NaN, 0 where both are NaN."""
-    return (one - other).abs().nan_to_num(nan=torch.inf).masked_fill(one.isnan() & other.isnan(), 0)
+    """|difference|: infinite where only one of the two is NaN or infinite, 0 where both are NaN or equal."""
+    return (one - other).abs().nan_to_num(nan=torch.inf).masked_fill(one.isnan() & other.isnan() | (one == other), 0)
 
 
 # -------------------------------------------------------------------------------------------------------- policy layers
@@ -206,39 +245,46 @@ class FusedLayers:
     """
 
     def __init__(self, policy: nn.Module) -> None:
-        self.norms = [(norm, fused_states(type(norm).forward, "the norms")) for norm in norms(policy)]
-        self.rotary = [
-            (module, fused_states(getattr(module, ROTARY), "the rotary embeddings"))
-            for module in rotary_modules(policy)
+        self.forwards: list[tuple[nn.Module, Function]] = [
+            *((norm, functools.partial(fused_states(type(norm).forward, "the norms"), norm)) for norm in norms(policy)),
+            *(
+                (layer, functools.partial(with_fused_rotary(forward), layer))
+                for layer, forward in rotary_layers(policy)
+            ),
         ]
-        self.merge: Function = fused_states(merge_parts, "the merge of attention", (0, 1))
+        """Modules of the policy, and their forwards in fused kernels."""
+        self.merge: Function = fused_states(merge_parts, "the merge of attention")
         """Merges the two parts of attention (`SharedPrompts.merge`)."""
 
     @contextlib.contextmanager
     def replacing(self) -> Iterator[None]:
-        """Context in which the policy's forward runs the fused versions."""
-        usual = [(module, getattr(module, ROTARY)) for module, _ in self.rotary]
+        """Context in which the policy runs the fused forwards. Modules with a forward of their own keep it."""
+        replaced = [(module, forward) for module, forward in self.forwards if "forward" not in vars(module)]
         try:
-            for norm, fused in self.norms:
-                norm.forward = functools.partial(fused, norm)
-            for module, fused in self.rotary:
-                setattr(module, ROTARY, fused)
+            for module, forward in replaced:
+                module.forward = forward
             yield
         finally:
-            for norm, _ in self.norms:
-                norm.__dict__.pop("forward", None)
-            for module, function in usual:
-                setattr(module, ROTARY, function)
+            for module, _ in replaced:
+                vars(module).pop("forward", None)
 
 
 @functools.lru_cache(maxsize=32)
-def fused_states(function: types.FunctionType, name: str, dynamic: tuple[int, ...] = (0,)) -> Fused:
-    """A fused function of hidden states. All layers and rollouts share one compilation.
+def with_fused_rotary(forward: types.FunctionType) -> Function:
+    """The forward of an attention layer, with rotary embeddings in fused kernels."""
+    fused = fused_states(forward.__globals__[ROTARY], "the rotary embeddings")
+    return copy_of(forward, forward.__code__, forward.__globals__ | {ROTARY: fused})
+
+
+@functools.lru_cache(maxsize=32)
+def fused_states(function: types.FunctionType, name: str) -> Fused:
+    """A fused function of hidden states, which all layers and rollouts share.
+
+    All sizes except the last, that of a state, may change without another compilation.
 
     Args:
         function: The function.
         name: Name of the result, for the log.
-        dynamic: Dimensions of all tensors that change between calls.
     """
 
     def compile_states(function: types.FunctionType) -> Function:
@@ -247,12 +293,15 @@ def fused_states(function: types.FunctionType, name: str, dynamic: tuple[int, ..
         def run(*arguments: Any, **options: Any) -> Any:
             for value in (*arguments, *options.values()):
                 if isinstance(value, Tensor):
-                    torch._dynamo.maybe_mark_dynamic(value, list(dynamic))
+                    torch._dynamo.maybe_mark_dynamic(value, list(range(value.ndim - 1)))
             return compiled(*arguments, **options)
 
         return run
 
-    return Fused(function, name, compile_states, states_difference)
+    def graph(*arguments: Any, **options: Any) -> Hashable:
+        return graph_of((*arguments, *options.values()))
+
+    return Fused(function, name, compile_states, states_difference, graph)
 
 
 def states_difference(states: Tensor | tuple[Tensor, ...], expected: Tensor | tuple[Tensor, ...]) -> str:

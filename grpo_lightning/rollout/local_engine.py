@@ -3,19 +3,18 @@
 Every prompt is prefilled once for its G completions, and finished completions leave the batch. The completions in the
 batch are called open rows. If the number of rows is limited, waiting prompts are prefilled as soon as enough rows have
 left, and their rows join the open rows (continuous batching; Yu et al. 2022, "Orca"). The KV caches are in
-`policy/kv_cache.py`, the CUDA graphs in `captured.py`, and the fused kernels in `fused.py`.
+`policy/kv_cache.py`, the open rows in `open_rows.py`, the CUDA graphs in `captured.py`, and the fused kernels in
+`fused.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from transformers import (
 )
 
 from grpo_lightning.core import ranks
-from grpo_lightning.core.types import Completion, PromptVision, SamplingParams, VisionInputs, check_ranges
+from grpo_lightning.core.types import Completion, SamplingParams, VisionInputs, check_ranges
 from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.families import is_tower_trained
 from grpo_lightning.policy.hf import compute_device, evaluating, known_arguments, left_pad, text_config
@@ -41,17 +40,26 @@ from grpo_lightning.policy.kv_cache import (
     SamplingCache,
     SharedPrompts,
     States,
-    fit_left,
     pack_rows,
     unshared_reason,
 )
 from grpo_lightning.policy.precision import linear_copies
 from grpo_lightning.policy.probe import compare, model_type, no_cache_reason, probe_batch, scored_alone
 from grpo_lightning.policy.settings import PolicySettings
-from grpo_lightning.policy.sharding import Sharding, full_shape
+from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.vision import PlacedPrompts, place, seeing
 from grpo_lightning.rollout.captured import LEAST_LENGTH, Capture, CapturedSteps, CudaCapture
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turns
+from grpo_lightning.rollout.lockstep import LARGEST_SHARE, Lockstep, free_bytes, is_gathered, log_gathering
+from grpo_lightning.rollout.open_rows import (
+    KeptStates,
+    OpenRows,
+    SampledGroups,
+    SampledRow,
+    SampledRows,
+    WaitingPrompts,
+    Wave,
+)
 from grpo_lightning.rollout.token_sampler import ChooseSampler, SampledTokens, TokenSampler, Uniforms, choose_unfused
 
 if TYPE_CHECKING:
@@ -263,7 +271,7 @@ class LocalEngine(RolloutEngine):
 
     @contextlib.contextmanager
     def quick_steps(self, longest: int) -> Iterator[None]:
-        """Context in which, if possible, decoding steps run from CUDA graphs and autocast casts weights only once.
+        """Context in which, if possible, decoding steps run from CUDA graphs, with fused layers and weights cast once.
 
         Args:
             longest: `max_completion_length`. Short rollouts, such as the probe of a policy, are not worth a capture.
@@ -297,8 +305,8 @@ class LocalEngine(RolloutEngine):
         """Decode a rollout: prefill prompts, then sample one token per step for every unfinished completion.
 
         Args:
-            waiting: The prompts. Those for which there is room are prefilled immediately, and the others when rows have
-                left.
+            waiting: The prompts. Those for which there is room are prefilled immediately. The others are prefilled when
+                completions have ended and have left the batch.
             num_waves: `WaitingPrompts.num_waves`. If ranks run in lockstep, this is the maximum over all ranks.
             sampling: Sampling settings.
             lockstep: Synchronizes the forward calls.
@@ -325,8 +333,9 @@ class LocalEngine(RolloutEngine):
                     rows = new if rows is None else rows.join(new, step, waiting.longest_prompt)
                 del new  # so that logits and caches of rows that have left are freed
             if rows is not None:
+                # from the tokens so far [rows, L + step] and the logits [rows, V]: one token per row
                 new_tokens = sampler(rows.before(step), rows.logits, step, rows.index)
-                rows.before(step + 1)[:, -1] = new_tokens.ids
+                rows.before(step + 1)[:, -1] = new_tokens.ids  # [rows]
                 sampled.append(new_tokens, sampler.ends_with_stop_string(rows.completions(step), rows.late))
             if progress:
                 progress(step + 1, num_waves * longest)
@@ -334,14 +343,14 @@ class LocalEngine(RolloutEngine):
             if step in last_steps or step % interval == interval - 1:
                 joining = waiting.none
                 if rows is not None:
-                    rows.has_ended |= sampled.ended_rows()
+                    rows.has_ended |= sampled.ended_rows()  # [rows]
                     kept = rows.unfinished_rows(sampler.look(rows.has_ended), step)
                     rows, joining = self.leave(rows, kept, step, waiting, sampled, groups, kept_states)
                 decodes, prefills = lockstep.agree(rows is not None, bool(joining.prompts))
                 if not (decodes or prefills):
                     break
             if decodes:
-                self.feed(rows, step, placed)
+                self.feed(rows, step, placed)  # sets the next logits [rows, V]
         return sampled.rows
 
     def open(
@@ -587,352 +596,6 @@ class LocalEngine(RolloutEngine):
         return int(self.tokenizer.pad_token_id or 0)
 
 
-class Wave(NamedTuple):
-    """Prompts that are prefilled together. The wave is empty on a rank that only takes part in the collectives."""
-
-    prompts: list[list[int]]
-    seeds: list[int]
-    num_generations: int
-    part: range
-    """Indices of the completions to sample, among the G completions of each prompt."""
-
-    vision: VisionInputs | None = None
-
-    first: int = 0
-    """Index of the first prompt among all prompts of the rollout."""
-
-    limits: Sequence[int] = ()
-    """Maximum number of tokens of each prompt's completions."""
-
-
-class WaitingPrompts:
-    """Prompts of a rollout that wait for rows, first in, first out.
-
-    Args:
-        wave: All prompts of the rollout.
-        max_rows: Maximum number of open rows; None for no limit.
-    """
-
-    def __init__(self, wave: Wave, max_rows: int | None) -> None:
-        self.wave, self.num_taken = wave, 0
-        self.max_rows = len(wave.prompts) * len(wave.part) if max_rows is None else max_rows
-        self.longest_prompt = max(map(len, wave.prompts), default=1)
-        # The vision tower of a rank without prompts runs on a blank image.
-        self.none = Wave([], [], 1, range(1), wave.vision and VisionInputs([PromptVision()], wave.vision.blank))
-
-    @property
-    def num_waves(self) -> int:
-        """Number of waves if each wave starts only after the previous wave has ended.
-
-        The number of decoding steps is at most this number times the maximum completion length.
-        """
-        return -(-len(self.wave.prompts) // max(1, self.max_rows // len(self.wave.part)))
-
-    def take(self, num_open: int) -> Wave:
-        """Take the next prompts whose rows fit next to `num_open` open rows; at least one prompt if no row is open."""
-        prompts, seeds, num_generations, part, vision, _, limits = self.wave
-        count = max((self.max_rows - num_open) // len(part), int(not num_open))
-        run = range(len(prompts))[self.num_taken : self.num_taken + count]
-        if not run:
-            return self.none
-        self.num_taken = run.stop
-        chosen = slice(run.start, run.stop)
-        images = vision and vision.select(run)
-        return Wave(prompts[chosen], seeds[chosen], num_generations, part, images, run.start, limits[chosen])
-
-
-@dataclass
-class OpenRows:
-    """State of the open rows for the next decoding step.
-
-    The histories of all rows end in the same column: the token of decoding step s is in column `origin + s`, regardless
-    of when its row joined. The columns before a row's prompt are filled with a repeated token of the prompt.
-    """
-
-    cache: DecodingCache
-    start: list[int]
-    """[rows] decoding step of each row's first token."""
-
-    end: list[int]
-    """[rows] `start` plus the maximum number of tokens of each row."""
-
-    origin: int
-    """Column of `history` minus decoding step."""
-
-    index: Tensor
-    """[rows] index of each row among all rows of the rollout."""
-
-    logits: Tensor
-    """[rows, V] of the next token."""
-
-    position: Tensor
-    """[rows, 1] of the next token."""
-
-    history: Tensor
-    """[rows, prompt + completion] ids, filled up to the last sampled token."""
-
-    has_ended: Tensor
-    """[rows] bool: rows that have ended since the open rows were last chosen."""
-
-    num_ended: int = 0
-    """Number of rows that had ended, or reached their maximum length, when the host last looked."""
-
-    def before(self, step: int) -> Tensor:
-        """Ids before the token of a decoding step, [rows, tokens]; a view."""
-        return self.history[:, : self.origin + step]
-
-    def completions(self, step: int) -> Tensor:
-        """Completion ids up to the token of a decoding step, [rows, tokens]. A row's own ids begin at its `late`."""
-        return self.history[:, self.origin + self.oldest : self.origin + step + 1]
-
-    @functools.cached_property
-    def oldest(self) -> int:
-        """Decoding step of the oldest row's first token."""
-        return min(self.start)
-
-    @functools.cached_property
-    def late(self) -> Tensor | None:
-        """[rows] number of steps from the oldest row's first token to each row's first token; None if all are 0."""
-        steps = [step - self.oldest for step in self.start]
-        return torch.tensor(steps, device=self.history.device) if any(steps) else None
-
-    def unfinished_rows(self, has_ended: list[bool], step: int) -> list[int]:
-        """Indices of the rows that have not ended and may still get a token after this decoding step."""
-        rows = enumerate(zip(has_ended, self.end, strict=True))
-        return [row for row, (ended, end) in rows if not ended and end > step + 1]
-
-    def select(self, keep: list[int]) -> OpenRows:
-        """Select rows by index."""
-        self.cache.select(keep)
-        index = torch.tensor(keep, device=self.history.device)
-        tensors = {name: getattr(self, name)[index] for name in PER_ROW}
-        start, end = ([values[row] for row in keep] for values in (self.start, self.end))
-        return dataclasses.replace(self, start=start, end=end, num_ended=0, **tensors)
-
-    def join(self, new: OpenRows, step: int, longest_prompt: int) -> OpenRows:
-        """Append other rows, and drop columns of the histories that no row needs any more.
-
-        Args:
-            new: The rows to append. Their first token is sampled in the next decoding step.
-            step: The next decoding step.
-            longest_prompt: Number of tokens of the rollout's longest prompt.
-        """
-        assert isinstance(self.cache, SharedPrompts)
-        assert isinstance(new.cache, SharedPrompts)
-        self.cache.join(new.cache)
-        needed = longest_prompt + step - self.oldest
-        columns = max(new.origin + step, min(self.origin + step, needed))
-        tensors: dict[str, Any] = {
-            name: torch.cat([getattr(self, name), getattr(new, name)]) for name in PER_ROW if name != "history"
-        }
-        room = new.history.shape[1] - (new.origin + step)
-        history = torch.cat([fit_history(rows.before(step), columns) for rows in (self, new)])
-        tensors["history"] = nn.functional.pad(history, (0, room))
-        start, end = [*self.start, *new.start], [*self.end, *new.end]
-        return dataclasses.replace(self, start=start, end=end, origin=columns - step, num_ended=0, **tensors)
-
-
-PER_ROW = ("index", "logits", "position", "history", "has_ended")
-"""The fields of `OpenRows` that are tensors with one entry per row."""
-
-
-def fit_history(ids: Tensor, columns: int) -> Tensor:
-    """Drop first columns of ids [rows, any], or repeat the first column, to get ids [rows, columns]."""
-    missing = columns - ids.shape[1]
-    return ids[:, -columns:] if missing <= 0 else torch.cat([ids[:, :1].expand(-1, missing), ids], 1)
-
-
-@dataclass
-class SampledRow:
-    """Tokens sampled so far for one completion."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    entropies: list[float] = field(default_factory=list)
-    is_stopped: bool = False
-    limit: int = 0
-    """Maximum number of tokens."""
-
-    @property
-    def has_ended(self) -> bool:
-        """True if the completion has stopped, or has the maximum number of tokens."""
-        return self.is_stopped or len(self.token_ids) >= self.limit
-
-
-class SampledRows:
-    """The sampled rows of a rollout. Tokens stay on the device until the set of open rows changes.
-
-    Args:
-        limits: Maximum number of tokens of each row of the rollout.
-        stop_ids: Ids of the tokens that end a completion, on the device.
-    """
-
-    def __init__(self, limits: Sequence[int], stop_ids: Tensor) -> None:
-        self.rows = [SampledRow(limit=limit) for limit in limits]
-        self.stop_ids = stop_ids
-        self.steps: list[SampledTokens] = []
-        """The tokens of steps that `store` has not yet moved to the rows."""
-        self.unseen: list[tuple[Tensor, Tensor | None]] = []
-        """For each step since the last call of `ended_rows`: the token ids [open rows], and the rows in which a stop
-        string ends."""
-        self.ends: list[Tensor] = []
-        """[open rows, steps] per call of `ended_rows`: True where a token of `steps` ends a completion."""
-
-    def append(self, new_tokens: SampledTokens, at_stop_string: Tensor | None) -> None:
-        """Keep a step's tokens of the open rows; `at_stop_string` is [rows] bool, None without stop strings."""
-        self.steps.append(new_tokens)
-        self.unseen.append((new_tokens.ids, at_stop_string))
-
-    def ended_rows(self) -> Tensor:
-        """[open rows] bool, True for rows that got a token that ends them since the last call of this method."""
-        ids, at_stop_string = zip(*self.unseen, strict=True)
-        self.unseen = []
-        ends = torch.isin(torch.stack(ids, 1), self.stop_ids)
-        if at_stop_string[0] is not None:
-            ends |= torch.stack(at_stop_string, 1)
-        self.ends.append(ends)
-        return ends.any(1)
-
-    def store(self, index: Tensor) -> None:
-        """Move the tokens in `steps` to the rows, except tokens sampled after the completion had ended.
-
-        Args:
-            index: [open rows] index of each open row among the rows of the rollout.
-        """
-        if not self.steps:
-            return
-        columns = [torch.stack(column, 1).tolist() for column in zip(*self.steps, strict=True)]
-        columns.append(torch.cat(self.ends, 1).tolist())
-        for i, ids, logprobs, entropies, ends in zip(index.tolist(), *columns, strict=True):
-            row = self.rows[i]
-            if row.is_stopped:
-                continue
-            row.is_stopped = any(ends)
-            count = ends.index(True) + 1 if row.is_stopped else len(ends)
-            row.token_ids += ids[:count]
-            row.logprobs += logprobs[:count]
-            row.entropies += entropies[:count]
-        self.steps, self.ends = [], []
-
-
-class SampledGroups:
-    """The completions of each prompt of a rollout, built as soon as all of them have ended.
-
-    Args:
-        size: Number of completions per prompt.
-        build: Builds the completions of sampled rows.
-        on_group: Called with the index of a prompt among all prompts, and the completions of the prompt.
-    """
-
-    def __init__(
-        self, size: int, build: Callable[[list[SampledRow]], list[Completion]], on_group: OnGroup | None
-    ) -> None:
-        self.size, self.build, self.on_group = size, build, on_group
-        self.completions: dict[int, list[Completion]] = {}
-        """By the index of the prompt."""
-
-    def report_ended(self, rows: list[SampledRow]) -> None:
-        """Build and report groups whose rows have all ended, except those reported before. Args: rows: [N * size]."""
-        for number, own in enumerate(self._by_prompt(rows)):
-            if number not in self.completions and all(row.has_ended for row in own):
-                self._report(number, own)
-
-    def finish(self, rows: list[SampledRow]) -> list[list[Completion]]:
-        """Build and report the remaining groups. Args: rows: [N * size]. Returns: the completions of all N prompts."""
-        groups = self._by_prompt(rows)
-        for number, own in enumerate(groups):
-            if number not in self.completions:
-                self._report(number, own)
-        return [self.completions[number] for number in range(len(groups))]
-
-    def _by_prompt(self, rows: list[SampledRow]) -> list[list[SampledRow]]:
-        """Split the rows by prompt: [N][size]."""
-        return [rows[first : first + self.size] for first in range(0, len(rows), self.size)]
-
-    def _report(self, number: int, rows: list[SampledRow]) -> None:
-        self.completions[number] = self.build(rows)
-        if self.on_group is not None:
-            self.on_group(number, self.completions[number])
-
-
-class KeptStates:
-    """Keys and values of conversations, kept from the end of a turn to the beginning of the next one.
-
-    The states kept for a conversation cover the prompt and all tokens of the conversation so far, except the last token
-    of its last turn. The next prompt may lack tokens at the end of this turn, so it uses the kept states only up to the
-    first token that differs from the kept tokens. All rows of a wave run the same number of tokens, so that the rows
-    stay left-padded. A row with fewer new tokens than another row runs some of its kept tokens again.
-
-    Args:
-        turns: Numbers the conversations, and holds the kept states.
-    """
-
-    def __init__(self, turns: Turns) -> None:
-        self.turns = turns
-        self.earlier: dict[int, tuple[list[int], list[States]]] = dict(turns.states)
-        """The tokens and states that earlier calls have kept, by conversation: token ids, and for each layer the states
-        of these tokens [key heads, tokens, head size]."""
-        turns.states.clear()
-
-    def before(self, wave: Wave, width: int) -> list[States] | None:
-        """States of the first columns of a wave's prompts; None if all columns must be run.
-
-        Args:
-            wave: The prompts; each has one completion.
-            width: Columns of the padded prompts.
-
-        Returns:
-            Per layer, keys and values [N, key heads, columns, head size], left-padded.
-        """
-        # A blank image is given if all ranks must run the vision tower together. Other ranks may run it in this pass,
-        # so this rank has to run it, too.
-        has_images = wave.vision is not None and (
-            wave.vision.blank is not None or any(prompt.images for prompt in wave.vision.prompts)
-        )
-        names = self.turns.rows[wave.first : wave.first + len(wave.prompts)] if len(wave.part) == 1 else ()
-        if not names or has_images or any(name not in self.earlier for name in names):
-            return None
-        kept = [self.earlier.pop(name) for name in names]
-        num_new = max(len(ids) - num_equal(ids, before) for ids, (before, _) in zip(wave.prompts, kept, strict=True))
-        columns = width - num_new
-        lengths = [max(0, len(ids) - num_new) for ids in wave.prompts]
-        if columns <= 0 or num_new <= 0 or not any(lengths):
-            return None
-        begun = []
-        for layer in range(len(kept[0][1])):
-            pair = [
-                torch.stack(
-                    [fit_left(states[layer][i][:, :n], columns) for (_, states), n in zip(kept, lengths, strict=True)]
-                )
-                for i in range(2)
-            ]
-            begun.append(States(*pair))
-        return begun
-
-    def keep(self, rows: OpenRows, leaving: set[int], sampled: SampledRows, whole: Wave) -> None:
-        """Keep the states of rows that leave.
-
-        Args:
-            rows: The open rows.
-            leaving: Indices of the open rows that leave.
-            sampled: The sampled tokens of all rows.
-            whole: All prompts of the call.
-        """
-        assert isinstance(rows.cache, SharedPrompts)
-        indices = rows.index.tolist()
-        for row in leaving:
-            index = indices[row]
-            prompt, own = whole.prompts[index // len(whole.part)], sampled.rows[index].token_ids[:-1]
-            states = rows.cache.states_of(row, len(prompt), len(own))
-            self.turns.states[self.turns.rows[index]] = (prompt + own, states)
-
-
-def num_equal(ids: Sequence[int], others: Sequence[int]) -> int:
-    """Length of the common prefix of two lists of token ids."""
-    pairs = enumerate(zip(ids, others, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(ids), len(others)))
-
-
 def check_unguided(sampling: SamplingParams) -> None:
     """Raise ValueError if completions have to match a regular expression, which only the vLLM engine supports."""
     if sampling.guided_regex is not None:
@@ -1001,74 +664,3 @@ def no_fan_out_reason(policy: nn.Module) -> str | None:
     if missing := sorted({type(layer).__name__ for layer in layers if not hasattr(layer, "reorder_cache")}):
         return f"the cache layer {', '.join(missing)} cannot be reordered"
     return None
-
-
-Gather = Literal["auto"] | bool
-
-LARGEST_SHARE = 0.5
-"""Maximum fraction of the free memory that gathered weights may take. The rest is for the KV cache, the logits, and the
-optimizer states, which are not allocated yet when the first rollout is sampled."""
-
-
-class Lockstep:
-    """Synchronizes the number of forward calls over ranks while the weights stay sharded.
-
-    With sharded weights, a forward call of the policy is collective, but completions end at different steps on each
-    rank. All ranks therefore make the same calls until the last rank is done. When other ranks decode, a rank without
-    unfinished rows runs a dummy row. When other ranks prefill prompts, a rank without waiting prompts runs a dummy
-    prefill.
-
-    Args:
-        is_needed: True if forward calls are collective. Otherwise no rank waits for another.
-    """
-
-    def __init__(self, *, is_needed: bool) -> None:
-        self.is_needed = is_needed
-
-    def num_waves(self, own: int) -> int:
-        """Number of waves to run: the maximum over ranks. After its `own` waves, this rank runs dummies."""
-        return int(ranks.max_over_ranks(torch.tensor(own, device="cpu"))) if self.is_needed else own
-
-    def union(self, own: Sequence[int]) -> set[int]:
-        """The set of the numbers of all ranks."""
-        return set().union(*ranks.gather_objects(set(own))) if self.is_needed else set(own)
-
-    def agree(self, *own: bool) -> list[bool]:
-        """For each kind of forward call, whether any rank makes it next. Args: own: whether this rank makes it."""
-        if not self.is_needed:
-            return list(own)
-        return ranks.max_over_ranks(torch.tensor(own, dtype=torch.long, device="cpu")).bool().tolist()
-
-
-def is_gathered(policy: nn.Module, gather: Gather, dtype: torch.dtype | None = None) -> tuple[bool, str]:
-    """Decide whether all ranks gather sharded weights once per rollout; returns the decision and the reason."""
-    if gather != "auto":
-        return gather, "requested"
-    device = compute_device(policy)
-    if device.type != "cuda":
-        return True, "the policy is not on a GPU"
-    full, free = full_bytes(policy, dtype), free_bytes(device)
-    is_too_large = ranks.any_over_ranks(full > LARGEST_SHARE * free)
-    sizes = f"{full / 2**30:.1f} GiB, with {free / 2**30:.1f} GiB free on this device"
-    if is_too_large:
-        return False, f"the full weights ({sizes}) would take more than half of some device's free memory"
-    return True, f"the full weights ({sizes}) leave at least half of every device's free memory"
-
-
-def log_gathering(gathers: bool, reason: str) -> None:  # noqa: FBT001 - what was chosen
-    """Log the choice on rank 0."""
-    how = "gathered once per rollout" if gathers else "gathered layer by layer at every token, all ranks in lockstep"
-    if ranks.rank() == 0:
-        log.info("Sampling from sharded weights, %s (engine.gather_for_generation): %s.", how, reason)
-
-
-def full_bytes(policy: nn.Module, dtype: torch.dtype | None = None) -> int:
-    """Bytes of the full (unsharded) weights if they are gathered in `dtype`; None keeps the dtype of each weight."""
-    size = None if dtype is None else dtype.itemsize
-    return sum(full_shape(p).numel() * (size or p.element_size()) for p in policy.parameters())
-
-
-def free_bytes(device: torch.device) -> int:
-    """Free bytes of a GPU, including memory that torch has reserved but not allocated."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -240,15 +240,14 @@ def test_a_fused_draw_with_a_filter_leaves_the_sort_to_torch(settings, operators
 # ---------------------------------------------------------------------------------------------------- the fused layers
 
 
-def launches_of_states(function, *shapes, dynamic=(0,), module=None):
+def launches_of_states(function, *shapes, module=None):
     """Launches of a fused function of hidden states on an H100, for zeros of these shapes in 16 bits."""
 
     def run(device):
         states = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
         with torch.device(device), torch.no_grad():
             fixed = [] if module is None else [module(shapes[0][-1])]
-            each = fused_states.__wrapped__(function, "states", dynamic)
-            each.compile(function)(*fixed, *states)
+            fused_states.__wrapped__(function, "states").compile(function)(*fixed, *states)
 
     return launches_on_cuda(run).total()
 
@@ -260,5 +259,5 @@ def test_fused_layers_are_a_few_kernels():
     heads, angles = [(256, 14, 1, 64), (256, 2, 1, 64)], [(256, 1, 64)] * 2
     of_rotary = launches_of_states(apply_rotary_pos_emb, *heads, *angles)
     parts = [(32, 8, 2, 7, 64), (32, 8, 2, 7)] * 2
-    of_merge = launches_of_states(merge_parts, *parts, dynamic=(0, 1))
+    of_merge = launches_of_states(merge_parts, *parts)
     assert (of_norm, of_rotary, of_merge) == (1, 2, 1)

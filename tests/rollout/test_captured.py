@@ -85,7 +85,7 @@ def test_completions_equal_those_without_graphs(captures, max_rows, settings):
 
 @SLOW
 @NEEDS_COMPILER
-def test_fused_layers_sample_the_same_tokens(captures, monkeypatch):
+def test_fused_layers_sample_the_same_tokens(captures, monkeypatch, caplog):
     want = sample(policy(), LocalEngine(enforce_eager=True))
     made = []
     monkeypatch.setattr(local_engine, "fused_layers", lambda policy, _: made.append(FusedLayers(policy)) or made[-1])
@@ -94,10 +94,8 @@ def test_fused_layers_sample_the_same_tokens(captures, monkeypatch):
     for one, other in zip(got, want, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
     (layers,) = made
-    every = {each.name: each for each in (layers.merge, *(each for _, each in (*layers.norms, *layers.rotary)))}
-    assert {name: each.is_fused and each.compiled is not None for name, each in every.items()} == dict.fromkeys(
-        every, True
-    )
+    assert layers.merge.compiled
+    assert not [record for record in caplog.records if "without fused kernels" in record.message]
 
 
 @SLOW

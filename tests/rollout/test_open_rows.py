@@ -16,7 +16,8 @@ from grpo_lightning.core.types import PromptVision, SamplingParams, VisionInputs
 from grpo_lightning.policy import kv_cache
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout import local_engine
-from grpo_lightning.rollout.local_engine import LocalEngine, WaitingPrompts, Wave
+from grpo_lightning.rollout.local_engine import LocalEngine
+from grpo_lightning.rollout.open_rows import WaitingPrompts, Wave
 from tests.marks import SLOW, few
 from tests.tiny_models import tiny_model, tiny_tokenizer
 

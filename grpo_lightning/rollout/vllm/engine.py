@@ -607,7 +607,8 @@ class VLLMEngine(RolloutEngine):
         Collective: all ranks call it.
 
         Raises:
-            RuntimeError: If no server answers for `reconnect_timeout` seconds. On rank 0, this is the original error.
+            RuntimeError: If no server answers for `reconnect_timeout` seconds. Rank 0 raises the original error
+                instead, which may have another type.
         """
         if "adapter" not in kinds or "base" in kinds or self.mode == "colocate":
             return kinds

@@ -78,7 +78,7 @@ class NCCLGroup:
     Args:
         host: Address of the trainer.
         port: Free port of the trainer.
-        rank: Rank of this process; the trainer has rank 0.
+        rank: Rank of this process, which is the trainer's: 0.
         world_size: Number of processes in the group.
         timeout: Limit in seconds for opening the group, and for each broadcast. NCCL itself has no limit and would wait
             forever for a server that has died.
