@@ -47,25 +47,19 @@ ROTARY = "apply_rotary_pos_emb"
 """Name of the function that rotates queries and keys, in transformers' modeling modules."""
 
 
-def rotary_layers(model: nn.Module) -> list[tuple[nn.Module, FunctionType]]:
-    """The attention layers of a model whose forward calls the function `ROTARY`, and their forwards."""
-    forwards = [(module, undecorated_forward(type(module))) for module in model.modules()]  # type: ignore[arg-type]
-    return [
-        (module, forward)
-        for module, forward in forwards
-        if isinstance(forward, FunctionType)
-        and ROTARY in forward.__code__.co_names
-        and isinstance(forward.__globals__.get(ROTARY), FunctionType)
-    ]
+def rotary_layers(model: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """The attention layers of a model whose forward calls the function `ROTARY`, with the forward of their class."""
+    forwards = [(module, type(module).forward) for module in model.modules()]
+    return [(module, forward) for module, forward in forwards if rotary_function(forward) is not None]
 
 
-@functools.cache
-def undecorated_forward(module_class: Any) -> Any:
-    """The forward of a class, without transformers' decorators for arguments with former names."""
-    forward: Any = module_class.forward
-    while hasattr(forward, "__wrapped__") and Path(forward.__code__.co_filename).name == "deprecation.py":
-        forward = forward.__wrapped__
-    return forward
+def rotary_function(forward: Any) -> FunctionType | None:
+    """The function `ROTARY` that a forward calls, also under decorators; None if it calls none."""
+    inner = inspect.unwrap(forward)
+    if not isinstance(forward, FunctionType) or not isinstance(inner, FunctionType):
+        return None
+    function = inner.__globals__.get(ROTARY) if ROTARY in inner.__code__.co_names else None
+    return function if isinstance(function, FunctionType) else None
 
 
 def norms(model: nn.Module) -> list[nn.Module]:

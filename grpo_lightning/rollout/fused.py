@@ -5,6 +5,7 @@ policy in norms, rotary embeddings and the merge of attention. A GPU finishes ea
 launch the next one, and in a CUDA graph each kernel still takes a few microseconds. Fewer kernels take less time. In
 three cases, the operations are not fused but run one by one: on devices other than CUDA, in short rollouts
 (`LEAST_LENGTH`), and after a compilation has failed or its kernels have computed other numbers than the operations.
+Layers are fused only in rollouts whose steps run from CUDA graphs (`captured.py`).
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.fx.experimental._config
 from torch import Tensor, nn
 
-from grpo_lightning.policy.hf import ROTARY, norms, rotary_layers
+from grpo_lightning.policy.hf import ROTARY, norms, rotary_function, rotary_layers
 from grpo_lightning.policy.kv_cache import merge_parts
 from grpo_lightning.rollout.token_sampler import NextToken, SampledTokens, SampleToken, TokenSettings
 
@@ -92,21 +92,21 @@ class Fused:
         """Call the compiled function, or the function itself if it cannot be fused."""
         if not self.is_fused:
             return self.function(*arguments, **options)
-        graph = self.graph(*arguments, **options)
         try:
+            graph = self.graph(*arguments, **options)
             if graph in self.compiled:
                 return self.compiled[graph](*arguments, **options)
             start = time.perf_counter()
             compiled = self.compile(self.function)
-            with separate_sizes():
-                result = compiled(*arguments, **options)
+            result = compiled(*arguments, **options)
+            difference = self.difference(result, self.function(*arguments, **options))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - of many types: no compiler, no Triton for this GPU, a limit
             line = str(error).strip().partition("\n")[0]
             return self.call_unfused(f"torch.compile failed ({line})", *arguments, **options)
-        if reason := self.difference(result, self.function(*arguments, **options)):
-            return self.call_unfused(reason, *arguments, **options)
+        if difference:
+            return self.call_unfused(difference, *arguments, **options)
         if not self.compiled:
             log.info("Fused %s, compiled in %.0f s.", self.name, time.perf_counter() - start)
         self.compiled[graph] = compiled
@@ -142,25 +142,27 @@ def copy_of(function: types.FunctionType, code: types.CodeType, names: dict[str,
 def graph_of(values: Iterable[Any]) -> Hashable:
     """Identify the graph that is compiled for these arguments.
 
-    A graph is for one mode of torch and of autocast, and for tensors of the same dtypes. All sizes except the last may
-    differ, but size 1 has a graph of its own.
+    A graph is for one mode of torch and of autocast, for tensors of the same dtypes, devices and order of dimensions,
+    and for modules and other arguments with the same settings. All sizes of a tensor except the last may differ, but
+    size 1 has a graph of its own.
 
     Args:
-        values: The arguments; those that are no tensors are ignored.
+        values: The arguments, at least one of them a tensor.
     """
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    device = tensors[0].device.type
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    kinds = [(x.dtype, *(size > 1 for size in x.shape[:-1]), x.shape[-1]) for x in tensors]
-    return torch.is_inference_mode_enabled(), torch.is_grad_enabled(), autocast, *kinds
-
-
-@contextlib.contextmanager
-def separate_sizes() -> Iterator[None]:
-    """Context in which sizes that happen to be equal do not become one variable of the compiled code."""
-    settings: Any = torch.fx.experimental._config
-    with settings.patch(use_duck_shape=False) if hasattr(settings, "use_duck_shape") else contextlib.nullcontext():
-        yield
+    kinds: list[Hashable] = []
+    devices = set()
+    for value in values:
+        if isinstance(value, Tensor):
+            sizes = [size > 1 for size in value.shape[:-1]]
+            kinds.append((value.dtype, value.device, value.is_contiguous(), *sizes, *value.shape[-1:]))
+            devices.add(value.device.type)
+        elif isinstance(value, nn.Module):
+            settings = {name: each for name, each in vars(value).items() if isinstance(each, bool | int | float | str)}
+            kinds.append((tuple(settings.items()), *(weight.dtype for weight in value.parameters())))
+        else:
+            kinds.append(value)
+    autocast = [torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)]
+    return torch.is_inference_mode_enabled(), torch.is_grad_enabled(), *autocast, *kinds
 
 
 numbers = itertools.count()
@@ -196,7 +198,7 @@ def fused_sampler(sampler: NextToken) -> Fused:
     """
 
     def graph(history: Tensor, logits: Tensor, uniforms: Tensor | None) -> Hashable:
-        return uniforms is None, graph_of([logits])
+        return graph_of([logits, uniforms is None])
 
     return Fused(sampler, "the sampling of a token", compile_sampler, sampled_difference, graph)
 
@@ -231,7 +233,8 @@ def sampled_difference(new_tokens: SampledTokens, expected: SampledTokens) -> st
 
 def nats(one: Tensor, other: Tensor) -> Tensor:
     """|difference|: infinite where only one of the two is NaN or infinite, 0 where both are NaN or equal."""
-    return (one - other).abs().nan_to_num(nan=torch.inf).masked_fill(one.isnan() & other.isnan() | (one == other), 0)
+    distance = (one - other).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return distance.masked_fill(one.isnan() & other.isnan() | (one == other), 0)
 
 
 # -------------------------------------------------------------------------------------------------------- policy layers
@@ -247,10 +250,7 @@ class FusedLayers:
     def __init__(self, policy: nn.Module) -> None:
         self.forwards: list[tuple[nn.Module, Function]] = [
             *((norm, functools.partial(fused_states(type(norm).forward, "the norms"), norm)) for norm in norms(policy)),
-            *(
-                (layer, functools.partial(with_fused_rotary(forward), layer))
-                for layer, forward in rotary_layers(policy)
-            ),
+            *((layer, functools.partial(fused_rotary(forward), layer)) for layer, forward in rotary_layers(policy)),
         ]
         """Modules of the policy, and their forwards in fused kernels."""
         self.merge: Function = fused_states(merge_parts, "the merge of attention")
@@ -269,11 +269,24 @@ class FusedLayers:
                 vars(module).pop("forward", None)
 
 
-@functools.lru_cache(maxsize=32)
-def with_fused_rotary(forward: types.FunctionType) -> Function:
-    """The forward of an attention layer, with rotary embeddings in fused kernels."""
-    fused = fused_states(forward.__globals__[ROTARY], "the rotary embeddings")
-    return copy_of(forward, forward.__code__, forward.__globals__ | {ROTARY: fused})
+def fused_rotary(forward: types.FunctionType) -> Function:
+    """The forward of an attention layer, with its rotary embeddings in fused kernels."""
+    rotary = rotary_function(forward)
+    assert rotary is not None
+    changed: Function = with_name(forward, ROTARY, fused_states(rotary, "the rotary embeddings"))
+    return changed
+
+
+def with_name(function: Any, name: str, value: Any) -> Any:
+    """A copy of a function that finds `value` under a global name. Decorators of the function are copied with it."""
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None:
+        return copy_of(function, function.__code__, function.__globals__ | {name: value})
+    copied = with_name(inner, name, value)
+    cells = [types.CellType(copied) if cell.cell_contents is inner else cell for cell in function.__closure__ or ()]
+    decorated = types.FunctionType(function.__code__, function.__globals__, None, function.__defaults__, tuple(cells))
+    decorated.__kwdefaults__ = function.__kwdefaults__
+    return decorated
 
 
 @functools.lru_cache(maxsize=32)
@@ -307,5 +320,6 @@ def fused_states(function: types.FunctionType, name: str) -> Fused:
 def states_difference(states: Tensor | tuple[Tensor, ...], expected: Tensor | tuple[Tensor, ...]) -> str:
     """How hidden states differ, in words; "" if they are equal apart from rounding."""
     pairs = zip(*([x] if isinstance(x, Tensor) else x for x in (states, expected)), strict=True)
-    worst = max(float(nats(one, other).max() / other.abs().nan_to_num().max().clamp(min=1e-30)) for one, other in pairs)
+    sizes = [(nats(one, other).max(), other.abs().nan_to_num(posinf=0).max()) for one, other in pairs]
+    worst = max(float(distance / size.clamp(min=1e-30)) for distance, size in sizes)
     return "" if worst <= OTHER_STATES else f"hidden states differ by {worst:.1e} from those of unfused kernels"

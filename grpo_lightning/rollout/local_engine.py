@@ -3,8 +3,8 @@
 Every prompt is prefilled once for its G completions, and finished completions leave the batch. The completions in the
 batch are called open rows. If the number of rows is limited, waiting prompts are prefilled as soon as enough rows have
 left, and their rows join the open rows (continuous batching; Yu et al. 2022, "Orca"). The KV caches are in
-`policy/kv_cache.py`, the open rows in `open_rows.py`, the CUDA graphs in `captured.py`, and the fused kernels in
-`fused.py`.
+`policy/kv_cache.py`, the open rows in `open_rows.py`, the lockstep of ranks with sharded weights in `lockstep.py`, the
+CUDA graphs in `captured.py`, and the fused kernels in `fused.py`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from grpo_lightning.rollout import local_engine
 from grpo_lightning.rollout.fused import FusedLayers
 from grpo_lightning.rollout.local_engine import LocalEngine
 from tests.marks import SLOW, few
-from tests.rollout.test_fused import NEEDS_COMPILER
+from tests.rollout.test_fused import NEEDS_COMPILER, graphs_by_name
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 PROMPTS = [[token] * length for token, length in zip(range(40, 46), [3, 9, 17, 5, 2, 8], strict=True)]
@@ -85,17 +85,18 @@ def test_completions_equal_those_without_graphs(captures, max_rows, settings):
 
 @SLOW
 @NEEDS_COMPILER
-def test_fused_layers_sample_the_same_tokens(captures, monkeypatch, caplog):
+def test_fused_layers_sample_the_same_tokens(captures, monkeypatch, fused_functions):
     want = sample(policy(), LocalEngine(enforce_eager=True))
-    made = []
-    monkeypatch.setattr(local_engine, "fused_layers", lambda policy, _: made.append(FusedLayers(policy)) or made[-1])
+    monkeypatch.setattr(local_engine, "fused_layers", lambda policy, _: FusedLayers(policy))
     got = sample(policy(), LocalEngine(9))
     assert [one.token_ids for one in got] == [one.token_ids for one in want]
     for one, other in zip(got, want, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-    (layers,) = made
-    assert layers.merge.compiled
-    assert not [record for record in caplog.records if "without fused kernels" in record.message]
+    assert set(graphs_by_name(fused_functions)) == {"the merge of attention", "the norms", "the rotary embeddings"}
+    assert all(graphs_by_name(fused_functions).values())
+    num_graphs = sum(graphs_by_name(fused_functions).values())
+    sample(policy(), LocalEngine(), length=31)  # steps of short rollouts, without graphs, are not fused
+    assert sum(graphs_by_name(fused_functions).values()) == num_graphs
 
 
 @SLOW

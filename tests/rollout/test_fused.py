@@ -3,10 +3,11 @@
 The compilations are for the CPU, whose fused kernels are C++; `tests/cuda` counts the kernels.
 """
 
+import copy
 import functools
-import inspect
 import logging
 import shutil
+import types
 
 import pytest
 import torch
@@ -227,10 +228,13 @@ def test_a_lack_of_memory_is_raised(monkeypatch):
 # ------------------------------------------------------------------------------------------------------- policy layers
 
 
-@pytest.fixture
-def no_cache(monkeypatch):
-    """Functions are compiled anew, instead of those that an earlier test has compiled."""
-    monkeypatch.setattr(fused, "fused_states", fused.fused_states.__wrapped__)
+def graphs_by_name(functions):
+    """The number of compiled graphs of each fused function; None if it runs unfused."""
+    return {each.name: len(each.compiled) if each.is_fused else None for each in functions}
+
+
+LAYER_GRAPHS = {"the merge of attention": 0, "the norms": 1, "the rotary embeddings": 1}
+"""Of a forward without a `SharedPrompts`, which alone merges attention."""
 
 
 def logits_of(model, rows, seed=0):
@@ -242,27 +246,35 @@ def logits_of(model, rows, seed=0):
 
 
 @NEEDS_COMPILER
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3", "llama"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_layers_compute_the_same_logits(family, dtype, caplog):
+@few(2, slow=True)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("gemma3", torch.float32),
+        ("qwen2", torch.float32),
+        ("qwen3", torch.float32),
+        ("qwen3", torch.bfloat16),
+        ("qwen2", torch.bfloat16),
+        ("gemma3", torch.bfloat16),
+    ],
+)
+def test_fused_layers_compute_the_same_logits(family, dtype, fused_functions):
     """In 16 bits too: intermediate results are rounded as without fusion. All layers share a compilation."""
     model = tiny_model(family, num_hidden_layers=3, dtype=dtype).eval()
-    layers, graphs = FusedLayers(model), torch._dynamo.utils.counters["stats"]
-    assert len(layers.forwards) > 3 * 3
-    before = graphs["unique_graphs"]
+    layers = FusedLayers(model)
     for rows in (8, 5, 7):
         want = logits_of(model, rows)
         with layers.replacing():
             got = logits_of(model, rows)
         torch.testing.assert_close(got, want, atol=1e-5 if dtype == torch.float32 else 0, rtol=1e-5)
-    assert "without fused kernels" not in caplog.text
-    assert 2 <= graphs["unique_graphs"] - before <= 4  # norms of layers and of heads, rotary embeddings of both types
+    of_heads = family in ("qwen3", "gemma3")  # which have norms of heads too
+    assert graphs_by_name(fused_functions) == LAYER_GRAPHS | {"the norms": 1 + of_heads}
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("shape", [(3, 4, 2, 5), pytest.param((9, 2, 5), marks=pytest.mark.slow)])
-def test_the_fused_merge(shape, no_cache):
+@few(1, slow=True)
+@pytest.mark.parametrize("shape", [(3, 4, 2, 5), (9, 2, 5)])
+def test_the_fused_merge(shape, fused_functions):
     """Parts of other layouts give a contiguous result: that of the prompts is transposed, and kernels return views."""
     layers = FusedLayers(nn.Linear(1, 1))
     for rows in (shape[0], shape[0] + 2):
@@ -276,7 +288,7 @@ def test_the_fused_merge(shape, no_cache):
         torch.testing.assert_close(got, of_own + share[..., None] * (of_prompt - of_own))
         assert got.is_contiguous()
         assert merge_parts(of_own, own_sum, of_prompt, prompt_sum).is_contiguous()
-    assert layers.merge.is_fused
+    assert graphs_by_name(fused_functions) == {"the merge of attention": 1}
 
 
 def test_layers_are_replaced_only_in_the_context():
@@ -303,23 +315,48 @@ def test_forwards_of_others_are_kept():
     assert model.model.norm.forward is usual
 
 
-def test_a_model_whose_attention_hides_the_rotary_embeddings_is_left_alone():
-    """As behind another library's decorator."""
+def test_decorators_of_a_forward_are_kept(fused_functions):
+    """Attention finds its arguments under their former names too, as transformers' decorator provides."""
+    attention = tiny_model("qwen3", num_hidden_layers=1).model.layers[0].self_attn
+    ((_, forward),) = hf.rotary_layers(attention)
+    calls = []
 
-    class Attention(nn.Module):
-        @functools.wraps(modeling_qwen3.Qwen3Attention.forward)
-        def forward(self, *arguments, **options):
-            return None
+    def decorated(function):
+        @functools.wraps(function)
+        def call(*arguments, **options):
+            calls.append("before")
+            return function(*arguments, **options)
 
-    assert hf.rotary_layers(Attention()) == []
-    (_, forward) = hf.rotary_layers(tiny_model("qwen3", num_hidden_layers=1))[0]
-    assert forward is inspect.unwrap(modeling_qwen3.Qwen3Attention.forward)
+        return call
+
+    def forward_of(layer, states):
+        return apply_rotary_pos_emb(states)  # noqa: F821 - a global name that the test provides
+
+    twice = decorated(decorated(types.FunctionType(forward_of.__code__, {"apply_rotary_pos_emb": abs})))
+    assert hf.rotary_function(twice) is None  # a built-in function cannot be compiled
+    twice = decorated(decorated(types.FunctionType(forward_of.__code__, {"apply_rotary_pos_emb": usual_rotary})))
+    assert hf.rotary_function(twice) is usual_rotary
+    assert fused.with_name(twice, hf.ROTARY, lambda states: -states)(None, 3) == -3
+    assert twice(None, 3) == 3
+    assert calls == ["before"] * 4
+    assert fused.fused_rotary(forward).__code__ is forward.__code__
 
 
-@NEEDS_COMPILER
-@pytest.mark.slow
-def test_more_kinds_of_calls_than_the_limit_of_compilations(no_cache, caplog):
-    """Training and validation, with rows that leave until one is left: each graph is compiled once, and compared."""
+def usual_rotary(states):
+    return states
+
+
+def test_another_function_of_transformers_is_found(monkeypatch, fused_functions):
+    """As where another library has replaced it before the run."""
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", usual_rotary)
+    FusedLayers(tiny_model("qwen3", num_hidden_layers=1))
+    assert usual_rotary in [each.function for each in fused_functions]
+
+
+def test_more_kinds_of_calls_than_the_limit_of_compilations(monkeypatch, fused_functions):
+    """Training and validation, with rows that leave until one is left: each graph is compiled once."""
+    inductor = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **_: inductor(function, fullgraph=True, backend="eager"))
     layers, graphs = FusedLayers(nn.Linear(1, 1)), torch._dynamo.utils.counters["stats"]
     before, kinds = graphs["unique_graphs"], set()
     groups = (8, 8), (4, 8), (2, 2), (7, 3), (64, 1), (1, 8), (9,)
@@ -330,8 +367,44 @@ def test_more_kinds_of_calls_than_the_limit_of_compilations(no_cache, caplog):
                     given = torch.randn(*shape, 8), torch.randn(shape), torch.randn(*shape, 8), torch.randn(shape)
                     torch.testing.assert_close(layers.merge(*given), merge_parts(*given))
                 kinds.add((mode, *(size > 1 for size in shape)))
-    assert layers.merge.is_fused, caplog.text
-    assert graphs["unique_graphs"] - before == len(layers.merge.compiled) == len(kinds) == 8
+    assert graphs_by_name(fused_functions) == {"the merge of attention": len(kinds)} == {"the merge of attention": 8}
+    assert graphs["unique_graphs"] - before == 8
+
+
+def test_every_graph_is_compared(monkeypatch, caplog, fused_functions):
+    """A compiler is noticed that is wrong for another type of numbers only."""
+
+    def compiler(function):
+        return lambda *given: function(*given) * (1 if given[0].dtype == torch.float32 else 2)
+
+    monkeypatch.setattr(fused, "compile_copy", compiler)
+    merge = FusedLayers(nn.Linear(1, 1)).merge
+    given = torch.ones(2, 3, 4), torch.zeros(2, 3), -torch.ones(2, 3, 4), torch.ones(2, 3)
+    assert torch.equal(merge(*given), merge_parts(*given))
+    given = [x.double() for x in given]
+    assert torch.equal(merge(*given), merge_parts(*given))
+    assert graphs_by_name(fused_functions) == {"the merge of attention": None}
+    assert "differ by" in caplog.text
+
+
+def test_kinds_of_calls():
+    """What needs another graph, and what does not."""
+    norm, states = tiny_model("qwen3", num_hidden_layers=1).model.norm, torch.zeros(3, 4, 8)
+    usual = fused.graph_of([norm, states])
+    assert fused.graph_of([copy.deepcopy(norm), torch.zeros(5, 2, 8)]) == usual
+    wider = copy.deepcopy(norm)
+    wider.variance_epsilon *= 2
+    for values in (
+        [wider, states],
+        [norm, states.double()],
+        [norm, states[:1]],
+        [norm, states[..., :4]],
+        [norm, states, 1],
+    ):
+        assert fused.graph_of(values) != usual
+    assert fused.graph_of([norm, torch.zeros(4, 3, 8).transpose(0, 1)]) != usual
+    with torch.inference_mode():
+        assert fused.graph_of([norm, states]) != usual
 
 
 @pytest.mark.parametrize(
@@ -342,7 +415,7 @@ def test_more_kinds_of_calls_than_the_limit_of_compilations(no_cache, caplog):
         (lambda function: lambda *arguments: function(*arguments) * torch.nan, "differ by inf"),
     ],
 )
-def test_layers_that_cannot_be_fused_run_unfused(compiler, reason, monkeypatch, caplog, no_cache):
+def test_layers_that_cannot_be_fused_run_unfused(compiler, reason, monkeypatch, caplog, fused_functions):
     monkeypatch.setattr(fused, "compile_copy", compiler)
     layers = FusedLayers(nn.Linear(1, 1))
     given = torch.ones(2, 3, 4), torch.zeros(2, 3), -torch.ones(2, 3, 4), torch.ones(2, 3)
@@ -359,6 +432,8 @@ def test_states_that_are_zero_or_infinite_do_not_differ():
     assert fused.states_difference(torch.zeros(3), torch.zeros(3)) == ""
     overflown = torch.tensor([1.0, torch.inf, torch.nan])
     assert fused.states_difference(overflown, overflown.clone()) == ""
+    assert fused.states_difference(overflown + torch.tensor([0.1, 0.0, 0.0]), overflown) != ""
+    assert fused.states_difference(torch.tensor([1.0, 2.0]), overflown[:2]) != ""
     assert fused.states_difference((torch.zeros(3), torch.ones(3)), (torch.zeros(3), torch.zeros(3))) != ""
 
 
@@ -366,15 +441,15 @@ def test_states_that_are_zero_or_infinite_do_not_differ():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_fused_layers_on_a_gpu(family, dtype, caplog, no_cache):
+def test_fused_layers_on_a_gpu(family, dtype, fused_functions):
     model = tiny_model(family, num_hidden_layers=3, dtype=dtype).eval()
     want = logits_of(model.float(), 8)
     model.to("cuda", dtype)
     layers = FusedLayers(model)
-    with layers.replacing(), torch.no_grad(), caplog.at_level(logging.INFO, "grpo_lightning"):
+    with layers.replacing(), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         got = model(input_ids=torch.randint(10, 90, (8, 1), generator=generator).cuda()).logits
     difference = (got.float().cpu() - want).abs().max() / want.abs().max()
     assert difference < (1e-4 if dtype == torch.float32 else 3e-2)
-    assert "Fused the norms" in caplog.text
-    assert "Fused the rotary embeddings" in caplog.text
+    of_heads = family == "qwen3"
+    assert graphs_by_name(fused_functions) == LAYER_GRAPHS | {"the norms": 1 + of_heads}
