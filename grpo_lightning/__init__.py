@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 IMPORTED_AT = time.time()
 """Unix time in seconds when this package was imported. The command line imports the package before anything else, so
-this is also the start time of its process."""
+this is also the start time of a process of the command line."""
 
 __all__ = [
     "DatasetEntry",

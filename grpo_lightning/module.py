@@ -257,7 +257,7 @@ class GRPOLightningModule(L.LightningModule):
         self.run = RunState(self.teams)
         self.is_connected = False
         self.in_flight: InFlight | None = None
-        """Groups that are sampled in the background; None without `max_staleness`, and before training starts."""
+        """Groups that are sampled in the background; None if `max_staleness` is 0, and before training starts."""
         self.router_loss: RouterLoss | None = None
         """Load-balancing loss of a mixture of experts; None until training starts, and for a run without this loss."""
         self.warn_once = WarnOnce()
@@ -275,7 +275,10 @@ class GRPOLightningModule(L.LightningModule):
 
     @_restricted_classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:  # noqa: N805 - a classmethod
-        """Load a module from a checkpoint, as Lightning does. Functions and models in memory have to be passed again.
+        """Load a module from a checkpoint, as Lightning does.
+
+        A checkpoint contains no functions, no objects such as engine and environment, and no policy that was given as a
+        model in memory. Such arguments have to be passed again.
 
         Raises:
             TypeError: If an argument that has to be passed again is missing; the message names the argument.
@@ -351,7 +354,10 @@ class GRPOLightningModule(L.LightningModule):
         return rollout
 
     def compute_advantages(self, rollout: Rollout) -> Rollout:
-        """Compute the advantages [N, G]. Scales over the rollout, such as `batch_std`, use the rewards of all ranks."""
+        """Compute the advantages [N, G].
+
+        If a scale is computed over the rollout (such as `batch_std`), it is computed from the rewards of all ranks.
+        """
         assert rollout.rewards is not None
         lengths = trained_lengths(rollout.groups).view_as(rollout.rewards)
         everyone = ranks.gather_objects((rollout.rewards, lengths))
@@ -449,7 +455,7 @@ class GRPOLightningModule(L.LightningModule):
         return [derived_seed(run_seed(self.seed), "rollout", rollout_index, index) for index in indices]
 
     def take_in_flight(self, prompts: Sequence[Prompt], seeds: list[int], in_flight: InFlight) -> Rollout:
-        """Take the groups of N prompts that were sampled in the background, and request the groups of the next cycles.
+        """Take the groups of N prompts, sampled in the background, and request the groups of the next cycles.
 
         Prompts that are not in flight are sampled now. A prompt is not in flight if the run has just started or
         resumed, if dynamic sampling has already used the prompts that were requested for this cycle, or if sampling in
@@ -748,7 +754,7 @@ class GRPOLightningModule(L.LightningModule):
     # ---------------------------------------------------------------------------------------------------- Lightning
 
     def setup(self, stage: str) -> None:
-        """Check, before weights are loaded, that engine and data fit the cycle length, rewards, tokenizer and model."""
+        """Before weights are loaded, check that the engine, the data and the trainer's settings fit this module."""
         if not self.is_connected:
             sampling = [self.sampling, self.validation_sampling]
             sharding, world_size = sharding_of(self.trainer.strategy), self.trainer.world_size

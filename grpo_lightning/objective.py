@@ -283,9 +283,9 @@ class Objective:
     `sequence` is one weight per completion, the product of its tokens' weights; `geometric` is one weight per
     completion, the geometric mean of its tokens' weights. The second part is the treatment of weights outside of the
     range from `rollout_correction_low` to `rollout_correction_high`: `truncate` clips them to the range; `mask` masks
-    their tokens or completions. `auto` is "none", except for asynchronous rollouts (`max_staleness`) with
-    `old_logprobs: recompute`: there it is "token_truncate", or "sequence_truncate" if the loss needs one weight per
-    completion. With `geometric`, set a narrow range, such as 0.99 to 1.01. VESPO does not multiply its loss by the
+    their tokens or completions. For asynchronous rollouts (`max_staleness`) with `old_logprobs: recompute`, `auto` is
+    "token_truncate", or "sequence_truncate" if the loss needs one weight per completion. In all other cases, `auto` is
+    "none". With `geometric`, set a narrow range, such as 0.99 to 1.01. VESPO does not multiply its loss by the
     token weights, but includes them in the product of the completion's ratios. GMPO and the ratio `sequence` (except
     with CISPO) need one weight per completion, because the gradient of their loss reaches all tokens of the
     completion."""
@@ -366,7 +366,7 @@ class Objective:
         return self.entropy_coefficient != 0
 
     def combine_rewards(self, total: Tensor, by_reward: Mapping[str, Tensor], weights: Sequence[float]) -> Tensor:
-        """Combine several rewards into the one from which advantages are computed.
+        """Combine several rewards into one reward, from which the advantages are computed.
 
         Args:
             total: [N, G] the weighted sum of the rewards; nan where a completion is not scorable.

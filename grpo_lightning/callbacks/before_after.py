@@ -49,7 +49,8 @@ class BeforeAfter(L.Callback):
 
     Args:
         metric: Headline metric: the name of a reward, "reward" (the weighted total), "pass@8", ...
-        num_samples: Number of sample completions that are printed for each of the two evaluations. 0 prints none.
+        num_samples: Number of prompts that are printed with a completion, for each of the two evaluations. 0 prints
+            none.
         dirpath: Folder of `summary.json`; null is the run's folder.
     """
 
@@ -97,7 +98,7 @@ class BeforeAfter(L.Callback):
         self.write(folder / "summary.json", summary)
 
     def on_decode(self, trainer: L.Trainer, done: int, total: int) -> None:
-        """Show how many tokens have been sampled. A count of batches is not enough: there may be only one batch."""
+        """Show how many decoding steps are done. A count of batches is not enough: there may be only one batch."""
         if self.progress is not None and (done % 8 == 0 or done == total):
             self.progress.tokens = f"token {done}/{total}"
             self.progress.show()
@@ -221,7 +222,10 @@ def validation_loader(trainer: L.Trainer) -> Any:
 
 
 def samples(evaluation: Evaluation, count: int) -> list[tuple[str, str]]:
-    """(prompt, completion) of the first `count` prompts. The prompt of a chat is the text of its last message."""
+    """Return the first `count` prompts, each with its first completion.
+
+    The prompt of a chat is the text of the chat's last message.
+    """
     texts = [prompt_text(group.prompt.content) for group in evaluation.groups[:count]]
     return [(text, group.completions[0].text) for text, group in zip(texts, evaluation.groups, strict=False)]
 
@@ -242,5 +246,5 @@ def cell(numbers: dict[str, float], name: str, between: str = " ") -> str:
 
 
 def is_bound(name: str) -> bool:
-    """True for a bound of a confidence interval, which is shown in the cell of its metric."""
+    """True for a bound of a confidence interval. The table shows both bounds in the cell of their metric."""
     return name.endswith(("/low", "/high"))

@@ -58,9 +58,10 @@ class CompletionLog(L.Callback):
     log-probs: that of the policy before the updates on the rollout, and that of the policy after them. The sign of
     advantage x (new - old log-prob) shows whether the updates moved the log-prob of a token in the intended direction.
     A line has the fields rollout, completion (index of the completion among those of the rollout), tokens (text),
-    old_logprobs, logprobs (nats; null for tokens that are not trained on) and, if turns have credit, turn_advantages.
-    There are no lines for completions that the updates leave out because their advantage is 0. If a run resumes in the
-    middle of training on a rollout, there are no lines for this rollout either.
+    old_logprobs and logprobs (nats; null for tokens that are not trained on). If `model.conversation.turn_credit` is
+    set, a line also has the field turn_advantages: the part of each token's advantage that comes from its turn. There
+    are no lines for completions that the updates leave out because their advantage is 0. If a run resumes in the middle
+    of training on a rollout, there are no lines for this rollout either.
 
     Args:
         every_n_rollouts: Write only every n-th rollout.
@@ -197,7 +198,7 @@ class CompletionLog(L.Callback):
                 self.log_once(f"Some images of prompts are not shown: {error}")
 
     def log_once(self, message: str) -> None:
-        """Log a message the first time."""
+        """Log a message, unless the same message was logged before."""
         if message not in self.logged_messages:
             self.logged_messages.add(message)
             log.info("%s", message)
@@ -264,9 +265,10 @@ def token_records(
     """Records of the tokens of this rank's completions, with the current policy's log-probs. Every rank must call this.
 
     Returns:
-        For each completion, a tuple (rank, index of its group on that rank, its index in the group) and its record. The
-        rank is the first of the ranks that share the group. A subclass's `split_rollout` may leave `numbers` or
-        `groups` of a micro-batch empty; the completions of this micro-batch then have no records.
+        For each completion, a tuple and the record of its tokens. The tuple contains the rank (the first of the ranks
+        that share the group), the group's index on this rank, and the completion's index in the group. A subclass's
+        `split_rollout` may leave `numbers` or `groups` of a micro-batch empty; the completions of this micro-batch then
+        have no records.
     """
     actor, teams = module.actor, module.teams
     texts: dict[int, str] = {}

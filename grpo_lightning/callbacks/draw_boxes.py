@@ -33,7 +33,7 @@ from grpo_lightning.rewards.boxes.frame import GivenCoordinates, GoldCoordinates
 log = logging.getLogger(__name__)
 
 MAX_SIDE = 640
-"""Maximum longer side of an image in a picture, in pixels."""
+"""Maximum length of the longer side of an image in a picture, in pixels."""
 
 MAX_COLUMNS = 4
 TITLE_CHARACTERS = 45
@@ -125,7 +125,7 @@ class DrawBoxes(L.Callback):
         self.chosen: list[Prompt] | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw the boxes before training, except in a `fast_dev_run`. A resumed run keeps its first answers."""
+        """Draw the boxes before training, except in a `fast_dev_run`. A resumed run keeps the checkpoint's answers."""
         self.chosen = None
         if self.before is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.before = {panel.prompt_hash: panel.answer for panel in self.draw(trainer, pl_module, "before")}

@@ -1,4 +1,4 @@
-"""Checkpoints every `save_steps` optimizer steps, keeping the newest `save_total_limit`."""
+"""A callback that saves a checkpoint every `save_steps` optimizer steps, and keeps the newest `save_total_limit`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class NewestCheckpoints(ModelCheckpoint):
             save_on_train_epoch_end=True,
         )
         self.as_made = copy.deepcopy(self.state_dict())
-        """State of a new run: no checkpoints, and a folder only if `dirpath` is set."""
+        """State of this callback in a new run: it lists no checkpoints, and has a folder only if `dirpath` is set."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Forget the checkpoints of an earlier run. For a resumed run, Lightning restores the state after this hook."""

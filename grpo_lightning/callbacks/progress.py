@@ -33,7 +33,7 @@ RATE_STEPS = 100
 
 DONE, LEFT = "━", "─"
 BAR_WIDTHS = (8, 40)
-"""Minimum and maximum columns of the bar."""
+"""Minimum and maximum width of the bar, in columns."""
 
 STYLES = {"rising": "green", "falling": "yellow"}
 """Colors of the reward by its trend."""
@@ -50,9 +50,10 @@ class ProgressBar(LightningProgressBar):
 
     The line fits 80 columns. A wider terminal also shows completion length, sampling speed, KL, epoch and elapsed time.
     Metrics that the module logs with `prog_bar=True` are shown too. Rate and ETA are computed over the latest 100
-    steps. The arrow compares the rewards of the latest rollouts (at most 20) with those of the same number of rollouts
-    before them. The small bars show the rewards of the entire run. During validation, test and prediction, the line
-    shows the numbers of finished batches and of tokens sampled per completion.
+    steps. An arrow after the reward shows the trend of the reward. For the trend, the rewards of the latest rollouts
+    (at most 20) are compared with those of the same number of rollouts before them. The small bars after the arrow show
+    the rewards of the entire run. During validation, test and prediction, the line shows the numbers of finished
+    batches and of tokens sampled per completion.
 
     In a file (e.g. in a SLURM job), a line is printed at the start, every minute and at the end, without escape codes.
 
@@ -228,7 +229,7 @@ class ProgressBar(LightningProgressBar):
     # -------------------------------------------------------------------------------------------------------- the line
 
     def show(self, trainer: L.Trainer, *, is_due: bool = False) -> None:
-        """Show the line if it is enabled and training or an evaluation is running."""
+        """Show the line during training and evaluations, if the line is enabled."""
         if self.is_disabled:
             return
         if self.evaluation:
@@ -282,7 +283,7 @@ class State(NamedTuple):
     phase: str
     step: int
     total: int | None
-    """Optimizer steps of the run, if they are known."""
+    """Number of optimizer steps of the run; None if this number is not known."""
 
     seconds_per_step: float | None
     elapsed: float
@@ -301,7 +302,7 @@ class Part(NamedTuple):
 
     text: str
     rank: int
-    """If the line is too narrow, parts of higher rank are left out first."""
+    """If the line is too narrow, the parts with the largest ranks are left out first."""
 
     style: str = ""
 

@@ -93,7 +93,7 @@ class RunReport(RunRecord):
 
     Args:
         max_completions: Maximum number of completions whose texts are in the page. If a run has more completions, the
-            page contains only every n-th rollout, with the smallest n that suffices.
+            page contains only every n-th rollout, with the smallest n that keeps this limit.
         dirpath: Folder of the run's files and of the report; null is the run's folder.
     """
 

@@ -100,7 +100,7 @@ class RunSummary(StepMetrics):
             self.show(trainer, "Stopped" if trainer.interrupted else "Finished")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Print the summary of a run that was stopped by a signal. An error has its own message."""
+        """Print the summary if a signal has stopped the run. If an error has ended the run, print no summary."""
         if isinstance(exception, KeyboardInterrupt | SIGTERMException):
             self.note(trainer)
             self.show(trainer, "Stopped")

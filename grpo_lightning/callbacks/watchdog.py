@@ -24,7 +24,7 @@ WATCHED = "rollout"
 """The phase in which engines report progress: the update of the engine's weights, followed by sampling."""
 
 SIGNALS = ("SIGUSR2", "SIGUSR1", "SIGVTALRM")
-"""The main thread is interrupted with the first of these signals that nothing else handles."""
+"""Candidates for the signal that interrupts the main thread: the first one that has no handler yet is used."""
 
 EXIT_STATUS = 75
 """Exit status if the main thread does not react: EX_TEMPFAIL, "try again later"."""
@@ -42,14 +42,15 @@ class StallInterrupt(SystemExit):
 
 
 class Watchdog(L.Callback):
-    """Ends a training run with any engine if a rollout makes no progress for `stall_seconds`.
+    """Ends a training run if a rollout makes no progress for `stall_seconds`; works with any engine.
 
     The start of the rollout counts as progress, and so does each call of `on_decode`: a decoding step, or a completion
     from a server. If a rank stalls, it logs the stall, writes the Python stacks of all its threads to stderr, and
     interrupts its main thread with a signal. If the main thread runs Python code, or waits in a call that a signal can
     interrupt, the run ends with an error. In a run with one process, a checkpoint of the last optimizer step is saved
-    first. If the main thread does not react, the process exits after `grace_seconds`, with status 75. Ranks that the
-    same command started are ended too; torchrun and SLURM end the ranks that they started.
+    first. If the main thread does not react, the process exits after `grace_seconds`, with status 75. If the process
+    has started other ranks as subprocesses, it ends them too. Ranks that torchrun or SLURM has started are ended by
+    torchrun or SLURM.
 
     Rewards and updates are not watched: they report no progress while they run.
 
@@ -97,7 +98,10 @@ class Watchdog(L.Callback):
     # ------------------------------------------------------------------------------------------------------ the clock
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start to watch. The main thread can be interrupted only if it calls this hook and a signal is free."""
+        """Start to watch.
+
+        The main thread can be interrupted only if it calls this hook and one of `SIGNALS` has no handler yet.
+        """
         self.phase, self.message = "", None
         if self.stall_seconds is None:
             return
@@ -141,7 +145,7 @@ class Watchdog(L.Callback):
         os._exit(EXIT_STATUS)
 
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """Signal handler: end the rollout. Raises: StallInterrupt, unless the signal came from elsewhere."""
+        """Signal handler: end the rollout. Raises: StallInterrupt; without a stall, the signal is ignored instead."""
         if self.message is None:
             log.warning("%s is ignored: during training, the watchdog uses it.", signal.Signals(signum).name)
             return

@@ -82,7 +82,7 @@ class WritePredictions(L.Callback):
 
 
 def by_prompt(records: Sequence[Mapping[str, Any]], num_prompts: int) -> list[list[str]]:
-    """JSON lines of a batch, by prompt; a single group if the number of records is no multiple of `num_prompts`."""
+    """JSON lines of a batch, by prompt; all in one list if the number of records is no multiple of `num_prompts`."""
     lines = [json_line(record) for record in records]
     size = len(lines) // num_prompts if num_prompts and len(lines) % num_prompts == 0 else len(lines)
     return [lines[start : start + size] for start in range(0, len(lines), size)] if size else []

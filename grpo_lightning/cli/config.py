@@ -216,7 +216,7 @@ def settings_class(hint: Any, default: Any = None) -> Any:
 
 
 def arguments(kind: Any, hint: Any = None) -> dict[str, Any]:
-    """Arguments of a class or function and their types, except arguments that the caller of a `Callable` passes."""
+    """Arguments of a class or function, with their types, but without those that the caller of a `Callable` passes."""
     function = kind.__init__ if inspect.isclass(kind) else kind
     try:
         hints = get_type_hints(function)

@@ -310,7 +310,10 @@ def wrong_import(problem: Problem, own: Key, sources: Iterable[Source]) -> str |
 
 
 def refusal(path: str, text: str) -> str | None:
-    """Reason why the parser refuses a class or function that can be imported; None if its message has no reason."""
+    """Reason why the parser refuses a class or function that can be imported; None if `text` contains no reason.
+
+    `text` is the parser's message.
+    """
     module_name, _, name = path.rpartition(".")
     value = getattr(import_module(module_name), name)
     if inspect.isabstract(value):

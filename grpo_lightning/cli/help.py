@@ -81,7 +81,7 @@ class Group(NamedTuple):
     """Names of the settings in the short help."""
 
     title: str = ""
-    """Heading; if it is "", the description in the docstring is used."""
+    """Text next to the key in the group's heading; if it is "", the description in the docstring is used."""
 
 
 MODULE = "grpo_lightning.module.GRPOLightningModule"
@@ -228,7 +228,7 @@ def short_help(command: str, module_class: type | None = None) -> str:
 
 
 def heading(group: Group, settings: dict[str, Settings], width: int) -> str:
-    """Heading of a group: its key, and what is set below it."""
+    """Heading of a group: the key, and a description of the settings below the key."""
     name = group.key.partition(".")[2]
     text = group.title or (settings[MODULE].by_name[name].text if name else settings[group.path].summary)
     return f"{emphasize(group.key)}  {brief(text, width - len(group.key) - 2)}"
@@ -330,7 +330,7 @@ def fields(owner: ast.ClassDef) -> Iterator[tuple[str, str | None, str]]:
 
 
 def arguments(constructor: ast.FunctionDef) -> Iterator[tuple[str, str | None, str]]:
-    """Name, default and "" of the arguments of a constructor."""
+    """Yield (name, default, "") for each argument of a constructor; "" takes the place of the description."""
     given = constructor.args
     positional = given.args[1:]  # without self
     defaults = [None] * (len(positional) - len(given.defaults)) + [*given.defaults]

@@ -8,11 +8,12 @@ from grpo_lightning.cli.errors import ConfigurationError
 
 
 def check_push(repo: str | None, *, private: bool) -> None:
-    """If a repository is given, check before the export that the model can be uploaded to it.
+    """Check the options for the upload before the export. Without a repository, nothing will be uploaded.
 
     Raises:
-        ConfigurationError: If (a) the name of the repository is wrong, (b) the hub is switched off, (c) nobody is
-            logged in, or (d) `--private` is set without `--push`.
+        ConfigurationError: If a repository is given, and (a) the name of the repository is wrong, (b) the hub is
+            switched off, or (c) nobody is logged in.
+        ConfigurationError: If no repository is given, and `private` is true.
     """
     if repo is None:
         if private:

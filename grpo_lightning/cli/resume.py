@@ -26,11 +26,14 @@ SHOWN = 20
 
 
 def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
-    """Return why a checkpoint cannot be loaded or, with `to_train`, be resumed from; None if it is usable.
+    """Return why a checkpoint is not usable; None if it is usable.
+
+    Without `to_train`, a checkpoint is usable if it can be loaded. With `to_train`, it is usable only if a run can also
+    resume training from it.
 
     Only DeepSpeed itself can read the weights and states of a DeepSpeed checkpoint. Therefore, this function reads only
     the file `complete.json` of such a checkpoint. This file shows whether the checkpoint is complete, and whether it
-    was saved inside an optimizer step that an error interrupted. The latter matters only with `to_train`.
+    was saved inside an optimizer step that an error interrupted. The interruption matters only with `to_train`.
     """
     if why := why_incomplete(path):
         return why

@@ -103,7 +103,7 @@ def take_next(folder: Path) -> Path:
 
 
 def keep_old_config(folder: Path, text: str) -> None:
-    """Rename a config.yaml that differs from `text` to `config_<n>.yaml`, before a resumed run replaces it."""
+    """If config.yaml differs from `text`, rename it to `config_<n>.yaml`, before a resumed run replaces it."""
     path = folder / "config.yaml"
     if path.is_file() and path.read_text(encoding="utf-8") != text:
         number = sum(1 for _ in folder.glob("config_*.yaml"))
@@ -127,7 +127,7 @@ def remove_without_results(folder: Path) -> None:
 
 
 def has_numbers(events: Path) -> bool:
-    """True if a TensorBoard file holds more than hyperparameters, or if tensorboard is not installed to read it."""
+    """True if a TensorBoard file holds more than hyperparameters, or if tensorboard, which reads it, is missing."""
     try:
         from tensorboard.backend.event_processing.event_file_loader import (  # type: ignore[import-untyped]
             LegacyEventFileLoader,
@@ -352,7 +352,7 @@ def default_callbacks(subcommand: str, settings: Namespace, own: Sequence[L.Call
     For example, a progress bar in the recipe replaces the default progress bar.
 
     Two checkpoints are kept: the newest that was saved at the end of an epoch, and the newest that was saved during an
-    epoch, because an epoch may take days.
+    epoch. Checkpoints are saved during an epoch because an epoch may take days.
     """
     callbacks: list[L.Callback] = [WritePredictions()] if subcommand == "predict" else [CompletionLog()]
     # Lightning raises an error for a progress bar callback if enable_progress_bar is false.

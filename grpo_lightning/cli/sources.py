@@ -1,6 +1,6 @@
 """Settings as written on the command line and in recipes, each with the file or flag that contains it.
 
-This module imports neither torch nor Lightning, so that the misspelt name of a recipe or invalid YAML is reported
+This module imports neither torch nor Lightning, so that a misspelled recipe name or invalid YAML is reported
 immediately.
 """
 

@@ -16,7 +16,8 @@ def in_background(call: Callable[[], T]) -> Future[T]:
     The threads of a `ThreadPoolExecutor` are not daemons: the process waits for them before it ends, even after Ctrl-C.
 
     Returns:
-        The future of the call. Its method `result` raises the error of the call, with the traceback.
+        The future of the call. If the call fails, the future's method `result` raises the error of the call, with the
+        traceback.
     """
     future: Future[T] = Future()
 

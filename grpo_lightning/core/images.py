@@ -38,7 +38,7 @@ class ImageError(ValueError):
 
 @dataclass(unsafe_hash=True, repr=False)  # not frozen: Lightning rejects frozen dataclasses in a batch
 class ImageRef:
-    """Lazy reference to an image. Picklable if its source is."""
+    """Lazy reference to an image. The reference can be pickled if its source can be pickled."""
 
     source: Any
     """A `Path`, the bytes of a file, a PIL image, or a function that returns one of these."""
@@ -54,7 +54,7 @@ class ImageRef:
     """Cached (width, height); None until first requested."""
 
     is_whole: bool = field(default=False, init=False, compare=False)
-    """True once any rank has read all pixels; False if only the header may have been read."""
+    """True once any rank has read all pixels. Until then, perhaps only the header has been read."""
 
     def read(self) -> Image:
         """Read the image: RGB, upright, transparency replaced by white.

@@ -116,8 +116,8 @@ def part_of_group(num_generations: int, member: int, ranks_per_group: int) -> ra
     """The part of a prompt's G completions that one rank of a team samples and trains on: every R-th one (see `Teams`).
 
     The parts of a team's members differ in size by at most one. Consecutive completions belong to different members.
-    Therefore, every member has some completions of each update, even if a rollout has fewer groups than updates, so
-    that an update trains on only some consecutive completions of a group (`split_updates`).
+    If a rollout has fewer groups than updates, an update trains on only some consecutive completions of a group
+    (`split_updates`). Even then, every member has some completions of each update.
 
     Args:
         num_generations: G.
@@ -178,11 +178,11 @@ class Teams:
         return self.ranks_per_group > 1
 
     def indices(self, count: int) -> list[int]:
-        """Indices of this team's `count` prompts among the prompts of all teams; they go round-robin to the teams."""
+        """Indices of this team's `count` prompts among the prompts of all teams; prompts go round-robin to teams."""
         return [self.team + i * self.num_teams for i in range(count)]
 
     def part(self, num_generations: int, member: int | None = None) -> range:
-        """Indices, in a group, of the completions that a member samples and trains on; None stands for this rank."""
+        """Indices, in a group, of the completions that a member samples and trains on. `member` None is this rank."""
         return part_of_group(num_generations, self.member if member is None else member, self.ranks_per_group)
 
     def sampling_rank(self, number: int) -> int:

@@ -10,7 +10,7 @@ import os
 
 
 def run_seed(seed: int | None) -> int:
-    """`seed` or, if None, the seed of `lightning.seed_everything` (`--seed_everything` of the CLI), or else 0."""
+    """`seed`; if None, the seed of `lightning.seed_everything` (`--seed_everything` of the CLI), or 0 without one."""
     return int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed
 
 

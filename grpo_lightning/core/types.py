@@ -146,7 +146,7 @@ class Completion:
     """One sampled completion."""
 
     token_ids: list[int]
-    """[T] sampled tokens, including the stop token; never padding."""
+    """[T] sampled tokens, including the stop token; in a conversation, also tokens of observations. Never padding."""
 
     logprobs: list[float]
     """[T] nats: log-probability of each token under the distribution it was sampled from."""
@@ -157,7 +157,7 @@ class Completion:
     """The decoded tokens, without special tokens, and with `IMAGE_MARK` for an image."""
 
     turns: list[Turn] | None = None
-    """The turns of a conversation, in order; None for a completion without an environment."""
+    """The turns of the policy and the observations, in order; None for a completion without an environment."""
 
     ending: Ending | None = None
     """The environment at the end of the conversation; None for a completion without an environment."""
@@ -179,13 +179,13 @@ class Completion:
     was sampled; None if the engine does not report it."""
 
     turn_advantages: list[float] | None = None
-    """[T] for each token, the credit of its turn in the conversation, which is added to the completion's advantage;
-    None if turns have no credit."""
+    """[T] for each token, `turn_credit` times the credit of its turn in the conversation. This product is added to the
+    completion's advantage. None if turns have no credit."""
 
     weight_version: int | None = None
-    """Number of weight updates that the engine had received when the completion was sampled. The staleness of the
-    completion is the engine's current number of weight updates minus this number. None if the engine has no copy of the
-    weights."""
+    """Number of weight updates that the engine had received when the completion was sampled; in a conversation, when
+    the first turn was sampled. The engine's current number of weight updates minus this number is the age of the
+    weights that sampled the completion. None if the engine has no copy of the weights."""
 
     @property
     def is_truncated(self) -> bool:
@@ -266,14 +266,14 @@ class MicroBatch:
     `model.old_logprobs: rollout`, the engine's log-probs (`rollout_logprobs`). None until computed."""
 
     ref_logprobs: Tensor | None = None
-    """[B, T] float32, of the reference; None until computed, or without a reference."""
+    """[B, T] float32, log-probs under the reference; None until computed, or without a reference."""
 
     selected: Tensor | None = None
     """[B, T] bool, True at the tokens selected for the optimizer step (`Objective.selection`). None before the
     selection, and for objectives that do not select tokens."""
 
     turn_advantages: Tensor | None = None
-    """[B, T] float32, the credit of each turn of a conversation; None if turns have no credit."""
+    """[B, T] float32, `turn_credit` times the credit of each token's turn; None if turns have no credit."""
 
     num_chunks: int | None = None
     """Number of chunks (forward passes) in which the scorer runs the completions. It is the maximum over ranks, so that

@@ -41,7 +41,7 @@ class PromptBatch:
 
 
 class LaterBatch(PromptBatch):
-    """A batch of a `PromptSource` that takes its prompts from the dataset at first use.
+    """A batch whose prompts are taken from the dataset of a `PromptSource` only when they are first used.
 
     If a loader has no length, Lightning fetches the next batch before it trains on the current batch. The prompts of
     the next batch are not known at that time, because dynamic sampling may still take further prompts for the current

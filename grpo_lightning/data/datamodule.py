@@ -42,8 +42,9 @@ class PromptDataModule(L.LightningDataModule):
         test_datasets: Mixture for `test` and `predict`; null uses the validation prompts.
         val_split: Number (200) or share (0.05) of the training prompts that are held out for validation. It cannot be
             combined with `val_datasets`. The held-out prompts are sampled with `seed` and are not used for training.
-        batch_size: Prompts per rank and rollout. If the module's `ranks_per_group` is above 1, this is the number per
-            team of ranks. `trainer.accumulate_grad_batches` does not change the number of prompts per update.
+        batch_size: Prompts per rank and rollout. If the module's `ranks_per_group` is above 1, this is the number of
+            prompts per team of ranks. `trainer.accumulate_grad_batches` does not change the number of prompts per
+            update.
         val_batch_size: Prompts per rank and validation step; null uses `batch_size`.
         shuffle: Shuffle the training prompts in a new order every epoch.
         seed: Seed of the order, of `random:N` and of `val_split`; null uses the seed of `seed_everything`.
@@ -137,7 +138,7 @@ class PromptDataModule(L.LightningDataModule):
                 download(entries)
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the data (of a stream, the first rows only); an invalid row stops the run before weights are loaded."""
+        """Read the data (only the first rows of a stream); an invalid row stops the run before weights are loaded."""
         needs_training_data = stage in (None, "fit") or self.val_split is not None
         if needs_training_data and self.train_prompts is None:
             assert self.datasets is not None
@@ -157,7 +158,7 @@ class PromptDataModule(L.LightningDataModule):
             )
 
     def load(self, datasets: list[DatasetEntry] | str) -> Prompts:
-        """Load the prompts of a mixture; if one of its entries is streaming, create a stream of all its prompts."""
+        """Load the prompts of a mixture; if any entry is streaming, create a stream of all prompts of the mixture."""
         seed, limit = run_seed(self.seed), self.length_limit()
         if not is_streaming(datasets):
             return load_mixture(

@@ -56,7 +56,7 @@ class DatasetEntry:
     """New column names by old name, for example `{instruction: question}`. Null drops a column: `{messages: null}`."""
 
     name: str | None = None
-    """Label in logs; by default the name of the file or dataset."""
+    """Name in logs; by default the name of the file or dataset."""
 
     rewards: list[str] | None = None
     """Names of the rewards that apply to these rows; null for all."""
@@ -106,7 +106,7 @@ class DatasetEntry:
 
     @property
     def label(self) -> str:
-        """The path or name in the configuration."""
+        """The path (`json_path`) or name (`dataset`), as in the configuration."""
         return cast(str, self.dataset if self.json_path is None else self.json_path)
 
     @property
@@ -116,14 +116,14 @@ class DatasetEntry:
 
     @property
     def source(self) -> str:
-        """The label in logs."""
+        """The name in logs: `name`, by default the name of the file or dataset."""
         path = Path(self.location.name)
         # A dot starts a file's suffix, but is part of a dataset's name (`NuminaMath-1.5`).
         return self.name or (path.stem if self.json_path is not None else path.name or path.resolve().name)
 
     @property
     def strategy(self) -> str:
-        """The sampling strategy, taking `name#1000` into account."""
+        """The sampling strategy: `random:N` if `dataset` is `name#N`, otherwise `sampling_strategy`."""
         num_rows = self.location.num_rows
         return self.sampling_strategy if num_rows is None else f"random:{num_rows}"
 
@@ -161,7 +161,7 @@ class DatasetEntry:
 
     @classmethod
     def of(cls, item: Any, *, where: str) -> DatasetEntry:
-        """Create an entry from a mapping of its fields or the path of a data file; an entry is returned unchanged.
+        """Create an entry from the path of a data file or from a mapping of fields; an entry is returned unchanged.
 
         Raises:
             ValueError: If a string is not the path of a data file, a key is unknown, or a value has the wrong type. The
@@ -251,7 +251,7 @@ class Strategy:
     is_percent: bool = False
 
     def num_rows(self, rows_count: int) -> int:
-        """The number of rows requested: N, or ceil(P x rows_count / 100)."""
+        """The number of rows requested: N or, for a percentage P, ceil(P x rows_count / 100)."""
         if self.take == "all":
             return rows_count
         # Exact fractions: in floats 7 % of 100 rows is 7.000000000000001, which rounds up to 8.

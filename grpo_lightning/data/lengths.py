@@ -34,12 +34,12 @@ class LengthCount:
     """Counts of prompts that are too long."""
 
     num_prompts: int = 0
-    """All prompts."""
+    """Number of all prompts, including those that are not too long."""
 
     num_too_long: int = 0
 
     longest: int = 0
-    """Tokens of the longest prompt."""
+    """Number of tokens of the longest prompt."""
 
     def with_one(self, num_tokens: int, max_prompt_length: int) -> LengthCount:
         """Return the counts with one more prompt of `num_tokens` tokens."""
@@ -64,8 +64,8 @@ class LengthLimit:
     def measure(self, prompt: Prompt, where: str) -> Measured:
         """Count the tokens of a prompt, and truncate or remove it if it has too many.
 
-        With "drop" and "error", a prompt that is too long becomes None in the returned item. The error itself is raised
-        later, by `check`.
+        With "drop" and "error", the returned item has None in place of a prompt that is too long. The error itself is
+        raised later, by `check`.
 
         Raises:
             ValueError: If the prompt cannot be tokenized, or has images and would be truncated; the message starts with
@@ -85,7 +85,7 @@ class LengthLimit:
         return Measured(kept, num_tokens, where)
 
     def measure_kept(self, measured: Measured) -> Measured:
-        """Measure a prompt unless it has been dropped. Raises: ValueError where `measure` raises one."""
+        """Measure a prompt unless it has been dropped. Raises: ValueError if `measure` raises one."""
         return measured if measured.prompt is None else self.measure(measured.prompt, measured.where)
 
     def cut(self, prompt: Prompt, where: str) -> Prompt:

@@ -61,7 +61,7 @@ def load_mixture(
         seed: Seed of the rows that `random:N` selects.
         template: Prompt template.
         limit: Length limit of prompts.
-        num_proc: Worker processes that parse rows and count tokens.
+        num_proc: Number of worker processes that parse rows and count tokens.
         preflight: Check of images and boxes; None is `Preflight()`, which raises an error for bad images and boxes.
         image_root: Base folder of relative image paths, for entries without an `image_root` of their own.
 

@@ -22,7 +22,10 @@ from grpo_lightning.data.templates import PromptTemplate
 
 @dataclass(frozen=True)
 class Row:
-    """One row as read from a file or dataset. A line of JSON is parsed only if the row is selected."""
+    """One row as read from a file or dataset.
+
+    A line of JSON is parsed only if `DatasetEntry.strategy` selects the row.
+    """
 
     where: str
     """File and line, for error messages."""
@@ -65,7 +68,11 @@ class RowReader:
     with images after that check."""
 
     def __call__(self, row: Row, index: int) -> Measured:
-        """Convert, check and measure a row. Raises: ValueError where `prompt`, `Preflight.one` or `measure` does."""
+        """Convert, check and measure a row.
+
+        Raises:
+            ValueError: If `prompt`, `Preflight.one` or `LengthLimit.measure_kept` raises it.
+        """
         prompt = self.prompt(row, index)
         measured = Measured(prompt, where=row.where)
         if prompt.images:
@@ -147,7 +154,7 @@ def find_file(path: str | os.PathLike[str], *folders: Path) -> Path:
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
-    """One row per line. Blank lines are skipped; the line numbers in messages include them."""
+    """One row per line. Blank lines are skipped, but count in the line numbers of messages."""
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():

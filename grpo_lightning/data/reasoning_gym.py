@@ -369,7 +369,7 @@ def _plain(value: Any) -> Any:
 
 
 def write_rows(path: Path, task: str, config: Mapping[str, Any], items: list[Entry]) -> None:
-    """Write the rows of a task's items. Raises: ValueError where `row` raises one."""
+    """Write the rows of a task's items. Raises: ValueError if `row` raises one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row(task, config, item), ensure_ascii=False) + "\n" for item in items]
     path.write_text("".join(lines), encoding="utf-8")

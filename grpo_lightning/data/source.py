@@ -34,8 +34,8 @@ class PromptSource:
     cycle may then use more prompts than `batch_size`. A run on a stream needs `trainer.max_steps`.
 
     An image shared by several prompts of a cycle is read once. Before a run loads any weights, it checks that images
-    can be read: all images if the prompts are a list, otherwise only those of the first prompts. A `PromptSource`
-    cannot skip the rows of unreadable images; `PromptDataModule` can (`bad_images`).
+    can be read: all images if the prompts are a list, otherwise only the images of the first prompts. A
+    `PromptSource` cannot skip the rows of unreadable images; `PromptDataModule` can (`bad_images`).
 
     Args:
         prompts: The dataset: prompts, texts or rows with a prompt column, in a list, a `datasets.Dataset`, or a
@@ -193,7 +193,11 @@ class PromptSource:
             is_first = False
 
     def step(self, *, is_first: bool) -> tuple[list[Prompt], int]:
-        """Advance by one micro-step. Returns: this rank's prompts of the cycle, and the micro-step's index in it."""
+        """Advance by one micro-step.
+
+        Returns:
+            This rank's prompts of the cycle, and the index of the micro-step in the cycle.
+        """
         if is_first:
             self.begin()
         if not self.position:
@@ -210,7 +214,7 @@ class PromptSource:
         """Start the epoch, or resume at the checkpoint's position.
 
         Raises:
-            ValueError: If a stream has no prompts, or the checkpoint was saved with another `shuffle`.
+            ValueError: If a stream has no prompts, or the checkpoint was saved with a different value of `shuffle`.
         """
         resume, self.resume_from = self.resume_from, None
         # Not checked in load_state_dict: `overfit_batches` turns off shuffling only after that call.
@@ -330,7 +334,7 @@ class PromptSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume at the position in `state`.
 
-        These settings of the source may differ from those in `state`, depending on where the checkpoint was saved:
+        The settings of the source that may differ from those in `state` depend on where the checkpoint was saved:
 
         - between two epochs: all settings, and the data;
         - between two cycles of an epoch: the number of ranks, `ranks_per_group` and the batch size, because the
@@ -431,7 +435,7 @@ class PromptSource:
         return {name: state.get(name, now) for name, now in self._sizes().items()}
 
     def _identity(self) -> dict[str, int]:
-        """The settings that must be the same as in the checkpoint for its position to be valid."""
+        """The settings that must equal the checkpoint's; otherwise the checkpoint's position is not valid."""
         if isinstance(self.prompts, PromptStream):
             return {"shuffle_buffer": self.prompts.shuffle_buffer, "seed": self.seed}
         return {"num_prompts": len(self.prompts), "seed": self.seed}

@@ -72,7 +72,8 @@ TASKS: dict[str, dict[str, str]] = {
     },
     "system": {},
 }
-"""Hints for errors: the names of shipped prompts, by a name that users may try instead."""
+"""Hints for error messages, by kind: for each name that is not shipped but that users may try, the name of the shipped
+prompt for the same task."""
 
 LONGEST_NAME = 255
 """Maximum length of a file name in bytes. File systems raise an error for longer names."""
@@ -205,7 +206,7 @@ def named_text(value: str, *, kind: str, key: str) -> str:
 
 
 def _is_file_name(value: str) -> bool:
-    """True for a single line with the suffix of a text file; it may have spaces and characters of any script."""
+    """True for a single line that ends in `.txt` or `.md`; the line may have spaces and characters of any script."""
     is_short = len(value) < 1000 and all(len(part.encode()) <= LONGEST_NAME for part in value.split("/"))
     return value.endswith((".txt", ".md")) and len(value.splitlines()) == 1 and is_short
 

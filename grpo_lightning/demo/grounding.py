@@ -165,8 +165,9 @@ class GroundingWarmUp:
 
     num_lazy_steps: int = 150
     learning_rate: float = 6e-3
-    """Peak learning rate. In each phase, the learning rate rises to this value during the first `num_ramp_steps`, stays
-    there until the fraction `held_share` of the phase is over, and then decays to zero."""
+    """Peak learning rate of the first two phases; `lazy_learning_rate` is the peak of the last phase. In each phase,
+    the learning rate rises to its peak during the first `num_ramp_steps`, stays there until the fraction `held_share`
+    of the phase is over, and then decays to zero."""
 
     lazy_learning_rate: float = 5e-4
     num_ramp_steps: int = 20

@@ -1,4 +1,4 @@
-"""The number game's tiny Qwen2, its tokenizer and its rows: built offline in seconds, then cached.
+"""Builds the model (a tiny Qwen2), tokenizer and rows of the number game offline in seconds, and caches them.
 
 The policy has four guesses to find a digit. After a wrong guess, the environment answers whether the digit is higher
 (`+`) or lower (`-`) than the guess:

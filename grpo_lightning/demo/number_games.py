@@ -1,4 +1,4 @@
-"""Rows of the number game in words, for a policy that understands English.
+"""Rows of the number game with questions in English, for a policy that understands English.
 
 A row is {"question": "I am thinking of a whole number from 312 to 411.", "number": 345}. The environment is
 `environments.GuessTheNumber`, which reads the column `number`. The recipe's `data.question_template` states the rules

@@ -2,7 +2,8 @@
 
 A brief supervised warm-up teaches the model two kinds of completions for every task:
 
-- hasty completions give the answer to some other question. At the end of the warm-up, most completions are hasty;
+- hasty completions give the answer to some other question. At the end of the warm-up, most completions of the model
+  are hasty;
 - worked completions write the steps of the solution first, and are mostly right.
 
 GRPO has to find out which kind is rewarded. Tasks, questions and verifiers are those of reasoning-gym. Nothing is
@@ -174,7 +175,7 @@ class GymRecipe(Recipe):
 
     @cached_property
     def heldout(self) -> dict[str, list[Entry]]:
-        """Evaluation questions by task, not in the other two sets. Raises: ValueError if too few are found."""
+        """Evaluation questions by task, not in `train` or `warm_up`. Raises: ValueError if too few are found."""
         first = self.num_train + self.num_warm_up
         found = {}
         for task, config in TASKS.items():

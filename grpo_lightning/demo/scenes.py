@@ -46,7 +46,7 @@ NAMELESS_SHAPES: dict[str, Outline] = {
     "arrow": [(0, 0.3), (0.5, 0.3), (0.5, 0), (1, 0.5), (0.5, 1), (0.5, 0.7), (0, 0.7)],
     "hourglass": [(0, 0), (1, 0), (0.6, 0.5), (1, 1), (0, 1), (0.4, 0.5)],
 }
-"""Shapes without a word in any question."""
+"""Shapes that no question names."""
 
 NAMELESS_DISTANCE = 60.0
 """Minimum RGB distance of a nameless color from every named color."""
@@ -214,8 +214,9 @@ class SceneTask:
         """The worked completion: the color or shape of the thing, its left and upper edge, then its box.
 
         The model computes each number from the preceding text. The model finds the left edge by the color, or by the
-        shape if the question names only the shape. It finds the upper edge by all that the question names. If these are
-        a color and a shape, the hidden state of the comma after the left edge combines the two.
+        shape if the question names only the shape. It finds the upper edge by every property that the question names.
+        If the question names the color and the shape, the hidden state of the comma after the left edge combines these
+        two properties.
         """
         color, shape = describe(thing, naming)
         left, top, *_ = box = self.pixels(thing.cells)

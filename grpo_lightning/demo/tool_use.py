@@ -1,4 +1,4 @@
-"""The calculator's tiny Qwen2, its tokenizer and its sums: built offline in about a minute, then cached.
+"""The calculator demo: a tiny Qwen2, its tokenizer and its sums, built offline in about a minute, then cached.
 
 The task is a sum of three two-digit numbers, which this model cannot compute. It can call a calculator:
 
@@ -34,7 +34,7 @@ CHAT_TEMPLATE = (
     "R:{{ message.content }}\n{% else %}Q:{{ message.content }}\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
 )
-"""Describes the tools by their names only: the model is small, and learns their use in the warm-up."""
+"""This chat template describes the tools by their names only: the small model learns in the warm-up how to use them."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ToolTask:
 
     num_terms: int = 3
     least: int = 40
-    """The smallest number that occurs in a sum. The sums then have three digits."""
+    """The smallest number that occurs in a sum. With 40, every sum of three numbers has three digits."""
 
     num_train: int = 4096
     num_heldout: int = 200
@@ -69,7 +69,7 @@ class ToolTask:
         return [(call, True), (f"R:{total}\nA:", False), (f"{total}{EOS}", True)]
 
     def answer_with_guess(self, draw: random.Random) -> list[tuple[str, bool]]:
-        """The answer without a call: the result of a random other sum."""
+        """The answer without a call: the result of another, random sum."""
         return [(f"{sum(self.terms(draw))}{EOS}", True)]
 
     def write(self, folder: Path) -> None:

@@ -38,7 +38,7 @@ class MultiTurnFunction(Environment):
         self.messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
     def step(self, completion: str) -> Step:
-        """Call the function. Raises: ValueError if it does not return what ms-swift expects."""
+        """Call the function. Raises: ValueError if the function does not return what ms-swift expects."""
         is_continued = bool(self.messages) and self.messages[-1]["role"] == "assistant"
         before = str(self.messages[-1]["content"]) if is_continued else ""
         kept = self.messages[:-1] if is_continued else self.messages
@@ -122,7 +122,7 @@ class ToolObject(Tools):
 
     @property
     def for_rewards(self) -> Any:
-        """The object itself."""
+        """The object from the factory, which rewards get in the argument `environments`."""
         return self.object
 
     def reset(self, **columns: Any) -> Any:

@@ -231,7 +231,8 @@ def _is_finite(value: Any) -> bool:
 def messages_of(observation: Any, role: str) -> list[Message]:
     """Convert an observation to messages; text becomes a message with this `role`. Raises: InvalidStepError.
 
-    The content of a message is text if it has no images, else a list of parts.
+    In the result, the content of a message without images is text, and the content of a message with images is a list
+    of parts.
     """
     if observation is None:
         return []

@@ -59,7 +59,7 @@ class EnvironmentCalls:
 
     @property
     def is_async(self) -> bool:
-        """True if a method is a coroutine function."""
+        """True if at least one of the methods in `METHODS` is a coroutine function."""
         return any(inspect.iscoroutinefunction(getattr(self.environment, name, None)) for name in METHODS)
 
     @property

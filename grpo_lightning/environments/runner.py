@@ -105,7 +105,7 @@ class EnvironmentRunner:
 
         Args:
             prompts: N prompts.
-            seeds: N seeds, one per call, for its random numbers.
+            seeds: N seeds: one for the random numbers of each call.
         """
         columns = [{"prompt": prompt.content, **prompt.columns} for prompt in prompts]
         return self._all("reset", [None] * len(prompts), columns, seeds)

@@ -30,7 +30,7 @@ ToolFormat = Literal["auto", "json", "python"]
 `python` is `[name(argument=value)]`, which Llama 3.2, Llama 4 and LFM2 write. `auto` reads both formats."""
 
 OUTCOMES = ("ok", "malformed", "unknown_tool", "wrong_arguments", "exception", "timeout", "crash", "too_many")
-"""The outcomes of a call; `environment/calls/<outcome>` counts each."""
+"""The possible outcomes of a call. The metric `environment/calls/<outcome>` counts the calls with this outcome."""
 
 _MARKED = re.compile(
     r"<tool_call>(.*?)(?:</tool_call>|\Z)"
@@ -39,7 +39,7 @@ _MARKED = re.compile(
     r"|(?:\[TOOL_CALLS\]|<\|python_tag\|>)(.*?)(?=\[TOOL_CALLS\]|<\|python_tag\|>|\Z)",
     re.DOTALL,
 )
-"""Matches calls with markers. A group of the match is the text between two markers, or after a marker."""
+"""Matches calls with markers. The capture group of a match is the text between two markers, or after a marker."""
 
 MOST_FAILED = 64
 """Maximum number of failed attempts to read JSON in a text, because the time of an attempt may be proportional to the
@@ -134,7 +134,7 @@ class Tools(Environment):
         return "ok", value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
     def on_failure(self, kind: str, problem: str) -> Step | None:
-        """Report the timeout or crash of a call to the policy."""
+        """Report to the policy that a call timed out or crashed. Returns: None for other kinds of failure."""
         if kind not in ("timeout", "crash"):
             return None
         what = "took too long" if kind == "timeout" else "ended unexpectedly"
@@ -167,8 +167,8 @@ def read_calls(text: str, names: Mapping[str, Any], style: ToolFormat = "auto") 
     Calls are marked by `<tool_call>...</tool_call>`, by a code fence (`tool_code` or `tool_call`), or by another marker
     of the model. In a turn with markers, only the marked text is read. Many tokenizers, however, remove the markers. In
     a turn without markers, a call in JSON may have other text around it, and a list of calls in Python may have other
-    text after it. If a turn has other text, a call counts only if it names a known tool. If not, a call of an unknown
-    tool counts too, but with the style "auto" only if the call has arguments.
+    text after it. If a turn has other text, a call counts only if it names a known tool. If a turn has nothing but
+    calls, a call of an unknown tool counts too. With the style "auto", however, it counts only if it has arguments.
 
     Args:
         text: The turn.

@@ -247,7 +247,7 @@ def groups_without_gradient(
     Args:
         rewards: [N, G] one reward per completion; nan is not scorable.
         lengths: [N, G] number of trained tokens of each completion.
-        baseline: As in `group_relative_advantages`. No scale changes the result.
+        baseline: As in `group_relative_advantages`. The result is the same for every scale.
         k: As in `group_relative_advantages`.
 
     Returns:

@@ -41,7 +41,8 @@ def importance_ratio(
             own log-prob, so that advantages may differ between tokens (GSPO-token, eq. 14).
 
     Returns:
-        [B, T], or [B, 1] for "sequence"; exactly 1 where `logprobs` equals `old_logprobs`.
+        [B, T], or [B, 1] for "sequence". The ratio is exactly 1 where `logprobs` equals `old_logprobs`: at this token
+        for the level "token", and at all trained tokens of the sequence for the other levels.
 
     Raises:
         ValueError: If the level is none of the three.
@@ -105,7 +106,7 @@ def clipped_surrogate(
         dual_clip: Maximum ratio of tokens of negative advantage; None means no limit.
 
     Returns:
-        The loss of each token, to be minimized: [B, T], or [B, 1] where both inputs are.
+        The loss of each token, to be minimized: [B, T], or [B, 1] if both inputs have the shape [B, 1].
 
     Raises:
         ValueError: If `dual_clip` is not above 1 + `epsilon_high`: it would then limit ratios inside the clip range.
@@ -132,8 +133,8 @@ def cispo_surrogate(
         loss = -stop_gradient( min(max(r, 1 - epsilon), 1 + epsilon_high) ) A logprob
 
     CISPO is the loss of MiniMax-M1 (arXiv:2506.13585). Its authors and TRL do not use the lower bound; verl does. The
-    cap is 1 + `epsilon_high`. In some other implementations, the cap is `epsilon_high` itself: subtract 1 from it to
-    get the same cap here.
+    cap is 1 + `epsilon_high`. In some other implementations, the cap is `epsilon_high` itself: subtract 1 from their
+    `epsilon_high` to get the same cap here.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences; treated as a constant.
@@ -192,7 +193,7 @@ def sapo_surrogate(
         temperature_negative: tau where A <= 0. With a larger tau, the gradient vanishes at ratios closer to 1.
 
     Returns:
-        The loss of each token, to be minimized: [B, T], or [B, 1] where both inputs are.
+        The loss of each token, to be minimized: [B, T], or [B, 1] if both inputs have the shape [B, 1].
 
     Raises:
         ValueError: If `ratio` or `advantages` does not have two dimensions.
@@ -548,7 +549,8 @@ def keeps_sequence(
         rollout_logprobs: [B, T] nats, of the engine when it sampled the tokens.
         mask: [B, T] bool, True where a token is trained on.
         advantages: [B, 1].
-        threshold: How many nats the mean log-prob per token of a completion with A < 0 may have fallen since sampling.
+        threshold: Limit, in nats, for completions with A < 0. A completion is dropped if its mean log-prob per token
+            has fallen by more than this limit since sampling.
 
     Returns:
         [B, 1] bool, True where a completion is trained on.
@@ -657,11 +659,11 @@ def aggregate(
 
     The shares of all micro-batches of all ranks add up to the mean. If the strategy averages gradients over ranks (DDP,
     FSDP, ZeRO), multiply the share by the number of ranks. If gradient accumulation averages over micro-batches,
-    multiply it by the number of micro-batches as well.
+    multiply the share by the number of micro-batches as well.
 
     Args:
-        values: [B, T] loss of each token, or [B, 1] if the loss is the same for every token of a row. It may be nan or
-            infinite where the mask is False.
+        values: [B, T] loss of each token, or [B, 1] if the loss is the same for every token of a row. The loss may be
+            nan or infinite where the mask is False.
         mask: [B, T] bool, True where a token is trained on.
         by: "token" weights all tokens equally (DAPO, arXiv:2503.14476, sec. 3.3). "sequence" weights all completions
             equally (GRPO, arXiv:2402.03300, eq. 3). "constant" divides by a constant that does not depend on the

@@ -1,4 +1,4 @@
-"""Load-balancing loss of mixtures of experts, from sums over tokens: the sums of micro-batches and ranks add up."""
+"""Load-balancing loss of mixtures of experts, from sums over tokens, which are added over micro-batches and ranks."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def token_covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
 
 def _highest(values: Tensor, count: int, keys: Tensor) -> Tensor:
-    """True at the `count` highest of the values [M]. Smaller keys [M] come first among equal values."""
+    """True at the `count` highest of the values [M]; among equal values, smaller keys [M] come first."""
     order = keys.argsort(stable=True)
     order = order[values[order].argsort(descending=True, stable=True)]
     return torch.zeros_like(values, dtype=torch.bool).scatter(0, order[:count], True)

@@ -38,7 +38,7 @@ def adapter_layers(model: nn.Module) -> Iterator[Any]:
 
 
 def switched_modules(model: nn.Module) -> Iterator[Any]:
-    """Iterate over the modules that run differently with an adapter: layers with adapters, and copied layers."""
+    """Iterate over modules that an adapter changes: layers with adapters, and copied layers (`modules_to_save`)."""
     return (module for module in model.modules() if is_adapter_layer(module) or is_copied(module))
 
 

@@ -19,10 +19,10 @@ for gathering the weights if they are sharded. `AutoChunks` weighs the two costs
 The vocabulary head maps hidden states to logits, which give the log-prob and entropy of each token. The head, too, runs
 in one of two ways:
 
-full: The model's own logits, [rows, T, V], of all tokens at once.
+full: The model itself computes the logits, [rows, T, V], of all tokens at once.
 
-sliced: The logits of one slice of tokens at a time. If there are several slices, the logits of each are freed before
-the next slice is computed, and recomputed in the backward pass. Padding is skipped.
+sliced: The logits are computed for one slice of tokens at a time. If there are several slices, the logits of a slice
+are freed before the next slice is computed, and are recomputed in the backward pass. Padding is skipped.
 
 The policy is only called through the forward of its root module, because hooks of its modules may gather sharded
 weights. Therefore no code here calls the head directly. Instead, the head's `forward` is replaced while the root module
@@ -631,8 +631,8 @@ def refuse_transformers_checkpointing(model: nn.Module) -> None:
 
 
 Aligned = Callable[[Tensor], Tensor]
-"""Function that picks the outputs [rows, T, ...] that predict the T completion tokens, among the outputs of a forward
-pass at all inputs."""
+"""Function that takes all outputs of a forward pass, and returns the outputs [rows, T, ...] that predict the T
+completion tokens."""
 
 Logits = Callable[[Tensor], Tensor]
 """Maps hidden states [..., H] to the model's logits [..., V]."""

@@ -361,7 +361,7 @@ def check_template_settings(settings: Mapping[str, Any]) -> None:
 
 
 def turn_settings(messages: Sequence[Message], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `apply_chat_template` to continue a final assistant message (prefill), or to open an assistant turn.
+    """Arguments of `apply_chat_template` to continue a final assistant message, or to open an assistant turn.
 
     Args:
         messages: The chat.
@@ -378,7 +378,7 @@ def turn_settings(messages: Sequence[Message], settings: Mapping[str, Any]) -> d
 def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = "") -> list[int]:
     """Tokenize a prompt: text as it is, messages with the chat template and an open assistant turn.
 
-    A final assistant message (prefill) is continued by the completions.
+    If the last message is an assistant message (a prefilled answer), the completions continue this message.
 
     Args:
         prompt: Text or messages.

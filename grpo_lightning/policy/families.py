@@ -1,7 +1,7 @@
 """Vision-language model families, one record each. No other file depends on the model types of these families.
 
-A record has only the properties that models do not declare themselves. Models do declare which tensors their forward
-takes, whether their positions are three-dimensional, and how many tokens an image has.
+A record has only the properties that models do not declare themselves. Models do declare which tensors their method
+`forward` takes, whether their positions are three-dimensional, and how many tokens an image has.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Family:
     resizing: Resizing
 
     pixel_count: int = 1
-    """How many times the processor counts each pixel of an image towards its pixel limits."""
+    """How many times the processor counts each pixel of an image towards the limits on the number of pixels."""
 
     attends_both_ways: bool = False
     """True if image tokens attend bidirectionally to the tokens of their image, which requires a mask."""
@@ -85,7 +85,7 @@ FAMILIES: Mapping[str, Family] = {
         unused=("head",),  # SigLIP's pooling, which exists unless `vision_use_head` is off
     ),
 }
-"""By `config.model_type`."""
+"""The record of every family, by the `config.model_type` of its models."""
 
 REMOTE_CODE = {"internvl_chat": "internvl"}
 """Model types that exist only as remote code in a checkpoint, and the native types that replace them."""
@@ -164,7 +164,7 @@ def freeze_vision(model: nn.Module) -> None:
 
 
 def freeze_unused(model: nn.Module) -> None:
-    """Freeze unused modules of the vision tower and log them: DDP would wait for their gradients."""
+    """Freeze unused modules of the vision tower, because DDP would wait for their gradients; log their names."""
     for name, module in unused_parts(model).items():
         if any(weight.requires_grad for weight in module.parameters()):
             module.requires_grad_(False)

@@ -48,13 +48,13 @@ ROTARY = "apply_rotary_pos_emb"
 
 
 def rotary_layers(model: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """The attention layers of a model whose forward calls the function `ROTARY`, with the forward of their class."""
+    """Pairs (layer, forward of its class) of the attention layers whose forward calls the function `ROTARY`."""
     forwards = [(module, type(module).forward) for module in model.modules()]
     return [(module, forward) for module, forward in forwards if rotary_function(forward) is not None]
 
 
 def rotary_function(forward: Any) -> FunctionType | None:
-    """The function `ROTARY` that a forward calls, also under decorators; None if it calls none."""
+    """The function `ROTARY` that a forward calls, even if the forward is decorated; None if it calls no `ROTARY`."""
     inner = inspect.unwrap(forward)
     if not isinstance(forward, FunctionType) or not isinstance(inner, FunctionType):
         return None
@@ -63,7 +63,7 @@ def rotary_function(forward: Any) -> FunctionType | None:
 
 
 def norms(model: nn.Module) -> list[nn.Module]:
-    """The RMS norms of a model that modeling code defines. The norms of torch are one kernel already."""
+    """The RMS norms of a model, except torch's own norms, which already run as one kernel."""
     return [
         module
         for module in model.modules()

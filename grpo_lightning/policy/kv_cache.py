@@ -213,7 +213,7 @@ if hasattr(cache_utils, "DummyLayer"):
 
 
 def stores_keys(config: PretrainedConfig) -> bool:
-    """True if a layer of the model has attention, so that its cache stores keys and values."""
+    """True if the model's cache stores keys and values: a layer has attention, or the config lists no layers."""
     layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
     return not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers)
 
@@ -478,7 +478,7 @@ class SharedPrompts(Cache):
 
     @property
     def layout(self) -> tuple[int, int, int]:
-        """Identifier of a step's tensors and shapes: changes when they change, and differs between caches."""
+        """Identifier of a step's tensors and shapes. It changes when they change. No two caches share an identifier."""
         return self.cache_id, self.changes, self.window
 
     def fill_in_place(self) -> None:
@@ -713,7 +713,7 @@ def attend_to_current(
 
     Raises:
         NotImplementedError: If the model uses attention that `SharedPrompts` does not compute.
-        RuntimeError: If the policy is called in a thread that does not sample.
+        RuntimeError: If the policy is called in one thread while completions are sampled in another thread.
     """
     cache = current.get(None)
     if cache is None:
@@ -858,7 +858,7 @@ def pack_rows(kept: list[int]) -> list[int]:
 
 
 def unshared_reason(policy: nn.Module) -> str | None:
-    """Reason, by declared properties, why completions cannot read their prompt's states together; None if they can."""
+    """Reason, from the model's class or config, why completions cannot share a prompt's states; None if they can."""
     base = base_model(policy)
     if not getattr(base, "_supports_attention_backend", False):
         return f"the attention of {type(base).__name__} cannot be replaced"

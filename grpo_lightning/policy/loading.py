@@ -101,7 +101,7 @@ class PolicyLoader(PolicySettings):
         Args:
             sharding: How the weights will be sharded over the ranks; None if they are not sharded.
             longest_row: Number of tokens of the run's longest prompt plus those of its longest completion. The
-                frequencies of longrope and dynamic rope are fixed to this length. None uses all positions of the model.
+                frequencies of longrope and dynamic rope are fixed to this length. None means the model's maximum.
             compute_dtype: Dtype that the run computes in (`trainable.compute_dtype`); None means the weights' dtype.
             device_type: Device type of the run; None means CUDA if available.
         """
@@ -275,9 +275,10 @@ def import_model_code(config: PretrainedConfig) -> None:
     """Import the module of transformers that defines the models of this config; do nothing for code of a checkpoint.
 
     While ZeRO-3 builds a model, it replaces the constructors of all `nn.Module` classes, and restores them afterwards.
-    The classes of a Python module that is imported meanwhile get back the constructors that they had before their
-    decorators ran. Classes of experts then lack what transformers' decorators add to the constructors, and the next
-    model that is built in the process cannot run. Therefore the Python module is imported before the model is built.
+    If a Python module is imported before ZeRO-3 restores the constructors, the classes of this module get back the
+    constructors that they had before their decorators ran. Classes of experts then lack what transformers' decorators
+    add to the constructors, and the next model that is built in the process cannot run. Therefore the Python module is
+    imported before the model is built.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -408,8 +409,9 @@ def disable_router_loss(model: nn.Module) -> None:
 def checkpoint_layers(model: nn.Module) -> None:
     """Activation checkpointing: recompute every decoder layer in the backward pass, without dropping the KV cache.
 
-    The `forward` of each layer is wrapped, not the layer, so that hooks of sharding strategies stay outside the
-    recompute. transformers' own gradient checkpointing cannot be used, because it drops the cache in train mode.
+    The `forward` of each layer is wrapped, not the layer, so that the hooks that sharding strategies add to a layer do
+    not run again when the layer is recomputed. transformers' own gradient checkpointing cannot be used, because it
+    drops the cache in train mode.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -509,7 +511,7 @@ def check_names_without_weights(loader: PolicySettings, config: PretrainedConfig
 
 
 def adapter_setting(loader: PolicySettings, name: str) -> Any:
-    """Read a setting from the adapter of a model in memory, else from the initial adapter, else from a new adapter.
+    """Read an adapter setting: of a model in memory with adapters, else of the initial adapter, else of `policy.lora`.
 
     Args:
         loader: The policy's settings.

@@ -12,7 +12,7 @@ from grpo_lightning.policy.hf import is_copied
 from grpo_lightning.policy.lora_targets import check_saved
 
 BASE_IS_LOST = ("pissa_niter", "corda", "lora_ga")
-"""Initialisations (`init_lora_weights`) that change the base's weights in a way that peft cannot repeat when it loads a
+"""Initializations (`init_lora_weights`) that change the base's weights in a way that peft cannot repeat when it loads a
 saved adapter. The change depends on random numbers, or on activations and gradients of data. PiSSA, OLoRA and LoftQ
 change the base's weights too, but peft can repeat their change."""
 
@@ -211,7 +211,7 @@ def check_given(model: Any) -> None:
 
 
 def check_state(model: Any, name: str) -> None:
-    """Raise ValueError unless exactly the weights of the adapter `name` of a `PeftModel` are trainable and in use."""
+    """Raise ValueError unless the adapter `name` of a `PeftModel` is in use, and exactly its weights are trainable."""
     layers, subject = list(adapter_layers(model)), f"The adapter {name!r} of the policy"
     kinds = {type(variant).__name__ for layer in layers for variant in layer.lora_variant.values()}
     if others := sorted(kind for kind in kinds if not kind.startswith("Dora")):

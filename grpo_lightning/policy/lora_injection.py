@@ -40,7 +40,7 @@ def add_adapters(model: Any, lora: LoRA, dtype: torch.dtype | None = None) -> An
     """Freeze a model and add float32 adapters, which are equal on every rank, to its layers.
 
     Args:
-        model: The unsharded base. Its layers are replaced in place. The result wraps it.
+        model: The unsharded base model. Its layers are replaced in place. The result wraps the base model.
         lora: Settings of the adapters.
         dtype: Dtype that the strategy converts all weights to (`Sharding.converts_weights`); None if it converts none.
 
@@ -105,7 +105,7 @@ def select(model: Any, lora: LoRA) -> Selection:
 
     Args:
         model: The base model; its weights are not read, so it may be on the meta device.
-        lora: Settings of the new adapters. Its `adapter`, a saved adapter to start from, is None.
+        lora: Settings of the new adapters. Their field `adapter` (a saved adapter to start from) is None.
 
     Raises:
         ValueError: If a name matches nothing, or matches a layer that cannot be trained.
@@ -191,16 +191,16 @@ def adapted_modules(model: Any, lora: LoRA) -> dict[str, nn.Module]:
 def reset_magnitudes(adapted: Any, dtype: torch.dtype | None = None) -> None:
     """Set DoRA's magnitudes to the norms of the base's rows, so that the policy equals its base.
 
-    peft computes the norms of new adapters in the dtype of the loaded base. If the strategy later converts the weights
-    to 16 bits, the norms of the rounded rows are different. Magnitudes computed from the float32 rows would then change
-    the logits by up to 1 %.
+    For new adapters, peft computes these norms in the dtype of the loaded base. If the strategy later converts the
+    weights to 16 bits, the norms of the rounded rows are different. Magnitudes computed from the float32 rows would
+    then change the logits by up to 1 %.
 
     Args:
         adapted: Model with new adapters.
         dtype: Dtype that the strategy converts all weights to; None if it converts none.
 
     Raises:
-        ValueError: If a row of a weight is 0, because DoRA divides by its norm.
+        ValueError: If all values in a row of a weight are 0, because DoRA divides by the norm of the row.
     """
     name = trained_adapter(adapted)
     for key, layer in adapted.named_modules():
@@ -249,7 +249,7 @@ def rebuild_adapter(model: Any, description: Mapping[str, Any]) -> Any:
     """Add the layers of an adapter to a model, without the weights that the run trained.
 
     Args:
-        model: The unsharded base. Its layers are replaced in place. The result wraps it.
+        model: The unsharded base model. Its layers are replaced in place. The result wraps the base model.
         description: Result of `describe_adapter`.
     """
     from peft import PeftConfig, get_peft_model

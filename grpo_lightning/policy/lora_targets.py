@@ -85,8 +85,8 @@ def names_mistaken_for_experts(model: nn.Module, names: Iterable[str]) -> set[st
     """Names of linear layers that peft mistakes for experts, so that these layers would get no adapter.
 
     In older releases of transformers, each expert had its own `gate_proj`, `up_proj` and `down_proj`; now all experts
-    of a layer are one fused tensor. To load old adapters, peft redirects the old names to the fused tensor, even where
-    they name dense layers or shared experts.
+    of a layer are one fused tensor. To load old adapters, peft redirects the old names to the fused tensor, even if
+    dense layers or shared experts have these names.
 
     Args:
         model: The base model.
@@ -170,7 +170,7 @@ def saved_modules(
 
 
 def check_saved(model: nn.Module, name: str, module: nn.Module, setting: str) -> None:
-    """Raise ValueError if a module cannot be trained as a copy, with weights that are tied, quantized or missing.
+    """Raise ValueError if a module cannot be trained as a copy, because its weights are tied, quantized or missing.
 
     Args:
         model: The policy.
@@ -195,7 +195,7 @@ def check_saved(model: nn.Module, name: str, module: nn.Module, setting: str) ->
 
 
 def targets(model: Any, names: list[str] | None = None, saved: Iterable[str] = ()) -> dict[str, nn.Module]:
-    """Select the layers that get adapters: linear layers of the language model, and its head if `names` has it.
+    """Select the layers that get adapters: linear layers of the language model, and the head if `names` matches it.
 
     Args:
         model: The base model.

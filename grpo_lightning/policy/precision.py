@@ -88,11 +88,11 @@ def forward_in_float32(module: nn.Module, hidden: Tensor, **kwargs: Any) -> Tens
 
 
 def linear_copies(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Copy linear layers' float32 weights to autocast's dtype. Returns: copies by name, one per name of a tied weight.
+    """Copy linear layers' float32 weights to autocast's dtype. Returns: copies by the names of the weights.
 
-    Autocast makes the same copies in every forward pass. A layer whose `forward` was replaced, for example by
-    `use_float32_head`, gets no copy. In a model with DoRA, no layer gets a copy, because DoRA computes its norms from
-    the weights themselves.
+    Autocast makes the same copies in every forward pass. A weight that several linear layers share has one copy per
+    layer. A layer whose `forward` was replaced, for example by `use_float32_head`, gets no copy. In a model with DoRA,
+    no layer gets a copy, because DoRA computes its norms from the weights themselves.
     """
     if any("lora_magnitude_vector" in name for name, _ in model.named_parameters()):
         return {}

@@ -171,7 +171,7 @@ class SyncReference:
     """How often and how far the reference is updated towards the policy."""
 
     every_n_steps: int = 512
-    """Optimizer steps between two updates of the reference."""
+    """Number of optimizer steps between two updates of the reference."""
 
     mixup_alpha: float = 0.6
     """Weight of the policy in the new reference; 1 copies the policy."""

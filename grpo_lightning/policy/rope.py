@@ -1,4 +1,4 @@
-"""Fix length-dependent rotary frequencies (longrope, dynamic NTK) for the whole run.
+"""Use one set of length-dependent rotary frequencies (longrope, dynamic NTK) for the whole run.
 
 transformers recomputes these frequencies in every forward pass, from the largest position in the batch. As soon as one
 row exceeds the model's original context length, the log-probs of all rows in the batch change. In addition, the keys

@@ -1,8 +1,8 @@
 """Routers of mixtures of experts: find them in a model, and record their logits during forward passes.
 
 The models of transformers compute their load-balancing loss from the attention mask and the router logits of one
-forward pass. With a KV cache, the mask covers all tokens and the logits only the new tokens, so the loss cannot be
-computed in this way. Instead, forward hooks on the routers record the logits. The hooks exist only while the root
+forward pass. With a KV cache, the mask covers all tokens, but the logits cover only the new tokens, so the loss cannot
+be computed in this way. Instead, forward hooks on the routers record the logits. The hooks exist only while the root
 module runs. When activation checkpointing runs the routers again in the backward pass, the hooks are gone, so no token
 is recorded twice.
 """
@@ -70,7 +70,10 @@ class Routers:
 
 
 def _record(recorded: list[Tensor], index: int, module: nn.Module, inputs: Any, output: Any) -> None:
-    """Forward hook: record logits. It must compute nothing, because activation checkpointing recomputes without it."""
+    """Forward hook: record logits.
+
+    The hook must compute nothing, because activation checkpointing repeats the forward pass without the hook.
+    """
     recorded.append(output[index] if isinstance(output, tuple) else output)
 
 
@@ -101,7 +104,7 @@ def find_routers(model: nn.Module) -> Routers:
 
 
 def _idle_modules(wrapper: Any) -> set[nn.Module]:
-    """The modules inside peft's wrapper of a copied layer (`modules_to_save`) that do not run in training."""
+    """Inside peft's wrapper of a copied layer (`modules_to_save`), the modules that do not run in training."""
     layers = [wrapper.original_module, *wrapper.modules_to_save.values()]
     return {module for layer in layers if layer is not running_module(wrapper) for module in layer.modules()}
 

@@ -68,12 +68,13 @@ def load_tokenizer(
 
 
 def load_processor(loader: PolicySettings, config: PretrainedConfig) -> Any:
-    """Load a multimodal policy's processor, and set the loader's image limits; None for a text-only policy.
+    """Load a multimodal policy's processor, with the image limits that `loader` sets; None for a text-only policy.
 
     Raises:
         FileNotFoundError: If the processor cannot be loaded.
         ImportError: If a package that the processor needs is not installed.
-        ValueError: If the given object is not a processor, or does not support the image limits.
+        ValueError: If the policy's processor has no image processor, if the policy's family does not support the image
+            limits, or if the limits contradict each other.
     """
     from transformers import AutoProcessor
 

@@ -210,7 +210,8 @@ def check_masters(settings: PolicySettings, precision: str | int | None, *, has_
 def trained_dtypes(settings: PolicySettings) -> dict[str, torch.dtype]:
     """Dtype of each weight that a run trains, by name; only for a model in memory.
 
-    Copies of 16-bit layers are left out, because the run converts these copies to float32 (`widen_copies`).
+    An adapter's copies of 16-bit layers (`modules_to_save`) are left out, because the run converts these copies to
+    float32 (`widen_copies`).
     """
     model = settings.model
     frozen = {id(weight) for module in frozen_modules(model, settings) for weight in module.parameters()}

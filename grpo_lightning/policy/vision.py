@@ -157,7 +157,7 @@ class PlacedPrompts(NamedTuple):
     """Positions of prompt tokens, and of the first token after each prompt."""
 
     arguments: dict[str, Tensor]
-    """Arguments of the model's forward for the prompts: `position_ids`, and the token types under the model's names."""
+    """Arguments of the model's forward for the prompts: `position_ids` and the token types, as the model names them."""
 
     first: Tensor
     """[N, 1] position of the first token after each prompt."""

@@ -22,7 +22,7 @@ CURVES = "curves.png"
 """Name of the picture in the run's folder (`LearningCurves`), and in the folder of the model."""
 
 SECTIONS = ("trainer.callbacks", "data.prepare")
-"""Settings that say nothing about the model."""
+"""Settings that the card leaves out, because they contain no information about the model."""
 
 
 def write_card(folder: Path, run: Path | None, *, policy: str, is_adapter: bool, is_multimodal: bool) -> Path:

@@ -52,7 +52,7 @@ passed too, if the data has no column of the same name:
 
 By default, a call gets the completions of one prompt. Only a call of an async reward, or of a reward with
 `in_process = True`, gets the completions of the whole batch. Worker processes (`rewards/workers.py`) call copies of a
-reward, so a reward that runs there must keep no state between calls.
+reward, so a reward that runs in workers must keep no state between calls.
 
 A `Reward` may override two checks, which run before any weights load: `check` for its settings, and `check_row` for
 each row that it will score. It may load its models in `connect`, which is called when the policy is loaded. In
@@ -136,8 +136,8 @@ class Reward(ABC):
 
     says_solved: bool = False
     """True if a value of 1 means that the completion solves its prompt, as in rewards that compare the answer with the
-    ground truth or run tests on it. Validation (`val/avg@G`) uses the first reward for which this is True, unless
-    `validation.success` names another."""
+    ground truth or run tests on the answer. Validation (`val/avg@G`) uses the first reward for which this is True,
+    unless `validation.success` names another reward."""
 
     in_process: bool = False
     """True if the reward is called in the training process, once per batch. Set it for a reward that uses a device or
@@ -185,7 +185,7 @@ class Reward(ABC):
 
         Args:
             columns: The row's data columns; a run also passes the row's prompt as `prompts`. If a column is missing
-                here, the reward gets None for it when it is called.
+                here, `__call__` gets None as the column's value for this row.
             image_sizes: One per image of the row.
 
         Raises:
@@ -385,7 +385,7 @@ class WeightedReward(Reward):
 
     @property
     def has_prefetch(self) -> bool:
-        """True if the wrapped reward overrides `Reward.prefetch`, and this `prefetch` belongs to its `__call__`.
+        """True if the wrapped reward overrides `Reward.prefetch`, and the override fits the reward's `__call__`.
 
         The value is False if a subclass overrides only `__call__`: the inherited `prefetch` may not fetch the results
         that the new `__call__` needs.
@@ -494,7 +494,10 @@ def _belongs_here(reward: RewardLike) -> bool:
 
 
 def _name(reward: RewardLike) -> str:
-    """The default name of a reward: its own name or its class name in snake case; `<name>_fn` if that is reserved."""
+    """The default name of a reward: its `name` or `__name__`, or else its class name in snake case.
+
+    If the logs reserve this name (`RESERVED_NAMES`), the default name is `<name>_fn`.
+    """
     inner = innermost(reward)
     name = getattr(inner, "name", None) or getattr(inner, "__name__", None)
     name = name if isinstance(name, str) else snake_case(type(inner).__name__)

@@ -349,7 +349,7 @@ def _imported_modules(tree: ast.Module) -> set[str]:
 
 
 def _shadowed_builtin(tree: ast.Module) -> Iterator[str]:
-    """The first builtin function that an assert calls: `assert sum(10, 15) == 6` tests a `sum` of the program."""
+    """The first builtin function that an assert calls: `assert sum(10, 15) == 6` tests the program's own `sum`."""
     for statement in tree.body:
         if isinstance(statement, ast.Assert):
             for node in ast.walk(statement):

@@ -91,8 +91,9 @@ class CodeTests(Reward):
             (LiveCodeBench), `[test_list]` (MBPP), `[test]` (HumanEval). A column without a value is skipped. If no
             column of `tests_columns` has a value, the row is not scorable.
         setup_column: The data column with code to run before the test code: `test_setup_code` or `test_imports` (MBPP).
-        entry_point_column: The data column with the name of a function: `entry_point` (HumanEval), with a function that
-            is passed to `check`, or `metadata` (LiveCodeBench), with a function that the tests call.
+        entry_point_column: The data column with the name of the program's function: `entry_point` (HumanEval) or
+            `metadata` (LiveCodeBench). In HumanEval, the function `check` of the test code gets this function. In
+            LiveCodeBench, the tests call this function.
         score: "fraction" is the fraction of the tests that pass. "all" is 1 if all tests pass, else 0.
         max_tests: Run only the first `max_tests` tests of a row; null runs all tests.
         timeout_seconds: Time limit of a test in wall time. After the first test that exceeds it, the remaining tests of
@@ -297,8 +298,8 @@ def _is_empty(value: Any) -> bool:
 def python_program(text: str) -> str | None:
     """Extract the program of a completion; None if there is none.
 
-    Only the text after the reasoning counts, and only fenced blocks that are closed. The program is the first of these
-    that exists:
+    Only the text after the reasoning is searched. Fenced blocks without a closing fence are ignored. The program is the
+    first of these that exists:
 
     1. the last block with the language python,
     2. the last block without a language,

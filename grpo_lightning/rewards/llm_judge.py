@@ -146,7 +146,7 @@ class LLMJudge(AnswerReward):
             columns: [B] values of each data column.
 
         Returns:
-            [B] in [0, 1], None without ground truth or score.
+            [B] scores in [0, 1]; None for a row without ground truth, and for a completion without a score.
 
         Raises:
             RuntimeError: If all queries failed.

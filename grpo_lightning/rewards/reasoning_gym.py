@@ -17,7 +17,7 @@ COLUMNS = ("task", "task_config", "entry")
 
 
 class ReasoningGym(Reward):
-    r"""Score from 0 to 1, given by reasoning-gym's verifier of the row's task.
+    r"""The score, from 0 to 1, that reasoning-gym's verifier of the row's task gives to the answer.
 
     The answer is the content of the last answer tags. Without tags, it is the content of the last `\boxed{}` after the
     reasoning. Without `\boxed{}`, it is the whole text after the reasoning. A blank answer is passed to the verifier as

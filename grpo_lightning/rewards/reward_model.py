@@ -151,10 +151,11 @@ class RewardModel(Reward):
     A sequence that is too long for the model is not truncated: its completion is not scorable (None). A warning is
     logged, and the fraction of such completions is logged as `reward_model/too_long`.
 
-    The weights load with the policy, after all checks. Every rank holds a full copy, also under ZeRO-3 and FSDP2, and
-    scores its own completions without communication. On each device, the copy takes 2 bytes per weight in bfloat16 (14
-    GB for 7 billion weights) and 4 bytes in float32; with `offload`, it takes this memory only during calls. The
-    activations of `batch_size` sequences take additional memory, which `grpo-lightning plan` does not count.
+    The weights are loaded after all checks, and after the weights of the policy. Every rank holds a full copy, also
+    under ZeRO-3 and FSDP2, and scores its own completions without communication. On each device, the copy takes 2 bytes
+    per weight in bfloat16 (14 GB for 7 billion weights) and 4 bytes in float32; with `offload`, it takes this memory
+    only during calls. The activations of `batch_size` sequences take additional memory, which `grpo-lightning plan`
+    does not count.
 
     The model is frozen, and it is not a submodule of the LightningModule, so no optimizer, strategy or checkpoint
     includes it. Automatic mixed precision is off while the model scores.

@@ -195,8 +195,8 @@ class RewardSet:
         Inside the context, `early.start` starts the reward calls on a group that is already sampled. `begin` uses the
         results of these early calls if it is called with the same groups and arguments. Early calls whose results are
         not used are cancelled at the end of the context. If a batch uses none of the results, later batches start no
-        early calls. For example, the `score_rewards` of a subclass may not call the rewards, or may first change the
-        completions.
+        early calls. This happens, for example, if a subclass overrides `score_rewards` with a method that calls no
+        rewards, or that changes the completions before it calls the rewards.
 
         Args:
             prompts: The N prompts of the batch.

@@ -503,7 +503,7 @@ class CallContext:
 
     trainer_state: Any = None
     max_completion_length: int | None = None
-    """Tokens."""
+    """The run's limit on the length of a completion, in tokens; None means no limit."""
 
 
 def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallContext) -> dict[str, Any]:

@@ -46,7 +46,8 @@ from grpo_lightning.rewards.base import WeightedReward
 log = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
-"""Time limit for importing the rewards, and for warming them up in a worker."""
+"""Time limit for importing the rewards in the supervisor. The start of each worker, which warms up the rewards, has a
+separate limit of the same length."""
 
 ENDING_SECONDS = 0.2
 """Time that a worker gets to exit after it has closed its connection, so that its exit status is reported."""

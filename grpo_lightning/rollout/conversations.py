@@ -89,9 +89,9 @@ class ConversationSettings:
 
     turn_credit: float = 0.0
     """Weight c of the credit of turns: A[i, t] = A[i] + c * credit[i, k] for the tokens t of the k-th turn. A[i] is the
-    advantage of the completion. credit[i, k] compares the environment's rewards for this turn and later turns with its
-    rewards in the other conversations of the group (`functional.turn_credits`). With c = 0, all turns have the same
-    advantage. If the environment's rewards should count only in the credit, leave out the reward
+    advantage of the completion. credit[i, k] compares the environment's rewards for the k-th turn and later turns with
+    the rewards for the same turns in the other conversations of the group (`functional.turn_credits`). With c = 0, all
+    turns have the same advantage. If the environment's rewards should count only in the credit, leave out the reward
     `EnvironmentReward`."""
 
     turn_discount: float = 1.0
@@ -618,7 +618,7 @@ class Game:
                 each.read(str(message["role"]), text_of(message), [])
 
     def end(self, limited: Sequence[Conversation]) -> None:
-        """Add the environments' last rewards to conversations that a limit has ended."""
+        """Call `end` of the environments of conversations that a limit has ended, and add the returned rewards."""
         seeds = [derived_seed(self.seeds[each.prompt], "end", each.number) for each in limited]
         for each, result in zip(limited, self.runner.end([each.state for each in limited], seeds), strict=True):
             each.state = result.state

@@ -89,9 +89,9 @@ class RolloutEngine(ABC):
                 completions that will be returned for the prompt. Rewards can thus be computed while other prompts are
                 still being sampled. If an engine lacks this argument or never calls it, rewards are computed after
                 sampling.
-            limits: Maximum number of tokens of each prompt's completions, at most `sampling.max_completion_length`;
-                None uses `sampling.max_completion_length` for all prompts. If an engine lacks this argument, tokens
-                that it samples beyond a limit are dropped.
+            limits: N numbers, one per prompt: the maximum number of tokens of each completion of this prompt, which is
+                at most `sampling.max_completion_length`. None uses `sampling.max_completion_length` for all prompts. If
+                an engine lacks this argument, tokens that it samples beyond a limit are dropped.
             turns: In conversations, this object contains the states that were kept from earlier turns. The engine
                 stores the states for the next turns in it. An engine that lacks this argument computes the whole
                 conversation again for each turn.
@@ -116,11 +116,17 @@ class RolloutEngine(ABC):
 
     @property
     def max_sequence_length(self) -> int | None:
-        """Maximum tokens of a prompt and its completion, known after `check_run`. None means the policy's positions."""
+        """Maximum number of tokens of a prompt and its completion together, known after `check_run`.
+
+        None means that only the policy's number of positions limits this length.
+        """
         return None
 
     def hold_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Context for all turns of a rollout's conversations. Other threads wait in `sync_weights` until it ends."""
+        """Context for all turns of a rollout's conversations.
+
+        Until the context ends, other threads wait in `sync_weights`.
+        """
         return contextlib.nullcontext()
 
     def check_run(

@@ -122,9 +122,10 @@ class Fused:
 def compile_copy(function: types.FunctionType) -> Function:
     """Compile a copy of a function.
 
-    `torch.compile` limits the number of compilations per code object. If a number differs between two compilations of a
-    code object, it also becomes a variable of the compiled code. To avoid both, each call of this function compiles a
-    new copy of the code object, so that different uses do not share one.
+    `torch.compile` limits the number of compilations per code object. It also turns a number of the program into a
+    variable of the compiled code, if this number differs between two compilations of the same code object. To avoid
+    both, each call of this function compiles a new copy of the code object, so that different uses have different code
+    objects.
     """
     code = function.__code__.replace(co_name=f"{function.__name__.strip('_')}_{next(numbers)}")
     copy = copy_of(function, code, function.__globals__)
@@ -142,9 +143,9 @@ def copy_of(function: types.FunctionType, code: types.CodeType, names: dict[str,
 def graph_of(values: Iterable[Any]) -> Hashable:
     """Identify the graph that is compiled for these arguments.
 
-    A graph is for one mode of torch and of autocast, for tensors of the same dtypes, devices and order of dimensions,
-    and for modules and other arguments with the same settings. All sizes of a tensor except the last may differ, but
-    size 1 has a graph of its own.
+    A graph is for one mode of torch (inference mode, gradients on or off) and one dtype of autocast. It is for tensors
+    of the same dtypes, devices and order of dimensions, and for modules and other arguments with the same settings. All
+    sizes of a tensor except the last may differ, but size 1 has a graph of its own.
 
     Args:
         values: The arguments, at least one of them a tensor.
@@ -193,8 +194,8 @@ def cached_sampler(settings: TokenSettings, vocabulary: int, device: torch.devic
 def fused_sampler(sampler: NextToken) -> Fused:
     """A fused `NextToken`.
 
-    The numbers of rows and of seen ids may change without another compilation; a batch of one row is compiled
-    separately.
+    The number of rows and the number of earlier tokens per row may change without another compilation. A batch of one
+    row is compiled separately.
     """
 
     def graph(history: Tensor, logits: Tensor, uniforms: Tensor | None) -> Hashable:
@@ -293,7 +294,7 @@ def with_name(function: Any, name: str, value: Any) -> Any:
 def fused_states(function: types.FunctionType, name: str) -> Fused:
     """A fused function of hidden states, which all layers and rollouts share.
 
-    All sizes except the last, that of a state, may change without another compilation.
+    All sizes of the states except the last may change without another compilation.
 
     Args:
         function: The function.

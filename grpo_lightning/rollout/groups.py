@@ -1,4 +1,4 @@
-"""The `Rollout` of a training step, and functions that sample, mask and share its groups."""
+"""The `Rollout` of a cycle, and functions and classes that sample, mask and share the groups of a rollout."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def kl_to_reference(groups: Sequence[Group]) -> Tensor:
 
 
 def _kl(completion: Completion) -> float:
-    """KL of one completion in nats, over its sampled tokens, even if the overlong filter has masked it."""
+    """KL of one completion in nats, over its sampled tokens, even if the overlong filter has masked these tokens."""
     assert completion.ref_logprobs is not None
     differences = [own - ref for own, ref in zip(completion.logprobs, completion.ref_logprobs, strict=True)]
     if completion.turns is None:
@@ -199,7 +199,7 @@ def _trained_length(completion: Completion) -> int:
 
 @dataclass
 class Rollout:
-    """This rank's part of a rollout. Each step of the module fills in the next field."""
+    """This rank's part of a rollout. The module's methods fill in the fields, one after the other."""
 
     groups: list[Group]
     """N groups, each of a prompt and its G completions."""
@@ -266,8 +266,8 @@ class SharedGroups:
 
     A team is the `ranks_per_group` ranks that share the same prompts. Every member of a team samples its part of the
     completions of each prompt (`Teams.part`). The first member then holds the complete groups, so that rewards,
-    advantages, dynamic sampling and logs see whole groups. The other members hold none. For log-probs and training,
-    each member gets its part back.
+    advantages, dynamic sampling and logs see whole groups. The other members hold no groups. For log-probs and
+    training, each member gets its part back.
 
     Args:
         teams: The teams of the run.
@@ -336,7 +336,7 @@ class SharedGroups:
         return Rollout(groups, advantages=advantages)
 
     def return_ref_logprobs(self, groups: Sequence[Group], parts: Sequence[Group]) -> None:
-        """Send the reference log-probs that a team's ranks have computed to its first rank, into the complete groups.
+        """Gather the reference log-probs of all members of a team into the first member's complete groups.
 
         Collective: every member of the team must call it.
 

@@ -105,9 +105,9 @@ class LocalEngine(RolloutEngine):
             rollout, which is fast, but every device must hold the full weights. False gathers each layer when it runs,
             at every token; all ranks then wait for the longest completion. "auto" gathers once unless the full
             weights would take more than half of the free GPU memory. All three give the same completions.
-        enforce_eager: Whether to run decoding steps without CUDA graphs and without fused layers. With them, the
-            decoding steps of small models take a fraction of the time. They are used on GPUs if the weights are not
-            sharded and the model allows it.
+        enforce_eager: Whether to run decoding steps without CUDA graphs and without fused layers. With graphs and
+            fused layers, the decoding steps of small models take a fraction of the time. By default, both are used on
+            GPUs if the weights are not sharded and the model allows it.
     """
 
     def __init__(

@@ -38,18 +38,22 @@ class Lockstep:
         self.is_needed = is_needed
 
     def num_waves(self, own: int) -> int:
-        """Number of waves to run: the maximum over ranks. After its `own` waves, this rank runs dummies."""
+        """Return the number of waves to run: the maximum over ranks, where this rank has `own` waves.
+
+        In a wave, prompts are decoded together. A rank with fewer waves than the maximum takes part in the forward
+        calls of the other ranks with dummy rows.
+        """
         return int(ranks.max_over_ranks(torch.tensor(own, device="cpu"))) if self.is_needed else own
 
     def union(self, own: Sequence[int]) -> set[int]:
-        """The set of the numbers of all ranks."""
+        """The union of `own` over all ranks; without lockstep, the set of this rank's `own` numbers."""
         return set().union(*ranks.gather_objects(set(own))) if self.is_needed else set(own)
 
     def agree(self, *own: bool) -> list[bool]:
-        """For each kind of forward call, whether any rank makes it next.
+        """For each kind of forward call (decoding, prefill), return whether any rank makes such a call next.
 
         Args:
-            own: Whether this rank makes it.
+            own: For each kind, whether this rank makes such a call next.
         """
         if not self.is_needed:
             return list(own)

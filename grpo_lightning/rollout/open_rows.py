@@ -42,7 +42,7 @@ class WaitingPrompts:
     """Prompts of a rollout that wait for rows, first in, first out.
 
     Args:
-        wave: All prompts of the rollout.
+        wave: All prompts of the rollout, in the form of one wave.
         max_rows: Maximum number of open rows; None for no limit.
     """
 
@@ -115,7 +115,7 @@ class OpenRows:
         return self.history[:, : self.origin + step]
 
     def completions(self, step: int) -> Tensor:
-        """Completion ids up to the token of a decoding step, [rows, tokens]. A row's own ids begin at its `late`."""
+        """Completion ids up to the token of a decoding step, [rows, tokens]. A row's own ids begin in column `late`."""
         return self.history[:, self.origin + self.oldest : self.origin + step + 1]
 
     @functools.cached_property
@@ -209,7 +209,7 @@ class SampledRows:
         """For each step since the last call of `ended_rows`: the token ids [open rows], and the rows in which a stop
         string ends."""
         self.ends: list[Tensor] = []
-        """[open rows, steps] per call of `ended_rows`: True where a token of `steps` ends a completion."""
+        """For each call of `ended_rows`, a tensor [open rows, steps]: True where the token ends the completion."""
 
     def append(self, new_tokens: SampledTokens, at_stop_string: Tensor | None) -> None:
         """Keep a step's tokens of the open rows; `at_stop_string` is [rows] bool, None without stop strings."""
@@ -217,7 +217,7 @@ class SampledRows:
         self.unseen.append((new_tokens.ids, at_stop_string))
 
     def ended_rows(self) -> Tensor:
-        """[open rows] bool, True for rows that got a token that ends them since the last call of this method."""
+        """[open rows] bool: rows that are ended by one of the tokens sampled since the last call of this method."""
         ids, at_stop_string = zip(*self.unseen, strict=True)
         self.unseen = []
         ends = torch.isin(torch.stack(ids, 1), self.stop_ids)
@@ -308,7 +308,7 @@ class KeptStates:
     stay left-padded. A row with fewer new tokens than another row runs some of its kept tokens again.
 
     Args:
-        turns: Numbers the conversations, and holds the kept states.
+        turns: Defines the number of each conversation, and holds the kept states.
     """
 
     def __init__(self, turns: Turns) -> None:

@@ -156,7 +156,7 @@ def pick(probabilities: Tensor, uniforms: Tensor) -> Tensor:
 
     Args:
         probabilities: [rows, V], need not sum to exactly 1.
-        uniforms: [rows] in [0, 1], float64.
+        uniforms: [rows] in [0, 1], float64 (on MPS, float32).
     """
     padding = -probabilities.shape[1] % BLOCK_TOKENS
     if padding:
@@ -251,12 +251,15 @@ SampleToken = Callable[[Tensor, Tensor, Tensor | None], SampledTokens]
 """`NextToken.__call__`, or the same computation in fused kernels."""
 
 ChooseSampler = Callable[[TokenSettings, int, torch.device, int], SampleToken]
-"""Returns the `NextToken` for settings, V, the device and `max_completion_length`."""
+"""Returns the `SampleToken` for settings, V, the device and `max_completion_length`."""
 
 
 @functools.lru_cache(maxsize=32)
 def choose_unfused(settings: TokenSettings, vocabulary: int, device: torch.device, longest: int) -> SampleToken:
-    """Return a `NextToken` that runs one operation after the other: the `ChooseSampler` of all devices except CUDA."""
+    """Return a `NextToken` that runs one operation after the other.
+
+    This function is the `ChooseSampler` of all devices except CUDA.
+    """
     return NextToken(settings, vocabulary, device)
 
 

@@ -219,12 +219,15 @@ def why_incomplete(checkpoint: Path) -> str | None:
 
 
 def was_interrupted(checkpoint: Path) -> bool:
-    """True if no run can resume from a complete folder, because an error ended its run inside an optimizer step."""
+    """True if a complete checkpoint folder was saved when an error had ended the run inside an optimizer step.
+
+    No run can resume from such a folder.
+    """
     return bool(json.loads((checkpoint / MARK).read_text(encoding="utf-8")).get("is_interrupted"))
 
 
 REFERENCE = "reference"
-"""Replaces the rank's number in the name of the file with the weights of an updated reference."""
+"""The weights of an updated reference are in a file of their own. Its name has this word instead of a rank's number."""
 
 
 class RankFiles:
@@ -309,7 +312,10 @@ class RankFiles:
         return [] if moment is None else sorted(self.folder.glob(f"{moment}-*.pt"))
 
     def tidy(self, moment: str | None) -> None:
-        """Remove files that earlier saves of the checkpoint have left: all whose names do not begin with `moment`."""
+        """Remove files that earlier saves of the checkpoint have left.
+
+        These are the files whose names do not begin with `moment`, or all files if `moment` is None.
+        """
         for path in self.folder.glob("*.pt") if self.folder.is_dir() else ():
             if moment is None or not path.name.startswith(f"{moment}-"):
                 path.unlink(missing_ok=True)

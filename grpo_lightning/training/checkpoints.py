@@ -45,8 +45,8 @@ class StepEnds(L.Callback):
     Checkpoints contain no gradients. So a checkpoint that is saved inside a step (after validation, at a time interval,
     on an error, or by hand) contains the state at the end of the previous step, see `StepEnd`. A checkpoint that is
     requested while the optimizer changes the weights is saved at the end of the current step. If an error ends the run
-    while the optimizer changes the weights, the checkpoint is saved at once. It may then contain partly updated
-    weights, so no run can resume from it.
+    while the optimizer changes the weights, a checkpoint that is requested after the error is saved at once. This
+    checkpoint may contain partly updated weights, so no run can resume from it.
     """
 
     def __init__(self) -> None:

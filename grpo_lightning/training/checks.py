@@ -546,7 +546,7 @@ def check_loader(
 ) -> None:
     """Check that the training loader repeats each batch for every micro-step of a cycle, and fills all micro-batches.
 
-    A cycle is the training on one rollout. If the loader is not known yet, it is not checked.
+    A cycle is one rollout and all training on it. If the loader is not known yet, it is not checked.
 
     Args:
         trainer: Trainer with the training loader.

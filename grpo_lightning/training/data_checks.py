@@ -143,8 +143,8 @@ def check_prompts(
     Args:
         loader: Loader of the policy.
         trainer: Trainer with the data.
-        trained: Sampling of training completions.
-        validated: Sampling of evaluation completions.
+        trained: Sampling settings of training completions.
+        validated: Sampling settings of evaluation completions.
         conversations: The conversations of the run. The chat template must support them. The template's descriptions of
             tools count as tokens of the prompts.
         max_sequence_length: The engine's maximum number of tokens of a prompt and its completion; None if the engine
@@ -259,10 +259,10 @@ def check_readers(reward_set: RewardSet, metrics: Sequence[Any], loader: PolicyL
     """Check that rewards, metrics and callbacks agree on box coordinates, and that the policy's coordinates are known.
 
     Raises:
-        ValueError: If a metric or callback reads the same column of ground-truth boxes as one or more rewards, but its
-            `gold_coordinates` differ from those of each of these rewards; or if the data have images, and a reward,
-            metric or callback has `coordinates: auto`, but the box coordinate system of a multimodal policy's model
-            family is not known.
+        ValueError: If a metric or callback reads the same column of ground-truth boxes as one or more rewards, and none
+            of these rewards has the same `gold_coordinates` as the metric or callback.
+        ValueError: If the data has images, a reward, metric or callback has `coordinates: auto`, and the box coordinate
+            system of a multimodal policy's model family is not known.
     """
     rewards, watchers = used_box_rewards(reward_set, trainer), box_readers(_watchers(metrics, trainer))
     for watcher in watchers:

@@ -97,7 +97,7 @@ class Validation:
 
         Args:
             training: Sampling settings of training rollouts.
-            is_greedy: If true, one greedy completion per prompt; else `num_generations` sampled completions.
+            is_greedy: True is for one greedy completion per prompt, False for `num_generations` sampled completions.
         """
         sampling = dataclasses.replace(training, **self.sampling)
         return (1, dataclasses.replace(sampling, temperature=0.0)) if is_greedy else (self.num_generations, sampling)

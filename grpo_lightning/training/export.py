@@ -92,7 +92,7 @@ def export(
             None uses the dtype in which the run loaded the policy.
         adapter: Export only the adapters, as a folder for peft, instead of merging them into the policy.
         fill_missing: Take all weights that the checkpoint lacks from the policy before training. By default, only
-            weights that are known to be frozen are taken from it.
+            weights that are known to be frozen are taken from that policy.
         force: Write into a folder that is not empty.
 
     Raises:

@@ -113,8 +113,8 @@ def set_position(loops: dict[str, Any]) -> None:
 
     There are two kinds of such positions: after a micro-step inside an epoch, and before the first micro-step of an
     epoch. Lightning itself writes counters that depend on the hook in which the checkpoint is saved. If a checkpoint is
-    saved at the end of an epoch, or when the run leaves an epoch early (`max_steps`, `should_stop`), it depends on
-    `max_steps` and on Lightning's version whether the epoch counts as done.
+    saved at the end of an epoch, or when the run leaves an epoch early (`max_steps`, `should_stop`), then `max_steps`
+    and Lightning's version determine whether the epoch counts as done.
 
     Args:
         loops: State dict of the fit loop in a checkpoint, changed in place.

@@ -93,7 +93,7 @@ class StepMetrics:
             self.tallies[name] = Tally("min" if extreme is min else "max", extreme(candidates))
 
     def add_largest(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Update a maximum by the values where the mask is True, without waiting for the device."""
+        """Update a maximum with the values where the mask is True, without waiting for the device."""
         kept = values.masked_fill(~mask, -torch.inf).flatten()
         largest = torch.cat([kept, kept.new_full((1,), -torch.inf)]).amax()
         tally = self.tallies.setdefault(name, Tally("max", largest))
@@ -178,12 +178,12 @@ def add_rollout(
     `policy/entropy` is the mean entropy of the policy per sampled token, at the time of sampling.
     `rollout/tokens_per_second` is the number of tokens that all ranks sampled, divided by `time/rollout` of the slowest
     rank. `rollout/length_stopped` is the mean length of the completions that were not truncated. `rollout/length` also
-    includes truncated completions, which would have become longer without the length limit.
+    includes truncated completions, which would have become longer without the limits on tokens and turns.
 
     With asynchronous rollouts, `rollout/staleness` is also added: the number of rollouts that were trained on between
     the sampling of a group and the training on it, averaged over groups. In this case, `time/rollout` is only the time
-    that training waits for samples, so `rollout/tokens_per_second` is divided by `time/sampling` instead, most of which
-    passes in the background.
+    that training waits for samples. The number of sampled tokens is then divided by `time/sampling` instead, most of
+    which passes in the background.
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
@@ -304,8 +304,8 @@ def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -
     """Add loss, KL, ratio and clip fractions of a micro-batch, over its trained tokens.
 
     The KL to the reference and the fraction of selected tokens are means over all completions. Completions with
-    advantage 0 do not contribute to the policy loss. All other means describe this loss, and are therefore means over
-    the completions whose advantage is not 0. Completions with advantage 0 are left out of the micro-batches only if no
+    advantage 0 do not contribute to the policy loss. All other means describe the policy loss, and are therefore means
+    over the tokens whose advantage is not 0. Completions with advantage 0 are left out of the micro-batches only if no
     mean over all completions is logged (`GRPOLightningModule.split_rollout`).
 
     `policy/rollout_kl` is KL(engine || policy before the rollout's first update) in nats per token. It measures how

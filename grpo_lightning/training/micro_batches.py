@@ -1,9 +1,9 @@
 """Split a rollout into the micro-batches of its optimizer steps.
 
 A rollout of N groups becomes `updates x accumulate` micro-batches: `updates` optimizer steps of `accumulate`
-micro-batches each. The order of the data decides to which update a completion belongs. How the completions of an update
-are distributed over its micro-batches affects only memory and padding, not the gradient: the loss is divided by the
-number of tokens or completions of the entire update.
+micro-batches each. The order of the data decides to which update a completion belongs. The distribution of an update's
+completions over its micro-batches affects only memory and padding, not the gradient: the loss is divided by the number
+of tokens or completions of the entire update.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CompletionRow:
     """One completion of a micro-batch."""
 
     group: int
-    """Index of its group in the rollout."""
+    """Index of the completion's group in the rollout."""
 
     prompt_ids: list[int]
     completion: Completion
@@ -80,7 +80,7 @@ class MicroStep:
     """Counts of trained tokens and completions in the update that the micro-batch belongs to."""
 
     closes_update: bool
-    """True for the last micro-batch before the optimizer steps."""
+    """True for the last micro-batch of the update."""
 
     opens_update: bool
     """True for the first micro-batch of the update."""

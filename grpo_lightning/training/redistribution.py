@@ -122,7 +122,7 @@ def redistribute(saved: Sequence[Mapping[str, Any]], shape: CycleShape, *, teams
 
 
 def name_prompts(micro_batches: Sequence[MicroBatch], rows: Sequence[SavedRow]) -> None:
-    """Set the entries by which a resumed run finds the images of prompts."""
+    """Set `prompt_keys` and `prompt_observations`, with which a resumed run finds the images of prompts."""
     names = {row.group: (row.prompt_key, row.prompt_observation) for row in rows}
     for batch in micro_batches:
         named = [names[group] if group >= 0 else ("", "") for group in batch.groups]
@@ -137,7 +137,7 @@ def saved_accumulate(cycle: Mapping[str, Any]) -> int:
 
 
 def saved_rows(batch: MicroBatch, share: Mapping[str, int]) -> Iterator[SavedRow]:
-    """Yield the completions of a saved micro-batch, except placeholders, with their indices over all ranks."""
+    """Yield the completions of a saved micro-batch, with indices over all ranks; none for a dummy micro-batch."""
     if len(batch.groups) != len(batch.prompt_ids) or len(batch.numbers) != len(batch.completion_ids):
         raise ValueError(UNKNOWN_COMPLETIONS)
     prompts = [ids[mask].tolist() for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]

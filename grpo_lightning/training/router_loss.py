@@ -7,10 +7,10 @@ f[e] is the fraction of tokens that are sent to expert e, and P[e] is the mean r
 chunks and ranks; a prompt counts once per completion.
 
 The loss is linear in P, so each micro-batch adds a share of the loss, computed with f and with the router probabilities
-of its own tokens. But already the first share needs the f of the entire step. Therefore, before the step, all
-micro-batches except the first run through the policy in an additional pass without gradients. The first micro-batch's
-forward pass with gradients then completes f. A step with only one micro-batch needs no additional pass. The additional
-pass runs without adapter dropout (`policy.lora.dropout`), so f is only approximate if the adapters have dropout.
+of its own tokens. Even the first share needs the f of the entire step. Therefore, before the step, all micro-batches
+except the first run through the policy in an additional pass without gradients. The first micro-batch's forward pass
+with gradients then completes f. A step with only one micro-batch needs no additional pass. The additional pass runs
+without adapter dropout (`policy.lora.dropout`), so f is only approximate if the adapters have dropout.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class RouterLoss:
         self.routers = routers
         self.coefficient = coefficient
         self.others: list[RouterLoad] = []
-        """Loads of this rank's micro-batches of the step, except the first micro-batch."""
+        """Router loads of this rank's micro-batches of the step, except the first micro-batch."""
 
         self.step: RouterLoad | None = None
-        """Load of the entire step, over all ranks."""
+        """Router load of the entire step, over all ranks."""
 
         self.latest: Tensor | None = None
         """The latest micro-batch's share of the loss, before the loss is multiplied by its weight. None after `pop`."""

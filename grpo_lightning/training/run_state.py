@@ -92,7 +92,7 @@ class RunState:
         """The reference policy, set when the policy is loaded; None if the run has no reference."""
 
         self.is_updating = False
-        """True while the optimizer changes the weights, so that possibly only some weights are updated."""
+        """True while the optimizer changes the weights. During this time, possibly only some weights are updated."""
 
         self.was_interrupted_in_step = False
         """True if the loaded checkpoint was saved while the optimizer changed the weights."""

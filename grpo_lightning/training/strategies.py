@@ -46,9 +46,9 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
 
     Args:
         stage: 1 shards optimizer states, 2 also gradients, 3 also weights.
-        config: DeepSpeed's own configuration, as a mapping or a JSON file, given instead of the other arguments. In a
-            configuration for transformers' Trainer, each "auto" is replaced by a setting of this run: the setting of
-            the Lightning trainer, or the strategy argument of the same name.
+        config: DeepSpeed's own configuration, as a mapping or a JSON file. It replaces the configuration that is made
+            from the other arguments. In a configuration for transformers' Trainer, each "auto" is replaced by a setting
+            of this run: the setting of the Lightning trainer, or the strategy argument of the same name.
         stage3_prefetch_bucket_size: Stage 3: number of elements gathered ahead of their use. The default is 0:
             sampling, scoring and training call the modules in different orders, which makes prefetching useless.
         stage3_param_persistence_threshold: Stage 3: weights with fewer elements than this stay unsharded.
@@ -192,7 +192,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         checkpoint_path: Any,
         weights_only: bool | None = None,  # noqa: FBT001
     ) -> dict[str, Any]:
-        """Load a checkpoint as Lightning does, or in two further cases.
+        """As in Lightning, but load further kinds of checkpoints.
 
         Training can also resume from a universal checkpoint. Evaluation can also load a stage 3 folder, or a checkpoint
         that is a single file.
@@ -260,7 +260,7 @@ TRAINER_KEYS = (
     "gradient_accumulation_steps",
     "gradient_clipping",
 )
-"""Keys that Lightning and DeepSpeed fill in if they are missing."""
+"""Keys that Lightning and DeepSpeed fill in if the keys are missing in the configuration."""
 
 
 def set_no_leaf_modules(config: dict[str, Any]) -> None:

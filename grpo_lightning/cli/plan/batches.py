@@ -64,7 +64,7 @@ class BatchPlan:
 
     @property
     def completions_per_update(self) -> float:
-        """Completions per optimizer step, over all ranks; the mean if they do not divide evenly."""
+        """Completions per optimizer step, over all ranks; the mean if the steps differ in this number."""
         return self.completions_per_rollout / self.updates_per_rollout
 
     @property

@@ -32,7 +32,7 @@ HF_DEFAULTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 
 """Defaults of Hugging Face's TrainingArguments, which TRL and VLM-R1 keep."""
 
 ASSUMED_DEVICE_GIB = 80.0
-"""Device memory that is assumed on a machine without a GPU to decide about `gather_for_generation: auto`."""
+"""Assumed memory of a device, used to decide about `gather_for_generation: auto` on a machine without a GPU."""
 
 
 def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) -> None:
@@ -198,7 +198,7 @@ def parse_own(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Split the arguments into the flags of `plan` itself and the flags of `fit`.
 
     Raises:
-        ValueError: If the value of a flag is not positive, or a flag is a misspelt flag of `plan`.
+        ValueError: If the value of a flag is not positive, or a flag is a misspelled flag of `plan`.
     """
     parser = plan_parser()
     own, fit_args = parser.parse_known_args(args)
@@ -288,7 +288,7 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(trainer: Namespace, devices: int | None, nodes: int | None, *, has_server: bool = False) -> Ranks:
-    """Count the ranks from `devices` per node and `nodes`; if one is None, it is read from the trainer's config.
+    """Count the ranks from `devices` per node and `nodes`; a value that is None is read from the trainer's config.
 
     Devices of vLLM servers are not counted. `has_server` is true if a vLLM server is on this machine.
 

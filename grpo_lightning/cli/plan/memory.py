@@ -87,7 +87,7 @@ class Precision:
 
     weights: int
     compute: int
-    """Bytes per input and output of matrix products."""
+    """Bytes per number in the inputs and outputs of matrix products."""
 
     is_mixed: bool = False
     """True under autocast of 32-bit weights: the residual stream has 32 bits, and matrix products have 16 bits."""
@@ -142,7 +142,7 @@ class Division:
     """True if embeddings and head stay gathered during a forward and backward pass (FSDP2's root module)."""
 
     offloads_optimizer: bool = False
-    """True if optimizer states, master weights and their gradients are on the CPU."""
+    """True if optimizer states, master weights and the gradients of the master weights are on the CPU."""
 
     offloads_weights: bool = False
 
@@ -286,7 +286,7 @@ class ScoredBatch:
 
     @property
     def chunk_rows(self) -> list[int]:
-        """Completions of each chunk, as `Scorer.chunks` splits them, largest first."""
+        """Number of completions in each chunk, as `Scorer.chunks` splits them, largest number first."""
         length = self.completion_length + (self.prompt_length if self.path == "dense" else 0)
         return sorted(chunk_sizes([length] * self.num_completions, self.chunk_size), reverse=True)
 
@@ -308,13 +308,13 @@ class SamplingSize(NamedTuple):
     """The largest numbers of completions and prompts during sampling; 0 with an external engine."""
 
     rows: int = 0
-    """Completions decoded at the same time."""
+    """Number of completions that are decoded at the same time."""
 
     prompts: int = 0
     """Number of prompts whose completions are decoded at the same time."""
 
     prefilled: int = 0
-    """Prompts prefilled together."""
+    """Number of prompts that are prefilled together."""
 
 
 @dataclass(frozen=True)
@@ -479,7 +479,7 @@ def gathered_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def head_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """Copies of 16-bit head weights in float32, which a float32 head makes in each pass, and their gradient.
+    """Float32 copies of 16-bit head weights, made by a float32 head in each pass, and the gradient of these copies.
 
     A pass whose logits are not sliced keeps its copy for the backward pass. A trained head gets a gradient in float32,
     which is then converted to the dtype of the weights.
@@ -558,7 +558,7 @@ def autocast_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def sampling_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """Memory of decoding: the full KV cache, a second copy of one cache layer, and the next-token scores."""
+    """Memory of sampling: KV cache, a copy of one of its layers, and the larger of next-token logits and prefill."""
     batch, widths, (rows, prompts, prefilled) = settings.batch, settings.widths, settings.sampling
     longest, layers = batch.completion_length - 1, len(model.windows)  # the last token is never fed back
     cache, how = cache_bytes(model, rows, batch.prompt_length + longest, widths), "repeated for its completions"

@@ -37,8 +37,8 @@ class ModelSizes:
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    """Width of the feed-forward block. With experts, this is the sum of the widths of the experts to which one token is
-    routed."""
+    """Width of the feed-forward block. With experts, this is the sum of the widths of the experts that process one
+    token, including shared experts."""
 
     vocab_size: int
     num_heads: int
@@ -78,10 +78,10 @@ class ModelSizes:
     """LoRA weights, all trained: matrices, DoRA's magnitudes, and copies of layers (`modules_to_save`)."""
 
     num_adapted_experts: int = 0
-    """Weights of the expert tensors that have adapters."""
+    """Number of weights (not of experts) in the expert tensors that have adapters."""
 
     num_dora_outputs: int = 0
-    """Outputs per token of all layers with DoRA."""
+    """Number of outputs per token, summed over all layers with DoRA."""
 
     largest_dora: tuple[int, int] = (0, 0)
     """(inputs, outputs) of the layer whose DoRA needs the most memory."""
@@ -187,7 +187,7 @@ def count(weights: Iterable[torch.Tensor]) -> int:
 
 
 def matrices(model: Any) -> list[nn.Parameter]:
-    """Weights used in matrix products: all matrices except embeddings. A head tied to the embeddings counts."""
+    """Weights used in matrix products: all matrices except embeddings. Embeddings tied to the head are included."""
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = model.get_output_embeddings()
     looked_up -= set() if head is None else {id(head.weight)}
@@ -203,7 +203,7 @@ def linear_weights(model: Any) -> list[torch.Tensor]:
 
 
 def intermediate_size(config: Any) -> int:
-    """Width of the feed-forward block per token, summed over the experts that a token is routed to."""
+    """Width of the feed-forward block; with experts, the sum over routed and shared experts that process one token."""
     dense = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
     experts = getattr(config, "num_experts_per_tok", None)
     if not experts:
@@ -222,7 +222,7 @@ class AdapterSizes(NamedTuple):
     """Weights of matrices and magnitudes, and of copies of modules."""
 
     num_experts: int = 0
-    """Weights of the expert tensors that are adapted."""
+    """Number of weights (not of experts) in the expert tensors that have adapters."""
 
     dora: tuple[tuple[int, int], ...] = ()
     """(inputs, outputs) of each linear layer with DoRA."""

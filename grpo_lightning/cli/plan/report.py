@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from jsonargparse import Namespace
 
 TIGHT = 0.9
-"""Fraction of a device's memory. Above it, fragmentation and the CUDA context decide whether a run fits."""
+"""Fraction of a device's memory. If a run needs a fraction from `TIGHT` to 1, fragmentation and the CUDA context decide
+whether the run fits."""
 
 
 def print_lines(console: Console, title: str, lines: Sequence[str]) -> None:
@@ -70,7 +71,7 @@ def batch_lines(batches: BatchPlan, why_world_size: str) -> list[str]:
 def length_lines(
     config: Namespace, batches: BatchPlan, length: RunPlan, num_prompts: int | None, why_unknown: str
 ) -> list[str]:
-    """Format the steps per epoch and in total; with dynamic sampling, their maximum."""
+    """Format the number of steps per epoch and of the whole run; with dynamic sampling, the maximum of each."""
     settings = config.model.dynamic_sampling
     most = "" if settings is None else "up to "
     if num_prompts is None or length.steps_per_epoch is None:

@@ -57,7 +57,7 @@ class VLLMSize:
     """KV cache of one sequence of the maximum length (`longest`). If this does not fit, vLLM does not start."""
 
     longest: int
-    """Maximum tokens of a prompt and its completion."""
+    """Maximum number of tokens of a prompt and its completion together."""
 
     rollout: int
     """KV cache of all completions that one vLLM decodes at once; with prefix caching, each prompt counts once."""
@@ -77,7 +77,7 @@ class VLLMSize:
 
     @property
     def cache(self) -> int | None:
-        """Bytes of the share besides the weights, for KV cache and working memory. None if `share` is None."""
+        """Bytes of the share that the weights leave for KV cache and working memory. None if `share` is None."""
         return None if self.share is None else max(0, self.share - self.weights)
 
 
@@ -138,7 +138,7 @@ def size_of(
 
 
 def with_vllm(parts: list[Part], model: ModelSizes, settings: MemorySettings, size: VLLMSize | None) -> list[Part]:
-    """Add vLLM to the parts of a device, and leave out the parts in `OF_THE_POLICY` during sampling.
+    """Add vLLM to the parts of a device, and remove the phase "sampling" from the parts in `OF_THE_POLICY`.
 
     | engine.sleep_level | while sampling | while training | on the CPU, while training |
     |---|---|---|---|
@@ -168,7 +168,10 @@ def with_vllm(parts: list[Part], model: ModelSizes, settings: MemorySettings, si
 
 
 def problem(size: VLLMSize) -> str | None:
-    """Error message if vLLM's weights and one sequence of maximum length do not fit its share; None if they fit."""
+    """Error message if vLLM's weights and one sequence of maximum length do not fit vLLM's share of the device.
+
+    None if they fit, or if the share is not known.
+    """
     engine, needed = size.engine, size.weights + size.sequence
     if size.share is None or size.device is None or needed <= size.share:
         return None
@@ -265,7 +268,7 @@ def is_on_this_machine(engine: Any) -> bool:
 
 
 def devices_line(rest: int, here: int) -> str:
-    """Format how many of this machine's devices training leaves for its vLLM servers."""
+    """Format how many devices of this machine remain for the vLLM servers on it, because they do not train."""
     if not rest:
         return (
             f"All of this machine's {here} devices train, and the vLLM server on it needs devices of its own: lower "
@@ -293,8 +296,8 @@ def check_length(engine: Any, prompt_tokens: int, max_completion_length: int, wh
 
     Args:
         engine: The engine of the run.
-        prompt_tokens: Tokens of the longest prompt.
-        max_completion_length: Maximum tokens of a completion.
+        prompt_tokens: Number of tokens of the longest prompt.
+        max_completion_length: Maximum number of tokens of a completion.
         why: How the longest prompt was found.
 
     Raises:

@@ -19,8 +19,8 @@ Boxes: TypeAlias = Literal["auto", "original", "norm1000", "none"]
 - `norm1000`: coordinates as if every image were 1000 wide and 1000 high (VLM-R1's InternVL data). Every row with an
   image must have a box. `check_solution` converts the box to pixels once for the whole run, so `gold_coordinates` of
   rewards, metrics and callbacks must stay at `original`.
-- `auto`: pixels. A solution is checked if it is four numbers and its row has one image. Other solutions are not
-  checked.
+- `auto`: pixels. A solution is checked if it has four values, at least one of them a number (or the text of a number),
+  and its row has one image. Other solutions are not checked.
 - `none`: no solution is checked.
 """
 
@@ -114,7 +114,7 @@ def looks_like_box(value: Any) -> bool:
 
 
 def _parse_solution(solution: Any) -> Any:
-    """Parse a solution that is JSON text; return any other one unchanged."""
+    """Parse a solution that is JSON text; convert an array to a list; return any other solution unchanged."""
     solution = solution.tolist() if hasattr(solution, "tolist") else solution
     if not isinstance(solution, str):
         return solution

@@ -96,7 +96,7 @@ def _split(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _own_image(part: Mapping[str, Any], finder: ImageFinder, what: str) -> dict[str, Any]:
-    """Convert an image part; if the part holds an image of its own, `ref` is the reference to that image."""
+    """Convert an image part. If the part holds an image of its own, the result has a reference to it under `ref`."""
     given = [part[name] for name in SOURCES if not is_empty(part.get(name))]
     if not given:
         if part["type"] == "image_url":

@@ -28,7 +28,7 @@ class SharedRead:
         self.lock = threading.Lock()
 
     def __call__(self) -> Image:
-        """Get the image for one of its users. Raises: ImageError if it cannot be read."""
+        """Get the image for one of the prompts that share it. Raises: ImageError if the image cannot be read."""
         with self.lock:  # other users wait while the first one reads
             if self.future is None or self.future.cancel():  # not being read yet
                 self.future = Future()
@@ -66,7 +66,10 @@ class ImageReader:
         self.ahead: WeakSet[SharedRead] = WeakSet()  # submitted to the threads and not used yet
 
     def take(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts of a batch; prompts with the same image share one read, which may already be done."""
+        """Return the prompts of a batch; prompts with the same image share one `SharedRead`.
+
+        An image that `look_ahead` has read in advance is not read again.
+        """
         counts = Counter(image.key for image in _images(prompts))
         if not counts:
             return list(prompts)
@@ -86,7 +89,7 @@ class ImageReader:
         ]
 
     def look_ahead(self, prompts: Sequence[Prompt]) -> None:
-        """Start reading the images of the next prompts; images read in advance for other prompts are released."""
+        """Start to read the images of the next prompts; release images that were read in advance for other prompts."""
         with self.lock:
             coming: dict[Hashable, SharedRead] = {}
             for image in _images(prompts):

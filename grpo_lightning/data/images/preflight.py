@@ -230,7 +230,7 @@ class ImageCounts:
                 self.unread.setdefault(source, Counter())[column] += 1
 
     def check_root(self, source: str, image_root: str | None, run_root: str | None) -> None:
-        """Check that an entry with an `image_root` has images.
+        """Check that a dataset entry that has an `image_root` also has images.
 
         Args:
             source: The entry's name.

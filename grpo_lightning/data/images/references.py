@@ -143,7 +143,7 @@ def is_remote(path: str) -> bool:
 
 
 def without_decoding(stream: Any) -> Any:
-    """Turn off image decoding of a `datasets.IterableDataset`: it yields bytes or paths."""
+    """Turn off image decoding of a `datasets.IterableDataset`, which then yields bytes or paths."""
     import datasets
 
     for name, feature in _features(stream):

@@ -50,8 +50,8 @@ class BoxReward(Reward):
     """Base class of rewards that compare an answer's boxes with ground-truth boxes, for prompts with at most one image.
 
     Args:
-        answer_column: The data column with the ground-truth boxes. A row whose value is None or an empty string is not
-            scorable.
+        answer_column: The data column with the ground-truth boxes. The reward does not apply to rows in which this
+            column is None or an empty string.
         coordinates: Coordinate system of the boxes in answers. "auto" is the one that the policy's model family uses
             (`ImageView.coordinates`). "original" means pixels of the image in the data. "resized" means pixels of the
             image after the policy's preprocessing. "norm1000" means 0 to 1000 along each axis of the image.
@@ -103,7 +103,7 @@ class BoxReward(Reward):
             columns: [B] values of each data column.
 
         Returns:
-            [B] in [0, 1], None where the row is not scorable.
+            [B] in [0, 1], None where the reward does not apply to the row.
 
         Raises:
             ValueError: If a row's ground-truth boxes cannot be parsed, or lie outside its image.
@@ -167,7 +167,7 @@ class BoxReward(Reward):
 
     @abstractmethod
     def compare(self, given: Any, right: Any, frame: BoxFrame) -> float:
-        """Score an answer in [0, 1]; the answer is None if it could not be parsed."""
+        """Return the score of an answer, from 0 to 1; `given` is None if the answer could not be parsed."""
 
 
 def frame_of(views: Sequence[ImageView], given: GivenCoordinates, right: GoldCoordinates) -> BoxFrame:
@@ -192,7 +192,7 @@ def frame_of(views: Sequence[ImageView], given: GivenCoordinates, right: GoldCoo
 
 
 def check_num_images(num_images: int, given: GivenCoordinates, right: GoldCoordinates) -> None:
-    """Check that a prompt has the single image to which its boxes refer. Args, Raises: as in `frame_of`."""
+    """Check that a prompt has one image, or none if no image size is needed. Args, Raises: as in `frame_of`."""
     if num_images > 1:
         raise ValueError(
             f"Box rewards need prompts with one image, got {num_images}: it is unknown which one the boxes refer to. "

@@ -134,7 +134,7 @@ def gold_detections(answer: Any, column: str) -> list[Detection] | None:
 
 
 def _in_fences(answer: str) -> str:
-    """The content of the last code fences of an answer, without the language; the whole answer if it has no fences."""
+    """The content of the last code fences of an answer, without a leading "json"; without fences, the whole answer."""
     before, closing, after = answer.rpartition(_FENCE)
     if not closing:
         return answer.strip()

@@ -91,7 +91,7 @@ class IoU(BoxReward):
         return [] if given is None else [given]
 
     def compare(self, given: Box | None, right: Box, frame: BoxFrame) -> float:
-        """The IoU, or whether it is above the threshold."""
+        """Compute the IoU; with a threshold, return 1 if the IoU is above the threshold, else 0."""
         overlap = iou(frame.answer_boxes([given]), frame.gold_boxes([right])).item()
         return overlap if self.threshold is None else float(overlap > self.threshold)
 
@@ -168,7 +168,7 @@ class DetectionReward(BoxReward):
 
     @abstractmethod
     def match(self, given: list[Detection], right: list[Detection], frame: BoxFrame) -> float:
-        """Score a list of objects in [0, 1]. Both lists have at least one object."""
+        """Score a list of objects; the score is in [0, 1]. Both lists have at least one object."""
 
 
 class DetectionMAP(DetectionReward):
@@ -314,13 +314,13 @@ class WeightedSum(DetectionReward):
 
 
 def _check_share(name: str, value: float) -> None:
-    """Check the range of a threshold. Raises: ValueError if it is not above 0 and at most 1."""
+    """Check the range of a threshold. Raises: ValueError unless 0 < value <= 1."""
     if not 0 < value <= 1:
         raise ValueError(f"{name} must be above 0 and at most 1, got {value}.")
 
 
 class BoxRepetition(Reward):
-    """The fraction of listed objects that repeat an earlier one, times a penalty (VLM-R1's `repetition`).
+    """The fraction of listed objects that repeat an earlier object, times a penalty (VLM-R1's `repetition`).
 
         r = (1 - unique objects / objects) * max_penalty
 

@@ -97,8 +97,8 @@ class Sandbox:
     """Runs one program any number of times, each time in new processes.
 
     The constructor starts a launcher process, which forks the processes of every run. `run_main` and `call` need one
-    process, for the program. `judge` needs two: one for the program, and one for the test code. A launcher that is lost
-    is replaced.
+    process, for the program. `judge` needs two: one for the program, and one for the test code. If the
+    launcher has ended or does not answer, a new launcher replaces it.
 
     Args:
         program: Python code, untrusted.

@@ -7,7 +7,7 @@ else:
 | it cannot | because |
 |---|---|
 | start a process or program, or leave its process group | seccomp allows `clone` for threads only, and not `execve` |
-| open a socket | seccomp allows `socketpair`, which connects a process with itself, but not `socket` |
+| open a socket | seccomp refuses `socket`, and allows only `socketpair`, which connects a process with itself |
 | write, create, delete or rename a file | Landlock, seccomp, and RLIMIT_FSIZE 0 |
 | read any other file, `/proc`, or the memory or environment of other processes | Landlock |
 | signal or trace another process, or change its limits | seccomp |
@@ -35,7 +35,7 @@ MAX_THREADS = 64
 """Maximum number of threads of a program. The launcher stops a program that starts more."""
 
 STACK_BYTES = 64 * 2**20
-"""Stack of the main thread, large because contest programs recurse deeply."""
+"""Maximum size of the main thread's stack. It is large because contest programs recurse deeply."""
 
 MAX_FILES = 64
 """Maximum number of open file descriptors."""
@@ -176,9 +176,9 @@ class Isolation:
             os._exit(1)
 
     def _drop_privileges(self) -> None:
-        """Drop all capabilities.
+        """Drop all capabilities, with one exception.
 
-        With Landlock, root keeps the capability to read files; Landlock restricts which files can be read.
+        If Landlock is on, root keeps the capability to read files. Landlock then restricts which files can be read.
         """
         self._check(self._libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         kept = 1 << _CAP_DAC_READ_SEARCH if self.ruleset is not None and os.geteuid() == 0 else 0
@@ -266,7 +266,7 @@ def seccomp_filter(arch: str, pid: int, *, has_landlock: bool) -> bytes:
 
     Args:
         arch: "x86_64" or "aarch64".
-        pid: Id of this process, the only process that it may signal.
+        pid: Id of this process, which is the only process that this process may signal.
         has_landlock: Whether Landlock is on. If not, no file can be opened for writing, not even `/dev/null`.
     """
     column = list(_AUDIT_ARCH).index(arch)

@@ -1,8 +1,8 @@
 """Launcher of sandboxed programs: a small process that forks one or two children per test.
 
 `sandbox/client.py` starts the launcher in a new interpreter without site packages. Therefore the launcher's memory
-holds neither the data nor the environment of the training run, and a child starts in a millisecond. Only the children
-execute the program, after `Isolation.enter`:
+holds neither the data nor the environment variables of the training run, and a child starts in a millisecond. Only the
+children execute the program, after `Isolation.enter`:
 
     reward worker  -- program, input -->  launcher  -- fork -->  program
                   <- status, output -              -- fork -->  tests (only for tests that are Python code)
@@ -47,7 +47,7 @@ PRELOADED = (
 """Modules that the launcher imports once for all children."""
 
 PROGRAM, TESTS = 0, 1
-"""Whether a child runs the program or the tests."""
+"""Roles of a child: it runs either the program or the tests."""
 
 TICK_SECONDS = 0.01
 """Interval at which the threads of a program are counted."""
@@ -235,7 +235,10 @@ class Launcher:
         raise Child(task)
 
     def _run_main(self) -> None:
-        """Run the program as a script. The child then ends as any script does (threads, exit handlers, open files)."""
+        """Run the program as a script.
+
+        The child ends as any Python script does: it waits for threads, runs exit handlers, and closes open files.
+        """
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
         sys.argv = ["program.py"]
@@ -254,7 +257,7 @@ class Launcher:
         os._exit(0)
 
     def _execute(self, module: types.ModuleType) -> None:
-        """Execute the preamble and the program. Raises: whatever they raise."""
+        """Execute the preamble and the program. Raises: any exception that one of them raises."""
         _hide_package()
         exec(compile(self.setup["preamble"], "preamble.py", "exec", dont_inherit=True), module.__dict__)  # noqa: S102
         exec(compile(self.source, "program.py", "exec", dont_inherit=True), module.__dict__)  # noqa: S102

@@ -169,7 +169,7 @@ def read_frame(descriptor: int, limit: int = MAX_FRAME) -> Any:
 
 
 def read_exactly(descriptor: int, size: int) -> bytes:
-    """Read this many bytes. Raises: EOFError if there are fewer."""
+    """Read exactly `size` bytes. Raises: EOFError if there are fewer."""
     pieces = []
     while size:
         piece = os.read(descriptor, min(size, 2**20))

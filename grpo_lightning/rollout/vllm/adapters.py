@@ -1,7 +1,7 @@
 """The policy's adapter as vLLM loads it: a folder in peft's format, with a new name for every update.
 
-vLLM ignores an adapter whose name it already knows, and its prefix cache distinguishes adapters by this name. A name is
-therefore never used twice, not even by another run on the same server.
+vLLM ignores an adapter if it already knows the adapter's name, and its prefix cache distinguishes adapters by name. A
+name is therefore never used twice, not even by another run on the same server.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class AdapterFolders:
         """Write a version atomically: the folder exists only once the version is complete.
 
         Args:
-            weights: Result of `weights.adapter_weights`, with the scale in B.
+            weights: Result of `weights.adapter_weights`, in which B is already multiplied by the scale.
             version: Number of the version.
 
         Returns:

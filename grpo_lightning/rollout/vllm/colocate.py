@@ -275,7 +275,7 @@ def plain_name(name: str) -> str:
 
 
 def prompt_of(request: Request) -> dict[str, Any]:
-    """The prompt of a request as vLLM's `TokensPrompt`. vLLM encodes images with the same pixels only once."""
+    """The prompt of a request as vLLM's `TokensPrompt`. Images with equal pixels are encoded only once."""
     if request.images is None:
         return {"prompt_token_ids": request.prompt_ids}
     images = request.images

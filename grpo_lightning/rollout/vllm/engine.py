@@ -70,7 +70,7 @@ OF_MODE: dict[str, tuple[str, ...]] = {
 settings of `colocate`."""
 
 PROBE_TEMPERATURE = 0.5
-"""Temperature of the probe. It is not 1, so that log-probs differ before and after it is applied."""
+"""Temperature of the probe. It is not 1, so that log-probs with and without the temperature differ."""
 
 LARGEST_DIFFERENCE = {torch.float32: 0.01, torch.bfloat16: 0.1, torch.float16: 0.1}
 """Largest accepted mean |difference| between vLLM's and the policy's log-probs in the probe, in nats, by the dtype of
@@ -96,7 +96,7 @@ class Backend(Protocol):
         """Take over the result of rank 0's `update` or `load_adapter`."""
 
     def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
-        """Sample one completion per request, and yield each when it ends. Some are missing if weights get lost."""
+        """Sample one completion per request, and yield each when it ends. Some are missing if vLLM loses weights."""
 
     def decode(self, token_ids: list[int]) -> str:
         """Decode tokens as vLLM does when it looks for stop strings."""
@@ -146,7 +146,7 @@ class Batch:
             self.on_group(number, group)
 
     def report(self, steps: int) -> None:
-        """Report progress: the number of decoding steps or, if it is 0, the mean number of tokens per completion."""
+        """Report progress: `steps` decoding steps or, if `steps` is 0, the mean number of tokens per completion."""
         if self.progress is not None:
             longest = self.sampling.max_completion_length
             self.progress(min(steps or self.num_tokens // len(self.completions), longest), longest)
@@ -189,8 +189,9 @@ class VLLMEngine(RolloutEngine):
     """Samples with vLLM.
 
     Before each rollout, the policy's full weights are sent to vLLM, one decoder layer at a time. Sharded weights are
-    gathered, and adapters are merged out of place (W + s B A). The policy must have no experts. vLLM itself processes
-    images. The resulting token ids are compared with those of the policy's processor.
+    gathered, and adapters are merged out of place (W + s B A). A mixture of experts is not supported if one parameter
+    holds all experts of a layer. vLLM itself processes images. The resulting token ids are compared with those of the
+    policy's processor.
 
     Args:
         mode: "colocate" runs vLLM in the training process, on the same device. Every rank has a separate vLLM, unless
@@ -208,7 +209,8 @@ class VLLMEngine(RolloutEngine):
         tensor_parallel_size: Number of consecutive ranks that share one vLLM: its weights and KV cache are divided
             between them, and they sample their prompts together. Must divide the number of ranks.
         sleep_level: How vLLM's GPU memory is used while the policy trains. 0 keeps it; 1 moves vLLM's weights to the
-            CPU and discards the KV cache; 2 discards both, so that the weights are sent before every rollout.
+            CPU and discards the KV cache; 2 discards both, so that the weights are sent before every rollout,
+            even if they have not changed.
         quantization: Quantization of vLLM's copy of the weights, by vLLM's name, for example "fp8"; null for none. The
             quantized weights are computed again at every update. With quantization, completions come from a different
             distribution than the policy's: set `objective.rollout_correction`.
@@ -637,7 +639,8 @@ class VLLMEngine(RolloutEngine):
             True if the weights have been sent; False if they have to be sent again.
 
         Raises:
-            RuntimeError: If another rank has an error that is not temporary. If this rank has one, it is raised itself.
+            RuntimeError: If another rank has an error that is not temporary. If this rank has such an error, that
+                error is raised.
         """
         is_temporary = isinstance(error, UnavailableError) and failures <= self.max_retries
         everyone = ranks.gather_objects((error_text(error), is_temporary, self.announced))
@@ -704,9 +707,9 @@ class VLLMEngine(RolloutEngine):
         """Sample G completions for every prompt, or a part of them; see `RolloutEngine.generate`.
 
         `on_group` and `progress` are called in the thread of the caller. The random numbers of a completion do not
-        depend on the other prompts of the batch, nor on the server. The logits may differ in their last bits, because
-        vLLM's kernels round differently in batches of another size. `turns` is not needed: vLLM's prefix cache keeps
-        the states of conversations.
+        depend on the other prompts of the batch, nor on the server. Its logits may still depend on the size of the
+        batch in their last bits, because vLLM's kernels round differently in batches of another size. `turns` is not
+        needed: vLLM's prefix cache keeps the states of conversations.
 
         In the thread that has called `sync_weights`, the call is collective: the ranks agree on errors and on servers
         that need the weights again. A call in another thread raises errors on this rank only, and sends no weights,
@@ -809,7 +812,7 @@ class VLLMEngine(RolloutEngine):
         """Sample the completions of this rank's requests.
 
         Collective: every rank of the tensor-parallel group must call it. Each rank passes the requests of all ranks of
-        the group to vLLM, in the same order. It keeps only the answers to its own requests.
+        the group to vLLM, in the same order. Each rank keeps only the answers to its own requests.
 
         Args:
             requests: This rank's requests.

@@ -52,7 +52,7 @@ class PromptImages:
 
 
 def images_of(vision: PromptVision, tokenizer: PreTrainedTokenizerBase) -> PromptImages | None:
-    """Read the images of a prompt; None if it has none. Raises: ImageError where `ImageRef.read` raises one."""
+    """Read the images of a prompt; None if it has none. Raises: ImageError if `ImageRef.read` raises one."""
     if not vision.sources:
         return None
     ids: Any = tokenizer(vision.text, add_special_tokens=False)["input_ids"]
@@ -88,7 +88,7 @@ def check_counts(vision: VisionInputs, limit: int | None) -> None:
         limit: Maximum number of images per prompt that vLLM accepts; None if unknown.
 
     Raises:
-        ValueError: If a prompt has more images.
+        ValueError: If a prompt has more than `limit` images.
     """
     most = max((len(prompt.sources) for prompt in vision.prompts), default=0)
     if limit is not None and most > limit:
@@ -105,7 +105,7 @@ def check_prompt_ids(images: PromptImages, prompt_ids: Sequence[int], got: Seque
         images: The images of the prompt.
         prompt_ids: [L] tokens of the prompt, as the policy's processor encodes it.
         got: Tokens that vLLM has computed for the prompt; None if vLLM did not report them.
-        remedy: Advice about different image sizes, for the error message.
+        remedy: Advice at the end of the error message if the tokens differ.
 
     Raises:
         RuntimeError: If the tokens differ, or vLLM has not reported them. If they differ, the message states the number

@@ -37,7 +37,7 @@ class Request:
     """Arguments of `vllm.SamplingParams`, which are also fields of the server's requests."""
 
     prompt: int = 0
-    """Index of the prompt among those of the call. One server samples all completions of a prompt."""
+    """Index of the prompt among the prompts of the call. One server samples all completions of a prompt."""
 
     images: PromptImages | None = None
     """The images of the prompt; None if it has none."""
@@ -151,7 +151,8 @@ def requests_of(
         part: Indices of the completions to sample, among the G completions of a prompt.
         settings: The result of `sampling_settings`.
         images: The images of the N prompts; None if no prompt has any.
-        limits: Maximum number of tokens of each prompt's completions; None uses the number in `settings`.
+        limits: N numbers, one per prompt: the maximum number of tokens of each completion of this prompt. None uses the
+            number in `settings` for all prompts.
     """
     limit_of: Sequence[int | None] = limits or [None] * len(prompts)
     of_prompts = zip(prompts, seeds, images or [None] * len(prompts), limit_of, strict=True)

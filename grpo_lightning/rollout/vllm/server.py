@@ -78,11 +78,11 @@ class Client:
         self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def get(self, route: str, timeout: float | None = None) -> Any:
-        """Answer to a GET request."""
+        """Send a GET request, and return the answer."""
         return self._call("GET", route, None, timeout)
 
     def post(self, route: str, body: Any = None) -> Any:
-        """Answer to a POST request."""
+        """Send a POST request, and return the answer."""
         return self._call("POST", route, {} if body is None else body, None)
 
     def _call(self, method: str, route: str, body: Any, timeout: float | None) -> Any:
@@ -116,7 +116,7 @@ class Client:
             return None
 
     def refusal(self, route: str, error: urllib.error.HTTPError) -> ServerError:
-        """Make an error for an HTTP status, with the advice of `remedy`. For 5xx and `BUSY`, the error is temporary."""
+        """Make an error for an HTTP status, with the advice of `remedy`; for 5xx and `BUSY`, an `UnavailableError`."""
         try:
             text = error.read().decode(errors="replace")
         except (OSError, http.client.HTTPException):  # the server died while it explained the error
@@ -459,7 +459,7 @@ class Served:
         return Answer(choice["token_ids"], logprobs, choice["finish_reason"], update_of(version), prompt_ids)
 
     def _request_tokens(self, route: str, body: dict[str, Any]) -> Any:
-        """Answer to a request for a completion. Raises: the errors of `complete`."""
+        """Send a request for a completion, and return the answer. Raises: the errors of `complete`."""
         try:
             return self.client.post(route, body)
         except ServerError as error:
@@ -489,7 +489,10 @@ def update_of(version: str) -> int:
 
 
 def problem_of(answer: Future[Any]) -> ServerError | None:
-    """The error with which the server answered a request in the background; None if it has not answered."""
+    """The error with which the server answered a request in the background; None if there is no such error.
+
+    There is none if the server answered without an error, or did not answer within `PATIENCE` seconds.
+    """
     try:
         answer.result(timeout=PATIENCE)
     except ServerError as error:
@@ -500,7 +503,7 @@ def problem_of(answer: Future[Any]) -> ServerError | None:
 
 
 def is_same_model(policy: str, model: dict[str, Any]) -> bool:
-    """True if a model of the server has the name of the policy, or was loaded from its folder."""
+    """True if a model of the server has the name of the policy, or was loaded from the policy's folder."""
     return policy.rstrip("/") in {str(model.get(key, "")).rstrip("/") for key in ("id", "root")}
 
 

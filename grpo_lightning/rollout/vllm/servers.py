@@ -115,12 +115,12 @@ class Servers:
         urls: Addresses of the servers.
         timeout: Seconds that a call may take.
         backend: The servers' weight transfer backend, "nccl" or "gloo".
-        group_port: Free port of this machine for the group of the trainer and the first server; the next servers use
-            the following ports.
+        group_port: Free port of this machine for the process group of the trainer and the first server. The process
+            groups with the next servers use the following ports.
         max_retries: Number of times that a request is repeated after a temporary failure.
         reconnect_timeout: Seconds to wait for a server if all of them have died.
-        first: Index of the server that gets this rank's first prompt. It differs between ranks, so that not all begin
-            with the same server.
+        first: Index of the server that gets this rank's first prompt. The index differs between ranks, so that not all
+            ranks begin with the same server.
         lora_folder: Folder for adapters, which the servers must be able to read; None uses a temporary folder of this
             machine.
     """
@@ -249,7 +249,7 @@ class Servers:
 
     @property
     def able(self) -> list[Served]:
-        """The servers that have the weights of the last updates."""
+        """The servers that have the latest weights and, if there are adapters, the latest adapter."""
         return [server for server in self.servers if server.version is not None and server.adapter == self.adapter]
 
     def announcement(self) -> Announcement:
@@ -257,7 +257,7 @@ class Servers:
         return Announcement({server.url: (server.version, server.adapter) for server in self.servers}, self.adapter)
 
     def adopt(self, announced: Announcement) -> None:
-        """Take over from rank 0 which weights the servers have."""
+        """Record the weights and the adapter that each server has, as announced by rank 0."""
         for server in self.servers:
             server.version, server.adapter = announced.versions[server.url]
         self.adapter = announced.adapter

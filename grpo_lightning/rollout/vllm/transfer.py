@@ -160,7 +160,7 @@ class Tensors:
 
 @dataclass
 class GroupInit:
-    """Where the trainer opens the group. The fields are those of `nccl`, and a timeout in seconds."""
+    """Address of the trainer's group, and the ranks in it. The fields are those of `nccl`, and a timeout in seconds."""
 
     master_address: str
     master_port: int

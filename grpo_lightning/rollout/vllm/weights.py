@@ -89,7 +89,7 @@ def weight_groups(policy: nn.Module, gathered: Iterable[Gathered] | None = None)
 
 @torch.no_grad()
 def adapter_weights(policy: nn.Module, gathered: Iterable[Gathered]) -> dict[str, Tensor]:
-    """A and s B of all adapted layers by peft's names, on the CPU. vLLM gets s B as B, so its own scale is 1.
+    """A and s B of all adapted layers by peft's names, on the CPU. vLLM gets s B as B, and therefore scales by 1.
 
     Args:
         policy: Model with adapters.
@@ -253,7 +253,7 @@ def check_policy(policy: Any) -> None:
 
 
 def rank_of(policy: Any) -> int:
-    """The largest rank of the adapter's layers."""
+    """The largest LoRA rank among the adapter's layers."""
     name = trained_adapter(policy)
     return max(full_shape(_factors(layer, name)[0])[0] for layer in adapter_layers(policy))
 
