@@ -83,9 +83,9 @@ class DrawBoxes(L.Callback):
     """Draws the first validation images with their ground-truth box, the predicted box, and the IoU of the two boxes.
 
     The pictures are PNG files in the folder `boxes` of the run: `before.png` before training, `step-<N>.png` at every
-    validation of the run, and `after.png` after training. If a prompt is in `before.png`, its later pictures also show
-    the box that was predicted before training. The commands `validate` and `test` write `validate.png` and `test.png`.
-    Weights & Biases and TensorBoard get the same pictures as `val/boxes`.
+    validation of the run, and `after.png` after training. If a prompt is in `before.png`, the later files also show
+    the box that was predicted for this prompt before training. The commands `validate` and `test` write `validate.png`
+    and `test.png`. Weights & Biases and TensorBoard get the same pictures as `val/boxes`.
 
     Only prompts with exactly one image and exactly one box in `answer_column` are drawn. The number of other prompts is
     logged.

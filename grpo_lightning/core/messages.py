@@ -198,7 +198,7 @@ def quiet_loggers() -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Suggest the known name that is closest to a misspelt one: " Did you mean 'x'?", or "" if none is close."""
+    """Suggest the known name that is closest to a misspelled one: " Did you mean 'x'?", or "" if none is close."""
     close = difflib.get_close_matches(name, sorted(known), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 

@@ -94,7 +94,7 @@ class Encoder:
 
         Args:
             prompt: Text or messages, with or without images.
-            where: Name of the prompt in errors; its `label` by default.
+            where: Name of the prompt in errors. By default, `prompt.label`.
 
         Raises:
             ValueError: If the prompt cannot be tokenized, has unreadable images, or contains something that the policy
@@ -383,7 +383,7 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = ""
     Args:
         prompt: Text or messages.
         tokenizer: The policy's tokenizer.
-        where: Name of the prompt in errors; its `label` by default.
+        where: Name of the prompt in errors. By default, `prompt.label`.
 
     Raises:
         ValueError: If the prompt has no tokens.

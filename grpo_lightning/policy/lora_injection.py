@@ -162,7 +162,7 @@ def refuse_adapted(model: nn.Module) -> None:
 
 
 def adapted_modules(model: Any, lora: LoRA) -> dict[str, nn.Module]:
-    """Modules that get an adapter or are trained completely, by name; expert tensors are left out.
+    """The modules that get an adapter or are trained completely, with their names as keys; without expert tensors.
 
     Raises:
         ValueError: If a name matches nothing, or matches a layer that cannot be trained.

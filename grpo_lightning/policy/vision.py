@@ -207,7 +207,7 @@ def place(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: Vis
 
 
 def extend_vision(prompt: PromptVision, more_ids: Sequence[int], length: int) -> PromptVision:
-    """Extend the vision inputs of a prompt to the text that follows the prompt in a conversation.
+    """Vision inputs of a prompt and of the text that follows it in a conversation.
 
     Args:
         prompt: Vision inputs of the prompt.

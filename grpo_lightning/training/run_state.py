@@ -189,8 +189,9 @@ class RunState:
             pad_id: Token id that fills up sequences; used only if a pending cycle has to be redistributed.
 
         Raises:
-            ValueError: If this run's reference differs from the reference of the checkpoint's run, or if the checkpoint
-                was saved inside a cycle with another number of updates or of epochs over the rollout.
+            ValueError: If this run's reference differs from the reference of the checkpoint's run.
+            ValueError: If the checkpoint was saved inside a cycle, and its run had another number of updates or another
+                number of epochs over the rollout.
         """
         self.was_interrupted_in_step = state.get("is_interrupted", False)
         self.rollout_index = state["rollout_index"]

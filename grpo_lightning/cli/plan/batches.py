@@ -210,14 +210,14 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
 
     If W does not divide the number of prompts of an update, ranks share groups, so that every rank trains in every
     update. Each rank then needs at least one completion of a group, so W / T must not be above G. If W / T is above G,
-    or if an update has a fraction of a prompt, T = gcd(P, W) instead. If W / T is above G even then, no rank shares
-    groups, and `batch_size` is P / W, rounded to at least 1.
+    or if the prompts do not divide evenly among the updates, T = gcd(P, W) instead. If W / T is above G even then, no
+    rank shares groups, and `batch_size` is P / W, rounded to at least 1.
 
     Args:
         script: The script's flags, `trainer` and `version`, as `command.parse_script` returns them.
 
     Raises:
-        ValueError: If the script would not start with its version of the trainer.
+        ValueError: If `version` of the script's trainer refuses these flags.
     """
     b, A, W = script.per_device_train_batch_size, script.gradient_accumulation_steps, script.world_size
     G, S, differences = script.num_generations, micro_steps_per_generation(script), []
@@ -246,7 +246,7 @@ def micro_steps_per_generation(script: Namespace) -> int:
     """Return S of `translate`: the number of micro-steps whose completions the script samples together.
 
     Raises:
-        ValueError: If the script would not start with its version of the trainer.
+        ValueError: If `version` of the script's trainer refuses these flags.
     """
     first = FIRST_WITH_ACCUMULATION.get(script.trainer)
     spreads = first is not None and (script.version is None or script.version >= first)

@@ -97,8 +97,8 @@ def decode(data: Any, find: Callable[[Any, str], Any]) -> Any:
 
     Args:
         data: The result of `encode` in another, untrusted process.
-        find: Function that is called with the place and the type of every `["o", place, type]`. It returns the object,
-            or raises an error.
+        find: Finds the kept objects of `data`: it is called with the index and the type's name of each, and returns the
+            object, or raises an error.
 
     Raises:
         MALFORMED: If `data` is not an encoding of a value.
