@@ -278,10 +278,10 @@ class GRPOLightningModule(L.LightningModule):
         """Load a module from a checkpoint, as Lightning does.
 
         A checkpoint contains no functions, no objects such as engine and environment, and no policy that was given as a
-        model in memory. Such arguments have to be passed again.
+        model in memory. Pass such arguments again; otherwise, they have their defaults.
 
         Raises:
-            TypeError: If an argument that has to be passed again is missing; the message names the argument.
+            TypeError: If an argument without default is missing: `rewards`, or a policy that was a model in memory.
         """
         try:
             return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)

@@ -30,8 +30,8 @@ class ConfigurationError(ValueError):
 def rank() -> int:
     """Global rank of this process, from the launcher's environment variables; 0 without a launcher.
 
-    If only local rank and node rank are known, the result is the larger of the two. It is 0 only for the first process
-    of the first node.
+    If only local rank and node rank are known, the result is the larger of the two. Like the global rank, it is 0 only
+    for the first process of the first node.
     """
     given = {name: int(os.environ[name]) for name in ("RANK", *RANKS) if os.environ.get(name, "").isdigit()}
     return given.get("RANK", max(given.values(), default=0))

@@ -8,7 +8,7 @@ from grpo_lightning.cli.errors import ConfigurationError
 
 
 def check_push(repo: str | None, *, private: bool) -> None:
-    """Check the options for the upload before the export. Without a repository, nothing will be uploaded.
+    """Check the options for the upload, before a model is exported. Without a repository, nothing will be uploaded.
 
     Raises:
         ConfigurationError: If a repository is given, and (a) the name of the repository is wrong, (b) the hub is

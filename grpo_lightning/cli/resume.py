@@ -28,7 +28,7 @@ SHOWN = 20
 def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
     """Return why a checkpoint is not usable; None if it is usable.
 
-    Without `to_train`, a checkpoint is usable if it can be loaded. With `to_train`, it is usable only if a run can also
+    Without `to_train`, a checkpoint is usable if it is complete. With `to_train`, it is usable only if a run can also
     resume training from it.
 
     Only DeepSpeed itself can read the weights and states of a DeepSpeed checkpoint. Therefore, this function reads only

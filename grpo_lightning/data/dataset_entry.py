@@ -72,8 +72,8 @@ class DatasetEntry:
     """Form of the column `solution` in rows with images. `original`: a box [x1, y1, x2, y2] in pixels. `norm1000`: a
     box with coordinates from 0 to 1000 (VLM-R1's InternVL data). The box is converted to pixels when the row is read,
     so `gold_coordinates` of rewards and metrics must keep its default. `auto`: a box in pixels if the solution is four
-    numbers and the row has one image, otherwise any value. `none`: any value. `bad_images` of the data module sets what
-    happens to a row whose box is outside its image."""
+    values, at least one of them a number, and the row has one image; otherwise any value. `none`: any value.
+    `bad_images` of the data module sets what happens to a row whose box is outside its image."""
 
     def __post_init__(self) -> None:
         """Raises: ValueError if settings contradict each other or the sampling strategy is invalid."""

@@ -184,7 +184,7 @@ def refuse_media(prompt: Prompt, where: str) -> None:
     """Check that a prompt has only text and images.
 
     Raises:
-        ValueError: If a column or a message has video or audio, without which the question could not be answered.
+        ValueError: If a column or a message has video or audio: the question could not be answered without it.
     """
     parts = [part for message in _messages(prompt) for part in _parts(message)]
     found = [f"column {name!r}" for name in MEDIA_COLUMNS if prompt.columns.get(name) not in (None, "", [], ())]

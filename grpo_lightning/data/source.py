@@ -30,8 +30,8 @@ class PromptSource:
     """Yields prompts, cycle by cycle, in a seeded order.
 
     An epoch is one pass over the data. It ends when all prompts are used, so its last cycle may have fewer prompts. The
-    number of cycles in an epoch is not known in advance if the data is a stream, or with dynamic sampling, because a
-    cycle may then use more prompts than `batch_size`. A run on a stream needs `trainer.max_steps`.
+    number of cycles in an epoch is not known in advance in two cases: a stream has no known length, and with dynamic
+    sampling, a cycle may use more prompts than `batch_size`. A run on a stream needs `trainer.max_steps`.
 
     An image shared by several prompts of a cycle is read once. Before a run loads any weights, it checks that images
     can be read: all images if the prompts are a list, otherwise only the images of the first prompts. A

@@ -41,8 +41,9 @@ def importance_ratio(
             own log-prob, so that advantages may differ between tokens (GSPO-token, eq. 14).
 
     Returns:
-        [B, T], or [B, 1] for "sequence". The ratio is exactly 1 where `logprobs` equals `old_logprobs`: at this token
-        for the level "token", and at all trained tokens of the sequence for the other levels.
+        [B, T], or [B, 1] for "sequence". With "token", a token's ratio is exactly 1 if its `logprobs` equals
+        `old_logprobs`. With the other levels, the ratio is exactly 1 if the two are equal at all trained tokens of the
+        sequence.
 
     Raises:
         ValueError: If the level is none of the three.

@@ -221,7 +221,7 @@ def add_starting_adapter(policy: Any) -> None:
 
 
 def base_weights(policy: nn.Module) -> Iterator[Tensor]:
-    """Iterate, for checksums, over the frozen weights of the base that are not computed while loading.
+    """Iterate over the frozen weights of the base for checksums, without weights that loading computes.
 
     Two kinds of weights are computed while loading: quantized weights, and weights of layers where PiSSA, OLoRA or
     LoftQ subtracts the initial adapter. The last bits of these weights, and so their checksums, would depend on the

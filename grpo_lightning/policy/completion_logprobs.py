@@ -454,7 +454,7 @@ def prompt_weights(batch: MicroBatch) -> Tensor:
 
 
 def completion_weights(batch: MicroBatch, rows: Tensor | None, mask: Tensor) -> Tensor:
-    """Return weights [rows, T]: 1 where a token's routing counts, 0 elsewhere.
+    """Return weights [rows, T]: 1 for each token whose routing is counted, 0 for the others.
 
     All tokens of a trained completion count except its last token, from which nothing is predicted.
 

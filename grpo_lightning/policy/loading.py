@@ -275,7 +275,7 @@ def import_model_code(config: PretrainedConfig) -> None:
     """Import the module of transformers that defines the models of this config; do nothing for code of a checkpoint.
 
     While ZeRO-3 builds a model, it replaces the constructors of all `nn.Module` classes, and restores them afterwards.
-    If a Python module is imported before ZeRO-3 restores the constructors, the classes of this module get back the
+    If a Python module is imported while the constructors are replaced, the classes of this module get back the
     constructors that they had before their decorators ran. Classes of experts then lack what transformers' decorators
     add to the constructors, and the next model that is built in the process cannot run. Therefore the Python module is
     imported before the model is built.

@@ -133,7 +133,7 @@ def keep_frozen_out_of_checkpoints(owner: nn.Module) -> None:
 
 
 def dropped_keys_filter(owner: nn.Module, at_start: set[str]) -> Callable[[str], bool]:
-    """Make the predicate for dropping state-dict keys: True for a key that checkpoints do not contain.
+    """Make the predicate that decides which keys of the state dict are left out of checkpoints: True for these keys.
 
     Args:
         owner: The Lightning module.

@@ -88,9 +88,10 @@ class RewardSet:
         the datasets.
 
         Raises:
-            ValueError: If a column is missing, or has the name of a reward argument.
+            ValueError: If a column that a reward needs is missing, or if the data has a column with the name of an
+                argument of rewards, such as `completions`.
             ValueError: If prompts name an unknown reward, or only rewards of weight 0.
-            ValueError: If prompts name a method in `accu_reward_method`, but none of their rewards reads this column.
+            ValueError: If prompts name a method in the column `accu_reward_method`, but none of their rewards reads it.
         """
         sources = sources_of(prompts)
         check_sources(sources, self.rewards, self._weights)
@@ -356,8 +357,8 @@ def sources_of(prompts: Iterable[Prompt]) -> list[Source]:
 def check_sources(sources: Sequence[Source], rewards: Sequence[WeightedReward], weights: Mapping[str, float]) -> None:
     """Check that rewards and data match.
 
-    If only some of the sources to which a reward applies have a column, the reward gets None for this column in rows of
-    the other sources.
+    A reward may apply to several sources of which only some have a certain column. In rows of the sources without the
+    column, the reward gets None for it.
 
     Args:
         sources: The sources of the prompts.
@@ -365,10 +366,10 @@ def check_sources(sources: Sequence[Source], rewards: Sequence[WeightedReward], 
         weights: Weight of each reward, by name.
 
     Raises:
-        ValueError: If a column has the name of a reward argument.
+        ValueError: If the data has a column with the name of an argument of rewards, such as `completions`.
         ValueError: If a reward needs a column that none of its sources has.
         ValueError: If prompts name an unknown reward, or only rewards of weight 0.
-        ValueError: If prompts name a method in `accu_reward_method`, but none of their rewards reads this column.
+        ValueError: If prompts name a method in the column `accu_reward_method`, but none of their rewards reads it.
     """
     for source in sources:
         _check_names(source, weights)

@@ -286,8 +286,8 @@ class Conversations:
             The N prompts, each with the first observation of its environment, and the N environments.
 
         Raises:
-            RuntimeError: If a call of `reset` fails. `on_error` does not apply, because all conversations of the prompt
-                would be lost.
+            RuntimeError: If a call of `reset` fails, whatever `on_error` is. All conversations of a prompt begin with
+                the same environment, so all of them would be lost.
         """
         prompts = [self.describe_tools(prompt) for prompt in prompts]
         results = self.runner.reset(prompts, [derived_seed(seed, "reset") for seed in seeds])

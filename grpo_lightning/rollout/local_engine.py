@@ -274,7 +274,8 @@ class LocalEngine(RolloutEngine):
         """Context in which, if possible, decoding steps run from CUDA graphs, with fused layers and weights cast once.
 
         Args:
-            longest: `max_completion_length`. Short rollouts, such as the probe of a policy, are not worth a capture.
+            longest: `max_completion_length`. If it is below `LEAST_LENGTH`, no graph is captured, because the capture
+                would take longer than it saves.
         """
         device = compute_device(self.policy)
         if self.way == "generate" or self.sharding.is_sharded or device.type not in CAPTURES:

@@ -319,10 +319,12 @@ class KeptStates:
         turns.states.clear()
 
     def before(self, wave: Wave, width: int) -> list[States] | None:
-        """States of the first columns of a wave's prompts; None if all columns must be run.
+        """Keys and values of the first columns of the padded prompts, so that the model runs only the other columns.
+
+        The result is None if the model must run all columns.
 
         Args:
-            wave: The prompts; each has one completion.
+            wave: The prompts that are run together; each has one completion.
             width: Columns of the padded prompts.
 
         Returns:

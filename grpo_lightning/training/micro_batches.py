@@ -387,7 +387,7 @@ def plan_over_ranks(
 
 
 def agree_on_chunks(micro_batches: Sequence[MicroBatch], scorer: Scorer) -> None:
-    """Set each micro-batch's numbers of chunks to the maxima over ranks. Collective: all ranks call it.
+    """Split each micro-batch into as many chunks as the rank that needs most. Collective: all ranks call it.
 
     Sharded weights are gathered by all ranks together, so all ranks must run the same number of forward passes. Call
     this function before the first pass over the micro-batches, even if they come from an overridden `split_rollout` or

@@ -47,8 +47,9 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
     Args:
         stage: 1 shards optimizer states, 2 also gradients, 3 also weights.
         config: DeepSpeed's own configuration, as a mapping or a JSON file. It replaces the configuration that is made
-            from the other arguments. In a configuration for transformers' Trainer, each "auto" is replaced by a setting
-            of this run: the setting of the Lightning trainer, or the strategy argument of the same name.
+            from the other arguments; at stage 3, the `stage3_*` arguments still fill keys that it lacks. In a
+            configuration for transformers' Trainer, each "auto" is replaced by a setting of this run: the setting of
+            the Lightning trainer, or the strategy argument of the same name.
         stage3_prefetch_bucket_size: Stage 3: number of elements gathered ahead of their use. The default is 0:
             sampling, scoring and training call the modules in different orders, which makes prefetching useless.
         stage3_param_persistence_threshold: Stage 3: weights with fewer elements than this stay unsharded.

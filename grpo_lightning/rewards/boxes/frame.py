@@ -91,8 +91,8 @@ class BoxReward(Reward):
     ) -> list[float | None]:
         """Score completions.
 
-        The metric `<name>/unreadable` is the fraction of answers that cannot be parsed. Such an answer is wrong; it
-        does not count as a failure of the reward. The log of completions gets a column `boxes`: the boxes of the answer
+        The metric `<name>/unreadable` is the fraction of answers that cannot be parsed. Such an answer is wrong;
+        the reward has not failed. The log of completions gets a column `boxes`: the boxes of the answer
         and of the ground truth, in pixels of the image in the data.
 
         Args:

@@ -139,7 +139,7 @@ class Isolation:
         self._drop_privileges()
 
     def enter(self, memory_bytes: int, cpu_seconds: int) -> None:
-        """Restrict this process, which must have only one thread, for the rest of its life.
+        """Restrict this process for the rest of its life. It must have only one thread.
 
         Args:
             memory_bytes: Address space that the process may reserve in addition to what it has now.

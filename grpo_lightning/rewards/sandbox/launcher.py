@@ -206,9 +206,11 @@ class Launcher:
         return found
 
     def _fork(self, role: int, wanted: list[int | None], seconds: float, task: Callable[[], None]) -> int:
-        """Fork a child that enters the sandbox, with the file descriptors `wanted` as 0, 1, ...; None is `/dev/null`.
+        """Fork a child that enters the sandbox. The file descriptors `wanted` become its descriptors 0, 1, ...
 
-        Returns: in the launcher, the child's process id. Raises: in the child, `Child`, to leave the launcher's loop.
+        In place of a descriptor that is None, the child gets `/dev/null`. In the launcher, this method returns the
+        child's process id. In the child, it raises the exception `Child`, so that the child leaves its copy of the
+        launcher's loop.
         """
         self.entered[role] = 0
         pid = os.fork()

@@ -707,9 +707,9 @@ class VLLMEngine(RolloutEngine):
         """Sample G completions for every prompt, or a part of them; see `RolloutEngine.generate`.
 
         `on_group` and `progress` are called in the thread of the caller. The random numbers of a completion do not
-        depend on the other prompts of the batch, nor on the server. Its logits may still depend on the size of the
-        batch in their last bits, because vLLM's kernels round differently in batches of another size. `turns` is not
-        needed: vLLM's prefix cache keeps the states of conversations.
+        depend on the other prompts of the batch, nor on the server. The completion's logits may still depend on the
+        size of the batch in their last bits, because vLLM's kernels round differently in batches of another size.
+        `turns` is not needed: vLLM's prefix cache keeps the states of conversations.
 
         In the thread that has called `sync_weights`, the call is collective: the ranks agree on errors and on servers
         that need the weights again. A call in another thread raises errors on this rank only, and sends no weights,

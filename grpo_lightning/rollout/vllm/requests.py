@@ -1,4 +1,4 @@
-"""Requests to vLLM and its answers: sampling settings by vLLM's names, seeds, and completions.
+"""Requests to vLLM and its answers: seeds, sampling settings under the names that vLLM gives them, and completions.
 
 `LLM.generate` and the server's route `/v1/completions` take the same settings, so both modes of the engine share this
 file. vLLM is not imported here.
