@@ -128,14 +128,15 @@ def compile_copy(function: types.FunctionType) -> Function:
     objects.
     """
     code = function.__code__.replace(co_name=f"{function.__name__.strip('_')}_{next(numbers)}")
-    copy = copy_of(function, code, function.__globals__)
+    copy = copy_of(function, code=code)
     options = {name: value for name, value in OPTIONS.items() if name in torch._inductor.list_options()}
     return torch.compile(copy, fullgraph=True, options=options)  # type: ignore[no-any-return]
 
 
-def copy_of(function: types.FunctionType, code: types.CodeType, names: dict[str, Any]) -> types.FunctionType:
-    """A copy of a function, with other code and other global names."""
-    copy = types.FunctionType(code, names, None, function.__defaults__, function.__closure__)
+def copy_of(function: types.FunctionType, **changes: Any) -> types.FunctionType:
+    """A copy of a function. `changes` replace its `code`, its `globals` or its `closure`."""
+    own: dict[str, Any] = {"code": function.__code__, "globals": function.__globals__, "closure": function.__closure__}
+    copy = types.FunctionType(**own | changes, argdefs=function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
@@ -282,12 +283,10 @@ def with_name(function: Any, name: str, value: Any) -> Any:
     """A copy of a function that finds `value` under a global name. Decorators of the function are copied with it."""
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
-        return copy_of(function, function.__code__, function.__globals__ | {name: value})
-    copied = with_name(inner, name, value)
-    cells = [types.CellType(copied) if cell.cell_contents is inner else cell for cell in function.__closure__ or ()]
-    decorated = types.FunctionType(function.__code__, function.__globals__, None, function.__defaults__, tuple(cells))
-    decorated.__kwdefaults__ = function.__kwdefaults__
-    return decorated
+        return copy_of(function, globals=function.__globals__ | {name: value})
+    copied = types.CellType(with_name(inner, name, value))
+    cells = [copied if cell.cell_contents is inner else cell for cell in function.__closure__ or ()]
+    return copy_of(function, closure=tuple(cells))
 
 
 @functools.lru_cache(maxsize=32)
