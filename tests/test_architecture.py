@@ -1,10 +1,15 @@
-"""Imports point down, heavy packages load late."""
+"""Imports point down, heavy packages load late, and few files run in a training step."""
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.objective import Objective
+from tests.module_runs import fit, make_module
 
 PACKAGE = Path(__file__).parents[1] / "grpo_lightning"
 
@@ -185,3 +190,24 @@ def test_bad_files_are_found(tmp_path: Path, name: str, source: str, message: st
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(source)
     assert [problem for problem in problems(tmp_path) if message in problem]
+
+
+def test_a_reader_of_a_training_step_opens_few_files():
+    """A step that samples, scores and trains, with the default objective, runs functions of at most 25 files."""
+    files: set[Path] = set()
+
+    def record(frame, event, argument):
+        if event == "call" and PACKAGE in (path := Path(frame.f_code.co_filename)).parents:
+            files.add(path.relative_to(PACKAGE))
+
+    class Recorded(GRPOLightningModule):
+        def training_step(self, batch, batch_idx):
+            sys.setprofile(record)
+            try:
+                return super().training_step(batch, batch_idx)
+            finally:
+                sys.setprofile(None)
+
+    fit(make_module(Recorded, objective=Objective()), max_steps=1)
+    assert {Path("module.py"), Path("objective.py"), Path("rollout/local_engine.py")} <= files
+    assert len(files) <= 25, sorted(map(str, files))

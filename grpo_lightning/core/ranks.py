@@ -1,4 +1,7 @@
-"""Collectives that are no-ops in single-process runs, and `Teams`: ranks that divide the completions of a prompt.
+"""Collectives that are no-ops in single-process runs, `Lockstep`, and `Teams`.
+
+`Lockstep` makes all ranks run the policy equally often while its weights are sharded. `Teams` are ranks that divide the
+completions of a prompt.
 
 All ranks must make the same collective calls in the same order. For a collective of a team, this applies only to the
 ranks of the team. The run hangs if one rank skips a call that the others make, for example because each rank decides
@@ -128,6 +131,44 @@ def part_of_group(num_generations: int, member: int, ranks_per_group: int) -> ra
         The indices of the rank's completions among the G completions.
     """
     return range(member, num_generations, ranks_per_group)
+
+
+class Lockstep:
+    """Synchronizes the number of forward calls over ranks while the weights stay sharded.
+
+    With sharded weights, a forward call of the policy is collective, but completions end at different steps on each
+    rank. All ranks therefore make the same calls until the last rank is done. When other ranks decode, a rank without
+    unfinished rows runs a dummy row. When other ranks prefill prompts, a rank without waiting prompts runs a dummy
+    prefill.
+
+    Args:
+        is_needed: True if forward calls are collective. Otherwise no rank waits for another.
+    """
+
+    def __init__(self, *, is_needed: bool) -> None:
+        self.is_needed = is_needed
+
+    def num_waves(self, own: int) -> int:
+        """Return the number of waves to run: the maximum over ranks, where this rank has `own` waves.
+
+        In a wave, prompts are decoded together. A rank with fewer waves than the maximum takes part in the forward
+        calls of the other ranks with dummy rows.
+        """
+        return int(max_over_ranks(torch.tensor(own, device="cpu"))) if self.is_needed else own
+
+    def union(self, own: Sequence[int]) -> set[int]:
+        """The union of `own` over all ranks; without lockstep, the set of this rank's `own` numbers."""
+        return set().union(*gather_objects(set(own))) if self.is_needed else set(own)
+
+    def agree(self, *own: bool) -> list[bool]:
+        """For each kind of forward call (decoding, prefill), return whether any rank makes such a call next.
+
+        Args:
+            own: For each kind, whether this rank makes such a call next.
+        """
+        if not self.is_needed:
+            return list(own)
+        return max_over_ranks(torch.tensor(own, dtype=torch.long, device="cpu")).bool().tolist()
 
 
 @dataclass(frozen=True)

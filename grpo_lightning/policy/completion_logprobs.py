@@ -48,11 +48,18 @@ from torch.utils.checkpoint import checkpoint
 from grpo_lightning.core.types import MicroBatch, PromptVision, VisionInputs
 from grpo_lightning.functional.logprobs import token_entropy, token_logprobs
 from grpo_lightning.functional.routing import RouterLoad, total_load
-from grpo_lightning.policy.hf import base_model, known_arguments, running_module, text_config
+from grpo_lightning.policy.hf import (
+    PlacedPrompts,
+    base_model,
+    known_arguments,
+    running_module,
+    text_config,
+    text_positions,
+)
 from grpo_lightning.policy.kv_cache import PrefixCache, Rows, fan_out
 from grpo_lightning.policy.routers import Routers
 from grpo_lightning.policy.sharding import computes_in_float32
-from grpo_lightning.policy.vision import PlacedPrompts, place, seeing
+from grpo_lightning.policy.vision import place_images, showing_images
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -484,6 +491,23 @@ def recording(routers: Routers | None) -> AbstractContextManager[list[Tensor]]:
     return contextlib.nullcontext([]) if routers is None else routers.recording()
 
 
+def place(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: VisionInputs | None) -> PlacedPrompts:
+    """Compute the positions of prompts [N, L], which do not count padding; `vision` is None for a text-only model."""
+    if vision is not None:
+        return place_images(model, prompt_ids, prompt_mask, vision)
+    return PlacedPrompts({"position_ids": text_positions(prompt_mask)}, prompt_mask.sum(-1, keepdim=True), 1)
+
+
+def showing(
+    model: nn.Module, vision: VisionInputs | None, *, keeps: bool = False
+) -> AbstractContextManager[dict[str, Any]]:
+    """Context in which the model's forward runs with the prompts' images; see `vision.showing_images`.
+
+    It yields the image arguments of the forward, which are empty if `vision` is None, for a text-only model.
+    """
+    return contextlib.nullcontext({}) if vision is None else showing_images(model, vision, keeps=keeps)
+
+
 def extended_chunks(
     model: nn.Module, batch: MicroBatch, head: Head, routers: Routers | None
 ) -> tuple[ScoreChunk, RouterLoad | None]:
@@ -500,7 +524,7 @@ def extended_chunks(
         ids, last, mask = ids.gather(1, columns), mask.sum(1) - 1, torch.ones_like(mask)
     inputs = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": True}
     inputs |= known_arguments(model, cache=prefix, **arguments)
-    with seeing(model, batch.vision) as images, recording(routers) as routed:
+    with showing(model, batch.vision) as images, recording(routers) as routed:
         first = head.prompt_states(model, inputs | images, last)  # [N, 1, ...] predicts the first completion token
     if columns is not None:
         prefix.reorder(columns.argsort(1))
@@ -604,7 +628,7 @@ def dense_chunks(
             vision = batch.vision and batch.vision.select(prompts.tolist())
         arguments = known_arguments(model, **continued, logits_to_keep=width + 1, use_cache=False)
         arguments |= {"input_ids": inputs, "attention_mask": seen.long()}
-        with seeing(model, vision) as images, recording(routers) as routed:
+        with showing(model, vision) as images, recording(routers) as routed:
             scores = head.score(model, arguments | images, lambda states: states[:, -width - 1 : -1], ids, mask)
         if routers is None:
             return scores, None

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,23 @@ def text_positions(mask: Tensor) -> Tensor:
     the gradient wrong by 60 %, an error that no loss curve shows.
     """
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+class PlacedPrompts(NamedTuple):
+    """Positions of prompt tokens, and of the first token after each prompt."""
+
+    arguments: dict[str, Tensor]
+    """Arguments of the model's forward for the prompts: `position_ids` and the token types, as the model names them."""
+
+    first: Tensor
+    """[N, 1] position of the first token after each prompt."""
+
+    dimensions: int
+    """3 for models whose image tokens have time, row and column positions, else 1."""
+
+    def along(self, positions: Tensor) -> Tensor:
+        """Expand text positions [B, q] to the model's dimensions: [B, q] or [3, B, q]."""
+        return positions if self.dimensions == 1 else positions.expand(self.dimensions, *positions.shape)
 
 
 def accepts(model: nn.Module, argument: str) -> bool:

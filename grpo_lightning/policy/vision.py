@@ -11,7 +11,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +20,23 @@ from transformers.utils import ModelOutput
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import ImageFeatures, ObservedImages, PromptVision, VisionInputs
 from grpo_lightning.policy.families import family_of, inner_model, is_tower_trained
-from grpo_lightning.policy.hf import base_model, compute_device, known_arguments, text_positions
+from grpo_lightning.policy.hf import PlacedPrompts, base_model, compute_device, known_arguments, text_positions
 
 
 @contextlib.contextmanager
-def seeing(model: nn.Module, vision: VisionInputs | None, *, keeps: bool = False) -> Iterator[dict[str, Any]]:
+def showing_images(model: nn.Module, vision: VisionInputs, *, keeps: bool = False) -> Iterator[dict[str, Any]]:
     """Context in which the model's forward runs with the images of the given prompts.
 
     Args:
         model: The policy.
-        vision: Vision inputs of the prompts of the forward pass, in order; None for a text-only model.
+        vision: Vision inputs of the prompts of the forward pass, in order.
         keeps: Store the image features in the `PromptVision` of each prompt.
 
     Yields:
         The image arguments of the model's forward.
     """
-    with_images = [] if vision is None else [prompt for prompt in vision.prompts if prompt.images]
-    if vision is None or (not with_images and vision.blank is None):
+    with_images = [prompt for prompt in vision.prompts if prompt.images]
+    if not with_images and vision.blank is None:
         yield {}
         return
     images = concatenate_images(with_images) if with_images else dict(vision.blank or {})
@@ -153,24 +153,7 @@ def needs_blank(model: nn.Module, prompts: Sequence[PromptVision | None], *, is_
 # ---------------------------------------------------------------------------------------------------------- positions
 
 
-class PlacedPrompts(NamedTuple):
-    """Positions of prompt tokens, and of the first token after each prompt."""
-
-    arguments: dict[str, Tensor]
-    """Arguments of the model's forward for the prompts: `position_ids` and the token types, as the model names them."""
-
-    first: Tensor
-    """[N, 1] position of the first token after each prompt."""
-
-    dimensions: int
-    """3 for models whose image tokens have time, row and column positions, else 1."""
-
-    def along(self, positions: Tensor) -> Tensor:
-        """Expand text positions [B, q] to the model's dimensions: [B, q] or [3, B, q]."""
-        return positions if self.dimensions == 1 else positions.expand(self.dimensions, *positions.shape)
-
-
-def place(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: VisionInputs | None) -> PlacedPrompts:
+def place_images(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: VisionInputs) -> PlacedPrompts:
     """Compute positions that do not count padding (see `text_positions`); image tokens get the model's own positions.
 
     Args:
@@ -179,8 +162,6 @@ def place(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: Vis
         prompt_mask: [N, L] bool.
         vision: Vision inputs of the prompts.
     """
-    if vision is None:
-        return PlacedPrompts({"position_ids": text_positions(prompt_mask)}, prompt_mask.sum(-1, keepdim=True), 1)
     lengths = prompt_mask.sum(-1).tolist()
     types = {
         # The tokens of prompts without types, for example of a dummy prompt, are text.

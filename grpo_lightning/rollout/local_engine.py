@@ -3,7 +3,7 @@
 Every prompt is prefilled once for its G completions, and finished completions leave the batch. The completions in the
 batch are called open rows. If the number of rows is limited, waiting prompts are prefilled as soon as enough rows have
 left, and their rows join the open rows (continuous batching; Yu et al. 2022, "Orca"). The KV caches are in
-`policy/kv_cache.py`, the open rows in `open_rows.py`, the lockstep of ranks with sharded weights in `lockstep.py`, the
+`policy/kv_cache.py`, the open rows in `open_rows.py`, the gathering of sharded weights in `gathered_weights.py`, the
 CUDA graphs in `captured.py`, and the fused kernels in `fused.py`.
 """
 
@@ -28,10 +28,18 @@ from transformers import (
 )
 
 from grpo_lightning.core import ranks
+from grpo_lightning.core.ranks import Lockstep
 from grpo_lightning.core.types import Completion, SamplingParams, VisionInputs, check_ranges
-from grpo_lightning.policy.completion_logprobs import Scorer
+from grpo_lightning.policy.completion_logprobs import Scorer, place, showing
 from grpo_lightning.policy.families import is_tower_trained
-from grpo_lightning.policy.hf import compute_device, evaluating, known_arguments, left_pad, text_config
+from grpo_lightning.policy.hf import (
+    PlacedPrompts,
+    compute_device,
+    evaluating,
+    known_arguments,
+    left_pad,
+    text_config,
+)
 from grpo_lightning.policy.kv_cache import (
     KEY_MULTIPLE,
     DecodingCache,
@@ -47,10 +55,9 @@ from grpo_lightning.policy.precision import linear_copies
 from grpo_lightning.policy.probe import compare, model_type, no_cache_reason, probe_batch, scored_alone
 from grpo_lightning.policy.settings import PolicySettings
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.policy.vision import PlacedPrompts, place, seeing
 from grpo_lightning.rollout.captured import LEAST_LENGTH, Capture, CapturedSteps, CudaCapture
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turns
-from grpo_lightning.rollout.lockstep import LARGEST_SHARE, Lockstep, free_bytes, is_gathered, log_gathering
+from grpo_lightning.rollout.gathered_weights import LARGEST_SHARE, free_bytes, is_gathered, log_gathering
 from grpo_lightning.rollout.open_rows import (
     KeptStates,
     OpenRows,
@@ -478,7 +485,7 @@ class LocalEngine(RolloutEngine):
             )
             return prefilled, logits
         keeps = vision is not None and not is_tower_trained(self.policy)
-        with seeing(self.policy, vision, keeps=keeps) as images:
+        with showing(self.policy, vision, keeps=keeps) as images:
             logits = self.forward(
                 prompt_ids,
                 attention_mask=prompt_mask.long(),
@@ -546,7 +553,7 @@ class LocalEngine(RolloutEngine):
 
         rows = wave.vision and wave.vision.select(fan.tolist())
         types = place(self.policy, prompt_ids[fan], prompt_mask[fan], rows).arguments if rows else {}
-        with without_suggestions(self.policy), seeing(self.policy, rows) as images:
+        with without_suggestions(self.policy), showing(self.policy, rows) as images:
             sequences = self.policy.generate(  # type: ignore[operator]
                 input_ids=prompt_ids[fan],
                 attention_mask=prompt_mask[fan].long(),

@@ -63,3 +63,14 @@ def test_the_parts_of_a_group_are_its_completions(num_generations, ranks_per_gro
     parts = [ranks.part_of_group(num_generations, member, ranks_per_group) for member in range(ranks_per_group)]
     assert ranks.interleave(parts) == list(range(num_generations))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_ranks_wait_for_each_other_only_if_they_must(monkeypatch):
+    """Here the others have three waves, and open rows but no prompts that wait."""
+    monkeypatch.setattr(ranks, "max_over_ranks", lambda values: values.clamp(min=3))
+    together, alone = ranks.Lockstep(is_needed=True), ranks.Lockstep(is_needed=False)
+    assert (together.num_waves(1), together.num_waves(4), alone.num_waves(1)) == (3, 4, 1)
+    monkeypatch.setattr(ranks, "max_over_ranks", lambda flags: flags.clamp(min=torch.tensor([1, 0])))
+    assert together.agree(False, False) == [True, False]
+    assert together.agree(False, True) == [True, True]
+    assert alone.agree(False, True) == [False, True]

@@ -9,14 +9,14 @@ import torch
 
 from grpo_lightning.core.types import ImageFeatures, PromptVision, VisionInputs
 from grpo_lightning.policy.adapters import using_adapter
-from grpo_lightning.policy.completion_logprobs import Scorer
+from grpo_lightning.policy.completion_logprobs import Scorer, place, showing
 from grpo_lightning.policy.families import FAMILIES, freeze_vision, inner_model, is_tower_trained
 from grpo_lightning.policy.loading import check_in_step, checkpoint_layers
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.probe import choose_path
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.policy.vision import concatenate_images, needs_blank, place, seeing, store_features
+from grpo_lightning.policy.vision import concatenate_images, needs_blank, store_features
 from tests import tiny_vlms
 from tests.families import families
 from tests.marks import SLOW, few
@@ -104,7 +104,7 @@ def test_known_features_change_nothing(family):
     batch = vision_batch(encoder, SCENARIOS["mixed"])
     want_loss, want = loss_and_gradients(vlm.model, batch, Scorer(), row_weights(batch))
     encode = counted(vlm.model)
-    with seeing(vlm.model, batch.vision, keeps=True) as images, torch.no_grad():
+    with showing(vlm.model, batch.vision, keeps=True) as images, torch.no_grad():
         placed = place(vlm.model, batch.prompt_ids, batch.prompt_mask, batch.vision)
         vlm.model(input_ids=batch.prompt_ids, attention_mask=batch.prompt_mask.long(), **placed.arguments, **images)
     assert len(encode) == 1
@@ -309,12 +309,12 @@ def test_sixteen_bits_see_the_same(family):
 
 def test_a_pass_without_vision_leaves_the_model_as_it_was():
     vlm = tiny_vlms.build("qwen2_5_vl")
-    with seeing(vlm.model, None) as images:
+    with showing(vlm.model, None) as images:
         assert images == {}
-    with seeing(vlm.model, VisionInputs([PromptVision()])) as images:
+    with showing(vlm.model, VisionInputs([PromptVision()])) as images:
         assert images == {}
     batch = vision_batch(encoder_of(vlm), SCENARIOS["one image"])
-    with contextlib.suppress(RuntimeError), seeing(vlm.model, batch.vision):
+    with contextlib.suppress(RuntimeError), showing(vlm.model, batch.vision):
         assert "get_image_features" in vars(inner_model(vlm.model))
         raise RuntimeError
     assert "get_image_features" not in vars(inner_model(vlm.model))

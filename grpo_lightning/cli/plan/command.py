@@ -531,7 +531,7 @@ def resolve_gathering(
     import dataclasses
 
     from grpo_lightning.cli.plan.memory import GIB, peak, state_parts
-    from grpo_lightning.rollout.lockstep import LARGEST_SHARE
+    from grpo_lightning.rollout.gathered_weights import LARGEST_SHARE
 
     if not settings.division.gathers_layers or not settings.sampling.rows:
         return settings, []

@@ -1,4 +1,4 @@
-"""When sharded weights are gathered, and how many calls the ranks make together."""
+"""When sharded weights are gathered for sampling."""
 
 import logging
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from grpo_lightning.policy.hf import compute_device
-from grpo_lightning.rollout import lockstep
-from grpo_lightning.rollout.lockstep import Lockstep, free_bytes, full_bytes, is_gathered, log_gathering
+from grpo_lightning.rollout import gathered_weights
+from grpo_lightning.rollout.gathered_weights import free_bytes, full_bytes, is_gathered, log_gathering
 from tests.tiny_models import tiny_model
 
 GB = 2**30
@@ -18,9 +18,9 @@ def gpu(monkeypatch):
     """A GPU as far as the choice can see: set what the weights take and what is free."""
 
     def pretend(whole, free):
-        monkeypatch.setattr(lockstep, "compute_device", lambda policy: torch.device("cuda"))
-        monkeypatch.setattr(lockstep, "full_bytes", lambda policy, dtype: whole)
-        monkeypatch.setattr(lockstep, "free_bytes", lambda device: free)
+        monkeypatch.setattr(gathered_weights, "compute_device", lambda policy: torch.device("cuda"))
+        monkeypatch.setattr(gathered_weights, "full_bytes", lambda policy, dtype: whole)
+        monkeypatch.setattr(gathered_weights, "free_bytes", lambda device: free)
 
     return pretend
 
@@ -49,7 +49,7 @@ def test_auto_gathers_on_a_cpu():
 
 def test_one_rank_short_of_memory_decides_for_all(gpu, monkeypatch):
     gpu(1 * GB, 10 * GB)
-    monkeypatch.setattr(lockstep.ranks, "any_over_ranks", lambda flag: True)
+    monkeypatch.setattr(gathered_weights.ranks, "any_over_ranks", lambda flag: True)
     assert not is_gathered(torch.nn.Linear(2, 2), "auto")[0]
 
 
@@ -79,19 +79,8 @@ def test_the_device_is_where_the_policy_computes():
 def test_the_choice_is_said_on_the_first_rank(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     log_gathering(True, "requested")
-    monkeypatch.setattr(lockstep.ranks, "rank", lambda: 1)
+    monkeypatch.setattr(gathered_weights.ranks, "rank", lambda: 1)
     log_gathering(False, "requested")
     assert [record.getMessage() for record in caplog.records] == [
         "Sampling from sharded weights, gathered once per rollout (engine.gather_for_generation): requested."
     ]
-
-
-def test_ranks_wait_for_each_other_only_if_they_must(monkeypatch):
-    """Here the others have three waves, and open rows but no prompts that wait."""
-    monkeypatch.setattr(lockstep.ranks, "max_over_ranks", lambda values: values.clamp(min=3))
-    together, alone = Lockstep(is_needed=True), Lockstep(is_needed=False)
-    assert (together.num_waves(1), together.num_waves(4), alone.num_waves(1)) == (3, 4, 1)
-    monkeypatch.setattr(lockstep.ranks, "max_over_ranks", lambda flags: flags.clamp(min=torch.tensor([1, 0])))
-    assert together.agree(False, False) == [True, False]
-    assert together.agree(False, True) == [True, True]
-    assert alone.agree(False, True) == [False, True]

@@ -1,9 +1,8 @@
-"""Sampling from sharded weights: they are gathered once per rollout, or all ranks run the policy in lockstep."""
+"""Whether sharded weights are gathered once per rollout for sampling, or layer by layer at every token."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -20,44 +19,6 @@ Gather = Literal["auto"] | bool
 LARGEST_SHARE = 0.5
 """Maximum fraction of the free memory that gathered weights may take. The rest is for the KV cache, the logits, and the
 optimizer states, which are not allocated yet when the first rollout is sampled."""
-
-
-class Lockstep:
-    """Synchronizes the number of forward calls over ranks while the weights stay sharded.
-
-    With sharded weights, a forward call of the policy is collective, but completions end at different steps on each
-    rank. All ranks therefore make the same calls until the last rank is done. When other ranks decode, a rank without
-    unfinished rows runs a dummy row. When other ranks prefill prompts, a rank without waiting prompts runs a dummy
-    prefill.
-
-    Args:
-        is_needed: True if forward calls are collective. Otherwise no rank waits for another.
-    """
-
-    def __init__(self, *, is_needed: bool) -> None:
-        self.is_needed = is_needed
-
-    def num_waves(self, own: int) -> int:
-        """Return the number of waves to run: the maximum over ranks, where this rank has `own` waves.
-
-        In a wave, prompts are decoded together. A rank with fewer waves than the maximum takes part in the forward
-        calls of the other ranks with dummy rows.
-        """
-        return int(ranks.max_over_ranks(torch.tensor(own, device="cpu"))) if self.is_needed else own
-
-    def union(self, own: Sequence[int]) -> set[int]:
-        """The union of `own` over all ranks; without lockstep, the set of this rank's `own` numbers."""
-        return set().union(*ranks.gather_objects(set(own))) if self.is_needed else set(own)
-
-    def agree(self, *own: bool) -> list[bool]:
-        """For each kind of forward call (decoding, prefill), return whether any rank makes such a call next.
-
-        Args:
-            own: For each kind, whether this rank makes such a call next.
-        """
-        if not self.is_needed:
-            return list(own)
-        return ranks.max_over_ranks(torch.tensor(own, dtype=torch.long, device="cpu")).bool().tolist()
 
 
 def is_gathered(policy: nn.Module, gather: Gather, dtype: torch.dtype | None = None) -> tuple[bool, str]:
