@@ -419,7 +419,7 @@ class GRPOLightningModule(L.LightningModule):
     @property
     def cycle_shape(self) -> CycleShape:
         """Micro-batches per optimizer step, optimizer steps per epoch over a rollout, and epochs per rollout."""
-        return CycleShape(self.trainer.accumulate_grad_batches, self.updates_per_rollout, self.num_iterations)
+        return self._cycle_shape(self.trainer.accumulate_grad_batches)
 
     def sample_and_score(self, prompts: Sequence[Prompt], indices: Sequence[int] | None = None) -> Rollout:
         """Sample a rollout, score it, and log its metrics. Dynamic sampling calls this method again for new prompts.
@@ -601,7 +601,10 @@ class GRPOLightningModule(L.LightningModule):
 
     def cycle_length(self, accumulate_grad_batches: int) -> int:
         """Number of training steps (one micro-batch each) per rollout."""
-        return accumulate_grad_batches * self.updates_per_rollout * self.num_iterations
+        return self._cycle_shape(accumulate_grad_batches).num_micro_steps
+
+    def _cycle_shape(self, accumulate_grad_batches: int) -> CycleShape:
+        return CycleShape(accumulate_grad_batches, self.updates_per_rollout, self.num_iterations)
 
     def is_rollout_due(self, batch_idx: int) -> bool:
         """True at the start of a cycle."""
