@@ -419,20 +419,30 @@ class WeightedReward(Reward):
         return self._takes_all and not isinstance(innermost(self.reward), Reward)
 
 
-def completion_text(completion: Content) -> str:
-    """Extract the text of a completion: the string itself, or the text parts of the last message."""
-    if isinstance(completion, str):
-        return completion
-    content = completion[-1]["content"] if completion else ""
+def message_text(message: Message) -> str:
+    """Extract the text of a message: its content, or the text parts of its content."""
+    content = message["content"]
     if isinstance(content, str):
         return content
     return "".join(part["text"] for part in content or () if part.get("type") == "text")
 
 
+def completion_text(completion: Content) -> str:
+    """Extract the text of a completion: the string itself, or the text of the last assistant message.
+
+    A conversation may end with an observation. Its text is not the policy's, so it is not part of the result.
+    """
+    if isinstance(completion, str):
+        return completion
+    return next((message_text(each) for each in reversed(completion) if each["role"] == "assistant"), "")
+
+
 def prompt_text(prompt: Content) -> str:
     """Extract the text of a prompt; for a chat, that of its last message, ignoring a prefilled assistant message."""
-    is_prefilled = not isinstance(prompt, str) and len(prompt) > 1 and prompt[-1]["role"] == "assistant"
-    return completion_text(prompt[:-1] if is_prefilled else prompt)
+    if isinstance(prompt, str):
+        return prompt
+    is_prefilled = len(prompt) > 1 and prompt[-1]["role"] == "assistant"
+    return message_text(prompt[-2 if is_prefilled else -1])
 
 
 def completion_in_form(completion: Content, form: CompletionsAs) -> Content:

@@ -35,7 +35,7 @@ from grpo_lightning.rewards.base import (
     Content,
     WeightedReward,
     completion_in_form,
-    completion_text,
+    message_text,
 )
 from grpo_lightning.rewards.workers import Answer, WorkerPool, call_reward, describe_error
 
@@ -626,7 +626,7 @@ def _question(prompt: Prompt) -> str:
     if isinstance(prompt.content, str):
         return prompt.content
     user_messages = [message for message in prompt.content if message["role"] == "user"]
-    return completion_text(user_messages[-1:])
+    return message_text(user_messages[-1]) if user_messages else ""
 
 
 def _in_form(reward: WeightedReward, group: Group, completion: Completion) -> Content:

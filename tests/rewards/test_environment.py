@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from grpo_lightning.core.types import Completion, Ending, Group, Prompt, Turn
 from grpo_lightning.environments import ToolObject, Tools
-from grpo_lightning.rewards import ToolUse
+from grpo_lightning.rewards import ExactMatch, ToolUse
 from grpo_lightning.rewards.base import WeightedReward
 from grpo_lightning.rewards.scoring import CallContext, arguments
 from tests.environments.games import Counted, double
@@ -26,9 +27,15 @@ def group(state: Any, role: str = "tool", **metrics: float) -> Group:
     return Group(Prompt([{"role": "user", "content": "p"}]), [1], [completion])
 
 
+def with_answer(answer: str) -> Group:
+    """A conversation whose row has this answer."""
+    ended = group(None)
+    return replace(ended, prompt=replace(ended.prompt, columns={"answer": answer}))
+
+
 def called(reward: Any, *groups: Group) -> Any:
     weighted = WeightedReward(reward)
-    return weighted(**arguments(weighted, groups, CallContext([])))
+    return weighted(**arguments(weighted, groups, CallContext([*groups[0].prompt.columns])))
 
 
 def of_trl(completions: Any, environments: list[Any], **columns: Any) -> list[Any]:
@@ -44,6 +51,12 @@ def test_rewards_get_the_object_that_a_factory_made():
         assert called(of_trl, group(state)) == [True]
     (given,) = called(lambda completions, environments: environments, group(pickle.dumps(Counted())))
     assert isinstance(given, Counted)
+
+
+def test_rewards_of_the_text_do_not_score_the_last_observation():
+    """Here an environment ends the conversation and gives the solution away: "answer"."""
+    assert called(ExactMatch(extract="text"), with_answer("answer")) == [0.0]
+    assert called(ExactMatch(extract="text"), with_answer("call")) == [1.0]
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ def test_completion_text():
     assert completion_text("a") == "a"
     assert completion_text(chat("a")) == "a"
     assert completion_text([{"role": "tool", "content": "a"}, {"role": "assistant", "content": "b"}]) == "b"
+    ended = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "The answer is 42."}]
+    assert completion_text(ended) == "a", "not what the environment wrote at the end of the conversation"
     parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
     assert completion_text([{"role": "assistant", "content": parts}]) == "ab"
     assert completion_text([]) == ""
