@@ -30,7 +30,7 @@ from grpo_lightning.environments.base import MOST_MESSAGES, Environment, Step
 log = logging.getLogger(__name__)
 
 LOGGED: set[tuple[str, ...]] = set()
-"""What this process has logged about tools, because a tool may fail in each of thousands of calls."""
+"""Keys of the messages about tools that this process has logged. A tool may fail in each of thousands of calls."""
 
 ToolFormat = Literal["auto", "json", "python"]
 """The format of calls. `json` is `{"name": ..., "arguments": {...}}`, which Qwen, Hermes, Llama 3.1 and Mistral write.
