@@ -82,7 +82,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
 
 
 class PlannedRun(NamedTuple):
-    """What is known of a run before the structure of its policy is needed."""
+    """The module, data, ranks and batches of a run, which are known before its policy is built."""
 
     config: Namespace
     module: GRPOLightningModule
