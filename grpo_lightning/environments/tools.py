@@ -305,8 +305,8 @@ def argument_problem(function: Callable[..., Any], arguments: Mapping[str, Any])
     except TypeError as error:
         return f"{name_of(function)}: {error}."
     try:
-        hints = typing.get_type_hints(function)
-    except (NameError, AttributeError, TypeError, SyntaxError) as error:  # a hint in quotes, or an object with __call__
+        hints = typing.get_type_hints(function if inspect.isroutine(function) else type(function).__call__)
+    except (NameError, AttributeError, TypeError, SyntaxError) as error:  # a hint in quotes that names nothing
         log_once(
             (name_of(function), "hints"),
             "The type hints of the tool %r cannot be read (%s: %s), so the arguments of its calls are not checked.",

@@ -135,6 +135,12 @@ def test_an_error_of_a_tool_is_logged_once(caplog, monkeypatch):
     assert "environment/calls/exception" in message
 
 
+def test_the_hints_of_an_object_are_those_of_its_call(tmp_path):
+    (tmp_path / "texts.txt").write_text("a text")
+    problem = argument_problem(Search(str(tmp_path / "texts.txt")), {"query": 3})
+    assert problem == "search: the argument 'query' must be str, got 3."
+
+
 def test_hints_that_cannot_be_read_are_logged_once(caplog, monkeypatch):
     def named(size: "Missing"):  # type: ignore[name-defined]  # noqa: F821
         return size
