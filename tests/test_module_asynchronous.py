@@ -333,6 +333,20 @@ def test_progress_in_the_background_is_reported_while_training_waits_for_it(monk
     assert recorder.staleness == [{0}, {1}, {1}]
 
 
+def test_the_seconds_of_a_request_are_divided_among_its_groups(monkeypatch):
+    """Dynamic sampling takes groups of a request before the rollout that it was made for takes the others."""
+    monkeypatch.setattr(asynchronous, "time_sampling", lambda sample: asynchronous.Sampled(sample(), 6.0))
+    source = make_source(make_module(), PROMPTS[:3], batch_size=3)
+    prompts = source.next_cycles(1)[0]
+    in_flight = InFlight()
+    in_flight.request(prompts, lambda: ["a", "b", "c"], 0)
+    assert in_flight.take(prompts[:1]) == ["a"]
+    assert in_flight.seconds == 2.0
+    in_flight.request(prompts[:1], lambda: ["d"], 0)
+    assert in_flight.take(prompts) == ["d", "b", "c"]
+    assert in_flight.seconds == 6.0 + 4.0
+
+
 def test_requests_are_counted_and_forgotten():
     source = make_source(make_module(), PROMPTS[:2], batch_size=2)
     prompts = source.next_cycles(1)[0]

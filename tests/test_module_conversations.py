@@ -96,6 +96,7 @@ def test_failures_are_counted_and_not_trained_on(caplog):
     history, module = History(), module_of(Faulty("raise"), {"max_turn_length": 3, "on_error": "none"})
     fit(module, PROMPTS, max_steps=1, callbacks=[history])
     assert history.steps[0]["environment/failures/exception"] == 16
+    assert "All advantages of an optimizer step are 0: all completions had a failed environment" in caplog.text
     assert module.rollout.rewards.isnan().all()
     assert not module.rollout.advantages.any()
 

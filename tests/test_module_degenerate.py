@@ -89,7 +89,7 @@ def run_said(caplog, **options):
     [
         ({"rewards": [no_reward]}, "no completion is scorable"),
         ({"rewards": [constant]}, "zero reward variance"),
-        ({"engine": ENGINES["all truncated"], "overlong_filter": "loss"}, "overlong_filter 'loss'"),
+        ({"engine": ENGINES["all truncated"], "overlong_filter": "loss"}, "4 tokens (overlong_filter 'loss' masks"),
         ({"engine": ENGINES["all truncated"], "overlong_filter": "group"}, "overlong_filter 'group'"),
     ],
     ids=["not scorable", "equal", "loss", "group"],

@@ -34,9 +34,10 @@ class RunRecord(L.Callback):
     `fit` adds this callback by default.
 
     The file has the fields command, started, ended (seconds since 1970), status (`running`, `finished`, `interrupted`
-    or `failed`), error, step (optimizer steps done), seed, versions, device (accelerator, name, number of devices and
-    nodes, strategy, precision), commit (of the current folder, if it is in a git repository) and has_changes. The
-    status of a killed run stays `running`.
+    or `failed`), error, step (optimizer steps done), resumed_at_step (null if the run did not resume), seed, versions,
+    device (accelerator, name, num_devices, num_nodes, world_size, strategy, precision, and num_threads, the CPU threads
+    of a rank), commit (of the current folder, if it is in a git repository) and has_changes. The status of a killed run
+    stays `running`.
 
     Args:
         dirpath: Output folder; null is the run's folder.

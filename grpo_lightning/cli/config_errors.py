@@ -10,6 +10,7 @@ import difflib
 import inspect
 import os
 import re
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -349,7 +350,10 @@ def import_problem(path: str, hint: Any) -> str | None:
             f"Searched the installed packages and the current folder, {os.getcwd()}."
         )
     except Exception as error:  # noqa: BLE001 - importing a user's module can raise anything
-        return f"importing {module_name} for {path} failed: {type(error).__name__}: {error}."
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        # The text of a SyntaxError names the place already, and its last frame is that of Python's compiler.
+        where = "" if isinstance(error, SyntaxError) else f" (at {frame.filename}:{frame.lineno})"
+        return f"importing {module_name} for {path} failed: {type(error).__name__}: {error}{where}."
     if hasattr(module, name):
         value = getattr(module, name)
         return None if callable(value) else f"{path} is {value!r}, not a function."

@@ -132,6 +132,7 @@ def stream_mixture(
 
     Raises:
         FileNotFoundError: If a file or folder does not exist.
+        ValueError: If an entry is invalid. An invalid row raises an error when the stream reads it.
     """
     parts = []
     named = _name_entries(as_entries(entries))

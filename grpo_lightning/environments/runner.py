@@ -200,7 +200,7 @@ class EnvironmentRunner:
             return Answer(await asyncio.wait_for(outcome, self.limits.timeout_seconds))
         except (asyncio.TimeoutError, TimeoutError):
             return Answer().fail("timeout", f"was stopped: {self.limits.call_limit}")
-        except Exception as error:  # noqa: BLE001 (an environment may raise anything; `on_error` decides)
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - `on_error` decides
             return Answer().fail_by(error)
 
     def _result(self, future: Future[Answer], state: Any) -> Result:

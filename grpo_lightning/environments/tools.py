@@ -11,8 +11,10 @@ import ast
 import functools
 import inspect
 import json
+import logging
 import os
 import re
+import traceback
 import types
 import typing
 import warnings
@@ -24,6 +26,11 @@ from typing import Any, Literal
 from grpo_lightning.core.event_loop import wait_for
 from grpo_lightning.core.types import Message
 from grpo_lightning.environments.base import MOST_MESSAGES, Environment, Step
+
+log = logging.getLogger(__name__)
+
+LOGGED: set[tuple[str, ...]] = set()
+"""Keys of the messages about tools that this process has logged. A tool may fail in each of thousands of calls."""
 
 ToolFormat = Literal["auto", "json", "python"]
 """The format of calls. `json` is `{"name": ..., "arguments": {...}}`, which Qwen, Hermes, Llama 3.1 and Mistral write.
@@ -129,7 +136,14 @@ class Tools(Environment):
             return "wrong_arguments", f"Error: {problem}"
         try:
             value = wait_for(function(**call.arguments))
-        except Exception as error:  # noqa: BLE001 - a tool may raise anything, and the policy gets it
+        except Exception as error:  # noqa: BLE001 - a tool may raise anything; the policy gets it, and the log has it
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            log_once(
+                (call.name, type(error).__name__),
+                "The tool %r raised %s: %s (at %s:%d). The policy gets the error as the answer to its call. "
+                "environment/calls/exception counts such calls; further errors of this type are not logged.",
+                *(call.name, type(error).__name__, error, frame.filename, frame.lineno),
+            )
             return "exception", f"Error: {type(error).__name__}: {error}"
         return "ok", value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
@@ -139,6 +153,13 @@ class Tools(Environment):
             return None
         what = "took too long" if kind == "timeout" else "ended unexpectedly"
         return Step([answer("", f"Error: the tool {what}.")], metrics=call_metrics(Counter([kind])))
+
+
+def log_once(key: tuple[str, ...], message: str, *values: object) -> None:
+    """Log a message about a tool, unless this process has logged one with this key."""
+    if key not in LOGGED:
+        LOGGED.add(key)
+        log.info(message, *values)
 
 
 def name_of(tool: Callable[..., Any]) -> str:
@@ -284,8 +305,13 @@ def argument_problem(function: Callable[..., Any], arguments: Mapping[str, Any])
     except TypeError as error:
         return f"{name_of(function)}: {error}."
     try:
-        hints = typing.get_type_hints(function)
-    except Exception:  # noqa: BLE001 - a hint may name anything; the function then checks its arguments itself
+        hints = typing.get_type_hints(function if inspect.isroutine(function) else type(function).__call__)
+    except (NameError, AttributeError, TypeError, SyntaxError) as error:  # a hint in quotes that names nothing
+        log_once(
+            (name_of(function), "hints"),
+            "The type hints of the tool %r cannot be read (%s: %s), so the arguments of its calls are not checked.",
+            *(name_of(function), type(error).__name__, error),
+        )
         return ""
     for name, value in arguments.items():
         if name in hints and not fits(value, hints[name]):

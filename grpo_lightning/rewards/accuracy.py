@@ -86,9 +86,11 @@ class Accuracy(AnswerReward):
     The answer of a completion is the content of the last `<answer>...</answer>`, or of a box inside these tags. Without
     tags, it is the content of the last `\boxed{...}`. Without a box, these places are tried in order: an announced
     answer ("the final answer is $x$") or the text after `####`, whichever comes last in the completion; bold text; the
-    end of the last line, if the completion is not truncated. A missing or unparsable answer is wrong, and so are
-    several answers ("3 and 4", or one per line). A completion is not scorable if the ground truth cannot be parsed as
-    mathematics, or if the comparison fails or times out; a warning is then logged.
+    end of the last line, if the completion is not truncated. A missing or unparsable answer is wrong. A set ("3, 4",
+    "3 or 4") equals the same set in any order. Other texts with several answers ("3 and 4", one per line) are not
+    mathematics: if the answer or the ground truth is such a text, both must have the same words. A completion is not
+    scorable if the ground truth cannot be parsed as mathematics, or if the comparison fails or times out; a warning is
+    then logged.
 
     math-verify (install the extra `math`) runs in a separate process, so the reward can be called from any thread. If
     four comparisons with the same ground truth fail or time out in one call, this call compares no further answers with
@@ -203,8 +205,8 @@ class Comparison(Reward):
         if not expected:
             return None
         given = parse_short(answer)
-        is_refused = names_several(answer, given) or is_negated(answer)
-        if is_refused and answer.casefold().split() != gold.casefold().split():
+        is_only_text = names_several(gold, expected) or names_several(answer, given) or is_negated(answer)
+        if is_only_text and answer.casefold().split() != gold.casefold().split():
             return False
         # `verify` is not symmetric: the ground truth comes first.
         return bool(verify(expected, given, timeout_seconds=None, raise_on_error=True))

@@ -77,9 +77,10 @@ class CodeTests(Reward):
       of the program.
 
     Each test runs in new processes, in a sandbox without access to the network or to other processes. The only files
-    that can be read in the sandbox are the standard library, the system's shared libraries and three system files. The
-    sandbox needs Linux 5.13 or later with Landlock, on x86_64 or aarch64. It needs no privileges. A run on another
-    system is refused, except that `allow_file_reads` permits a kernel without Landlock.
+    that can be read in the sandbox are the standard library, the system's shared libraries and four system files. Only
+    one of them, `/dev/null`, can be written. The sandbox needs Linux 5.13 or later with Landlock, on x86_64 or aarch64.
+    It needs no privileges. A run on another system is refused, except that `allow_file_reads` permits a kernel without
+    Landlock.
 
     The reward logs the fraction of completions without a program (`code_tests/no_program`), and the fraction of
     completions with a test that ran out of time (`code_tests/timed_out`). The log of completions gets a column

@@ -391,8 +391,6 @@ class RewardCall:
             future.cancel()
             assert self.pool.limits is not None
             return Answer().fail("timeout", f"was stopped: {self.pool.limits.step_limit}")
-        except Exception as error:  # noqa: BLE001 (an answer that cannot be unpickled)
-            return Answer().fail_by(error)
         self._records.update(answer.records)
         return answer
 
@@ -489,7 +487,7 @@ async def _finish(answer: Answer) -> Answer:
     """Wait for the values of an async reward."""
     try:
         answer.result = await answer.result
-    except Exception as error:  # noqa: BLE001 (a user's function may raise anything; `on_error` decides)
+    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - `on_error` decides
         answer.fail_by(error)
     return answer
 

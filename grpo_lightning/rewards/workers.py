@@ -515,8 +515,9 @@ def _listen(
             answer = pending.pop(number)
             try:
                 answer.set_result(pickle.loads(data))  # noqa: S301 (from our own process)
-            except Exception as error:  # noqa: BLE001 (a value's class may be missing in this process)
-                answer.set_exception(error)
+            except Exception as error:  # noqa: BLE001 (unpickling runs the code of the values' classes)
+                problem = f"returned values that the training process cannot load: {type(error).__name__}: {error}"
+                answer.set_result(Answer().fail("exception", problem, error))
     how = _describe_end(process.wait())
     if not loaded.done():
         loaded.set_exception(

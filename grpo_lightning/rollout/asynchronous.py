@@ -53,7 +53,8 @@ class InFlight:
         self.requests: dict[int | str, deque[Request]] = {}
         """Requests by the key of their prompt, oldest first. Several epochs may have requested the same prompt."""
         self.seconds = 0.0
-        """Seconds that it took to sample the groups that the last call of `take` returned."""
+        """Seconds that it took to sample the groups that the last call of `take` returned. The seconds of a request are
+        divided equally among its groups."""
         self.failure: Exception | None = None
         """The error that made the last call of `take` lose groups on this rank; None if it lost none."""
         self.running: list[Future[Sampled]] = []
@@ -131,22 +132,21 @@ class InFlight:
             N groups; None for prompts that are not in flight, and for those whose sampling has failed.
         """
         self.wait(progress)
-        self.failure = None
+        self.failure, self.seconds = None, 0.0
         groups: list[Group | None] = []
-        used: dict[int, Sampled] = {}
         for prompt in prompts:
             requests = self.requests.get(prompt.key)
             group = None
             if requests:
-                sampled, position, _ = requests.popleft()
+                future, position, _ = requests.popleft()
                 try:
-                    used[id(sampled)] = sampled.result()
-                    group = used[id(sampled)].groups[position]
+                    sampled = future.result()
+                    group = sampled.groups[position]
+                    self.seconds += sampled.seconds / len(sampled.groups)
                 except Exception as error:  # noqa: BLE001 - raised by `second_attempt`, if that fails too
                     self.failure = error
-                    self._keep(lambda request, failed=sampled: request.sampled is not failed)  # type: ignore[misc]
+                    self._keep(lambda request, failed=future: request.sampled is not failed)  # type: ignore[misc]
             groups.append(group)
-        self.seconds = sum(sampled.seconds for sampled in used.values())
         described = None if self.failure is None else f"{type(self.failure).__name__}: {self.failure}"
         for rank, problem in enumerate(ranks.gather_objects(described)):
             if problem is not None:

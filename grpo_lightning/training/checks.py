@@ -264,8 +264,9 @@ REFUSED_CALLBACKS = {
     "policy.chunk_size",
     "LearningRateFinder": "it follows the loss, which stays about 0: try a few rates and compare reward/mean",
     "GradientAccumulationScheduler": "a cycle has one length for the whole run: set accumulate_grad_batches",
-    "ModelPruning": "it searches for layers before the weights are loaded",
-    "BackboneFinetuning": "a language model has no backbone and head",
+    "ModelPruning": "it searches for layers before the weights are loaded: prune the exported model",
+    "BackboneFinetuning": "it unfreezes `module.backbone`, which GRPOLightningModule does not have: to train a part of "
+    "the weights, set model.policy.freeze_layers or model.policy.lora",
 }
 """Lightning callbacks that do not work with GRPO, and why."""
 

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,7 +27,7 @@ from grpo_lightning.objective import Objective, ObjectiveTerms
 from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.rewards import Scores
 from grpo_lightning.rollout.dynamic_sampling import Resampling
-from grpo_lightning.rollout.groups import OverlongFilter, Rollout
+from grpo_lightning.rollout.groups import OverlongFilter, Rollout, has_failed
 from grpo_lightning.training.lightning_internals import last_value, logged_items
 
 log = logging.getLogger(__name__)
@@ -368,17 +369,28 @@ def empty_reason(
     Collective: all ranks call it.
     """
     completions = [completion for group in rollout.groups for completion in group.completions]
-    num_masked = sum(completion.mask is not None and not any(completion.mask) for completion in completions)
+    causes = Counter(untrained_cause(completion, overlong_filter) for completion in completions)
     num_scorable = 0 if rollout.scores is None else int((~rollout.scores.total.isnan()).sum())
-    total = torch.tensor([len(completions), num_masked, num_scorable])
-    num_completions, num_masked, num_scorable = ranks.sum_over_ranks(total).tolist()
-    if not num_completions:
+    everyone = ranks.gather_objects((causes, num_scorable))
+    causes, num_scorable = sum((found for found, _ in everyone), Counter()), sum(number for _, number in everyone)
+    if not causes:
         return "the rollout has no completions. Check what `sample` and `resample` return"
-    if num_masked == num_completions:
-        return (
-            f"all were truncated at {max_completion_length} tokens, and overlong_filter {overlong_filter!r} masks "
-            "them. Raise sampling.max_completion_length"
-        )
+    if not causes[None]:
+        masks = f"(overlong_filter {overlong_filter!r} masks them)"
+        described: dict[Untrained, tuple[str, str]] = {
+            "length": (
+                f"were truncated at {max_completion_length} tokens {masks}",
+                "Raise sampling.max_completion_length",
+            ),
+            "turns": (f"reached the maximum number of turns {masks}", "Raise conversation.max_turns"),
+            "failure": (
+                "had a failed environment (conversation.on_error 'none' leaves them out)",
+                "See the warning about the first failure",
+            ),
+            "mask": ("had no token in their mask", "Check what sets `Completion.mask`"),
+        }
+        ends, remedies = zip(*(described[cause] for cause in described if causes[cause]), strict=True)
+        return f"all completions {' or '.join(ends)}. {'. '.join(remedies)}"
     if rollout.scores is not None and not num_scorable:
         return "no completion is scorable: every reward returned None. Check which rows and completions they apply to"
     chats = any(not isinstance(group.prompt.content, str) for group in rollout.groups)
@@ -387,6 +399,22 @@ def empty_reason(
         f"all groups have {objective.zero_advantage_reason} among the completions that are trained on. The task may "
         f"be too hard or too easy (model.dynamic_sampling replaces such groups), or a reward gives equal values{hint}"
     )
+
+
+Untrained = Literal["length", "turns", "failure", "mask"]
+"""Why a completion is not trained on, whatever its advantage is: the overlong filter masks it because it reached the
+maximum length or number of turns; its environment failed; or something else has masked all its tokens."""
+
+
+def untrained_cause(completion: Completion, overlong_filter: OverlongFilter) -> Untrained | None:
+    """Why a completion is not trained on; None if it is trained on."""
+    if has_failed(completion):
+        return "failure"
+    if completion.mask is None or any(completion.mask):
+        return None
+    if completion.finish_reason != "stop" and overlong_filter != "none":
+        return completion.finish_reason
+    return "mask"
 
 
 class StepLog(L.Callback):

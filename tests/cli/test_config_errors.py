@@ -1,6 +1,7 @@
 """Settings that were refused: the one key that is wrong, its value, and what is allowed there."""
 
 import json
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -283,10 +284,14 @@ def test_what_a_factory_is_called_with_is_no_setting(parser):
 
 def test_a_module_that_fails_to_import_is_said_with_its_error(parser, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "broken_paint.py").write_text("1 / 0\n")
+    (tmp_path / "broken_paint.py").write_text("\n1 / 0\n")
+    (tmp_path / "half_paint.py").write_text("def f(\n")
     (tmp_path / "needy_paint.py").write_text("import not_installed_anywhere\n")
     text = found(parser, model={"brushes": ["broken_paint.f"]})
-    assert "importing broken_paint for broken_paint.f failed: ZeroDivisionError: division by zero." in text
+    where = f"(at {tmp_path / 'broken_paint.py'}:2)"
+    assert f"importing broken_paint for broken_paint.f failed: ZeroDivisionError: division by zero {where}." in text
+    text = found(parser, model={"brushes": ["half_paint.f"]})
+    assert re.search(r"importing half_paint for half_paint.f failed: SyntaxError: .* \(half_paint.py, line 1\)\.", text)
     text = found(parser, model={"brushes": ["needy_paint.f"]})
     assert "needy_paint (for needy_paint.f) imports not_installed_anywhere, which is not installed." in text
 

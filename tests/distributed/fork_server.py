@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import sys
 import threading
 import traceback
@@ -78,6 +79,7 @@ def become(rank: dict[str, Any]) -> None:
 def run(rank: dict[str, Any]) -> NoReturn:
     """Run a rank to its end, without the end of the interpreter, which frees all modules in 2 CPU seconds."""
     code: Any = 0
+    is_interrupted = False
     try:
         become(rank)
     except SystemExit as end:
@@ -85,13 +87,17 @@ def run(rank: dict[str, Any]) -> NoReturn:
         if code is not None and not isinstance(code, int):  # Python prints such a value and exits with 1
             sys.stderr.write(f"{code}\n")
             code = 1
-    except BaseException:  # noqa: BLE001 - as Python ends after any error
+    except BaseException as error:  # noqa: BLE001 - as Python ends after any error
         traceback.print_exc()
         code = 1
+        is_interrupted = isinstance(error, KeyboardInterrupt)
     threading._shutdown()  # waits for other threads, and ends those of pools
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
+    if is_interrupted:  # the exit status tells the caller that it was Ctrl-C
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(code or 0)
 
 

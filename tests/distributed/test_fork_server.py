@@ -1,5 +1,6 @@
 """A rank that is a fork ends as Python would end it, also with threads of a pool that nobody has ended."""
 
+import signal
 import subprocess
 import sys
 
@@ -32,6 +33,7 @@ fork_server.run({{}})
         ("sys.exit(3)", 3, ""),
         ("sys.exit('no policy')", 1, "no policy\n"),
         ("raise ValueError('no policy')", 1, "ValueError: no policy\n"),
+        ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt\n"),
     ],
 )
 def test_a_rank_ends_with_pythons_exit_status_and_handlers(end: str, code: int, said: str):

@@ -89,6 +89,19 @@ def test_async_environments_run_at_the_same_time_within_the_limit():
     assert (late.failure, "model.reward_workers.timeout_seconds" in late.problem) == ("timeout", True)
 
 
+class Cancelled(Environment):
+    """A library that it waits for has cancelled what it was doing."""
+
+    async def step(self, completion: str) -> Step:
+        raise asyncio.CancelledError("by a library")
+
+
+def test_an_async_environment_that_is_cancelled_has_failed():
+    (result,) = play(Cancelled(), "a")
+    assert result.failure == "exception"
+    assert "CancelledError: by a library, at test_runner.py" in result.problem
+
+
 def test_an_environment_that_cannot_be_pickled_is_named(caplog):
     class Local(Counted):
         """Cannot be imported by a worker."""

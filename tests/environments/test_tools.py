@@ -1,13 +1,15 @@
 """Tools: calls are read in the formats of chat templates, and what goes wrong is told to the policy."""
 
 import json
+import logging
 import pickle
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_lightning.environments import Search, Tools, calculator
+from grpo_lightning.environments import Search, Tools, calculator, tools
 from grpo_lightning.environments.tools import ToolCall, argument_problem, read_calls
 from grpo_lightning.rollout.conversations import tool_schemas
 from tests.environments.games import broken, double, later
@@ -120,6 +122,35 @@ def test_outcomes_are_observations_and_are_counted(text, outcome, told):
     assert message["role"] == "tool"
     assert told in message["content"]
     assert step.metrics == {"used_tools": 1.0, "calls": 1.0, f"calls/{outcome}": 1.0}
+
+
+def test_an_error_of_a_tool_is_logged_once(caplog, monkeypatch):
+    """The policy gets it, so that without a log nobody else would see where a tool is broken."""
+    monkeypatch.setattr(tools, "LOGGED", set())
+    with caplog.at_level(logging.INFO, "grpo_lightning"):
+        for text in ("this", "that"):
+            Tools([broken]).step(f"[broken(text={text!r})]")
+    (message,) = caplog.messages
+    assert re.match(r"The tool 'broken' raised ValueError: cannot take this \(at .*games\.py:\d+\)\.", message)
+    assert "environment/calls/exception" in message
+
+
+def test_the_hints_of_an_object_are_those_of_its_call(tmp_path):
+    (tmp_path / "texts.txt").write_text("a text")
+    problem = argument_problem(Search(str(tmp_path / "texts.txt")), {"query": 3})
+    assert problem == "search: the argument 'query' must be str, got 3."
+
+
+def test_hints_that_cannot_be_read_are_logged_once(caplog, monkeypatch):
+    def named(size: "Missing"):  # type: ignore[name-defined]  # noqa: F821
+        return size
+
+    monkeypatch.setattr(tools, "LOGGED", set())
+    with caplog.at_level(logging.INFO, "grpo_lightning"):
+        for _ in range(2):
+            assert argument_problem(named, {"size": 1}) == ""
+    (message,) = caplog.messages
+    assert message.startswith("The type hints of the tool 'named' cannot be read (NameError: name 'Missing' is not")
 
 
 def test_a_turn_without_a_call_ends_the_conversation():

@@ -43,6 +43,20 @@ def dies(completions, prompts):
     return [1.0] * len(completions)
 
 
+class LoadedInWorkers:
+    """A value that the training process cannot load."""
+
+    def __reduce__(self):
+        return load_in_workers, (os.getppid(),)
+
+
+def load_in_workers(parent):
+    """Raise an error outside of workers."""
+    if os.getppid() != parent:
+        raise OSError("not here")
+    return LoadedInWorkers()
+
+
 def wrong(completions, prompts):
     """Raises, or returns what is not allowed."""
     values = {
@@ -50,6 +64,7 @@ def wrong(completions, prompts):
         "short": [1.0],
         "none": [None] * len(completions),
         "unsendable": [lambda: 1] * len(completions),
+        "unloadable": [LoadedInWorkers()] * len(completions),
     }
     for word, value in values.items():
         if word in prompts[0]:

@@ -118,6 +118,10 @@ def accuracy(completion: str, solution: Any, **settings: Any) -> float | None:
         ("<answer>2x+1</answer>", "2x+1", 1),
         ("<answer>3 Feet and 4 inches</answer>", "3 feet  and 4 inches", 1),
         ("<answer>5 feet and 4 inches</answer>", "3 feet and 4 inches", 0),
+        # several answers in the ground truth, of which math-verify would use the last
+        ("<answer>4</answer>", "3 and 4", 0),
+        ("<answer>4</answer>", "3\n4", 0),
+        ("<answer>3 and  4</answer>", "3 and 4", 1),
         # no right answer to compare with
         ("<answer>72</answer>", None, None),
         ("<answer>72</answer>", " ", None),

@@ -237,6 +237,16 @@ def test_a_cancelled_call_has_shown_that_its_reward_changes_itself():
     assert counts.calls == 2
 
 
+def test_an_answer_that_cannot_be_loaded_and_is_not_used_ends_no_run():
+    rewards = reward_set(misbehaving.wrong)
+    (group,) = groups("unloadable")
+    rewards.pool.wait()
+    with rewards.early_calls([group.prompt]):
+        rewards.early.start(group)
+        (early,) = (call for same in rewards.pool._early.values() for call in same)
+        assert "cannot load: OSError: not here" in early.answer.result(timeout=60).problem
+
+
 def test_a_lost_early_call_is_sent_again(tmp_path):
     """The supervisor is killed while groups are sampled."""
     rewards = reward_set(misbehaving.waits_for, on_error="raise", workers=RewardWorkers(num_workers=1))

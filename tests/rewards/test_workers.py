@@ -71,6 +71,7 @@ def reward_set(*rewards, workers: RewardWorkers = LIMITS, on_error="none") -> Re
         (misbehaving.wrong, "short", "wrong_length", "must return a list of 2 values"),
         (misbehaving.wrong, "nan", "invalid_value", "returned nan for completion 0"),
         (misbehaving.wrong, "unsendable", "exception", "returned values that cannot be pickled"),
+        (misbehaving.wrong, "unloadable", "exception", "values that the training process cannot load: OSError: not he"),
     ],
 )
 def test_a_call_that_goes_wrong_takes_no_other_with_it(reward, bad, kind, said, caplog):
@@ -214,6 +215,15 @@ def test_an_asynchronous_reward_that_never_returns_ends_with_the_step():
     limits = RewardWorkers(timeout_seconds=0.5, step_timeout_seconds=0.5)
     scores = reward_set(sleeps, misbehaving.each_group, workers=limits).score(groups("one"))
     assert scores.failures["sleeps/timeout"] == 2
+    assert scores.total.tolist() == [[0, 1]]
+
+
+def test_an_asynchronous_reward_that_is_cancelled_has_failed():
+    async def cancelled(completions):
+        raise asyncio.CancelledError("by a library")
+
+    scores = reward_set(cancelled, misbehaving.each_group).score(groups("one"))
+    assert scores.failures["cancelled/exception"] == 2
     assert scores.total.tolist() == [[0, 1]]
 
 

@@ -7,10 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lightning.core.types import Completion, Group, MicroBatch, Prompt
-from grpo_lightning.objective import ObjectiveTerms
+from grpo_lightning.core.types import Completion, Ending, Group, MicroBatch, Prompt
+from grpo_lightning.objective import Objective, ObjectiveTerms
 from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.rewards import Scores
+from grpo_lightning.rollout.groups import Rollout
 from grpo_lightning.training.metrics import (
     StepMetrics,
     add_padding,
@@ -18,6 +19,7 @@ from grpo_lightning.training.metrics import (
     add_scores,
     add_sources,
     add_update,
+    empty_reason,
     values_of,
 )
 
@@ -104,6 +106,51 @@ def test_completions_that_are_all_cut_have_no_length_of_their_own():
     metrics.add_sum("time/rollout", 1.0)
     add_rollout(metrics, [Group(Prompt(""), [5], [Completion([7, 7], [0.0] * 2, "length")])])
     assert "rollout/length_stopped" not in metrics.pop()
+
+
+def ended(*reasons, failed=0):
+    """A rollout of one group: masked completions that ended for these reasons, and conversations that failed."""
+    masked = [Completion([7], [-1.0], reason, mask=[False]) for reason in reasons]
+    without = [Completion([7], [-1.0], "stop", ending=Ending(None, "exception", is_scorable=False))] * failed
+    return Rollout([Group(Prompt(""), [5], masked + without)])
+
+
+@pytest.mark.parametrize(
+    ("rollout", "overlong_filter", "reason"),
+    [
+        (
+            ended("length", "length"),
+            "loss",
+            "all completions were truncated at 40 tokens (overlong_filter 'loss' masks them). Raise "
+            "sampling.max_completion_length",
+        ),
+        (
+            ended("turns", "turns"),
+            "group",
+            "all completions reached the maximum number of turns (overlong_filter 'group' masks them). Raise "
+            "conversation.max_turns",
+        ),
+        (
+            ended("length", "turns", failed=1),
+            "loss",
+            "all completions were truncated at 40 tokens (overlong_filter 'loss' masks them) or reached the maximum "
+            "number of turns (overlong_filter 'loss' masks them) or had a failed environment (conversation.on_error "
+            "'none' leaves them out). Raise sampling.max_completion_length. Raise conversation.max_turns. See the "
+            "warning about the first failure",
+        ),
+        (
+            ended(failed=2),
+            "none",
+            "all completions had a failed environment (conversation.on_error 'none' leaves them out). See the warning "
+            "about the first failure",
+        ),
+        (ended("length"), "none", "all completions had no token in their mask. Check what sets `Completion.mask`"),
+        (ended("stop"), "loss", "all completions had no token in their mask. Check what sets `Completion.mask`"),
+    ],
+    ids=["length", "turns", "all three", "failures", "mask of a truncated one", "mask"],
+)
+def test_the_reason_of_an_empty_update_names_what_ended_the_completions(rollout, overlong_filter, reason):
+    assert empty_reason(rollout, Objective(), overlong_filter, 40) == reason
 
 
 def test_extremes_go_over_everything_added():

@@ -98,18 +98,36 @@ def end(process: subprocess.Popen[str]) -> int:
     try:
         return process.wait(END - time.monotonic())
     except subprocess.TimeoutExpired:
+        stop(process)
+        return complain(f"The {SECONDS} seconds for installation and tests are over.")
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """Interrupt a process, and after 40 seconds kill all processes of its session."""
+    try:
         process.send_signal(signal.SIGINT)  # the tests then end their servers, which are in sessions of their own
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(40)
+    finally:  # also after a second Ctrl-C
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        return complain(f"The {SECONDS} seconds for installation and tests are over.")
+
+
+def end_all(*processes: subprocess.Popen[str]) -> list[int]:
+    """Wait for processes with `end`, and stop them all if this process is interrupted. Returns: their exit statuses."""
+    try:
+        return [end(process) for process in processes]
+    except BaseException:  # Ctrl-C does not reach other sessions
+        with contextlib.ExitStack() as stack:
+            for process in processes:
+                stack.callback(stop, process)
+        raise
 
 
 def run(*command: object) -> int:
     """Run a command within the time that is left. Returns: its exit status."""
-    return end(start(*command))
+    return end_all(start(*command))[0]
 
 
 def test(*arguments: str) -> int:
@@ -117,7 +135,7 @@ def test(*arguments: str) -> int:
     common = [PYTHON, "-m", "pytest", "-m", "vllm and not slow", "-p", "no:cacheprovider", *arguments]
     with tempfile.TemporaryFile("w+") as output:
         first, second = start(*common, *PARTS[0]), start(*common, *PARTS[1], output=output)
-        found = [end(first), end(second)]
+        found = end_all(first, second)
         output.seek(0)
         sys.stdout.write(output.read())
     with_tests = [status for status in found if status != NO_TESTS] or [NO_TESTS]
@@ -153,8 +171,12 @@ def install() -> int:
     return 0
 
 
-if __name__ == "__main__":
+def main(*arguments: str) -> int:
+    """Make the environment, and run the tests unless the argument is `--install`. Returns: an exit status."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C does, so that `stop` is called
     status = install()
-    if not status and sys.argv[1:] != ["--install"]:
-        status = test(*sys.argv[1:])
-    sys.exit(status)
+    return status if status or arguments == ("--install",) else test(*arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,5 +1,6 @@
 """`make test-vllm`: if the tests against the real vLLM do not run to their end, the run fails and says so."""
 
+import os
 import signal
 import sys
 import time
@@ -62,6 +63,35 @@ def test_tests_that_take_too_long_are_ended(monkeypatch, capfd):
     assert run.end(process) == 1
     assert process.returncode == -signal.SIGINT
     assert f"{BANNER}: The {run.SECONDS} seconds for installation and tests are over." in capfd.readouterr().err
+
+
+INTERRUPTED = """
+import sys
+from tests.vllm import run
+
+wait = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+start = run.start
+run.PARTS = [[sys.argv[1]], [sys.argv[2]]]
+run.start = lambda *command, **options: start(sys.executable, "-c", wait, command[-1], **options)
+run.install = lambda: 0
+sys.exit(run.main())
+"""
+"""Both parts write their process id to a file, and wait."""
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_both_parts_of_the_tests(tmp_path, by):
+    """They are in sessions of their own, which Ctrl-C does not reach."""
+    files = [tmp_path / "first", tmp_path / "second"]
+    process = run.start(sys.executable, "-c", INTERRUPTED, *files)
+    while not all(file.exists() and file.read_text() for file in files):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(by)
+    assert process.wait(30) in (-signal.SIGINT, 128 + signal.SIGTERM)
+    for file in files:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)
 
 
 def test_the_exit_status_is_that_of_the_tests():

@@ -18,6 +18,7 @@ from grpo_lightning.cli.help import command_parser
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
+    from rich.console import Console
 
     from grpo_lightning.cli.plan.batches import BatchPlan, RunPlan
     from grpo_lightning.cli.plan.memory import MemorySettings, SamplingSize
@@ -59,21 +60,77 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
     sources.check(["plan", *fit_args])
     from rich.console import Console
 
-    from grpo_lightning.cli.main import instantiate, parse
-    from grpo_lightning.cli.plan import memory, report, vllm
-    from grpo_lightning.cli.plan.batches import BatchPlan
-    from grpo_lightning.cli.plan.model import sizes_of
-    from grpo_lightning.data.formats import describe_prompts
+    from grpo_lightning.cli.plan.report import print_lines
     from grpo_lightning.policy.loading import meta_model, remote_code
-    from grpo_lightning.policy.probe import dense_reason
+
+    console = Console(highlight=False)
+    planned = set_up_run(own, fit_args, module_class)
+    print_batches(console, planned)
+    try:
+        policy_config = planned.loader.load_config()
+        model = meta_model(policy_config, **remote_code(planned.loader, policy_config))
+    except FileNotFoundError as error:
+        if planned.data.prepare is None:
+            raise
+        remedy = "data.prepare may build it: add --prepare to run it now."
+        print_lines(console, "Memory", [f"Unknown: {error} {remedy}"])
+        return
+    refusal = print_device_memory(console, planned, model, own.device_gib)
+    if refusal is not None and not (planned.is_on_cpu and own.device_gib is None):
+        print(f"\nerror: {refusal}", file=sys.stderr)
+        raise SystemExit(1)
+
+
+class PlannedRun(NamedTuple):
+    """The module, data, ranks and batches of a run, which are known before its policy is built."""
+
+    config: Namespace
+    module: GRPOLightningModule
+    data: PromptDataModule
+    ranks: Ranks
+    prompts: Prompts
+    batches: BatchPlan
+    prompt_tokens: int
+    """Number of tokens of the longest prompt."""
+
+    why_tokens: str
+    """How this number was found."""
+
+    @property
+    def loader(self) -> PolicyLoader:
+        """The loader of the policy."""
+        return self.module.loader
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """True if the run is configured for the CPU."""
+        return str(self.config.trainer.accelerator) == "cpu"
+
+
+def set_up_run(
+    own: argparse.Namespace, fit_args: list[str], module_class: type[GRPOLightningModule] | None
+) -> PlannedRun:
+    """Instantiate the module and the data of a run, and check both as `fit` does.
+
+    Args:
+        own: The flags of `plan` itself.
+        fit_args: The flags of `fit`.
+        module_class: See `run`.
+
+    Raises:
+        ValueError: As in `run`.
+        FileNotFoundError: As in `run`.
+    """
+    from grpo_lightning.cli.main import instantiate, parse
+    from grpo_lightning.cli.plan import vllm
+    from grpo_lightning.cli.plan.batches import BatchPlan
     from grpo_lightning.training import checks
 
     config = parse(fit_args, module_class)
     logging.getLogger("grpo_lightning").setLevel(logging.WARNING)  # the plan itself reports everything, in order
     seed(config)
     module, data = instantiate(config, "model", "data", module_class=module_class)
-    loader, console, is_on_cpu = module.loader, Console(highlight=False), str(config.trainer.accelerator) == "cpu"
-    engine = module.engine
+    loader, engine = module.loader, module.engine
     use_known_config(loader)
 
     ranks = ranks_of(config.trainer, own.devices, own.nodes, has_server=vllm.is_on_this_machine(engine))
@@ -101,8 +158,20 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
     )
     checks.check_teams(module.ranks_per_group, module.num_generations, engine, ranks.world_size)
     checks.check_asynchronous(module.max_staleness, engine, module.ranks_per_group, None)
-    lines = [*report.batch_lines(batches, ranks.why), *vllm.batch_lines(engine, batches, module.max_staleness)]
-    report.print_lines(console, "Batches", [*lines, *filter(None, [ranks.idle])])
+    return PlannedRun(config, module, data, ranks, prompts, batches, prompt_tokens, why_tokens)
+
+
+def print_batches(console: Console, planned: PlannedRun) -> None:
+    """Print the batch arithmetic, the length of the run, and how its prompts are read."""
+    from grpo_lightning.cli.plan import report, vllm
+    from grpo_lightning.data.formats import describe_prompts
+
+    config, module, prompts, batches = planned.config, planned.module, planned.prompts, planned.batches
+    lines = [
+        *report.batch_lines(batches, planned.ranks.why),
+        *vllm.batch_lines(module.engine, batches, module.max_staleness),
+    ]
+    report.print_lines(console, "Batches", [*lines, *filter(None, [planned.ranks.idle])])
     num_prompts = None if prompts.train is None else len(prompts.train)
     length = run_length(config.trainer, batches, num_prompts)
     lines = report.length_lines(config, batches, length, num_prompts, prompts.why_unknown)
@@ -112,60 +181,35 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
     if described := list(describe_prompts(prompts.train or [])):
         report.print_lines(console, "Prompts", described)
 
-    try:
-        policy_config = loader.load_config()
-        model = meta_model(policy_config, **remote_code(loader, policy_config))
-    except FileNotFoundError as error:
-        if data.prepare is None:
-            raise
-        remedy = "data.prepare may build it: add --prepare to run it now."
-        report.print_lines(console, "Memory", [f"Unknown: {error} {remedy}"])
-        return
-    vllm.check_run(engine, loader, [module.sampling, module.validation_sampling], ranks.world_size)
-    is_eager = "eager" in (loader.attention, model.config._attn_implementation)
-    # The scoring path is chosen without weights. The probe at the start of a run may still choose the dense path.
-    path: Literal["dense", "extended"] = "dense" if loader.scoring == "dense" or dense_reason(model) else "extended"
+
+def print_device_memory(console: Console, planned: PlannedRun, model: Any, given_gib: float | None) -> str | None:
+    """Print the memory of a device, part by part.
+
+    Args:
+        console: The console.
+        planned: The run.
+        model: The policy on the meta device.
+        given_gib: Memory of a device (--device_gib); None if it is not given.
+
+    Returns:
+        Why the run does not fit; None if it fits.
+    """
+    from grpo_lightning.cli.plan import memory, report, vllm
+    from grpo_lightning.cli.plan.model import sizes_of
+
+    module, loader, engine, batches = planned.module, planned.loader, planned.module.engine, planned.batches
+    vllm.check_run(engine, loader, [module.sampling, module.validation_sampling], planned.ranks.world_size)
     sizes = sizes_of(model, loader)
-    division = memory.division_of(config.trainer.strategy, ranks.world_size)
-    precision = memory.precision_of(config.trainer.precision, loader.dtype)
-    width = 4 if division.stage or sizes.num_adapters else precision.weights
-    optimizer_bytes, remarks = memory.optimizer_bytes(module.optimizer_factory, config.model.get("optimizer"), width)
-    sampling = sampling_size(engine, batches, shares_prompts=sizes.shares_prompts)
-    worst = batches.shapes(prompt_tokens, completion_tokens)[0]
-    settings = memory.MemorySettings(
-        memory.ScoredBatch(
-            *worst,
-            prompt_tokens,
-            completion_tokens,
-            path,
-            # All completions have the maximum length, so only the limit of tokens per chunk matters, not the cost of a
-            # pass.
-            chunk_size=loader.choose_chunks(model.config, "cpu", is_sharded=False),
-            head_chunk_size=loader.head_chunk_size,
-        ),
-        precision,
-        optimizer_bytes,
-        division,
-        sampling=sampling,
-        checkpointing=loader.activation_checkpointing,
-        has_float32_head=loader.head_dtype == "float32",
-        is_eager=is_eager,
-        has_reference=module.objective.needs_reference,
-        accumulates=batches.accumulate_grad_batches > 1,
-        offloaded=frozenset(module.offload),
-    )
-    device = report.device_bytes(own.device_gib)
+    settings, remarks = memory_settings(planned, model, sizes)
+    device = report.device_bytes(given_gib)
     device_gib = ASSUMED_DEVICE_GIB if device is None else device / memory.GIB
-    settings, more = resolve_gathering(settings, sizes, engine, None if is_on_cpu else device_gib)
+    settings, more = resolve_gathering(settings, sizes, engine, None if planned.is_on_cpu else device_gib)
     reward_parts, not_counted = memory.reward_parts(module.reward_set.rewards)
     size = vllm.size_of(engine, model, sizes, settings, batches, device)
     parts = vllm.with_vllm(memory.memory_parts(sizes, settings), sizes, settings, size)
     remarks = [*model_remarks(sizes, loader), *vllm.remarks(engine, size), *remarks, *more, *not_counted]
-    report.print_lines(console, "Tokens", report.token_lines(settings, why_tokens))
-    refusal = report.print_memory(console, sizes, settings, parts + reward_parts, remarks, own.device_gib, size)
-    if refusal is not None and not (is_on_cpu and own.device_gib is None):
-        print(f"\nerror: {refusal}", file=sys.stderr)
-        raise SystemExit(1)
+    report.print_lines(console, "Tokens", report.token_lines(settings, planned.why_tokens))
+    return report.print_memory(console, sizes, settings, parts + reward_parts, remarks, given_gib, size)
 
 
 # ---------------------------------------------------------------------------------------------------------- arguments
@@ -496,6 +540,54 @@ def run_length(trainer: Namespace, batches: BatchPlan, num_prompts: int | None) 
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
+
+
+def memory_settings(planned: PlannedRun, model: Any, sizes: ModelSizes) -> tuple[MemorySettings, list[str]]:
+    """The settings that determine the memory of a device, as if no weights were gathered for sampling.
+
+    Args:
+        planned: The run.
+        model: The policy on the meta device.
+        sizes: The sizes of the policy.
+
+    Returns:
+        The settings, and remarks on the memory of the optimizer.
+    """
+    from grpo_lightning.cli.plan import memory
+    from grpo_lightning.policy.probe import dense_reason
+
+    config, module, loader, batches = planned.config, planned.module, planned.loader, planned.batches
+    # The scoring path is chosen without weights. The probe at the start of a run may still choose the dense path.
+    path: Literal["dense", "extended"] = "dense" if loader.scoring == "dense" or dense_reason(model) else "extended"
+    division = memory.division_of(config.trainer.strategy, planned.ranks.world_size)
+    precision = memory.precision_of(config.trainer.precision, loader.dtype)
+    width = 4 if division.stage or sizes.num_adapters else precision.weights
+    optimizer_bytes, remarks = memory.optimizer_bytes(module.optimizer_factory, config.model.get("optimizer"), width)
+    completion_tokens = module.sampling.max_completion_length
+    worst = batches.shapes(planned.prompt_tokens, completion_tokens)[0]
+    settings = memory.MemorySettings(
+        memory.ScoredBatch(
+            *worst,
+            planned.prompt_tokens,
+            completion_tokens,
+            path,
+            # All completions have the maximum length, so only the limit of tokens per chunk matters, not the cost of a
+            # pass.
+            chunk_size=loader.choose_chunks(model.config, "cpu", is_sharded=False),
+            head_chunk_size=loader.head_chunk_size,
+        ),
+        precision,
+        optimizer_bytes,
+        division,
+        sampling=sampling_size(module.engine, batches, shares_prompts=sizes.shares_prompts),
+        checkpointing=loader.activation_checkpointing,
+        has_float32_head=loader.head_dtype == "float32",
+        is_eager="eager" in (loader.attention, model.config._attn_implementation),
+        has_reference=module.objective.needs_reference,
+        accumulates=batches.accumulate_grad_batches > 1,
+        offloaded=frozenset(module.offload),
+    )
+    return settings, remarks
 
 
 def sampling_size(engine: Any, batches: BatchPlan, *, shares_prompts: bool) -> SamplingSize:

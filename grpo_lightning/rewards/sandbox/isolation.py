@@ -1,14 +1,14 @@
 """Sandbox of one process on Linux: Landlock (files), seccomp (system calls) and resource limits.
 
-After `Isolation.enter`, a process can compute, start threads, use the pipes that are already open, and read Python's
-standard library, the system's shared libraries and three system files (`readable_paths`). The kernel refuses everything
-else:
+After `Isolation.enter`, a process can compute, start threads, use the pipes that are already open, read Python's
+standard library, the system's shared libraries and three system files (`readable_paths`), and read and write
+`/dev/null`. The kernel refuses everything else:
 
 | it cannot | because |
 |---|---|
 | start a process or program, or leave its process group | seccomp allows `clone` for threads only, and not `execve` |
 | open a socket | seccomp refuses `socket`, and allows only `socketpair`, which connects a process with itself |
-| write, create, delete or rename a file | Landlock, seccomp, and RLIMIT_FSIZE 0 |
+| write (except `/dev/null`), create, delete or rename a file | Landlock, seccomp, and RLIMIT_FSIZE 0 |
 | read any other file, `/proc`, or the memory or environment of other processes | Landlock |
 | signal or trace another process, or change its limits | seccomp |
 | gain privileges | no_new_privs, and all capabilities are dropped |

@@ -882,7 +882,8 @@ class VLLMEngine(RolloutEngine):
             return "Use a processor that AutoProcessor loads unchanged from its files, or use LocalEngine."
         return (
             "Set the limits of model.policy (min_pixels, max_pixels, max_anyres_num) for the server too: start it with "
-            f"{images.processor_flag(self.processor)}."
+            f"{images.processor_flag(self.processor)}. If it has this flag already, use the same release of "
+            "transformers and the same files of the processor for the server and the trainer."
         )
 
     def check_lengths(self, prompts: Sequence[list[int]], lengths: Sequence[int]) -> None:

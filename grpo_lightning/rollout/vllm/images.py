@@ -105,7 +105,7 @@ def check_prompt_ids(images: PromptImages, prompt_ids: Sequence[int], got: Seque
         images: The images of the prompt.
         prompt_ids: [L] tokens of the prompt, as the policy's processor encodes it.
         got: Tokens that vLLM has computed for the prompt; None if vLLM did not report them.
-        remedy: Advice at the end of the error message if the tokens differ.
+        remedy: Advice at the end of the error message if the numbers of tokens differ.
 
     Raises:
         RuntimeError: If the tokens differ, or vLLM has not reported them. If they differ, the message states the number
@@ -124,8 +124,9 @@ def check_prompt_ids(images: PromptImages, prompt_ids: Sequence[int], got: Seque
     first = next(i for i, (own, other) in enumerate(zip(prompt_ids, got, strict=True)) if own != other)
     raise RuntimeError(
         f"A prompt with {len(images.images)} image(s) has {len(prompt_ids)} tokens for the policy and for vLLM, but "
-        f"token {first} is {prompt_ids[first]} for the policy and {got[first]} for vLLM: their tokenizers differ. "
-        f"{remedy}"
+        f"token {first} is {prompt_ids[first]} for the policy and {got[first]} for vLLM: their tokenizers differ. Save "
+        "the policy's tokenizer in a form that AutoTokenizer loads unchanged (a server gets its folder by `vllm serve "
+        "--tokenizer`), or use LocalEngine."
     )
 
 

@@ -30,6 +30,12 @@ def test_an_input_that_is_not_read_is_no_problem():
         assert run(program, b"x" * 10**6) == Ended("exit", 0, b"1\n")
 
 
+def test_the_system_files_that_programs_can_use():
+    for path in ("/dev/null", "/dev/zero", "/dev/urandom"):
+        program = f"open({path!r}, 'rb').read(1); print(1, flush=True); open({path!r}, 'wb').write(b'x'); print(2)"
+        assert run(program).output == (b"1\n2\n" if path == "/dev/null" else b"1\n")
+
+
 def test_how_programs_end():
     assert run("print(1)") == Ended("exit", 0, b"1\n")
     assert run("print(1); raise SystemExit") == Ended("exit", 0, b"1\n")
