@@ -62,6 +62,7 @@ _BOLD = re.compile(r"(?<![\w)*])\*\*(?=[^\s*])([^*\n]+)(?<!\s)\*\*(?![\w(])")
 _SEPARATOR = re.compile(r"[ \u00a0\u2009\u202f]|\\[,! ;]")
 _GROUPED = re.compile(rf"(?<![0-9.,^_])[0-9]{{1,3}}(?:(?:{_SEPARATOR.pattern})[0-9]{{3}})+(?![0-9])")
 _APART = re.compile(r"\\?\$|\\[()\[\]]|[\n\r\u2028](?![ \t]{0,8}=)|[.?]\s")
+_SENTENCES = re.compile(r"[\n\r\u2028]|[.?!]\s")
 _WORDS = re.compile(rf"[A-Za-z]{{2,}}|[{_UNSPACED}]+")
 _LINKED = re.compile(r"=>?|\||&|->|\u2192|\\\\|\\(?:to|rightarrow|Rightarrow|implies|cup)(?![A-Za-z])")
 _EDGES = " \t*:,;.=()"
@@ -89,8 +90,8 @@ class Accuracy(AnswerReward):
     end of the last line, if the completion is not truncated. A missing or unparsable answer is wrong. A set ("3, 4",
     "3 or 4") equals the same set in any order. Other texts with several answers ("3 and 4", one per line) are not
     mathematics: if the answer or the ground truth is such a text, both must have the same words. A completion is not
-    scorable if the ground truth cannot be parsed as mathematics, or if the comparison fails or times out; a warning is
-    then logged.
+    scorable if the ground truth cannot be parsed as mathematics, if it consists of sentences or lines with several
+    numbers (a worked solution), or if the comparison fails or times out; a warning is then logged.
 
     math-verify (install the extra `math`) runs in a separate process, so the reward can be called from any thread. If
     four comparisons with the same ground truth fail or time out in one call, this call compares no further answers with
@@ -179,7 +180,11 @@ class Accuracy(AnswerReward):
             logger.warning("Accuracy: %.80r could not be compared with %.80r: %s.%s", answer, gold, error, last)
             return None
         if is_right is None:
-            logger.warning("Accuracy: the ground-truth answer %.80r cannot be parsed as mathematics.", gold)
+            logger.warning(
+                "Accuracy: the ground truth %.80r cannot be parsed as one mathematical answer. If it is a worked "
+                "solution, put the answer into \\boxed{}.",
+                gold,
+            )
         return None if is_right is None else float(is_right)
 
 
@@ -204,8 +209,11 @@ class Comparison(Reward):
         expected = parse_short(gold)
         if not expected:
             return None
+        has_several = names_several(gold, expected)
+        if has_several and _SENTENCES.search(gold.strip()):
+            return None  # a worked solution, of which math-verify would compare the last number
         given = parse_short(answer)
-        is_only_text = names_several(gold, expected) or names_several(answer, given) or is_negated(answer)
+        is_only_text = has_several or names_several(answer, given) or is_negated(answer)
         if is_only_text and answer.casefold().split() != gold.casefold().split():
             return False
         # `verify` is not symmetric: the ground truth comes first.

@@ -120,7 +120,10 @@ def accuracy(completion: str, solution: Any, **settings: Any) -> float | None:
         ("<answer>5 feet and 4 inches</answer>", "3 feet and 4 inches", 0),
         # several answers in the ground truth, of which math-verify would use the last
         ("<answer>4</answer>", "3 and 4", 0),
-        ("<answer>4</answer>", "3\n4", 0),
+        ("<answer>7</answer>", "First we add 3 and 4.\nThe result is 7", None),
+        ("<answer>8</answer>", "He has 5 apples and 3 pears. The answer is 8", None),
+        ("<answer>4</answer>", "3\n4", None),
+        ("<answer>10</answer>", "10 apples (5 red)", 0),
         ("<answer>3 and  4</answer>", "3 and 4", 1),
         # no right answer to compare with
         ("<answer>72</answer>", None, None),
@@ -343,7 +346,7 @@ def test_a_broken_process_follows_the_failure_policy(monkeypatch: pytest.MonkeyP
 def test_an_unreadable_right_answer_is_said(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         assert Accuracy()(completions=["<answer>a</answer>"] * 3, solution=["Paris"] * 3) == [None] * 3
-    assert "the ground-truth answer 'Paris' cannot be parsed as mathematics" in caplog.text
+    assert "the ground truth 'Paris' cannot be parsed as one mathematical answer" in caplog.text
     assert len(caplog.records) == 1  # completions of a group are compared once
 
 
