@@ -34,8 +34,9 @@ class RunRecord(L.Callback):
     `fit` adds this callback by default.
 
     The file has the fields command, started, ended (seconds since 1970), status (`running`, `finished`, `interrupted`
-    or `failed`), error, step (optimizer steps done), seed, versions, device (accelerator, name, number of devices and
-    nodes, strategy, precision), commit (of the current folder, if it is in a git repository) and has_changes. The
+    or `failed`), error, step (optimizer steps done), resumed_at_step (null for a new run), seed, versions and device
+    (accelerator, name, strategy, precision; numbers of devices, nodes, ranks and CPU threads). If the current folder is
+    in a git repository, the file also has the fields commit and has_changes (true if files differ from the commit). The
     status of a killed run stays `running`.
 
     Args:
