@@ -564,7 +564,10 @@ class GRPOLightningModule(L.LightningModule):
         return select_tokens(self.actor, self.objective, micro_step.update, seed=derived_seed(*step, "selection"))
 
     def record_routing(self, micro_step: MicroStep) -> list[TokenLogprobs]:
-        """Record the tokens' routing in an additional pass over all micro-batches of the step except the first."""
+        """Record how tokens are routed to experts, in an additional pass over all but the step's first micro-batch.
+
+        The routing of the first micro-batch is recorded when the policy trains on it.
+        """
         actor = self.actor
         with torch.no_grad(), self.phase("routing"):
             return [actor.token_logprobs(batch) for batch in micro_step.update[1:]]
@@ -705,8 +708,8 @@ class GRPOLightningModule(L.LightningModule):
     def early_rewards(self, prompts: Sequence[Prompt]) -> contextlib.AbstractContextManager[None]:
         """Start reward calls on each group as soon as `generate` has sampled the group (`RewardSet.early_calls`).
 
-        The batch is sampled and scored inside the context. Early calls whose answers `begin_rewards` does not use are
-        cancelled at the end of the context.
+        The caller samples and scores the batch inside this context. Early calls whose answers `begin_rewards` does not
+        use are cancelled at the end of the context.
         """
         limit, state = self.sampling.max_completion_length, TrainerState.of(self.trainer)
         return self.reward_set.early_calls(prompts, limit, state)
@@ -900,7 +903,10 @@ class GRPOLightningModule(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip gradients by the trainer's settings, also for fused optimizers in a run with bf16-mixed."""
+        """Clip gradients by the trainer's settings.
+
+        In a run with bf16-mixed, this also clips gradients of fused optimizers, which Lightning alone would refuse.
+        """
         with clipping_unscaled(self.trainer):
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
@@ -925,7 +931,10 @@ class GRPOLightningModule(L.LightningModule):
         return own
 
     def on_fit_start(self) -> None:
-        """Choose the scorer if the weights are sharded (a sharded model cannot run earlier), and find the routers."""
+        """Choose how log-probs are computed if weights are sharded, and make the load-balancing loss of the experts.
+
+        A sharded model cannot run before this hook, so the choice, which runs the model, is not made earlier.
+        """
         if self.scorer is None:
             device_type = self.trainer.strategy.root_device.type
             scorer = self.loader.choose_scorer(self.policy, self.encoder, device_type, is_sharded=True)

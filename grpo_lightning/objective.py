@@ -2,7 +2,7 @@
 
 | row         | ratio    | surrogate           | aggregate | scale               | beta |
 |-------------|----------|---------------------|-----------|---------------------|------|
-| GRPO        | token    | clip, low = high    | sequence  | group_std           | 0.04 |
+| GRPO        | token    | clip                | sequence  | group_std           | 0.04 |
 | default     | token    | clip                | token     | group_std           | 0.04 |
 | Dr. GRPO    | token    | clip                | constant  | none                | 0    |
 | DAPO        | token    | clip, high 0.28     | token     | group_std           | 0    |
@@ -139,7 +139,8 @@ class Objective:
     the direction of their advantage (DPPO). How far it has moved is measured by the total variation (`dppo_tv`) or the
     KL (`dppo_kl`). `reinforce` is minus the advantage times log-prob (GPG). `clip_cov` is `clip` without some of the
     tokens that lower the entropy most. `kl_cov` is minus the unclipped ratio times the advantage, plus a penalty for
-    changing the log-prob of the tokens that lower the entropy most (`covariance_fraction`)."""
+    changing the log-prob of the tokens that lower the entropy most. `covariance_fraction` sets how many of these tokens
+    `clip_cov` and `kl_cov` select."""
 
     epsilon: float = 0.2
     """Lower clip limit: the ratio is clipped from below at 1 - epsilon; an epsilon of 1 means no limit. GMPO clips it
@@ -278,17 +279,17 @@ class Objective:
         "geometric_truncate",
         "geometric_mask",
     ] = "auto"
-    """Off-policy correction: the surrogate is multiplied by a weight. The weight of a token is the policy's probability
-    of the token, divided by the engine's. The first part of the setting is the level: `token` is one weight per token;
-    `sequence` is one weight per completion, the product of its tokens' weights; `geometric` is one weight per
-    completion, the geometric mean of its tokens' weights. The second part is the treatment of weights outside of the
-    range from `rollout_correction_low` to `rollout_correction_high`: `truncate` clips them to the range; `mask` masks
-    their tokens or completions. For asynchronous rollouts (`max_staleness`) with `old_logprobs: recompute`, `auto` is
-    "token_truncate", or "sequence_truncate" if the loss needs one weight per completion. In all other cases, `auto` is
-    "none". With `geometric`, set a narrow range, such as 0.99 to 1.01. VESPO does not multiply its loss by the
-    token weights, but includes them in the product of the completion's ratios. GMPO and the ratio `sequence` (except
-    with CISPO) need one weight per completion, because the gradient of their loss reaches all tokens of the
-    completion."""
+    """Off-policy correction: the surrogate is multiplied by a weight. The weight of a token is its probability under
+    the old policy (see `model.old_logprobs`), divided by its probability under the engine that sampled it. The first
+    part of the setting is the level: `token` is one weight per token; `sequence` is one weight per completion, the
+    product of its tokens' weights; `geometric` is one weight per completion, the geometric mean of its tokens' weights.
+    The second part is the treatment of weights outside of the range from `rollout_correction_low` to
+    `rollout_correction_high`: `truncate` clips them to the range; `mask` masks their tokens or completions. For
+    asynchronous rollouts (`max_staleness`) with `old_logprobs: recompute`, `auto` is "token_truncate", or
+    "sequence_truncate" if the loss needs one weight per completion. In all other cases, `auto` is "none". With
+    `geometric`, set a narrow range, such as 0.99 to 1.01. VESPO does not multiply its loss by the token weights, but
+    includes them in the product of the completion's ratios. GMPO and the ratio `sequence` (except with CISPO) need one
+    weight per completion, because the gradient of their loss reaches all tokens of the completion."""
 
     rollout_correction_low: float = 0.0
     """Minimum weight of `rollout_correction`."""
@@ -569,7 +570,7 @@ class Tokens(NamedTuple):
     """[B, 1]; or [B, T] if the credit of turns is included, which only the surrogates in `TAKES_TURN_CREDIT` accept."""
 
     ratio: Tensor
-    """[B, T], or [B, 1] for sequences, with gradients."""
+    """[B, T], or [B, 1] if `Objective.ratio` is `sequence`; importance ratios, with gradients."""
 
     selected: Tensor
     """[B, T] bool, True at the tokens that the objective has selected before the optimizer step."""

@@ -85,7 +85,7 @@ class DrawBoxes(L.Callback):
     The pictures are PNG files in the folder `boxes` of the run: `before.png` before training, `step-<N>.png` at every
     validation of the run, and `after.png` after training. If a prompt is in `before.png`, the later files also show
     the box that was predicted for this prompt before training. The commands `validate` and `test` write `validate.png`
-    and `test.png`. Weights & Biases and TensorBoard get the same pictures as `val/boxes`.
+    and `test.png`. Weights & Biases and TensorBoard also get the pictures, under the name `val/boxes`.
 
     Only prompts with exactly one image and exactly one box in `answer_column` are drawn. The number of other prompts is
     logged.
@@ -125,7 +125,7 @@ class DrawBoxes(L.Callback):
         self.chosen: list[Prompt] | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw the boxes before training, except in a `fast_dev_run`. A resumed run keeps the checkpoint's answers."""
+        """Draw the boxes before training, except in a `fast_dev_run`. A resumed run gets them from its checkpoint."""
         self.chosen = None
         if self.before is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.before = {panel.prompt_hash: panel.answer for panel in self.draw(trainer, pl_module, "before")}
@@ -152,7 +152,11 @@ class DrawBoxes(L.Callback):
             print(f"Boxes: {self.folder(trainer)}")  # noqa: T201 - the result people look for
 
     def draw(self, trainer: L.Trainer, pl_module: L.LightningModule, name: str) -> list[Panel]:
-        """Sample answers and draw their boxes on rank 0. Every rank gets the panels. Collective: all ranks call it."""
+        """Sample answers on all ranks, and draw their boxes on rank 0. Collective: all ranks call it.
+
+        Returns:
+            The panels of all ranks, the same list on every rank.
+        """
         assert isinstance(pl_module, GRPOLightningModule)
         folder = self.folder(trainer)
         if self.chosen is None:

@@ -34,10 +34,10 @@ class RunRecord(L.Callback):
     `fit` adds this callback by default.
 
     The file has the fields command, started, ended (seconds since 1970), status (`running`, `finished`, `interrupted`
-    or `failed`), error, step (optimizer steps done), resumed_at_step (null if the run did not resume), seed, versions,
-    device (accelerator, name, num_devices, num_nodes, world_size, strategy, precision, and num_threads, the CPU threads
-    of a rank), commit (of the current folder, if it is in a git repository) and has_changes. The status of a killed run
-    stays `running`.
+    or `failed`), error, step (optimizer steps done), resumed_at_step (null for a new run), seed, versions and device
+    (accelerator, name, strategy, precision; numbers of devices, nodes, ranks and CPU threads). If the current folder is
+    in a git repository, the file also has the fields commit and has_changes (true if files differ from the commit). The
+    status of a killed run stays `running`.
 
     Args:
         dirpath: Output folder; null is the run's folder.

@@ -178,7 +178,10 @@ def places(trainer: L.Trainer, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def last_checkpoint(callback: L.Callback) -> Path | None:
-    """Last checkpoint that the callback has saved; None if there is none."""
+    """Checkpoint that the summary names: the callback's best checkpoint, or its last if it monitors no metric.
+
+    None if the callback has saved no checkpoint, or if the checkpoint no longer exists.
+    """
     if isinstance(callback, GracefulStop):
         return callback.checkpoint
     path = (callback.best_model_path or callback.last_model_path) if isinstance(callback, ModelCheckpoint) else ""

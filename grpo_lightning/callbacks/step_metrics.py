@@ -10,9 +10,9 @@ import lightning as L
 class StepMetrics(L.Callback):
     """Calls `note` when an optimizer step has ended, and again when all metrics of the step have been logged.
 
-    Other callbacks and the module log some metrics of a step (`time/update`) after this callback's
-    `on_train_batch_end`. `note` therefore also runs before the next step and before Lightning discards the metrics of
-    an epoch.
+    Some metrics of a step, such as `time/update`, are logged only after this callback's `on_train_batch_end`: by
+    callbacks that run later, or by a LightningModule that has this hook. `note` therefore also runs before the next
+    step and before Lightning discards the metrics of an epoch.
     """
 
     def note(self, trainer: L.Trainer) -> None:

@@ -154,7 +154,7 @@ class Watchdog(L.Callback):
     # -------------------------------------------------------------------------------------------------------- the end
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """After a stall, save a checkpoint of the state at the end of the last optimizer step."""
+        """After a stall of a run with one process, save a checkpoint of the state after the last optimizer step."""
         if isinstance(exception, StallInterrupt):
             folder = self.folder(trainer)
             if ranks.world_size() > 1:

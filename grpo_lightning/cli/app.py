@@ -48,14 +48,15 @@ class Parser(LightningArgumentParser):
     If two files set the same key to an object of the same class, the settings of the object are merged key by key. A
     later list replaces an earlier list; `key+:` or `--key+` appends to the earlier list. jsonargparse itself would
     merge two lists of equal length item by item, so that a second list of rewards would inherit the weights of the
-    first list. All access to private parts of jsonargparse is in this class.
+    first list. Short names are values such as `optimizer: AdamW` (see `cli.config`). All access to private parts of
+    jsonargparse is in this class.
     """
 
     expands_policy = False
-    """True if a policy given as a name is expanded to `PolicyLoader` settings with that name."""
+    """True if `policy: x` (x is the name of a model) is expanded to the `PolicyLoader` settings `name: x`."""
 
     def _apply_actions(self, cfg: Any, parent_key: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Expand short names in the settings `cfg` of a file, or of the section `parent_key` (`--model m.yaml`)."""
+        """Expand short names (`optimizer: AdamW`) in settings `cfg` of a file, or of a section (`--model m.yaml`)."""
         tree = {parent_key: cfg} if parent_key else cfg
         tree = config.in_tree(tree, expands_policy=self.expands_policy)
         return super()._apply_actions(tree[parent_key] if parent_key else tree, parent_key, *args, **kwargs)

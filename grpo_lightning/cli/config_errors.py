@@ -296,7 +296,7 @@ def unknown_key(key: str, allowed: Iterable[str], keys: Mapping[str, Key] | None
 
 
 def wrong_import(problem: Problem, own: Key, sources: Iterable[Source]) -> str | None:
-    """Error message for an import path that cannot be imported, an unknown class name, or a class of another kind."""
+    """Error message for an invalid import path, an unknown class name, or a class that the key does not accept."""
     named = r"class_path '(.+?)'|Got value: Namespace\(class_path='(.+?)'|path string: (.+)$"
     named += r"|Import path (\S+) does not|thus '(.+?)' is not accepted|class, but (\S+) is abstract"
     if named_classes(own.hint) or "expects a function" in problem.text:

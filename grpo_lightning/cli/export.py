@@ -12,8 +12,8 @@ from grpo_lightning.cli.hub import check_push, push
 def run(args: list[str]) -> None:
     """Export a checkpoint. For the errors that it raises, see `grpo_lightning.training.export.export`.
 
-    For a quantized run, the output states that the adapter belongs to the full-precision weights of the base model, or
-    was merged into these weights.
+    For a quantized run, the printed summary states that the adapter belongs to the full-precision weights of the base
+    model, or was merged into these weights.
     """
     options = vars(parser().parse_args(args))
     repo, private = options.pop("push"), options.pop("private")

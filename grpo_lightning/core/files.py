@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 FINGERPRINT = "recipe.json"
-"""Name of a file in each generated folder. The file contains a fingerprint of what the folder was made from. A folder
-with this file may be replaced."""
+"""Name of a file in each generated folder. The file contains a fingerprint of what the folder was made from.
+`put_whole` replaces a folder that contains files only if this file is one of them."""
 
 
 def put_whole(folder: Path, fingerprint: str, fill: Callable[[Path], object]) -> bool:
@@ -86,7 +86,7 @@ def run_folder(trainer: Any, dirpath: str | None) -> Path:
 
 
 def run_file(trainer: Any, dirpath: str | None, name: str) -> Path:
-    """Path of a file in the run's folder; rank 0 creates the folder. Every rank must call this; only rank 0 writes."""
+    """Path of a file in the run's folder. Every rank must call this function; rank 0 creates the folder."""
     folder = run_folder(trainer, dirpath)
     if trainer.is_global_zero:
         folder.mkdir(parents=True, exist_ok=True)

@@ -47,8 +47,8 @@ class ImageRef:
     """File and line of the image's row, for error messages."""
 
     shared: Callable[[], Image] | None = field(default=None, init=False, compare=False)
-    """Function that reads the image, possibly ahead of time, and only once for all prompts with the image. It is never
-    pickled."""
+    """Function that `read` calls instead of decoding `source`. Several prompts of a batch with the same image have the
+    same function, so that the image is decoded only once. None decodes `source`. The function is never pickled."""
 
     known_size: tuple[int, int] | None = field(default=None, init=False, compare=False)
     """Cached (width, height); None until first requested."""
@@ -75,7 +75,7 @@ class ImageRef:
     def size(self) -> tuple[int, int]:
         """(width, height) of the upright image, in pixels. Raises: ImageError if the image cannot be read.
 
-        The size is read only once: from the header, or from the pixels if the format requires it (TIFF).
+        The size is read only once: from the header or, for TIFF files, from the decoded image.
         """
         if self.known_size is None:
             with self._open() as image:
@@ -108,7 +108,7 @@ class ImageRef:
         return "data:image/png;base64," + base64.b64encode(self.copy_in_memory().source).decode()
 
     def shared_by(self, read: Callable[[], Image]) -> ImageRef:
-        """Return a copy of the reference that reads its image with `read`."""
+        """Return a copy of this reference. The method `read` of the copy calls the given function."""
         ref = copy.copy(self)
         ref.shared = read
         return ref

@@ -1,7 +1,7 @@
-"""Collectives that are no-ops in single-process runs, `Lockstep`, and `Teams`.
+"""Collectives, which are no-ops in single-process runs, and the classes `Lockstep` and `Teams`.
 
-`Lockstep` makes all ranks run the policy equally often while its weights are sharded. `Teams` are ranks that divide the
-completions of a prompt.
+`Lockstep` makes all ranks run the policy equally often while the policy's weights are sharded. `Teams` divides the
+ranks into teams; the ranks of a team share the completions of a prompt.
 
 All ranks must make the same collective calls in the same order. For a collective of a team, this applies only to the
 ranks of the team. The run hangs if one rank skips a call that the others make, for example because each rank decides
@@ -50,7 +50,7 @@ def max_over_ranks(values: Tensor) -> Tensor:
 
 
 def any_over_ranks(flag: bool) -> bool:  # noqa: FBT001 - a question about one truth value
-    """True if the flag is set on any rank."""
+    """True if the flag is True on at least one rank."""
     return bool(max_over_ranks(torch.tensor(int(flag)))) if world_size() > 1 else flag
 
 
@@ -120,7 +120,7 @@ def part_of_group(num_generations: int, member: int, ranks_per_group: int) -> ra
 
     The parts of a team's members differ in size by at most one. Consecutive completions belong to different members.
     If a rollout has fewer groups than updates, an update trains on only some consecutive completions of a group
-    (`split_updates`). Even then, every member has some completions of each update.
+    (`split_updates`). Even then, the completions of each update are spread evenly over the members.
 
     Args:
         num_generations: G.
@@ -137,9 +137,9 @@ class Lockstep:
     """Synchronizes the number of forward calls over ranks while the weights stay sharded.
 
     With sharded weights, a forward call of the policy is collective, but completions end at different steps on each
-    rank. All ranks therefore make the same calls until the last rank is done. When other ranks decode, a rank without
-    unfinished rows runs a dummy row. When other ranks prefill prompts, a rank without waiting prompts runs a dummy
-    prefill.
+    rank. All ranks therefore make the same calls until the last rank is done. When other ranks decode, a rank whose
+    completions have all ended decodes a dummy row, whose result is discarded. When other ranks prefill prompts, a rank
+    without waiting prompts prefills a dummy prompt.
 
     Args:
         is_needed: True if forward calls are collective. Otherwise no rank waits for another.
@@ -151,8 +151,8 @@ class Lockstep:
     def num_waves(self, own: int) -> int:
         """Return the number of waves to run: the maximum over ranks, where this rank has `own` waves.
 
-        In a wave, prompts are decoded together. A rank with fewer waves than the maximum takes part in the forward
-        calls of the other ranks with dummy rows.
+        A wave is a set of prompts that are decoded together. After its own waves, a rank with fewer waves than the
+        maximum takes part in the forward calls of the other ranks with dummy rows.
         """
         return int(max_over_ranks(torch.tensor(own, device="cpu"))) if self.is_needed else own
 

@@ -225,8 +225,8 @@ class Group:
     """Vision inputs of the prompt; None for a text-only policy."""
 
     number: int = -1
-    """Index of the group among all groups that its team of ranks has sampled in this cycle (see `core.ranks.Teams`). It
-    is -1 if one rank has sampled the group alone."""
+    """Index of the group among all groups that its team of ranks has sampled for this rollout (see `core.ranks.Teams`).
+    It is -1 if one rank has sampled the group alone."""
 
 
 @dataclass
@@ -292,7 +292,8 @@ class MicroBatch:
     """Vision inputs of the prompts; None for a text-only policy."""
 
     images: Sequence[Sequence[ObservedImages]] = ()
-    """[B] for each completion, its observations that contain images; empty if there are none."""
+    """[B] for each completion, its observations that contain images. The outer sequence is empty if no completion of
+    the micro-batch has such observations."""
 
     conversation_vision: VisionInputs | None = None
     """[B] for each completion, the vision inputs of its prompt and of the completion together; empty inputs for
@@ -350,8 +351,8 @@ class SamplingParams:
     """Sampling settings of completions.
 
     The log-probs of completions are those of the distribution that the tokens are sampled from. With `top_p`, `top_k`,
-    `min_p`, `repetition_penalty` or `suppress_tokens`, this distribution differs from the distribution that is trained,
-    which is the full softmax at `temperature`.
+    `min_p`, `repetition_penalty`, `suppress_tokens` or `guided_regex`, this distribution differs from the distribution
+    that is trained, which is the full softmax at `temperature`.
     """
 
     max_completion_length: int = 512
@@ -406,7 +407,7 @@ class SamplingParams:
 
     @property
     def reshaping(self) -> dict[str, Any]:
-        """The settings, by name, that make the sampling distribution differ from the trained one."""
+        """Settings, except `guided_regex`, that make the sampling distribution differ from the trained one, by name."""
         neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "suppress_tokens": []}
         return {name: getattr(self, name) for name, off in neutral.items() if getattr(self, name) != off}
 
@@ -559,7 +560,7 @@ def settings_of(kind: type[Settings], value: Settings | Mapping[str, Any] | None
 
 
 def optional_settings(kind: type[Settings], value: Settings | Mapping[str, Any] | None, key: str) -> Settings | None:
-    """Convert a value like `settings_of`, but keep None. Raises: ValueError where `settings_of` raises one."""
+    """Convert a value like `settings_of`, but return None for None. Raises: ValueError like `settings_of`."""
     return None if value is None else settings_of(kind, value, key)
 
 

@@ -56,7 +56,7 @@ class LaterBatch(PromptBatch):
         self._contents: tuple[list[Prompt], int] | None = None
 
     def use(self) -> tuple[list[Prompt], int]:
-        """Read the prompts at the first call. Returns: the prompts and the position."""
+        """Read the prompts at the first call. Returns: the prompts, and the current micro-step, counted from 0."""
         if self._contents is None:
             self._contents = self._take()
         return self._contents

@@ -238,7 +238,7 @@ class PromptDataModule(L.LightningDataModule):
         return PromptSource(prompts, self.val_batch_size, shuffle=False, num_workers=workers)
 
     def _image_workers(self, prompts: Prompts) -> int:
-        """Number of threads that decode images in advance; 0 for a stream, which has its own `num_workers`."""
+        """Number of threads to pass to the `PromptSource`; 0 for a stream, which already received `num_workers`."""
         return 0 if isinstance(prompts, PromptStream) else self.num_workers
 
     def _attached_to(self) -> L.Trainer:

@@ -71,8 +71,9 @@ class DatasetEntry:
     boxes: Boxes = "auto"
     """Form of the column `solution` in rows with images. `original`: a box [x1, y1, x2, y2] in pixels. `norm1000`: a
     box with coordinates from 0 to 1000 (VLM-R1's InternVL data). The box is converted to pixels when the row is read,
-    so `gold_coordinates` of rewards and metrics must keep its default. `auto`: a box in pixels if the solution is four
-    values, at least one of them a number, and the row has one image; otherwise any value. `none`: any value.
+    so leave `gold_coordinates` of rewards and metrics at `original`. `auto`: a box in pixels if the solution is four
+    values, at least one of them a number, and the row has one image; other solutions are not checked. `none`: no
+    solution is checked.
     `bad_images` of the data module sets what happens to a row whose box is outside its image."""
 
     def __post_init__(self) -> None:

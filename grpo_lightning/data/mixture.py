@@ -152,7 +152,7 @@ def is_streaming(entries: Entries) -> bool:
 
 
 def download(entries: Entries) -> None:
-    """Download hub datasets once, so that all ranks later find them in the cache."""
+    """Download the hub datasets that are not streamed, so that all ranks later find them in the cache."""
     for entry in as_entries(entries):
         if entry.dataset is not None and not entry.streaming:
             open_dataset(entry)

@@ -109,7 +109,7 @@ class PromptStream:
         self.sources = tuple(sources)
         self.images = ImageCounts()
         self.logged_lines: set[str] = set()
-        """Log lines about the prompt columns of sources; each is logged once."""
+        """Lines already logged about the prompt columns of sources. Each line is logged once."""
 
         self._heads: dict[int, list[Prompt]] = {}
 
@@ -203,7 +203,11 @@ class StreamOrder:
         return list(block)
 
     def _read_one(self) -> bool:
-        """Read a row; append it to the window unless it is dropped or before `start`. Returns: False at the end."""
+        """Read a row, and append its prompt to `window` unless the row is dropped or before `start`.
+
+        Returns:
+            False at the end of the data, otherwise True.
+        """
         assert self.reading is not None
         try:
             position, measured = next(self.reading)

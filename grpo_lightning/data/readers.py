@@ -223,6 +223,8 @@ READERS = {".json": _read_json, ".jsonl": _read_jsonl, ".csv": _read_csv, ".parq
 def open_dataset(entry: DatasetEntry) -> Any:
     """Open the dataset of an entry: a `datasets.Dataset`, or an `IterableDataset` if the entry is streaming.
 
+    A folder written by `save_to_disk` is opened as a `datasets.Dataset` in both cases. Its rows are read when used.
+
     Raises:
         FileNotFoundError: If the dataset or folder does not exist, or the hub cannot be reached.
         ValueError: If the subset or split does not exist, or the dataset cannot be read.
@@ -252,7 +254,7 @@ def open_dataset(entry: DatasetEntry) -> Any:
 
 
 def _from_disk(entry: DatasetEntry, folder: Path) -> Any:
-    """Load a folder written by `save_to_disk`: one dataset, or one per split."""
+    """Load the split of an entry from a folder written by `save_to_disk` (one dataset, or one per split)."""
     import datasets
 
     given = [key for key, value in {"subset": entry.subset, "revision": entry.revision}.items() if value is not None]

@@ -337,18 +337,19 @@ class PromptSource:
         The settings of the source that may differ from those in `state` depend on where the checkpoint was saved:
 
         - between two epochs: all settings, and the data;
-        - between two cycles of an epoch: the number of ranks, `ranks_per_group` and the batch size, because the
-          position counts the prompts of all ranks. If a different number of ranks changes the number of prompts per
-          rollout, a warning names the settings that keep the old number of prompts;
-        - inside a cycle: the same three settings, if the number of prompts per rollout stays the same.
+        - between two cycles of an epoch: `cycle`, the number of ranks, `ranks_per_group` and the batch size, because
+          the position then is a number of prompts over all ranks. If a different number of ranks changes the number of
+          prompts per rollout, a warning names the settings that keep the old number of prompts;
+        - inside a cycle: the same four settings, if the number of prompts per rollout stays the same, and the finished
+          part of the cycle is a whole number of micro-steps with the new `cycle`.
 
         `begin` compares `shuffle` with the checkpoint when the epoch begins; the other settings are compared here.
 
         Raises:
             ValueError: For a checkpoint saved inside an epoch, if the number of prompts (for a stream:
                 `shuffle_buffer`) or the seed differs. For a checkpoint saved inside a cycle, also if the number of
-                prompts per rollout differs, or if the finished part of the cycle is not a whole number of micro-batches
-                of the new `cycle`.
+                prompts per rollout differs, or if the finished part of the cycle is not a whole number of micro-steps
+                with the new `cycle`.
         """
         self._check_state(state)
         sizes, was = self._sizes(), self._sizes_of(state)

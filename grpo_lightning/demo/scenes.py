@@ -62,7 +62,7 @@ Cells = tuple[int, int, int, int]
 """A box in cells of the grid: left, top, right, bottom; right and bottom are exclusive."""
 
 Naming = Literal["both", "color", "shape"]
-"""The properties named in a question. One is enough, because colors and shapes are unique within an image."""
+"""The properties that a question names. Each property identifies one shape: no two shapes in an image share it."""
 
 
 class Thing(NamedTuple):
@@ -246,7 +246,10 @@ class SceneTask:
 
 
 def namings(thing: Thing) -> tuple[Naming, Naming, Naming]:
-    """The three namings of a thing. They are equal if only the color or only the shape of the thing has a name."""
+    """What each of the three questions about a thing names: both properties, the color, the shape.
+
+    If the thing has a nameless color or shape (see `vary`), all three questions name the other property.
+    """
     if thing.color not in COLORS:
         return "shape", "shape", "shape"
     if thing.shape not in SHAPES:

@@ -18,10 +18,10 @@ class MultiTurnFunction(Environment):
     """A `multi_turn_func` of ms-swift (version 3): a function from conversations to conversations.
 
     The function gets a list with one dict. The dict contains the data columns and `messages`, the chat up to and
-    including the policy's turn. The function returns the list, with `finished` set in the dict. To continue the
-    conversation, it either appends messages, which become the observation, or changes the policy's last message. A
-    changed message must consist of the policy's message, which may be cut off at any point, and of added text. The
-    policy then continues after the added text.
+    including the policy's turn. The function sets `finished` in the dict to True or False, and returns the list. To
+    continue the conversation, the function either appends messages, which become the observation, or changes the
+    policy's last message. A changed message must consist of the policy's message, which may be cut off at any point,
+    and of added text. The policy then continues after the added text.
 
     Args:
         function: The function.
@@ -33,7 +33,7 @@ class MultiTurnFunction(Environment):
         self.messages: list[Message] = []
 
     def reset(self, prompt: Any, **columns: Any) -> None:
-        """Keep the prompt and the columns."""
+        """Store the prompt and the columns, which `step` passes to the function."""
         self.columns = dict(columns)
         self.messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 

@@ -188,8 +188,8 @@ def read_calls(text: str, names: Mapping[str, Any], style: ToolFormat = "auto") 
     Calls are marked by `<tool_call>...</tool_call>`, by a code fence (`tool_code` or `tool_call`), or by another marker
     of the model. In a turn with markers, only the marked text is read. Many tokenizers, however, remove the markers. In
     a turn without markers, a call in JSON may have other text around it, and a list of calls in Python may have other
-    text after it. If a turn has other text, a call counts only if it names a known tool. If a turn has nothing but
-    calls, a call of an unknown tool counts too. With the style "auto", however, it counts only if it has arguments.
+    text after it. If a turn has other text, only calls of known tools are found. If a turn has nothing but calls,
+    calls of unknown tools are found too; with the style "auto", only those that have arguments.
 
     Args:
         text: The turn.

@@ -54,9 +54,9 @@ def group_relative_advantages(
               proportional to the completion's length.
             - "pass_at_k" trains the best of k completions (arXiv:2503.19595): a completion's advantage is how much this
               completion adds to the best of k - 1 others. With k = None, the best completion gets its lead over the
-              second best, and all others get 0 (verl's `grpo_passk`). Let g be the policy gradient with these
-              advantages and the scale "none", averaged over the group. For any k, k * g is an unbiased estimate of the
-              gradient of the expected maximum of k rewards.
+              second best, and all others get 0 (verl's `grpo_passk`). With the scale "none" and any k, k times the
+              policy gradient with these advantages, averaged over the group, is an unbiased estimate of the gradient
+              of the expected maximum of k rewards.
         scale: The divisor of the gain. Every std is unbiased (K - 1 in the denominator). For "batch_std",
             "batch_advantage_std" and "nonzero_fraction", pass the rewards of all ranks, because otherwise each rank
             would have a different divisor.

@@ -1,8 +1,8 @@
 """peft's adapters in a model: find their layers and weights, switch adapters, and compare the policy with its base.
 
 In peft, every adapter has a name. The trained adapter keeps the name with which it was created or loaded. A second
-adapter, `STARTING`, is a frozen copy of the initial adapter; the reference runs with this copy. Only the functions that
-need peft import it.
+adapter, `STARTING`, is a frozen copy of the initial adapter; the reference runs with this copy. peft is imported inside
+the functions that need it, because it may not be installed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ STARTING = "reference"
 """peft's name of the frozen copy of the initial adapter, which the reference runs with."""
 
 BASE_IS_COMPUTED = ("pissa", "olora", "loftq")
-"""Initialisations for which peft recomputes the base's weights when it loads an adapter. The rounding of this
-computation depends on the machine."""
+"""Initializations for which peft recomputes the base's weights when it loads an adapter. The last bits of these weights
+depend on the machine, so their checksums cannot be compared (`base_weights`)."""
 
 
 def trained_adapter(policy: Any) -> str:
@@ -48,7 +48,7 @@ def is_adapter_layer(module: nn.Module) -> bool:
 
 
 def is_expert_adapter(layer: Any) -> bool:
-    """True for peft's wrapper of an expert tensor. The layer then runs with W + s B A in place of W."""
+    """True for peft's wrapper of an expert tensor: it adds s B A to the tensor, not to the output of the layer."""
     return hasattr(layer, "parameter_name")
 
 
@@ -109,8 +109,8 @@ def widen_copies(adapted: Any, adapter: str | None = None) -> bool:
         adapter: Name of the adapter; None means the trained one.
 
     Returns:
-        True if there are such copies. If so, values that were loaded into them before this call have been rounded to 16
-        bits.
+        True if there are such copies. Float32 values that were loaded into these copies before this call were rounded
+        to 16 bits, and have to be loaded again.
     """
     copies = narrow_copies(adapted, adapter)
     for copied, original in copies:
@@ -122,8 +122,8 @@ def widen_copies(adapted: Any, adapter: str | None = None) -> bool:
 def using_adapter(policy: nn.Module, adapter: str | None) -> Iterator[nn.Module]:
     """Context in which the policy runs with the given adapter, or without adapters (None). Yields the policy.
 
-    peft's own switches also turn off `requires_grad` of the trained adapter. A sharded strategy whose first forward
-    pass runs in that state would never train the adapter.
+    peft's own methods for switching are not used, because they also set `requires_grad` of the trained adapter to
+    False. If the first forward pass with a sharded strategy ran in that state, the adapter would never be trained.
     """
     layers = list(switched_modules(policy))
     before = [(layer._active_adapter, layer._disable_adapters) for layer in layers]

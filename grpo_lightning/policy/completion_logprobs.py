@@ -253,7 +253,7 @@ class Scorer:
         return of_prompts + computed_tokens(lengths, sizes) + of_pass * (len(sizes) + bool(of_prompts))
 
     def _row_lengths(self, batch: MicroBatch) -> list[int]:
-        """[B] tokens of each row, longest first. On the dense path, rows include their prompt."""
+        """[B] tokens of each row, longest first. On the dense path, a row includes its left-padded prompt."""
         lengths = batch.attention_mask.sum(1).sort(descending=True).values
         return (lengths + (batch.prompt_ids.shape[1] if self.path == "dense" else 0)).tolist()  # type: ignore[no-any-return]
 
@@ -268,7 +268,7 @@ class Part(NamedTuple):
 
 
 def has_images(batch: MicroBatch) -> bool:
-    """True if completions of this rank contain images."""
+    """True if a completion in this rank's micro-batch contains an image."""
     return any(batch.images)
 
 
@@ -280,7 +280,7 @@ def rows_by_images(batch: MicroBatch) -> tuple[list[int], list[int]]:
 
 
 def dummy_of(batch: MicroBatch) -> MicroBatch:
-    """A prompt of the micro-batch with a completion of one masked token."""
+    """A prompt of the micro-batch with a completion of one token, which is not trained on."""
     dummy = batch.select([0])
     return replace(
         dummy,
@@ -291,7 +291,7 @@ def dummy_of(batch: MicroBatch) -> MicroBatch:
 
 
 def text_dummy_of(batch: MicroBatch) -> MicroBatch:
-    """A prompt of one token with a completion of one masked token. Neither has an image of its own.
+    """A prompt of one token with a completion of one token, which is not trained on. Neither has an image of its own.
 
     If the micro-batch has a blank image, the vision tower runs on it.
     """
@@ -571,9 +571,9 @@ def columns_of_prompts(
 
     The order is for the prompt pass. For example, it is 2, 3, 0, 1 for a prompt of two tokens in four columns. Padding
     after the prompts needs no mask, because no token attends to later ones. Attention is then computed by causal
-    kernels, which skip half of the scores. The new order needs full attention in all layers, and a sliced head: a full
-    head would compute the logits of all prompt tokens. Prompts with images also need a model with positions in three
-    dimensions, because in other models image tokens may attend to later tokens.
+    kernels, which skip half of the scores. The new order needs full attention in all layers. It also needs a
+    `SlicedHead`, because a `FullHead` would compute the logits of all prompt tokens. Prompts with images also need a
+    model with positions in three dimensions, because in other models image tokens may attend to later tokens.
     """
     if not (prefix.is_full_attention and isinstance(head, SlicedHead)):
         return None
@@ -589,7 +589,8 @@ def columns_of_prompts(
 
 
 leaves_out_masks = contextvars.ContextVar("leaves_out_masks", default=False)
-"""True while a probe, which runs in 32 bits, checks the prompt pass of a run that computes in 16 bits."""
+"""True while a probe tests the prompt pass without a mask. With 32-bit weights, a probe computes in 32 bits, and its
+prompt pass on a GPU would otherwise have a mask."""
 
 
 def runs_in_16_bits(model: nn.Module, device: torch.device) -> bool:

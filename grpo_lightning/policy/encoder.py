@@ -1,7 +1,7 @@
 """Encoding prompts: token ids, and image tensors made by the policy's own processor.
 
-The processor encodes each prompt alone, and only once for all its completions. Encoded prompts therefore never have to
-be sliced out of a batch.
+The processor encodes one prompt at a time, once for all completions of the prompt. Encoded prompts therefore never
+have to be sliced out of a batch.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Encoder:
         return self.from_text(self.render(prompt, where), prompt.images, where or prompt.label)
 
     def from_text(self, text: str, images: Sequence[ImageRef], where: str) -> EncodedPrompt:
-        """Encode a rendered text with one placeholder per image. Raises: ValueError where `__call__` raises one."""
+        """Encode a rendered text with one placeholder per image. Raises: ValueError for an unusable image."""
         read = [image.read() for image in images]
         encoded = self.with_images(self.process(text, read, where), read)
         assert encoded.vision is not None
@@ -191,9 +191,11 @@ class Encoder:
     # -------------------------------------------------------------------------------------------------------- lengths
 
     def num_tokens(self, prompt: Prompt, where: str = "") -> int:
-        """Length L of a prompt, computed from the sizes of its images, which are not decoded.
+        """Length L of a prompt. Images are not decoded: their sizes determine the number of their tokens.
 
-        Raises: ValueError where `__call__` raises one.
+        Raises:
+            ValueError: If the prompt cannot be tokenized, contains something that the policy does not support, or has
+                an image whose size cannot be read or is not allowed.
         """
         if not prompt.images or not self.is_multimodal:
             return len(self(prompt, where).token_ids)
@@ -431,14 +433,15 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = ""
 def check_length(
     prompt: Prompt, num_tokens: int, limit: int | None, max_completion_length: int, *, is_of_engine: bool = False
 ) -> None:
-    """Check that a prompt and its longest completion fit the model's positions, or the engine.
+    """Check that a prompt and its longest completion fit the model's positions, or vLLM's `max_model_len`.
 
     Args:
         prompt: The prompt, which the error names.
         num_tokens: Length L of the prompt.
-        limit: Number of positions of the model (`num_positions`); None means no limit.
+        limit: Maximum number of tokens of prompt and completion together; None means no limit.
         max_completion_length: Maximum number of tokens of a completion.
-        is_of_engine: Whether the limit is vLLM's `max_model_len`.
+        is_of_engine: True if the limit is vLLM's `max_model_len`; False if it is the model's number of positions
+            (`num_positions`).
 
     Raises:
         ValueError: If prompt and completion do not fit; the message names the prompt and the lengths.

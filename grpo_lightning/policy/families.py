@@ -1,4 +1,4 @@
-"""Vision-language model families, one record each. No other file depends on the model types of these families.
+"""Vision-language model families, one record each. Other files read a model's record and never check its model type.
 
 A record has only the properties that models do not declare themselves. Models do declare which tensors their method
 `forward` takes, whether their positions are three-dimensional, and how many tokens an image has.

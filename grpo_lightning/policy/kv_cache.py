@@ -105,7 +105,7 @@ class ReadAttention(DynamicLayer):
         self.attach(stored, rows)
 
     def attach(self, stored: StoredAttention, rows: Rows) -> None:
-        """Refer to the stored prompt. `keys` is set, because transformers reads lengths and mask sizes from it."""
+        """Refer to the stored prompt, also as `keys`, from which transformers reads lengths and mask sizes."""
         self.stored, self.rows, self.is_initialized = stored, rows, True
         self.keys, self.values = stored.keys, stored.values
 
@@ -213,7 +213,7 @@ if hasattr(cache_utils, "DummyLayer"):
 
 
 def stores_keys(config: PretrainedConfig) -> bool:
-    """True if the model's cache stores keys and values: a layer has attention, or the config lists no layers."""
+    """True if at least one layer of the model's cache stores keys and values, or if the config lists no layers."""
     layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
     return not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers)
 
@@ -313,7 +313,12 @@ class DecodingCache(Protocol):
     """KV cache of the open rows, which are the completions that are currently decoded together."""
 
     def next_token(self) -> dict[str, Any]:
-        """Make room for one more token per row. Returns: arguments of the model's forward, for `known_arguments`."""
+        """Make room for one more token per row.
+
+        Returns:
+            Arguments of the model's forward. The KV cache is named `cache`; `known_arguments` changes this name to the
+            model's own.
+        """
 
     def decoding(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the model's forward reads this cache."""
@@ -412,7 +417,7 @@ class SharedPrompts(Cache):
     compute the steps. Attention covers the whole window (`WINDOWS`), and masks its columns that are not filled yet."""
 
     merge: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    """`merge_parts`, which may be replaced by a version in one kernel."""
+    """`merge_parts`, unless the local engine replaces it by a version that runs as one kernel."""
 
     def __init__(
         self, policy: nn.Module, prefilled: SamplingCache, mask: Tensor, prompt_of: Tensor, longest: int
@@ -586,7 +591,7 @@ class SharedPrompts(Cache):
         self.changes += 1
 
     def group(self, prompt_of: list[int]) -> None:
-        """Arrange the rows in N groups by prompt: set the row at each place, and the group and place of each row.
+        """Arrange the rows in N groups by prompt: store the row of each place, and the group and place of each row.
 
         All groups have as many places as the largest group has rows. An unused place refers to row 0; the attention
         computed there is dropped.
@@ -620,7 +625,7 @@ class SharedPrompts(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Number of tokens before the new token."""
+        """Number of columns before the new token, padding of the prompts included."""
         return self.prompt_length + self.length - 1
 
     def layer_of(self, key: Tensor, value: Tensor) -> int:
@@ -798,7 +803,7 @@ def matrix_products(
 
 
 def round_up(length: int, device: torch.device) -> int:
-    """The next multiple of `KEY_MULTIPLE`."""
+    """Round a length up to a multiple of the device type's `KEY_MULTIPLE`."""
     multiple = KEY_MULTIPLE.get(device.type, 1)
     return -(-length // multiple) * multiple
 

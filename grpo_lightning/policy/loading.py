@@ -191,7 +191,9 @@ class PolicyLoader(PolicySettings):
     def load_model(
         self, sharding: Sharding | None = None, attention: str | None = None, device_type: str | None = None
     ) -> PreTrainedModel:
-        """Load the model in eval mode with weights in `dtype`, before layers are frozen and adapters are added.
+        """Load the model in eval mode, before layers are frozen and adapters are added.
+
+        Weights that are loaded or randomly initialized have the dtype `self.dtype`. A model in memory keeps its own.
 
         Args:
             sharding: How the weights will be sharded over the ranks; None if they are not sharded.

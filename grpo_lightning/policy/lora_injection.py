@@ -46,8 +46,8 @@ def add_adapters(model: Any, lora: LoRA, dtype: torch.dtype | None = None) -> An
 
     Raises:
         ValueError: If the model already has adapters.
-        ValueError: If a name in `target_modules` or `modules_to_save` matches no layer, or matches a layer that cannot
-            be trained.
+        ValueError: If a name in `target_modules`, `target_parameters` or `modules_to_save` matches nothing, or matches
+            a layer that cannot be trained.
     """
     from peft import LoraConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
     from transformers.pytorch_utils import Conv1D

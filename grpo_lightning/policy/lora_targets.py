@@ -1,4 +1,7 @@
-"""Find the layers that get LoRA adapters: all linear layers of the language model that can have an adapter."""
+"""Find the layers that get LoRA adapters.
+
+By default, these are all linear layers of the language model that can have an adapter, except the output head.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ def language_modules(model: Any) -> dict[str, nn.Module]:
 
 
 def expert_tensors(model: Any) -> list[str]:
-    """Names of parameters that hold all experts of a layer in one tensor. `target_modules` cannot select them."""
+    """Names, without module paths, of the parameters that hold all experts of a layer in one tensor.
+
+    The setting `target_modules` cannot select these parameters.
+    """
     return sorted({name.rpartition(".")[2] for name in all_experts(model)})
 
 

@@ -58,7 +58,8 @@ class PolicySettings:
         freeze_layers: Freeze the embeddings and this many decoder layers, counted from the first. A head that is tied
             to the embeddings is frozen as well. The reference shares the frozen weights, unless the strategy shards
             weights.
-        freeze_vision_modules: Freeze the vision tower and its projector. Images are then encoded once per rollout.
+        freeze_vision_modules: Freeze the vision tower and its projector. If the local engine samples, the images of
+            prompts are then encoded once per rollout.
         max_pixels: Maximum pixels per image; larger images are scaled down. Null uses the processor's own limit. Only
             for model families in which an image's number of tokens is proportional to its number of pixels (Qwen-VL,
             GLM-4.1V).

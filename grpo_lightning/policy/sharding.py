@@ -80,7 +80,11 @@ class Sharding:
         parameter.copy_(value)
 
     def norm(self, gradients: list[Tensor]) -> Tensor | None:
-        """Norm over all gradients of all ranks; None if the norm is not known before the optimizer step."""
+        """Norm of the gradients of all weights, over the shards of all ranks.
+
+        Returns:
+            The norm; None if there are no gradients, or if the norm is only known after the optimizer step.
+        """
         return torch.nn.utils.get_total_norm(gradients) if gradients else None
 
     def norm_of_last_step(self) -> float | None:
@@ -216,7 +220,7 @@ class Partitioned(PartitionedGradients):
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Keep DeepSpeed and transformers from partitioning models that are created or loaded."""
+        """Keep DeepSpeed and transformers from partitioning the models that are created or loaded in this context."""
         with self.building(), unpartitioned():
             yield
 
@@ -347,7 +351,7 @@ def gathered_dtypes(model: nn.Module) -> set[torch.dtype | None]:
 
 
 def computes_in_float32(model: nn.Module) -> bool:
-    """False if a weight is stored or used in fewer than 32 bits; quantized models compute in 16 bits."""
+    """True if all weights are stored and used in float32. False for quantized models, which compute in 16 bits."""
     if getattr(base_model(model).config, "quantization_config", None) is not None:
         return False  # whatever dtype the quantized weights are stored in
     if any(parameter.dtype != torch.float32 for parameter in model.parameters()):

@@ -1,8 +1,9 @@
-"""Run a model with images: each image is encoded once per prompt, and features of a frozen vision tower are kept.
+"""Run a model with the images of its prompts; features of a frozen vision tower can be stored and used again.
 
 In transformers, the forward pass of every vision-language model calls the model's method `get_image_features`. This
-method is replaced while a forward pass runs. The replacement returns features that are known already, stores new
-features, or runs the vision tower on a blank image and discards the features.
+method is replaced while a forward pass runs. If the features of all images are stored, the replacement returns them.
+Otherwise it runs the vision tower, and stores the features if the caller asks for that. If no prompt has an image, but
+the vision tower has to run, the replacement runs it on a blank image and discards the features.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from grpo_lightning.report.run_files import read_config, read_json
 from grpo_lightning.report.settings import different_settings
 
 CURVES = "curves.png"
-"""Name of the picture in the run's folder (`LearningCurves`), and in the folder of the model."""
+"""Name of the picture that the callback `LearningCurves` draws in the run's folder, and of its copy in the folder of
+the model."""
 
 SECTIONS = ("trainer.callbacks", "data.prepare")
 """Settings that the card leaves out, because they contain no information about the model."""

@@ -89,13 +89,15 @@ class Accuracy(AnswerReward):
     answer ("the final answer is $x$") or the text after `####`, whichever comes last in the completion; bold text; the
     end of the last line, if the completion is not truncated. A missing or unparsable answer is wrong. A set ("3, 4",
     "3 or 4") equals the same set in any order. Other texts with several answers ("3 and 4", one per line) are not
-    mathematics: if the answer or the ground truth is such a text, both must have the same words. A completion is not
-    scorable if the ground truth cannot be parsed as mathematics, if it consists of sentences or lines with several
-    numbers (a worked solution), or if the comparison fails or times out; a warning is then logged.
+    mathematics: if the answer or the ground truth is such a text, both must have the same words.
+
+    The reward does not apply to a row without ground truth. It gives no value (None) in three cases, and logs a
+    warning: the ground truth cannot be parsed as mathematics; it consists of sentences or lines with several numbers (a
+    worked solution); or the comparison fails or times out.
 
     math-verify (install the extra `math`) runs in a separate process, so the reward can be called from any thread. If
     four comparisons with the same ground truth fail or time out in one call, this call compares no further answers with
-    that ground truth, and completions with further answers are not scorable. This rule bounds the time of the call.
+    that ground truth, and gives no value to completions with such answers. This rule bounds the time of the call.
 
     Args:
         answer_column: The data column with the ground truth, text or a number. If the text has a part after `####`,
@@ -130,7 +132,7 @@ class Accuracy(AnswerReward):
             columns: [B] values of each data column.
 
         Returns:
-            [B] 0 or 1, None if not scorable.
+            [B] 0 or 1, None where the reward gives no value.
         """
         golds = [gold_answer(answer, self.answer_column) for answer in columns[self.answer_column]]
         texts = [completion_text(completion) for completion in completions]
@@ -150,7 +152,7 @@ class Accuracy(AnswerReward):
         start_comparing()
 
     def compare(self, gold: str, answer: str) -> bool | None:
-        """Call the module's function `compare` with the settings of this reward.
+        """Call the function `compare` of this file with the settings of this reward.
 
         Args:
             gold: The ground truth. If it is longer than `max_answer_characters`, the result is None.

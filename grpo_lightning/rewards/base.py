@@ -15,8 +15,9 @@ of the prompt. An `ImageView` holds the size of the image and the coordinate sys
 A chat prompt is a list of messages, and its completion is `[{"role": "assistant", "content": text}]`. A text prompt and
 its completion are strings. A reward can request a different form of the completions with `completions_as`. The reward
 returns a number or None for each completion. If all completions of a group get None, the reward does not apply to the
-group. If only some completions of a group get None, these completions are not scorable. Reward functions written for
-TRL run unchanged, and so do the ORM classes of ms-swift. Rewards of VLM-R1 run unchanged on chat prompts.
+group, and only the other rewards count. If only some completions of a group get None, these completions are not
+scorable: they are left out of the group's mean and standard deviation, and their advantage is 0. Reward functions
+written for TRL run unchanged, and so do the ORM classes of ms-swift. Rewards of VLM-R1 run unchanged on chat prompts.
 
 For a reward with the attribute `per_group = True`, all these lists have one element per group. For prompts, image views
 and columns, this element is the value of the group: one prompt, one list of image views, one value of the column. For
@@ -27,10 +28,10 @@ For rewards of ms-swift, VLM-R1 and older versions of TRL, the following argumen
 column of the same name:
 
 - `response_token_ids` and `completions_ids`: the same as `completion_ids`.
-- `messages`: the chat including the completion. If the prompt starts an assistant turn, the completion is merged into
-  this turn.
+- `messages`: the chat including the completion. If the last message of the prompt is an assistant message, the
+  completion is appended to this message.
 - `finish_reason`: the same as `finish_reasons`.
-- `is_truncated`: booleans.
+- `is_truncated`: booleans, True where the finish reason is not "stop".
 - `prompt_id`: "<source>/<index>" of the prompt.
 - `request_id`: "<prompt_id>/<g>" with g the index of the completion in its group.
 - `rollout_infos`: empty dicts.
@@ -41,8 +42,9 @@ column of the same name:
 A class derived from ms-swift's ORM gets the completions as its first argument, whatever the name of this argument is.
 
 For conversations (`model.environment`), the completion of a chat consists of all messages after the prompt, including
-the observations. The text of such a completion is the text of the policy's last turn. The following arguments are
-passed too, if the data has no column of the same name:
+the observations. The text of such a completion (`completion_text`) is the text of its last message. This message is the
+policy's last turn or, if the environment answered that turn with an observation, the observation. The following
+arguments are passed too, if the data has no column of the same name:
 
 - `turns`: the turns of each conversation, as a list of `core.types.Turn`.
 - `environment_rewards`: the sum of the environment's rewards; None if the environment gave no reward.
@@ -132,15 +134,16 @@ class Reward(ABC):
     """Base class of rewards that have settings or checks."""
 
     per_group: bool = False
-    """True if the reward is called with whole groups."""
+    """True if the lists that the reward gets have one element per group, instead of one per completion. The reward then
+    returns one list of G values per group."""
 
     says_solved: bool = False
     """True if a value of 1 means that the completion solves its prompt, as in rewards that compare the answer with the
     ground truth or run tests on the answer. Validation (`val/avg@G`) uses the first reward for which this is True,
-    unless `validation.success` names another reward."""
+    unless `model.validation.success` names another reward."""
 
     in_process: bool = False
-    """True if the reward is called in the training process, once per batch. Set it for a reward that uses a device or
+    """True if the reward is called in the training process, once per batch. Use True for a reward that uses a device or
     scores many completions at once."""
 
     required_columns: tuple[str, ...] = ()
@@ -204,9 +207,9 @@ class Reward(ABC):
         This method is for rewards that run in the training process and get the whole batch in one call. An example is a
         judge on a server: `prefetch` queries the server, and the later call uses the replies. `prefetch` gets the
         arguments of the later call, but only for one prompt, and without the logging functions. It runs in the event
-        loop of asynchronous rewards. The later call may get different completions. The coroutine is cancelled when the
-        batch is scored, and also if the batch is not scored at all. An error that the coroutine raises is logged, and
-        has no other effect.
+        loop of asynchronous rewards. The later call may get different completions. If the coroutine still runs after
+        the batch has been scored, it is cancelled. It is also cancelled if the batch is not scored at all. An error
+        that the coroutine raises is logged, and has no other effect.
         """
 
     def connect(self, device: torch.device) -> None:  # noqa: B027

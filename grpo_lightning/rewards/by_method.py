@@ -51,7 +51,7 @@ class Method(AnswerReward):
 
     Args:
         answer_column: The data column with the ground truth. If the text has a part between answer tags, after `####`
-            or in `\boxed{}`, that part is the ground truth. A row without ground truth is not scorable.
+            or in `\boxed{}`, that part is the ground truth. The reward does not apply to a row without ground truth.
     """
 
     def __init__(self, answer_column: str = "solution") -> None:
@@ -65,7 +65,7 @@ class Method(AnswerReward):
             columns: [B] values of each data column.
 
         Returns:
-            [B] in [0, 1], None where the row is not scorable.
+            [B] in [0, 1], None where the reward does not apply to the row.
         """
         golds = [gold_answer(answer, self.answer_column) for answer in columns[self.answer_column]]
         answers = [given_answer(completion_text(completion)) for completion in completions]
@@ -79,8 +79,8 @@ class Method(AnswerReward):
 class MultipleChoice(Method):
     """1 if the answer chooses the option of the ground truth: `(B)`, `B)`, `**B**`, `b`, "Option B is right" are all B.
 
-    An answer that names no option, or lists several options ("A, B", "(A) 1 (B) 2"), is wrong. A row whose ground truth
-    names no option is not scorable.
+    An answer that names no option, or lists several options ("A, B", "(A) 1 (B) 2"), is wrong. The reward does not
+    apply to a row whose ground truth names no option.
     """
 
     def score(self, given: str, right: str) -> float | None:
@@ -92,7 +92,7 @@ class MultipleChoice(Method):
 class YesNo(Method):
     """1 if the answer has the word of the ground truth, "yes" or "no", and does not have the opposite word.
 
-    A row whose ground truth has neither or both of these words is not scorable.
+    The reward does not apply to a row whose ground truth has neither or both of these words.
     """
 
     def score(self, given: str, right: str) -> float | None:
@@ -112,8 +112,8 @@ class AllMatch(Method):
 class Counting(Method):
     """1 if the only number in the answer equals the number of the ground truth ("There are 3." is 3).
 
-    A row whose ground truth has no number, or several numbers, is not scorable. VLM-R1 scores counting with its
-    `default` method: if the answer or the ground truth has no number, that method scores the similarity of the two
+    The reward does not apply to a row whose ground truth has no number, or several numbers. VLM-R1 scores counting with
+    its `default` method: if the answer or the ground truth has no number, that method scores the similarity of the two
     texts.
     """
 

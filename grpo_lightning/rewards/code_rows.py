@@ -362,7 +362,7 @@ def _shadowed_builtin(tree: ast.Module) -> Iterator[str]:
 
 
 def same_output(given: str, expected: str, tolerance: float) -> bool:
-    """Compare printed texts, word by word in each line; blank lines and the number of spaces do not count.
+    """Compare printed texts, word by word in each line; blank lines and the number of spaces are ignored.
 
     Args:
         given: The program's output.

@@ -82,15 +82,15 @@ class CodeTests(Reward):
     It needs no privileges. A run on another system is refused, except that `allow_file_reads` permits a kernel without
     Landlock.
 
-    The reward logs the fraction of completions without a program (`code_tests/no_program`), and the fraction of
-    completions with a test that ran out of time (`code_tests/timed_out`). The log of completions gets a column
+    The reward logs the fraction of completions without a program (`reward/code_tests/no_program`), and the fraction of
+    completions with a test that ran out of time (`reward/code_tests/timed_out`). The log of completions gets a column
     `code_tests`: the number of passed tests, and the reason for the first failure.
 
     Args:
         tests_columns: The data columns with the tests: `[verification_info]` (open-r1), `[input_output]` (APPS, TACO),
             `[public_tests, private_tests]` (code_contests), `[public_test_cases, private_test_cases]`
-            (LiveCodeBench), `[test_list]` (MBPP), `[test]` (HumanEval). A column without a value is skipped. If no
-            column of `tests_columns` has a value, the row is not scorable.
+            (LiveCodeBench), `[test_list]` (MBPP), `[test]` (HumanEval). A column without a value is skipped. The reward
+            does not apply to a row in which no column of `tests_columns` has a value.
         setup_column: The data column with code to run before the test code: `test_setup_code` or `test_imports` (MBPP).
         entry_point_column: The data column with the name of the program's function: `entry_point` (HumanEval) or
             `metadata` (LiveCodeBench). In HumanEval, the function `check` of the test code gets this function. In

@@ -142,6 +142,6 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether a value is an integer; 72.0 counts, because JSON has one kind of number."""
+    """Whether a value is an integer; 72.0 is one, because JSON has one kind of number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and value == value and abs(value) < 1e15 and value == int(value)

@@ -1,4 +1,4 @@
-"""The environment's own reward."""
+"""Rewards for conversations with an environment: the environment's own reward, and the use of tools."""
 
 from __future__ import annotations
 
@@ -42,11 +42,10 @@ class ToolUse(Reward):
 
     With weight 0, the reward only logs the fraction of conversations in which a tool was run.
 
-    A call that ran counts, even if the tool raised an error, took too long or crashed. In the metrics
-    `environment/calls/<outcome>`, a call that ran has the outcome `ok`, `exception`, `timeout` or `crash`. A refused
-    call does not count. A call is refused if it is malformed, names an unknown tool, has wrong arguments, or exceeds
-    the maximum number of calls. If an environment does not count calls, a message of the role "tool" counts as a call
-    that ran.
+    A tool was run even if it raised an error, took too long or crashed. In the metrics `environment/calls/<outcome>`, a
+    call that ran a tool has the outcome `ok`, `exception`, `timeout` or `crash`. A refused call runs no tool. A call is
+    refused if it is malformed, names an unknown tool, has wrong arguments, or exceeds the maximum number of calls. If
+    an environment logs neither `calls` nor `used_tools`, a message of the role "tool" shows that a tool was run.
     """
 
     def __call__(

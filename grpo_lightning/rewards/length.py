@@ -222,7 +222,7 @@ class Cosine(Reward):
 
 
 def _limit(own: int | None, of_run: int | None, needs: str) -> int:
-    """The reward's length limit, otherwise the run's. Raises: ValueError if both are None."""
+    """The reward's own length limit or, if it is None, that of the run. Raises: ValueError if both are None."""
     limit = of_run if own is None else own
     if limit is None:
         raise ValueError(f"{needs}: it is None, and the call has no max_completion_length either.")

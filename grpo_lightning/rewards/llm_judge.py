@@ -64,23 +64,25 @@ class Queries:
 class LLMJudge(AnswerReward):
     r"""The score from 0 to 1 that a language model (the judge) gives to an answer (VLM-R1's method `llm`).
 
-    The judge gets the question (the text of the prompt's last turn), the ground truth and the answer of the completion.
-    The answer is the content of the last `<answer>...</answer>`. Without these tags, it is the content of the last
+    The judge gets the question, the ground truth and the answer of the completion. The question is the text of the
+    prompt or, for a chat, of its last message (not counting an assistant message that the completion continues). The
+    answer is the content of the last `<answer>...</answer>`. Without these tags, it is the content of the last
     `\boxed{...}` after the reasoning. Without a box, it is the whole text after the reasoning. The judge is queried
     concurrently for all completions of a batch, while other rewards run. The queries for a prompt start as soon as its
     completions are sampled, even while other prompts are still being sampled.
 
     If a query fails, or the reply has no score, the completion is not scorable (None). A warning is logged, and the
-    fraction of such completions is logged as `llm_judge/failed`. If all queries of a batch fail (wrong address, key or
-    model), the reward raises an error. `WeightedReward.on_error` decides what happens then. VLM-R1 uses a fixed model,
-    queries it for one completion at a time without a time limit, and compares the texts if a query fails.
+    fraction of such completions is logged as `reward/llm_judge/failed`. If all queries of a batch fail (wrong address,
+    key or model), the reward raises an error. `WeightedReward.on_error` decides what happens then. VLM-R1 uses a fixed
+    model, queries it for one completion at a time without a time limit, and compares the texts if a query fails.
 
     Args:
         model: The name of the model at the endpoint.
         base_url: The endpoint, such as `http://localhost:8000/v1`. None uses the value of the environment variable
             `OPENAI_BASE_URL` or, if this variable is not set, OpenAI's endpoint.
         api_key_env: The environment variable with the API key. It may be unset for your own endpoint.
-        answer_column: The data column with the ground truth (see `Method`). A row without ground truth is not scorable.
+        answer_column: The data column with the ground truth (see `Method`). The reward does not apply to a row without
+            ground truth.
         prompt: The prompt for the judge. In it, `{question}`, `{right}` (the ground truth) and `{given}` (the answer)
             are replaced by the texts.
         temperature: Sampling temperature of the reply; None uses the endpoint's default, which some reasoning models

@@ -23,14 +23,14 @@ class ReasoningGym(Reward):
     reasoning. Without `\boxed{}`, it is the whole text after the reasoning. A blank answer is passed to the verifier as
     None. The verifier's value is used unchanged, even the 0.01 that some verifiers give to any answer. A verifier fails
     if it raises an error or does not return a number from 0 to 1. The completion then gets `failed_value`, a warning is
-    logged, and the fraction of such completions is logged as `reasoning_gym/verifier_failed`.
+    logged, and the fraction of such completions is logged as `reward/reasoning_gym/verifier_failed`.
 
     The verifiers of nine tasks (`EVALUATES_ANSWERS`) execute the answer as Python code. Rows of these tasks are refused
-    unless `evaluate_answers` is set. For the task countdown, use the reward `Countdown`, which executes nothing.
+    unless `evaluate_answers` is true. For the task countdown, use the reward `Countdown`, which executes nothing.
 
     Args:
-        evaluate_answers: Allow verifiers that execute completions. Completions are untrusted code, so set this only in
-            a disposable container.
+        evaluate_answers: Allow verifiers that execute completions. Completions are untrusted code, so allow this only
+            in a disposable container.
         failed_value: The value of a completion on which the verifier fails; null makes the completion not scorable.
     """
 
@@ -66,7 +66,7 @@ class ReasoningGym(Reward):
 
         Raises:
             ValueError: If a row does not have the format of `ReasoningGymTasks`, or if the verifier of its task
-                executes answers and `evaluate_answers` is not set.
+                executes answers and `evaluate_answers` is false.
         """
         values: list[float | None] = []
         problems: list[str] = []

@@ -149,7 +149,7 @@ class RewardModel(Reward):
     the tokenizer do not matter. Equal sequences are scored once.
 
     A sequence that is too long for the model is not truncated: its completion is not scorable (None). A warning is
-    logged, and the fraction of such completions is logged as `reward_model/too_long`.
+    logged, and the fraction of such completions is logged as `reward/reward_model/too_long`.
 
     The weights are loaded after all checks, and after the weights of the policy. Every rank holds a full copy, also
     under ZeRO-3 and FSDP2, and scores its own completions without communication. On each device, the copy takes 2 bytes
@@ -453,7 +453,7 @@ def _device(name: str) -> torch.device:
 def longest(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> int | None:
     """Maximum number of tokens of a sequence: `max_length`, else the limit of model and tokenizer; None for no limit.
 
-    The tokenizer's limit counts too, because encoders with offset positions (RoBERTa) take fewer tokens than their
+    The tokenizer's limit applies too, because encoders with offset positions (RoBERTa) take fewer tokens than their
     config has positions.
 
     Raises:

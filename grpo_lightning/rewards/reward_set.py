@@ -82,14 +82,14 @@ class RewardSet:
         return next((reward.name for reward in self.rewards if reward.says_solved), self.rewards[0].name)
 
     def validate_prompts(self, prompts: Iterable[Prompt]) -> None:
-        """Check that prompts have the columns that the rewards need, dataset by dataset, and record the columns.
+        """Check that the prompts have the columns that the rewards need, and record the columns.
 
-        A reward is checked against the datasets to which it applies (`Prompt.rewards`). The message of an error names
-        the datasets.
+        A reward is checked against the datasets to which it applies (`Prompt.rewards`). A column that only some of
+        these datasets have causes a warning. The message of an error names the datasets.
 
         Raises:
-            ValueError: If a column that a reward needs is missing, or if the data has a column with the name of an
-                argument of rewards, such as `completions`.
+            ValueError: If a reward needs a column that none of its datasets has, or if the data has a column with the
+                name of an argument of rewards, such as `completions`.
             ValueError: If prompts name an unknown reward, or only rewards of weight 0.
             ValueError: If prompts name a method in the column `accu_reward_method`, but none of their rewards reads it.
         """
@@ -151,13 +151,13 @@ class RewardSet:
         trainer_state: Any = None,
         num_generations: int | None = None,
     ) -> Scoring:
-        """Start each reward on all completions of the prompts that do not exclude this reward (`Prompt.rewards`).
+        """Start each reward on the completions of the prompts whose `Prompt.rewards` names the reward, or is None.
 
             total[n, g] = sum over rewards r that apply to group n of weight[r] * value[r, n, g]
 
-        A reward applies to a group if the prompt does not exclude the reward, and the reward gives a value to at least
-        one completion. In such a group, a completion to which the reward gives no value is not scorable: its total is
-        NaN. If no reward applies to a group, all its totals are NaN. Rewards of weight 0 are ignored in these rules.
+        A reward applies to a group if the reward is called for the group's prompt, and gives a value to at least one
+        completion. In such a group, a completion to which the reward gives no value is not scorable: its total is NaN.
+        If no reward applies to a group, all its totals are NaN. Rewards of weight 0 are ignored in these rules.
 
         Without groups (a rank without prompts), no reward is called.
 
@@ -196,8 +196,8 @@ class RewardSet:
         Inside the context, `early.start` starts the reward calls on a group that is already sampled. `begin` uses the
         results of these early calls if it is called with the same groups and arguments. Early calls whose results are
         not used are cancelled at the end of the context. If a batch uses none of the results, later batches start no
-        early calls. This happens, for example, if a subclass overrides `score_rewards` with a method that calls no
-        rewards, or that changes the completions before it calls the rewards.
+        early calls. This happens, for example, if a subclass of `GRPOLightningModule` overrides `score_rewards` with a
+        method that calls no rewards, or that changes the completions before it calls the rewards.
 
         Args:
             prompts: The N prompts of the batch.
@@ -257,7 +257,7 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
     call of the reward with such a row fails.
 
     Args:
-        prompts: The prompts. A row used for both training and validation counts once.
+        prompts: The prompts. A problem of a row used for both training and validation is reported once.
         rewards: The rewards of the run.
 
     Raises:

@@ -607,7 +607,7 @@ def written_messages(completion: Completion) -> list[Message]:
 
 
 def _messages(group: Group, completion: Completion) -> list[Message]:
-    """Append the completion to the chat; if the prompt starts an assistant turn, merge the completion into it."""
+    """Append the completion to the chat; if the chat ends with an assistant message, extend this message instead."""
     content = group.prompt.content
     chat = [{"role": "user", "content": content}] if isinstance(content, str) else content
     first, *others = written_messages(completion)

@@ -26,8 +26,8 @@ class ExactMatch(AnswerReward):
 
     Args:
         answer_column: The data column with the ground truth, text or a number. If the text has a part after `####`
-            (GSM8K), between answer tags (VLM-R1) or in `\boxed{}` (MATH), that part is the answer. A row without an
-            answer (None or only whitespace) is not scorable.
+            (GSM8K), between answer tags (VLM-R1) or in `\boxed{}` (MATH), that part is the answer. The reward does not
+            apply to a row without an answer (None or only whitespace).
         extract: The place of the completion's answer: the last `<answer>...</answer>` ("answer_tag"), the last
             `\boxed{}` ("boxed"), the text after the last `####` up to the end of the line ("hashes"), or the whole
             completion ("text"). "auto" tries the following places in order, and reads the first that the completion

@@ -99,8 +99,9 @@ class RewardWorkers:
     """Settings of the worker processes in which picklable sync rewards run."""
 
     num_workers: int | None = None
-    """Worker processes per rank. null uses one process per CPU core of the rank, but at least 2 and at most 8. With 0,
-    all rewards run in the training process, without time and memory limits."""
+    """Worker processes per rank. null divides the available CPU cores among the ranks of the machine and starts one
+    process per core, but at least 2 and at most 8 per rank. With 0, all rewards run in the training process, without
+    time and memory limits."""
 
     timeout_seconds: float = 30.0
     """Time limit of one call: one reward on the completions of one prompt."""
@@ -186,7 +187,7 @@ class Answer:
     """Description of the failure; in messages, it follows the name of the reward."""
 
     cause: BaseException | None = None
-    """The exception."""
+    """The exception that caused the failure; None if there was none."""
 
     def log_extra(self, column: str, values: Iterable[Any]) -> None:
         """Log a column next to the completions: one value per completion."""

@@ -1,10 +1,11 @@
-"""Asynchronous rollouts: groups of the next cycles are sampled in the background while the policy trains.
+"""Asynchronous rollouts: groups of the next rollouts are sampled in the background while the policy trains.
 
-S is `model.max_staleness`. At the start of cycle k, the groups of cycle k are taken; they were requested S cycles
-earlier. Then the groups of cycle k + S are requested. They are sampled with the weights that cycle k starts with. When
-a completion is trained on, the policy's weights are therefore at most S cycles newer than the weights that sampled it.
-Groups that were requested but not taken yet are in flight. They are not part of checkpoints, so a resumed run samples
-them again. Groups whose sampling failed are sampled once more in the foreground.
+A cycle is one rollout and all training on this rollout. S is `model.max_staleness`. At the start of cycle k, the groups
+of cycle k are taken; they were requested S cycles earlier. Then the groups of cycle k + S are requested. They are
+sampled with the policy's weights at the start of cycle k. When a completion is trained on, the policy's weights are
+therefore at most S cycles newer than the weights that sampled the completion. Groups that were requested but not taken
+yet are in flight. They are not part of checkpoints, so a resumed run samples them again. Groups whose sampling failed
+are sampled once more in the foreground.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ class Sampled(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A prompt in flight."""
+    """A prompt in flight: its group was requested in the background, and has not been taken yet."""
 
     sampled: Future[Sampled]
     position: int
     """Position of the prompt among the prompts that were requested together."""
 
     rollout_index: int
-    """Index of the rollout that was being trained on when the prompt was requested."""
+    """Index of the rollout at whose beginning the prompt was requested."""
 
 
 class InFlight:

@@ -37,9 +37,10 @@ tensor."""
 class CapturedSteps:
     """Runs decoding steps from CUDA graphs.
 
-    The first step after a change of the layout runs without a graph, so that no kernel is chosen or compiled during a
-    capture. The first two steps with a graph are compared with steps without one. All steps run without graphs once the
-    logits have differed or a capture has failed, for example because the model's code waits for the device.
+    The layout identifies the tensors that a step reads and writes. The first step after a change of the layout runs
+    without a graph, so that no kernel is chosen or compiled during a capture. The first two steps with a graph are
+    compared with steps without a graph. If their logits differ or a capture fails, for example because the model's code
+    waits for the device, all later steps run without graphs.
 
     Args:
         capture: See `Capture`.

@@ -383,7 +383,9 @@ class Conversations:
         part: range | None = None,
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
-        """Play G conversations for each of N prompts. In the main thread, all ranks make the same calls of the engine.
+        """Play G conversations for each of N prompts.
+
+        In the main thread, this call is collective: every rank calls the engine until no rank has an open conversation.
 
         Args:
             engine: Samples the turns.
@@ -421,7 +423,9 @@ class Conversations:
         return [game.completions(n) for n in range(len(prompts))]
 
     def add_turn_credit(self, groups: Sequence[Group], excluded: Tensor) -> None:
-        """Set the `turn_advantages` of all completions, unless `turn_credit` is 0. A missing reward counts as 0.
+        """Compute the `turn_advantages` of all completions, unless `turn_credit` is 0.
+
+        A turn for which the environment gave no reward has the reward 0.
 
         Args:
             groups: N groups.

@@ -82,7 +82,7 @@ class Resampling(NamedTuple):
     """Groups that were sampled but are not trained on."""
 
     num_kept: int
-    """Groups without a gradient that could not be replaced."""
+    """Groups that should have been replaced (`DynamicSampling.is_idle`) but could not be."""
 
     is_exhausted: bool
     """True if all rounds were used."""
@@ -160,7 +160,11 @@ def source_of(loader: Any) -> PromptSource:
 
 
 def wrong_loader(*, is_on: bool) -> str:
-    """Error message if only the module (`is_on`) or only the loader is set up for dynamic sampling."""
+    """Error message if the `GRPOLightningModule` or the training loader is set up for dynamic sampling, but not both.
+
+    Args:
+        is_on: True if the module is set up for it, and the loader is not. False if only the loader is.
+    """
     if is_on:
         return (
             "model.dynamic_sampling needs additional prompts within a cycle, which the training loader does not "

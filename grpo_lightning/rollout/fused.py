@@ -1,11 +1,11 @@
 """Kernel fusion on CUDA: `torch.compile` fuses the small operations of a decoding step into a few kernels.
 
 A decoding step has many small operations: forty on the logits to sample a token, and about thirty per layer of the
-policy in norms, rotary embeddings and the merge of attention. A GPU finishes each of them faster than the host can
-launch the next one, and in a CUDA graph each kernel still takes a few microseconds. Fewer kernels take less time. In
-three cases, the operations are not fused but run one by one: on devices other than CUDA, in short rollouts
-(`LEAST_LENGTH`), and after a compilation has failed or its kernels have computed other numbers than the operations.
-Layers are fused only in rollouts whose steps run from CUDA graphs (`captured.py`).
+policy in norms, rotary embeddings, and the merge of attention to the prompt with attention to the completion. A GPU
+finishes each of them faster than the host can launch the next one, and in a CUDA graph each kernel still takes a few
+microseconds. Fewer kernels take less time. In three cases, the operations are not fused but run one by one: on devices
+other than CUDA, in short rollouts (`LEAST_LENGTH`), and after a compilation has failed or its kernels have computed
+other numbers than the operations. Layers are fused only in rollouts whose steps run from CUDA graphs (`captured.py`).
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def nats(one: Tensor, other: Tensor) -> Tensor:
 
 
 class FusedLayers:
-    """The norms and rotary embeddings of a policy, and the merge of attention, in fused kernels.
+    """The norms and rotary embeddings of a policy, and the merge of the two parts of attention, in fused kernels.
 
     Args:
         policy: The policy that is sampled.
@@ -256,11 +256,14 @@ class FusedLayers:
         ]
         """Modules of the policy, and their forwards in fused kernels."""
         self.merge: Function = fused_states(merge_parts, "the merge of attention")
-        """Merges the two parts of attention (`SharedPrompts.merge`)."""
+        """Merges attention to the prompt with attention to the completion (`SharedPrompts.merge`)."""
 
     @contextlib.contextmanager
     def replacing(self) -> Iterator[None]:
-        """Context in which the policy runs the fused forwards. Modules with a forward of their own keep it."""
+        """Context in which the policy runs the fused forwards.
+
+        Modules whose `forward` something else has already replaced (as an attribute of the object) are left unchanged.
+        """
         replaced = [(module, forward) for module, forward in self.forwards if "forward" not in vars(module)]
         try:
             for module, forward in replaced:

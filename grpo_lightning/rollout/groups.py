@@ -1,4 +1,4 @@
-"""The `Rollout` of a cycle, and functions and classes that sample, mask and share the groups of a rollout."""
+"""The class `Rollout`, and functions and classes that sample, mask and share the groups of a rollout."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def _trained_length(completion: Completion) -> int:
 
 @dataclass
 class Rollout:
-    """This rank's part of a rollout. The module's methods fill in the fields, one after the other."""
+    """This rank's part of a rollout. Methods of `GRPOLightningModule` fill in the fields, one after the other."""
 
     groups: list[Group]
     """N groups, each of a prompt and its G completions."""
@@ -353,7 +353,7 @@ class SharedGroups:
                 completion.ref_logprobs = values
 
     def forget(self) -> None:
-        """Free the parts of the cycle. The micro-batches of the cycle must already exist."""
+        """Free this rank's parts of the groups. Call this only after the micro-batches have been made from them."""
         self._sampled = []
 
     def _part_of(self, rollout: Rollout, member: int) -> tuple[list[int], list[list[Completion]], Tensor | None]:

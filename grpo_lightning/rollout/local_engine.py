@@ -263,7 +263,11 @@ class LocalEngine(RolloutEngine):
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[Lockstep]:
-        """Context in which the policy can run; its weights are gathered if that was chosen. Yields the `Lockstep`."""
+        """Context in which the policy can run. Yields the `Lockstep`.
+
+        Sharded weights are gathered for the whole context if `gather_for_generation` is true, or if it is "auto" and
+        the full weights fit (`is_gathered`).
+        """
         if not self.sharding.is_sharded:
             yield Lockstep(is_needed=False)
             return
@@ -278,7 +282,11 @@ class LocalEngine(RolloutEngine):
 
     @contextlib.contextmanager
     def quick_steps(self, longest: int) -> Iterator[None]:
-        """Context in which, if possible, decoding steps run from CUDA graphs, with fused layers and weights cast once.
+        """Context that makes decoding steps faster on a device with CUDA graphs.
+
+        It changes nothing if weights are sharded, or if the engine samples with transformers' `generate`. Otherwise,
+        weights are cast to the dtype of autocast only once instead of at every token. Unless `enforce_eager` is true,
+        steps also run from CUDA graphs and with fused layers.
 
         Args:
             longest: `max_completion_length`. If it is below `LEAST_LENGTH`, no graph is captured, because the capture
@@ -614,7 +622,7 @@ def check_unguided(sampling: SamplingParams) -> None:
 
 
 def copies_for_autocast(policy: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """The `linear_copies` of the policy in the dtype of autocast; empty if autocast is not enabled.
+    """Copies of the weights of linear layers in the dtype of autocast (`linear_copies`); empty without autocast.
 
     Autocast itself would make these copies again at every token, because Lightning has turned autocast's cache off. The
     result is also empty if the copies would take more than half of the free memory.

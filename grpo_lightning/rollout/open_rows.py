@@ -90,7 +90,7 @@ class OpenRows:
     """[rows] `start` plus the maximum number of tokens of each row."""
 
     origin: int
-    """Column of `history` minus decoding step."""
+    """Column of `history` that contains the token of a decoding step, minus the number of this step."""
 
     index: Tensor
     """[rows] index of each row among all rows of the rollout."""
@@ -105,7 +105,7 @@ class OpenRows:
     """[rows, prompt + completion] ids, filled up to the last sampled token."""
 
     has_ended: Tensor
-    """[rows] bool: rows that have ended since the open rows were last chosen."""
+    """[rows] bool: rows that have ended but have not left the batch yet."""
 
     num_ended: int = 0
     """Number of rows that had ended, or reached their maximum length, when the host last looked."""
@@ -193,7 +193,7 @@ class SampledRow:
 
 
 class SampledRows:
-    """The sampled rows of a rollout. Tokens stay on the device until the set of open rows changes.
+    """The sampled rows of a rollout. Tokens stay on the device until `store` moves them to the rows.
 
     Args:
         limits: Maximum number of tokens of each row of the rollout.
@@ -304,8 +304,9 @@ class KeptStates:
 
     The states kept for a conversation cover the prompt and all tokens of the conversation so far, except the last token
     of its last turn. The next prompt may lack tokens at the end of this turn, so it uses the kept states only up to the
-    first token that differs from the kept tokens. All rows of a wave run the same number of tokens, so that the rows
-    stay left-padded. A row with fewer new tokens than another row runs some of its kept tokens again.
+    first token that differs from the kept tokens. All prompts that are prefilled together run the same number of
+    tokens, so that they stay left-padded. A prompt with fewer new tokens than another one runs some of its kept tokens
+    again.
 
     Args:
         turns: Defines the number of each conversation, and holds the kept states.

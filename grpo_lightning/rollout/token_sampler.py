@@ -201,7 +201,10 @@ def next_below(numbers: Tensor) -> Tensor:
 
 
 class Suppression:
-    """Suppresses tokens in logits [rows, V]: slices off those at the end, and sets the logits of the others to -inf.
+    """Removes suppressed tokens from logits [rows, V].
+
+    Suppressed tokens at the end of the vocabulary are sliced off the logits. The logits of the other suppressed tokens
+    become -inf.
 
     Args:
         never: Token ids that are never sampled, ascending.

@@ -1,1 +1,1 @@
-"""A run around the algorithm: checks, checkpoints, metrics, evaluation, strategies."""
+"""The parts of a training run around the loss: checks, checkpoints, metrics, evaluation, strategies."""

@@ -58,7 +58,7 @@ class Actor:
     """Takes the name of a phase. Returns a context manager that times the phase and announces it to the callbacks."""
 
     routers: Routers | None = None
-    """The policy's routers, if the routing of its tokens is recorded."""
+    """The routers of a mixture-of-experts policy, for the load-balancing loss; None if no such loss is trained."""
 
     def micro_batches(
         self,
@@ -78,8 +78,8 @@ class Actor:
 
         Returns:
             This rank's micro-batches of all updates, and the numbers of trained tokens and completions in each update,
-            summed over all ranks. All ranks have the same number of micro-batches. Before the first forward pass, the
-            ranks have to agree on the number of passes (`agree_on_chunks`).
+            summed over all ranks. All ranks have the same number of micro-batches. Before the first forward pass, call
+            `agree_on_chunks`, so that all ranks run the same number of forward passes for each micro-batch.
         """
         size = len(groups[0].completions) if groups else 0
         micro_batches, counts = plan_over_ranks(
@@ -103,7 +103,11 @@ class Actor:
         return [batch.to(self.device) for batch in micro_batches], counts
 
     def cost(self, rows: Sequence[CompletionRow]) -> float:
-        """Cost of a micro-batch of these completions, in tokens. Completions with images run on the dense path."""
+        """Cost of a micro-batch of these completions, in tokens.
+
+        Completions that contain images are scored on the dense path (a forward pass over prompt and completion). Their
+        prompt therefore counts once per completion.
+        """
         total = 0.0
         for scorer, shows in ((self.scorer, False), (replace(self.scorer, path="dense"), True)):
             part = [row for row in rows if bool(row.completion.images) == shows]
@@ -165,7 +169,7 @@ def lacks_ref_logprobs(groups: Sequence[Group], *, of_masked: bool) -> bool:
 
 
 OldLogprobs = Literal["recompute", "rollout"]
-"""Where the old policy's log-probs come from: a pass of the policy, or the engine."""
+"""Where the old policy's log-probs come from: a forward pass of the policy, or the engine that sampled the tokens."""
 
 Offloadable = Literal["reference", "optimizer"]
 CPU = torch.device("cpu")

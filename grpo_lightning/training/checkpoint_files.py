@@ -109,7 +109,7 @@ def num_deepspeed_ranks(checkpoint: Path) -> int:
 
 UNIVERSAL = "checkpoint_universal", "latest_universal"
 """Two names inside a DeepSpeed folder: the folder of DeepSpeed's universal checkpoint, and the file that names this
-folder. DeepSpeed's tool writes the file last."""
+folder. DeepSpeed's tool writes the file last, so the universal checkpoint is complete if the file exists."""
 
 
 def is_universal(checkpoint: Path) -> bool:
@@ -219,15 +219,16 @@ def why_incomplete(checkpoint: Path) -> str | None:
 
 
 def was_interrupted(checkpoint: Path) -> bool:
-    """True if a complete checkpoint folder was saved when an error had ended the run inside an optimizer step.
+    """True if an error had already ended the run inside an optimizer step when this checkpoint folder was saved.
 
-    No run can resume from such a folder.
+    No run can resume from such a folder. Call this function only for a complete folder (`why_incomplete`).
     """
     return bool(json.loads((checkpoint / MARK).read_text(encoding="utf-8")).get("is_interrupted"))
 
 
 REFERENCE = "reference"
-"""The weights of an updated reference are in a file of their own. Its name has this word instead of a rank's number."""
+"""A run with several ranks saves the weights of an updated reference in a file of its own, next to the rank files
+(`RankFiles`). The name of this file has this word instead of a rank's number."""
 
 
 class RankFiles:
@@ -266,12 +267,12 @@ class RankFiles:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
     def read_cycle(self, moment: str, rank: int, share: Mapping[str, int]) -> dict[str, Any]:
-        """Read the cycle of a rank, and check that it contains the expected part of the rollout.
+        """Read the pending rollout that a rank saved, and check that it is the expected part of the whole rollout.
 
         Args:
             moment: `<moment>` of the checkpoint.
-            rank: The rank that saved the cycle.
-            share: The part that this rank must have (`redistribution.saved_share`).
+            rank: The rank that saved the file.
+            share: The part of the rollout that the file must contain (`redistribution.saved_share`).
 
         Raises:
             FileNotFoundError: If the file is missing.

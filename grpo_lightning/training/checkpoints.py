@@ -85,7 +85,7 @@ class StepEnds(L.Callback):
         trainer.strategy.remove_checkpoint = remove_all  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Make checkpoint callbacks treat the step from which a run resumes as saved; Lightning itself does not."""
+        """Make checkpoint callbacks treat the step from which a run resumes as saved, so they do not save it again."""
         for callback in trainer.checkpoint_callbacks if trainer.global_step else ():
             if isinstance(callback, ModelCheckpoint):
                 remember_saved_step(callback, trainer.global_step)

@@ -1,4 +1,4 @@
-"""Checks of a run's settings, and checks that its loader and trainer fit the length of a cycle."""
+"""Checks of a run's settings, and of whether its data loader and its trainer fit these settings."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def check_factories(**factories: Any) -> None:
 
 
 def check_counts(*, num_generations: int, **counts: int) -> None:
-    """Check the counts that define a cycle. Raises: ValueError if one is too small."""
+    """Check group size and other counts, such as the updates per rollout. Raises: ValueError if one is too small."""
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"model.{name} must be at least 1, got {count}.")
@@ -147,7 +147,7 @@ def check_kl_cov(surrogate: str, old_logprobs: str, num_updates: int) -> None:
 
 
 def warn_of_off_policy(surrogate: str, old_logprobs: str, num_updates: int) -> None:
-    """Warn if DPPO ignores the engine's log-probs, or if several updates use a surrogate without a ratio."""
+    """Warn if DPPO ignores the engine's log-probs, or if a surrogate without ratio has several updates per rollout."""
     if surrogate in ("dppo_tv", "dppo_kl") and old_logprobs == "recompute":
         log.warning(
             "model.objective.surrogate %r limits the distance from the policy that sampled the completions. "
@@ -206,7 +206,7 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 def check_validation(validation: Validation, reward_names: Sequence[str]) -> None:
-    """Check the names in `validation`. Raises: ValueError if `success` is not a reward, or a metric's name is taken."""
+    """Check the names in `validation`. Raises: ValueError if `success` names no reward, or a metric's name is taken."""
     validation.check_names(reward_names)
     if validation.success is not None and validation.success not in reward_names:
         raise ValueError(
@@ -241,7 +241,11 @@ def check_paging(offload: Sequence[str], optimizer: Optimizer) -> None:
 
 
 def check_sync_reference(sync: SyncReference | None, *, beta: float, has_lora: bool) -> None:
-    """Refuse to update a reference that is not a second model. Raises: ValueError."""
+    """Refuse `model.sync_reference` if there is no reference model with weights of its own.
+
+    Raises:
+        ValueError: If `sync` is given, but beta is 0 or the policy trains LoRA adapters.
+    """
     if sync is None:
         return
     if beta == 0:
@@ -297,8 +301,9 @@ def check_trainer(trainer: L.Trainer) -> None:
 def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
     """Round `max_steps` and the number of batches per epoch up to complete cycles, with a warning.
 
-    If a limit ended inside a cycle, part of a rollout would be discarded. An accumulation window could also end early,
-    and the gradient would be divided by the wrong number. For the same reasons, `fast_dev_run` runs one complete cycle.
+    A cycle is one rollout and all training on it. If a limit ended inside a cycle, part of a rollout would be
+    discarded. An accumulation window could also end early, and the gradient would be divided by the wrong number. For
+    the same reasons, `fast_dev_run` runs one complete cycle.
 
     Args:
         trainer: Trainer whose limits are changed in place.
@@ -498,7 +503,7 @@ def check_asynchronous(
 ) -> None:
     """Check that rollouts can be sampled in the background, if `max_staleness` is above 0.
 
-    Without a trainer (`plan`), the training loader is not checked.
+    Without a trainer (in the command `plan`), the training loader is not checked.
 
     Raises:
         ValueError: If the engine samples with the policy's own weights, if ranks share groups, or if the training

@@ -286,7 +286,7 @@ def check_readers(reward_set: RewardSet, metrics: Sequence[Any], loader: PolicyL
 
 
 def used_box_rewards(reward_set: RewardSet, trainer: L.Trainer) -> list[Any]:
-    """Rewards that compare boxes; for `ByMethod`, only the methods that rows request."""
+    """Rewards that compare boxes. `ByMethod` contributes only those of its rewards that a row of the data selects."""
     used = []
     for reward in (each.reward for each in reward_set.rewards):
         if isinstance(reward, ByMethod):

@@ -55,7 +55,7 @@ class Export:
 
     num_weights: int
     num_from_policy: int
-    """Number of weights that are not in the checkpoint."""
+    """Number of parameters that the checkpoint lacks, and that were therefore taken from the policy before training."""
 
     dtype: torch.dtype
     files: list[Path]
@@ -244,7 +244,7 @@ def load_trained_weights(
         fill_missing: Allow missing weights even if they are not known to be frozen.
 
     Returns:
-        Number of weights that are not in the checkpoint.
+        Number of parameters (elements, not tensors) that the checkpoint lacks, and that the model therefore keeps.
 
     Raises:
         ValueError: If names or shapes of weights do not match the model, if tied weights differ, or if trained weights

@@ -163,8 +163,9 @@ def recount_batches(trainer: L.Trainer) -> None:
     """Adapt the counts of micro-steps in a resumed run to this run's batch size, number of ranks and cycle length.
 
     Lightning continues from the counts in the checkpoint. If batch size, number of ranks or cycle length has changed,
-    Lightning would end the epoch too early (with prompts left over) or too late. It would also look for the end of a
-    cycle or of an accumulation window at the wrong micro-step. The count of optimizer steps needs no change.
+    Lightning would end the epoch too early (with prompts left over) or too late. Cycles and accumulation windows would
+    also end at wrong micro-steps, because their ends are computed from these counts. The count of optimizer steps needs
+    no change.
     """
     loader = trainer.train_dataloader
     if not isinstance(loader, PromptSource) or loader.resume_from is None or loader.resumed_cycle is None:

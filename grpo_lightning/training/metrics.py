@@ -1,7 +1,8 @@
 """Metrics of an optimizer step, and the callbacks that log them.
 
 A metric is kept as a sum and a count, so that means are correct even if micro-batches or ranks have different numbers
-of items. The module also counts optimizer steps in which all advantages are 0, and finds the likely reason.
+of items. `num_empty_updates` counts the optimizer steps in which all advantages are 0, and `empty_reason` finds the
+likely reason.
 """
 
 from __future__ import annotations
@@ -263,7 +264,10 @@ def add_resampling(metrics: StepMetrics, done: Resampling, reason: str, warn_onc
 
 
 def add_scores(metrics: StepMetrics, scores: Scores) -> None:
-    """Add rewards' metrics: means, stds within groups, share of zero-variance groups, failures, and logged metrics."""
+    """Add rewards' metrics: means, stds within groups, share of zero-variance groups, failures, and own metrics.
+
+    Own metrics are the numbers that a reward itself reports (`Scores.metrics`).
+    """
     total = scores.total
     scorable = ~total.isnan()
     metrics.add("reward/mean", total.nansum(), scorable.sum())

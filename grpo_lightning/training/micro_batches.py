@@ -202,10 +202,11 @@ class CycleShape:
 class Cycle:
     """The micro-batches of one rollout, and the number of micro-steps done so far.
 
-    A cycle is the training on one rollout: `num_iterations` epochs over its `updates x accumulate` micro-batches.
+    A cycle is the training on one rollout: `num_iterations` epochs over its micro-batches. An epoch consists of
+    optimizer steps (updates) of `accumulate` micro-batches each.
 
     Args:
-        micro_batches: updates x accumulate micro-batches, in training order.
+        micro_batches: The micro-batches of all updates of one epoch, in training order.
         counts: Counts of trained tokens and completions of each update.
         num_iterations: Epochs over the rollout.
         position: Micro-steps done.
@@ -295,7 +296,7 @@ class Share:
     """This rank has every `ranks_per_group`-th completion of a group, beginning with the index `member`."""
 
     num_generations: int | None = None
-    """G; None if this rank has all completions of its groups."""
+    """Group size G. None is allowed if this rank has all completions of its groups: each group then has G."""
 
     @property
     def num_groups(self) -> int:
@@ -387,11 +388,11 @@ def plan_over_ranks(
 
 
 def agree_on_chunks(micro_batches: Sequence[MicroBatch], scorer: Scorer) -> None:
-    """Split each micro-batch into as many chunks as the rank that needs most. Collective: all ranks call it.
+    """Make all ranks use equally many chunks (forward passes) for each micro-batch. Collective: all ranks call it.
 
-    Sharded weights are gathered by all ranks together, so all ranks must run the same number of forward passes. Call
-    this function before the first pass over the micro-batches, even if they come from an overridden `split_rollout` or
-    from a checkpoint.
+    The rank that needs the most chunks for a micro-batch determines their number. Sharded weights are gathered by all
+    ranks together, so all ranks must run the same number of forward passes. Call this function before the first pass
+    over the micro-batches, even if they come from an overridden `split_rollout` or from a checkpoint.
 
     Args:
         micro_batches: This rank's micro-batches.
@@ -411,7 +412,9 @@ def give_images(
     Args:
         micro_batches: Micro-batches of one rollout.
         vision: Vision inputs of all groups of the rollout, in order; None for a text-only policy.
-        blank: The encoder's blank image if a completion of any rank contains images; otherwise None.
+        blank: The encoder's blank image if a completion of any rank contains images; otherwise None. A rank whose
+            micro-batch has no such completion runs the vision tower on the blank image, so that all ranks run the same
+            forward passes.
     """
     for batch in micro_batches if vision else ():
         assert vision is not None
@@ -422,7 +425,10 @@ def give_images(
 
 
 def blank_of(micro_batches: Sequence[MicroBatch], encoder: Encoder) -> Mapping[str, Tensor] | None:
-    """The blank image if a completion of any rank contains images, else None. Collective: all ranks call it."""
+    """The encoder's blank image (see `give_images`) if a completion of any rank contains images, else None.
+
+    Collective: all ranks call it.
+    """
     if not encoder.is_multimodal or encoder.family is None:
         return None
     return encoder.blank if ranks.any_over_ranks(any(any(batch.images) for batch in micro_batches)) else None

@@ -1,6 +1,7 @@
 """Redistribute the pending cycle of a checkpoint over a different number of ranks.
 
-The completions of the rollout are assigned to ranks as in a run that began with the new number of ranks (see `Teams`):
+A cycle is one rollout and all training on it. It is pending if the checkpoint was saved before this training ended. The
+completions of the rollout are assigned to ranks as in a run that began with the new number of ranks (see `Teams`):
 
     group g belongs to team g mod (W / R);   completion c of the group belongs to member c mod R
 
@@ -52,7 +53,7 @@ class SavedRow(CompletionRow):
     """[T]"""
 
     selected: Tensor | None = None
-    """[T] bool"""
+    """[T] bool, a row of `MicroBatch.selected`."""
 
 
 def saved_share(rank: int, world_size: int, ranks_per_group: int) -> dict[str, int]:

@@ -62,7 +62,10 @@ class StepEnd:
     rollout_index: int
 
     def cycle_state(self, layout: Layout) -> dict[str, Any] | None:
-        """State dict of the pending cycle in checkpoints, with the completions that this rank has (`saved_share`)."""
+        """State dict of the pending cycle for a checkpoint; None between two cycles.
+
+        Its entries from `saved_share` state which completions of the rollout this rank has.
+        """
         if self.cycle is None:
             return None
         return self.cycle.state_dict() | {"position": self.position} | saved_share(ranks.rank(), *layout)

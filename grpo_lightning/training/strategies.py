@@ -139,7 +139,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         self._init_deepspeed_distributed()
 
     def _setup_model_and_optimizer(self, model: Any, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
-        """As in Lightning, but without leaf modules, and with a device index that also exists on CPUs."""
+        """As in Lightning, but without leaf modules in ZeRO-3, and with a device index that also exists on CPUs."""
         set_no_leaf_modules(self.config)
         if not self.is_on_cpu:
             return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
@@ -396,7 +396,7 @@ def has_masters(trainer: L.Trainer) -> bool:
 
 
 def can_read(strategy: Strategy, kind: Literal["DeepSpeed", "FSDP2"]) -> bool:
-    """True if a strategy can read checkpoint folders of DeepSpeed or FSDP2."""
+    """True if a strategy can read checkpoint folders of this kind."""
     return isinstance(strategy, DeepSpeedStrategy if kind == "DeepSpeed" else ModelParallelStrategy)
 
 

@@ -481,8 +481,9 @@ def gathered_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 def head_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     """Float32 copies of 16-bit head weights, made by a float32 head in each pass, and the gradient of these copies.
 
-    A pass whose logits are not sliced keeps its copy for the backward pass. A trained head gets a gradient in float32,
-    which is then converted to the dtype of the weights.
+    A pass keeps its copy for the backward pass, unless its logits are computed for one slice of tokens at a time
+    (`policy.head_chunk_size`). A trained head gets a gradient in float32, which is then converted to the dtype of the
+    weights.
     """
     width = settings.widths.compute if settings.division.gathers_layers else settings.widths.weights
     size = 4 * model.vocab_size * model.hidden_size * (settings.has_float32_head and width < 4)

@@ -140,6 +140,8 @@ def size_of(
 def with_vllm(parts: list[Part], model: ModelSizes, settings: MemorySettings, size: VLLMSize | None) -> list[Part]:
     """Add vLLM to the parts of a device, and remove the phase "sampling" from the parts in `OF_THE_POLICY`.
 
+    In colocate mode, vLLM has this memory ("the share" is `engine.gpu_memory_utilization` of the device's memory):
+
     | engine.sleep_level | while sampling | while training | on the CPU, while training |
     |---|---|---|---|
     | 0 | the share | the share | |
@@ -268,7 +270,7 @@ def is_on_this_machine(engine: Any) -> bool:
 
 
 def devices_line(rest: int, here: int) -> str:
-    """Format how many devices of this machine remain for the vLLM servers on it, because they do not train."""
+    """Format how many devices of this machine do not train, so that the machine's vLLM servers can use them."""
     if not rest:
         return (
             f"All of this machine's {here} devices train, and the vLLM server on it needs devices of its own: lower "

@@ -104,13 +104,13 @@ class ImageReader:
         self._start()
 
     def release(self, read: SharedRead) -> None:
-        """Free the slot of a used image for the next image."""
+        """Stop counting a used image as read in advance, and start to read the next waiting image."""
         with self.lock:
             self.ahead.discard(read)
         self._start()
 
     def _start(self) -> None:
-        """Submit images to the threads while slots are free."""
+        """Submit waiting images to the threads, until `READ_AHEAD` images per thread are submitted and not yet used."""
         with self.lock:
             while self.pool is not None and self.waiting and len(self.ahead) < READ_AHEAD * self.num_workers:
                 read = self.waiting.popleft()

@@ -70,7 +70,10 @@ def with_cells(dataset: Any, label: str) -> Any:
 
 
 _TABLES: WeakValueDictionary[str, Any] = WeakValueDictionary()
-"""The tables of this process, by key. A cell that a worker process sends back uses the table here, not a copy."""
+"""The tables of the datasets of this process, by `RowsWithCells.key`.
+
+A `Cell` that a worker process sends back to this process uses the table in this mapping, not a copy.
+"""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class Cell:
         return f"of column {self.column!r}" + ("" if self.place is None else f", number {self.place + 1}")
 
     def __reduce__(self) -> Any:
-        """Pickle the cell; when it is unpickled in its original process, it shares the table there."""
+        """Pickle the cell. A process that already has the cell's table uses that table when it unpickles the cell."""
         return _cell, (self.key, self.table, self.row, self.column, self.place)
 
 
@@ -321,7 +324,7 @@ def unread_column(columns: Mapping[str, Any]) -> str | None:
 
 
 def _is_image_path(value: Any) -> bool:
-    """True for the name of an image file, or a list that starts with one."""
+    """True for the name of an image file, or a list whose first item is such a name."""
     first = value[0] if isinstance(value, list | tuple) and value else value
     return isinstance(first, str) and first.lower().endswith(_SUFFIXES)
 

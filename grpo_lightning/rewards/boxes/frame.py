@@ -91,9 +91,9 @@ class BoxReward(Reward):
     ) -> list[float | None]:
         """Score completions.
 
-        The metric `<name>/unreadable` is the fraction of answers that cannot be parsed. Such an answer is wrong;
-        the reward has not failed. The log of completions gets a column `boxes`: the boxes of the answer
-        and of the ground truth, in pixels of the image in the data.
+        The metric `reward/<name>/unreadable` is the fraction of answers that cannot be parsed. Such an answer is wrong.
+        It is not a failure in the sense of `WeightedReward.on_error`. The log of completions gets a column `boxes`: the
+        boxes of the answer and of the ground truth, in pixels of the image in the data.
 
         Args:
             completions: [B].

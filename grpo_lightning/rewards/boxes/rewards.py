@@ -49,7 +49,8 @@ class IoU(BoxReward):
 
     Args:
         answer_column: The data column with the ground-truth box: four numbers, a mapping with `bbox_2d`, or text with
-            `[x1, y1, x2, y2]`. The box is clipped to the image. A row without a box is not scorable.
+            `[x1, y1, x2, y2]`. The box is clipped to the image. The reward does not apply to a row in which this column
+            is None or an empty string.
         coordinates: As in `BoxReward`.
         gold_coordinates: As in `BoxReward`.
         threshold: The reward is 1 if the IoU is above `threshold`, else 0. With None, the reward is the IoU itself.
@@ -190,8 +191,8 @@ class DetectionMAP(DetectionReward):
 
     Args:
         answer_column: The data column with the ground-truth objects: a list of mappings with `bbox_2d` and `label`, or
-            text with such a list. `[]` means that there are no objects. A row whose value is None or an empty string is
-            not scorable.
+            text with such a list. `[]` means that there are no objects. The reward does not apply to a row in which
+            this column is None or an empty string.
         coordinates: As in `BoxReward`.
         gold_coordinates: As in `BoxReward`.
         iou_threshold: Minimum IoU of a correct box; None averages over 0.5, 0.55, ..., 0.95. VLM-R1's `od_ap50` uses

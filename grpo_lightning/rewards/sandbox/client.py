@@ -118,7 +118,7 @@ class Sandbox:
         self._start()
 
     def _start(self) -> None:
-        """Start the launcher. Raises: SandboxError if it does not."""
+        """Start the launcher. Raises: SandboxError if it does not start, or if programs cannot be sandboxed here."""
         ours, theirs = multiprocessing.Pipe()
         tests = os.memfd_create("tests") if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDONLY)
         folder = tempfile.mkdtemp(prefix="grpo-lightning-")  # the launcher's working folder, which it removes at once
@@ -292,7 +292,7 @@ def check_sandbox(limits: Limits) -> list[str]:
 
     Returns:
         The actions that the sandbox does not prevent: ["read a file"] if the kernel has no Landlock and
-        `limits.allow_file_reads` is set; otherwise [].
+        `limits.allow_file_reads` is true; otherwise [].
 
     Raises:
         SandboxError: If the sandbox does not start, or if any other attempt to break out succeeds.

@@ -44,7 +44,7 @@ class AdapterFolders:
         self.newest: Path | None = None
 
     def write(self, weights: dict[str, Tensor], version: int) -> Path:
-        """Write a version atomically: the folder exists only once the version is complete.
+        """Write a version atomically: no folder of this name exists before the version is complete.
 
         Args:
             weights: Result of `weights.adapter_weights`, in which B is already multiplied by the scale.
@@ -68,7 +68,7 @@ class AdapterFolders:
         return folder
 
     def remove(self) -> None:
-        """Remove the folder of the newest version, which vLLM has already loaded."""
+        """Remove the folder of the version that was written last. vLLM has already loaded this version."""
         if self.newest is not None:
             shutil.rmtree(self.newest, ignore_errors=True)
 

@@ -36,7 +36,7 @@ it so that vLLM is not needed."""
 
 
 def check_device() -> None:
-    """Check that this process trains on the first visible GPU, which vLLM always takes. Raises: ValueError."""
+    """Check that this process trains on the first visible GPU, because vLLM always runs there. Raises: ValueError."""
     index = current_device()
     if index:
         raise ValueError(
@@ -200,7 +200,11 @@ class Colocated:
         self.reset_cache()
 
     def reset_cache(self) -> None:
-        """Drop image features, keys and values that were computed from old weights. Raises: RuntimeError."""
+        """Drop image features, keys and values that were computed from old weights.
+
+        Raises:
+            RuntimeError: If blocks of the prefix cache are still in use.
+        """
         with untouched_state():
             if self.has_images:
                 self.llm.llm_engine.reset_encoder_cache()
@@ -275,7 +279,7 @@ def plain_name(name: str) -> str:
 
 
 def prompt_of(request: Request) -> dict[str, Any]:
-    """The prompt of a request as vLLM's `TokensPrompt`. Images with equal pixels are encoded only once."""
+    """The prompt of a request as vLLM's `TokensPrompt`. vLLM encodes images with equal pixels only once."""
     if request.images is None:
         return {"prompt_token_ids": request.prompt_ids}
     images = request.images

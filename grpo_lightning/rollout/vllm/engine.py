@@ -129,7 +129,7 @@ class Batch:
         self.limits = [sampling.max_completion_length] * len(prompts) if limits is None else list(limits)
         """Maximum number of tokens of each prompt's completions."""
         self.images: list[images.PromptImages | None] | None = None
-        """The images of the N prompts, once they are read; None without images."""
+        """The images of the N prompts; None before they are read, and without images."""
         self.prompts, self.part, self.sampling = prompts, part, sampling
         self.progress, self.on_group = progress, on_group
         self.completions: list[Completion | None] = [None] * (len(prompts) * len(part))
@@ -362,7 +362,7 @@ class VLLMEngine(RolloutEngine):
 
     @property
     def max_sequence_length(self) -> int | None:
-        """The `max_model_len` of vLLM; None for the policy's number of positions, or if it is not known yet."""
+        """The `max_model_len` of vLLM. Before vLLM is connected, this is the engine's setting, which may be None."""
         return self.max_model_len if self.backend is None else self.backend.max_model_len
 
     @property
@@ -488,7 +488,11 @@ class VLLMEngine(RolloutEngine):
             )
 
     def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:
-        """Start vLLM (colocate), or keep the connection to the server. Raises: ValueError for unsupported policies."""
+        """Start vLLM (colocate), or connect to the servers unless `check_run` has done so.
+
+        Raises:
+            ValueError: If the policy is not supported.
+        """
         weights.check_policy(policy)
         if self.enable_lora:
             weights.check_adapter(policy)
@@ -590,7 +594,7 @@ class VLLMEngine(RolloutEngine):
             self.sent = sent
 
     def _send(self, policy: nn.Module, kinds: Sequence[weights.Kind]) -> None:
-        """Send the weights of these kinds, as of the last update, to vLLM. After a temporary failure, send all again.
+        """Send the policy's weights of these kinds to vLLM. After a temporary failure, send all of them again.
 
         Collective: all ranks call it.
 
