@@ -42,9 +42,9 @@ column of the same name:
 A class derived from ms-swift's ORM gets the completions as its first argument, whatever the name of this argument is.
 
 For conversations (`model.environment`), the completion of a chat consists of all messages after the prompt, including
-the observations. The text of such a completion (`completion_text`) is the text of its last message. This message is the
-policy's last turn or, if the environment answered that turn with an observation, the observation. The following
-arguments are passed too, if the data has no column of the same name:
+the observations. The text of such a completion (`completion_text`) is the policy's last message, even if the
+environment answered it with an observation. The following arguments are passed too, if the data has no column of the
+same name:
 
 - `turns`: the turns of each conversation, as a list of `core.types.Turn`.
 - `environment_rewards`: the sum of the environment's rewards; None if the environment gave no reward.
