@@ -58,7 +58,7 @@ from grpo_lightning.policy.hf import (
 )
 from grpo_lightning.policy.kv_cache import PrefixCache, Rows, fan_out
 from grpo_lightning.policy.routers import Routers
-from grpo_lightning.policy.sharding import computes_in_float32
+from grpo_lightning.policy.sharding import computes_in_32_bits
 from grpo_lightning.policy.vision import place_images, showing_images
 
 if TYPE_CHECKING:
@@ -595,7 +595,7 @@ prompt pass on a GPU would otherwise have a mask."""
 
 def runs_in_16_bits(model: nn.Module, device: torch.device) -> bool:
     """True if attention is computed in 16 bits, because of the weights or of autocast."""
-    return torch.is_autocast_enabled(device.type) or not computes_in_float32(model)
+    return torch.is_autocast_enabled(device.type) or not computes_in_32_bits(model)
 
 
 def dense_chunks(

@@ -39,7 +39,7 @@ from grpo_lightning.policy.hf import (
 )
 from grpo_lightning.policy.kv_cache import PrefixCache, stores_keys
 from grpo_lightning.policy.routers import Routers
-from grpo_lightning.policy.sharding import computes_in_float32, is_partitioned
+from grpo_lightning.policy.sharding import computes_in_32_bits, is_partitioned
 
 
 def no_cache_reason(model: nn.Module) -> str | None:
@@ -176,7 +176,7 @@ def compare(model: nn.Module, difference: Callable[[], Tensor]) -> Measured:
     """
     failure, device = None, compute_device(model)
     with probe_mode(model):
-        is_exact = computes_in_float32(model) and not torch.is_autocast_enabled(device.type)
+        is_exact = computes_in_32_bits(model) and not torch.is_autocast_enabled(device.type)
         try:
             found = difference()
         except (torch.OutOfMemoryError, FloatingPointError):  # too little memory or NaN does not mean missing support
@@ -198,7 +198,7 @@ def probe_mode(model: nn.Module) -> Iterator[None]:
     FlashAttention's kernels need 16 bits, so with FlashAttention, a model with 32-bit weights computes with autocast.
     """
     device = compute_device(model).type
-    needs_autocast = uses_flash_attention(model) and computes_in_float32(model)
+    needs_autocast = uses_flash_attention(model) and computes_in_32_bits(model)
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.bfloat16
     with evaluating(model), full_float32(), torch.autocast(device, dtype=dtype, enabled=needs_autocast):
         yield

@@ -350,13 +350,12 @@ def gathered_dtypes(model: nn.Module) -> set[torch.dtype | None]:
     return {part._get_fsdp_state()._mp_policy.param_dtype for part in fsdp_modules(model)}
 
 
-def computes_in_float32(model: nn.Module) -> bool:
-    """True if all weights are stored and used in float32. False for quantized models, which compute in 16 bits."""
+def computes_in_32_bits(model: nn.Module) -> bool:
+    """True if all weights are stored and used in at least 32 bits. Quantized models compute in 16 bits."""
     if getattr(base_model(model).config, "quantization_config", None) is not None:
         return False  # whatever dtype the quantized weights are stored in
-    if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
-        return False
-    return all(dtype in (None, torch.float32) for dtype in gathered_dtypes(model))
+    dtypes = {parameter.dtype for parameter in model.parameters()} | gathered_dtypes(model)
+    return all(dtype is None or dtype.itemsize >= 4 for dtype in dtypes)
 
 
 def is_partitioned(parameter: Tensor) -> bool:

@@ -6,7 +6,15 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import core_model_loading
 
-from grpo_lightning.policy.sharding import FullyShard, Partitioned, PartitionedGradients, Sharding, using_full_shapes
+from grpo_lightning.policy.sharding import (
+    FullyShard,
+    Partitioned,
+    PartitionedGradients,
+    Sharding,
+    computes_in_32_bits,
+    using_full_shapes,
+)
+from tests.tiny_models import tiny_model
 
 Transpose = getattr(core_model_loading, "Transpose", None)
 
@@ -40,3 +48,15 @@ def test_it_is_known_who_converts_weights(param_dtype, converts):
     assert not Sharding().converts_weights
     assert PartitionedGradients(None).converts_weights
     assert Partitioned(None).converts_weights
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.float64, True), (torch.float32, True), (torch.bfloat16, False), (torch.float16, False)],
+)
+def test_a_policy_computes_in_32_bits_if_no_weight_has_fewer(dtype, expected):
+    """With `trainer.precision: 64-true` weights have 64 bits, which are no reason for the tolerance of 16 bits."""
+    model = tiny_model("qwen2", num_hidden_layers=1).to(dtype)
+    assert computes_in_32_bits(model) is expected
+    model.lm_head.to(torch.bfloat16)
+    assert not computes_in_32_bits(model)
