@@ -144,9 +144,9 @@ def copy_of(function: types.FunctionType, **changes: Any) -> types.FunctionType:
 def graph_of(values: Iterable[Any]) -> Hashable:
     """Identify the graph that is compiled for these arguments.
 
-    A graph is for one mode of torch (inference mode, gradients on or off) and one dtype of autocast. It is for tensors
-    of the same dtypes, devices and order of dimensions, and for modules and other arguments with the same settings. All
-    sizes of a tensor except the last may differ, but size 1 has a graph of its own.
+    Two calls use the same graph if the mode of torch (inference mode, gradients on or off), the dtype of autocast, and
+    the settings of modules and other arguments are equal, and if each tensor has the same dtype, device, contiguity and
+    last size in both calls. The other sizes may differ, except that a size of 1 in one call must be 1 in the other.
 
     Args:
         values: The arguments, at least one of them a tensor.

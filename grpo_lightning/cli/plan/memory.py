@@ -96,7 +96,8 @@ class Precision:
     def residual(self) -> int:
         """Bytes per number in the residual stream, and in the keys that are cached for scoring.
 
-        Under autocast, the keys have 32 bits too, because rotary embeddings are applied to them in 32 bits.
+        Under autocast, both have 4 bytes: the residual stream, because autocast only changes matrix products; and the
+        keys, because rotary embeddings are applied to them in float32.
         """
         return 4 if self.is_mixed else self.compute
 

@@ -49,7 +49,7 @@ class Preflight:
             raise ValueError(f"data.bad_images must be one of {choices}, got {self.bad_images!r}.")
 
     def one(self, measured: Measured, boxes: Boxes) -> Measured:
-        """Check a prompt of a stream. Returns: `measured`, with None as its prompt if the prompt is dropped.
+        """Check a prompt of a stream. Returns: `measured`; if the prompt is dropped, a copy of it without the prompt.
 
         Raises:
             ValueError: If `bad_images` is "error", and an image cannot be read or the box is invalid.

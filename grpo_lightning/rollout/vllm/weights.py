@@ -259,7 +259,7 @@ def rank_of(policy: Any) -> int:
 
 
 def check_adapter(policy: Any) -> None:
-    """Check that vLLM can sample with the policy's adapter, without merging it.
+    """Check that vLLM can load the policy's adapter as an adapter, next to the base weights.
 
     Raises:
         ValueError: If there is no adapter, or if the adapter has anything besides A and B of layers inside the decoder.
