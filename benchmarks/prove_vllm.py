@@ -13,7 +13,7 @@ most 1e-5 nats per token in every step (`rollout_kl`), and the largest differenc
 one step old, so that the largest difference is at least 1e-2 nats.
 The control is an asynchronous run without the off-policy correction. Its gradient is biased, but with weights that are
 one step old, this need not show in the accuracy (`rollout_ess` is the least effective sample size of the importance
-weights, as a fraction of the tokens): `tests/test_module_asynchronous.py` computes the bias exactly, over all
+weights, as a fraction of the tokens): `tests/module/test_asynchronous.py` computes the bias exactly, over all
 completions of a small example. Exit code 1 if a bar does not hold.
 """
 

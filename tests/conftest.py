@@ -7,7 +7,6 @@ import random
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 # Before transformers and datasets are imported: they read these once. Child processes inherit them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -25,6 +24,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.helpers.paths import TESTS
 from tests.marks import mark_cases
 
 if IS_XDIST_WORKER:
@@ -40,8 +40,8 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run whole trainings first, so that no worker waits for one at the end. Skip tests that lack a GPU or vLLM."""
     mark_cases(items)
-    root = Path(__file__).parent
-    items.sort(key=lambda item: item.path.parent not in (root / "distributed", root / "training", root))
+    first = {TESTS, *(TESTS / name for name in ("benchmarks", "distributed", "docs", "module", "recipes", "training"))}
+    items.sort(key=lambda item: item.path.parent not in first)
     missing = {
         "gpu": None if torch.cuda.is_available() else "needs a CUDA device",
         "vllm": None if find_spec("vllm") else "needs vLLM: make test-vllm",

@@ -15,8 +15,8 @@ from grpo_lightning.functional.boxes import iou
 from grpo_lightning.grounding import MeanIoU, RECAccuracy
 from grpo_lightning.rewards import IoU, Scores
 from grpo_lightning.training.evaluation import Evaluation, EvaluationTable, Validation, means
-from tests.grounding_runs import Answers, box_prompt, grounding_module, text_prompt
-from tests.module_runs import fit, make_module, make_trainer
+from tests.helpers.grounding_runs import Answers, box_prompt, grounding_module, text_prompt
+from tests.helpers.module_runs import fit, make_module, make_trainer
 
 VIEW = ImageView(200, 100, 100, 50, "resized")
 """An image that the policy sees at half its size."""

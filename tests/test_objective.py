@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import re
 import textwrap
-from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
@@ -39,10 +38,11 @@ from grpo_lightning.functional import (
 from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.policy.completion_logprobs import TokenLogprobs
 from grpo_lightning.training.token_selection import select_tokens
+from tests.helpers.paths import RECIPES
 
 COUNTS = StepCounts(num_tokens=23, num_sequences=7)
 LONGEST = 9
-FRAGMENTS = Path(__file__).parents[1] / "recipes" / "objectives"
+FRAGMENTS = RECIPES / "objectives"
 
 
 def make_batch(with_reference=True):

@@ -35,8 +35,8 @@ from grpo_lightning.callbacks.watchdog import StallInterrupt
 from grpo_lightning.core.status_line import StatusLine
 from grpo_lightning.core.types import Prompt
 from tests.arguments.registry import case, case_of_each
+from tests.helpers.module_runs import fit, make_module, make_source, make_trainer
 from tests.marks import SLOW, few
-from tests.module_runs import fit, make_module, make_source, make_trainer
 
 
 def run(callback: Any, steps: int = 2) -> None:

@@ -16,8 +16,8 @@ from grpo_lightning.data.dataset_entry import DatasetEntry
 from grpo_lightning.data.readers import RowReader
 from grpo_lightning.policy.encoder import Encoder
 from tests.arguments.registry import case
-from tests.tiny_models import tiny_tokenizer
-from tests.tiny_vlms import picture
+from tests.helpers.tiny_models import tiny_tokenizer
+from tests.helpers.tiny_vlms import picture
 
 TRAIN = [f"train{i}" for i in range(6)]
 VAL = [f"val{i}" for i in range(3)]

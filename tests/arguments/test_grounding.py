@@ -14,9 +14,9 @@ from grpo_lightning.grounding import MeanIoU, RECAccuracy
 from grpo_lightning.rewards import Scores
 from grpo_lightning.training.evaluation import Evaluation, Validation, means
 from tests.arguments.registry import case, case_of_each
-from tests.grounding_runs import Answers, box_prompt, grounding_module
+from tests.helpers.grounding_runs import Answers, box_prompt, grounding_module
+from tests.helpers.module_runs import make_trainer
 from tests.marks import SLOW
-from tests.module_runs import make_trainer
 
 
 def evaluated(text: str) -> Evaluation:

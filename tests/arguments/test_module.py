@@ -20,9 +20,8 @@ from grpo_lightning.schedules import Linear
 from grpo_lightning.training import actor
 from grpo_lightning.training.evaluation import Validation
 from tests.arguments.registry import case
-from tests.background_engine import BackgroundEngine
-from tests.marks import SLOW
-from tests.module_runs import (
+from tests.helpers.background_engine import BackgroundEngine
+from tests.helpers.module_runs import (
     PROMPTS,
     SMALL,
     History,
@@ -33,7 +32,8 @@ from tests.module_runs import (
     make_trainer,
     weights_of,
 )
-from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
+from tests.helpers.tiny_models import EOS, tiny_model, tiny_tokenizer
+from tests.marks import SLOW
 
 
 def trained(steps: int = 1, **settings: Any) -> tuple[GRPOLightningModule, dict[str, float]]:

@@ -18,7 +18,7 @@ from grpo_lightning.policy.completion_logprobs import Scorer, TokenLogprobs
 from grpo_lightning.training.router_loss import make_router_loss
 from grpo_lightning.training.token_selection import select_tokens
 from tests.arguments.registry import case
-from tests.tiny_models import tiny_model
+from tests.helpers.tiny_models import tiny_model
 
 NOW = torch.log(torch.tensor([[0.9, 0.2, 0.5], [0.6, 0.3, 0.1]]))
 OLD = torch.log(torch.tensor([[0.3, 0.4, 0.5], [0.2, 0.3, 0.4]]))  # ratios 3, 1/2, 1 and 3, 1, 1/4

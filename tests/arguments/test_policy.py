@@ -17,11 +17,11 @@ from grpo_lightning.policy.adapters import adapter_layers
 from grpo_lightning.policy.completion_logprobs import SlicedHead
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
-from tests import tiny_vlms
 from tests.arguments.registry import case
-from tests.module_runs import SMALL
-from tests.tiny_models import tiny_model, tiny_tokenizer
-from tests.vision_prompts import prompt_of
+from tests.helpers import tiny_vlms
+from tests.helpers.module_runs import SMALL
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
+from tests.helpers.vision_prompts import prompt_of
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.rewards import ByMethod, ExactMatch, RewardSet
 from grpo_lightning.training.evaluation import Evaluation, records
 from tests.arguments.registry import case
-from tests.tiny_models import tiny_tokenizer
-from tests.tiny_vlms import build, picture
+from tests.helpers.tiny_models import tiny_tokenizer
+from tests.helpers.tiny_vlms import build, picture
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '~' if enable_thinking is defined else '!' }}"
 

@@ -11,8 +11,8 @@ import transformers
 
 from grpo_lightning.rewards import RewardModel
 from tests.arguments.registry import case
-from tests.module_runs import SMALL
-from tests.tiny_models import tiny_classifier, tiny_tokenizer
+from tests.helpers.module_runs import SMALL
+from tests.helpers.tiny_models import tiny_classifier, tiny_tokenizer
 
 CHAT = ([{"role": "user", "content": "1 + 1"}], [{"role": "assistant", "content": "2"}])
 

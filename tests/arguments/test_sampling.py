@@ -14,8 +14,8 @@ from grpo_lightning.rollout import local_engine
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm.requests import sampling_settings
 from tests.arguments.registry import case
-from tests.module_runs import SMALL
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.helpers.module_runs import SMALL
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 
 PROMPT = [40, 50, 60]
 

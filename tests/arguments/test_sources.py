@@ -16,8 +16,8 @@ from grpo_lightning.data.source import PromptSource
 from grpo_lightning.data.templates import PromptTemplate
 from grpo_lightning.policy.encoder import Encoder
 from tests.arguments.registry import case
-from tests.tiny_models import tiny_tokenizer
-from tests.tiny_vlms import picture
+from tests.helpers.tiny_models import tiny_tokenizer
+from tests.helpers.tiny_vlms import picture
 
 TEXTS = [f"p{i}" for i in range(6)]
 

@@ -17,13 +17,13 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.vllm import server as vllm_server
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.server import ServerError
-from tests import tiny_vlms
 from tests.arguments.registry import case
+from tests.helpers import tiny_vlms
+from tests.helpers.module_runs import SMALL
+from tests.helpers.ports import free_port
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
+from tests.helpers.vision_prompts import SCENARIOS, encoder_of
 from tests.marks import SLOW
-from tests.module_runs import SMALL
-from tests.ports import free_port
-from tests.tiny_models import tiny_model, tiny_tokenizer
-from tests.vision_prompts import SCENARIOS, encoder_of
 from tests.vllm.fakes import FakeLLM, fake_vllm, serving  # noqa: F401 - a fixture
 from tests.vllm.real.policies import sampled_groups
 

@@ -9,8 +9,8 @@ from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards import RewardSet, RewardWorkers, WeightedReward
 from tests.arguments.registry import case
+from tests.helpers.module_runs import fit, make_module
 from tests.marks import SLOW
-from tests.module_runs import fit, make_module
 from tests.rewards import misbehaving
 
 

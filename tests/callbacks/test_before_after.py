@@ -13,9 +13,9 @@ from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.mixture import DatasetEntry
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.training.evaluation import Evaluation, Validation
-from tests.grounding_runs import Answers, box_prompt, grounding_module, text_prompt
-from tests.module_runs import ScriptedEngine, make_module, make_source, make_trainer
-from tests.tiny_models import EOS, tiny_tokenizer
+from tests.helpers.grounding_runs import Answers, box_prompt, grounding_module, text_prompt
+from tests.helpers.module_runs import ScriptedEngine, make_module, make_source, make_trainer
+from tests.helpers.tiny_models import EOS, tiny_tokenizer
 
 RIGHT = {("before", "sampled"): 1, ("before", "greedy"): 0, ("after", "sampled"): 3, ("after", "greedy"): 4}
 """How many of the four held-out prompts get the right answer."""

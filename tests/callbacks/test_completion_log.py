@@ -23,10 +23,10 @@ from grpo_lightning.core.files import append_lines, json_line
 from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Prompt
 from tests.environments.games import Counted
-from tests.grounding_runs import Answers, box_prompt, grounding_module
+from tests.helpers.grounding_runs import Answers, box_prompt, grounding_module
+from tests.helpers.module_runs import SMALL, ScriptedEngine, fit, make_module
+from tests.helpers.tiny_models import EOS, tiny_model, tiny_tokenizer
 from tests.marks import SLOW, few
-from tests.module_runs import SMALL, ScriptedEngine, fit, make_module
-from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
 
 FIELDS = ["step", "epoch", "rollout", "rank", "source", "prompt_index", "row", "prompt", "completion"]
 FIELDS += ["length", "finish_reason", "reward", "rewards", "columns", "advantage"]

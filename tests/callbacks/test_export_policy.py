@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_lightning.callbacks import ExportPolicy
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
+from tests.helpers.module_runs import SMALL, fit, make_module
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import SLOW
-from tests.module_runs import SMALL, fit, make_module
-from tests.tiny_models import tiny_model, tiny_tokenizer
 
 IDS = torch.arange(2, 14)[None]
 

@@ -9,8 +9,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from grpo_lightning.callbacks import NewestCheckpoints
 from grpo_lightning.training.checkpoint_files import RankFiles
+from tests.helpers.module_runs import PROMPTS, are_equal, fit, make_module, make_source, make_trainer, weights_of
 from tests.marks import SLOW, few
-from tests.module_runs import PROMPTS, are_equal, fit, make_module, make_source, make_trainer, weights_of
 
 
 class Beside(L.Callback):

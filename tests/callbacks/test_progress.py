@@ -13,8 +13,8 @@ from grpo_lightning.callbacks.progress import Part, State, clock, laid_out, rate
 from grpo_lightning.core.status_line import StatusLine
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.objective import Objective
+from tests.helpers.module_runs import PROMPTS, fit, make_module, make_source, make_trainer
 from tests.marks import SLOW
-from tests.module_runs import PROMPTS, fit, make_module, make_source, make_trainer
 
 
 @pytest.fixture

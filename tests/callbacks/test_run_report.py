@@ -7,7 +7,7 @@ import pytest
 
 from grpo_lightning.callbacks import CompletionLog, RunRecord, RunReport
 from grpo_lightning.callbacks import run_report as module_of_callback
-from tests.module_runs import fit, make_module
+from tests.helpers.module_runs import fit, make_module
 
 
 def record_of(folder):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grpo_lightning.callbacks.step_metrics import StepMetrics
 from grpo_lightning.training.metrics import logged_this_step
-from tests.module_runs import fit, make_module
+from tests.helpers.module_runs import fit, make_module
 
 
 class Recorded(StepMetrics):

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +14,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from grpo_lightning.callbacks import watchdog
 from grpo_lightning.callbacks.watchdog import EXIT_STATUS, StallInterrupt, Watchdog
 from grpo_lightning.rollout.local_engine import LocalEngine
+from tests.helpers.module_runs import are_equal, fit, make_module, weights_of
+from tests.helpers.paths import ROOT
 from tests.marks import SLOW
-from tests.module_runs import are_equal, fit, make_module, weights_of
 
 
 class Hangs(LocalEngine):
@@ -82,7 +82,7 @@ run(sys.argv[1], Watchdog(2.0, 0.5), engine=Hangs(deadlock))
 
 @SLOW
 def test_a_rollout_that_no_signal_interrupts_ends_with_a_status_and_the_stacks(tmp_path):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "ignore", "-c", BLOCKED, str(tmp_path)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert ended.returncode == EXIT_STATUS, ended.stderr
@@ -175,7 +175,7 @@ def test_the_command_line_watches_unless_the_recipe_has_a_watchdog_of_its_own():
 @SLOW
 def test_without_anybody_who_catches_it_the_message_is_printed():
     start = "from grpo_lightning.callbacks.watchdog import StallInterrupt; raise StallInterrupt('Rank 0: no progress.')"
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "ignore", "-c", start]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (1, "Rank 0: no progress.\n")

@@ -10,9 +10,9 @@ from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.training.evaluation import Validation
-from tests.grounding_runs import Answers, grounding_module
-from tests.module_runs import make_module, make_trainer
-from tests.tiny_vlms import picture
+from tests.helpers.grounding_runs import Answers, grounding_module
+from tests.helpers.module_runs import make_module, make_trainer
+from tests.helpers.tiny_vlms import picture
 
 PROMPTS = [Prompt(f"p{i}", columns={"answer": i}, index=i, source="train") for i in range(3)]
 

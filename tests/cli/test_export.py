@@ -12,9 +12,9 @@ from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.cli.export import run
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
+from tests.helpers.module_runs import SMALL, fit, make_module
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import SLOW
-from tests.module_runs import SMALL, fit, make_module
-from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

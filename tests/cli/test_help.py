@@ -18,9 +18,9 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards import Reward
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.schedules import Schedule
-from tests.doc_keys import class_named
+from tests.helpers.doc_keys import class_named
+from tests.helpers.pages import read, tables
 from tests.marks import SLOW
-from tests.pages import read, tables
 
 RECIPE = "{model: {policy: p, rewards: [grpo_lightning.rewards.ExactMatch]}, data: {datasets: x}}"
 

@@ -28,8 +28,8 @@ from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.schedules import Cosine
 from grpo_lightning.training.checkpoint_files import mark_complete
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import SLOW, few
-from tests.tiny_models import tiny_model, tiny_tokenizer
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 REWARD = {"class_path": "grpo_lightning.rewards.ExactMatch"}

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from grpo_lightning.cli import main
-from tests import tiny_vlms
+from tests.helpers import tiny_vlms
 from tests.marks import SLOW
 
 

@@ -7,20 +7,19 @@ import pytest
 
 from grpo_lightning.cli import main, recipes
 from grpo_lightning.cli.errors import ConfigurationError
-
-SHIPPED = Path(__file__).parents[2] / "recipes"
+from tests.helpers.paths import RECIPES
 
 
 def test_every_recipe_has_a_name_whole_ones_first():
     names = recipes.names()
-    assert {SHIPPED / f"{name}.yaml" for name in names} == set(SHIPPED.rglob("*.yaml"))
+    assert {RECIPES / f"{name}.yaml" for name in names} == set(RECIPES.rglob("*.yaml"))
     assert "/" not in names[0]
     assert ["/" in name for name in names] == sorted("/" in name for name in names)
 
 
 def test_recipes_of_an_installed_package_come_first(tmp_path, monkeypatch):
     package = tmp_path / "site" / "grpo_lightning"
-    shutil.copytree(SHIPPED, package / "recipes")
+    shutil.copytree(RECIPES, package / "recipes")
     monkeypatch.setattr(recipes, "PACKAGE", package)
     assert recipes.folder() == package / "recipes"
     shutil.rmtree(package / "recipes")
@@ -40,10 +39,10 @@ def test_a_recipe_is_found_by_every_spelling(name):
 )
 def test_a_recipe_in_a_folder_is_found_by_its_last_name(name, path, tmp_path, monkeypatch):
     assert recipes.find(name) == recipes.folder() / f"{path}.yaml"
-    shutil.copytree(SHIPPED, tmp_path / "recipes")
-    shutil.copy(SHIPPED / f"{path}.yaml", tmp_path / "recipes" / "vlm" / f"other_{path.rpartition('/')[2]}.yaml")
+    shutil.copytree(RECIPES, tmp_path / "recipes")
+    shutil.copy(RECIPES / f"{path}.yaml", tmp_path / "recipes" / "vlm" / f"other_{path.rpartition('/')[2]}.yaml")
     (tmp_path / "recipes" / "more").mkdir()
-    shutil.copy(SHIPPED / f"{path}.yaml", tmp_path / "recipes" / "more" / f"{path.rpartition('/')[2]}.yaml")
+    shutil.copy(RECIPES / f"{path}.yaml", tmp_path / "recipes" / "more" / f"{path.rpartition('/')[2]}.yaml")
     monkeypatch.setattr(recipes, "PACKAGE", tmp_path)
     assert recipes.find(name) is None, "of two it is not known which"
 
@@ -86,7 +85,7 @@ def test_list_shows_every_recipe_in_two_lines(capsys, monkeypatch):
 
 def test_show_prints_the_file(capsys):
     main(["recipes", "show", "objectives/gspo"])
-    assert capsys.readouterr().out == (SHIPPED / "objectives" / "gspo.yaml").read_text()
+    assert capsys.readouterr().out == (RECIPES / "objectives" / "gspo.yaml").read_text()
 
 
 @pytest.mark.parametrize(
@@ -95,7 +94,7 @@ def test_show_prints_the_file(capsys):
 def test_copy_writes_the_file_and_says_what_to_run(tmp_path, monkeypatch, capsys, target, path):
     monkeypatch.chdir(tmp_path)
     main(["recipes", "copy", "objectives/dapo", *target])
-    assert Path(path).read_bytes() == (SHIPPED / "objectives" / "dapo.yaml").read_bytes()
+    assert Path(path).read_bytes() == (RECIPES / "objectives" / "dapo.yaml").read_bytes()
     assert f"grpo-lightning fit --config quickstart --config {path}" in capsys.readouterr().out
     main(["recipes", "copy", "vlm/rec_lora", path, "--force"])
     assert f"grpo-lightning fit --config {path}" in capsys.readouterr().out, "a whole recipe in a folder"
@@ -110,5 +109,5 @@ def test_copy_overwrites_only_by_force(tmp_path, monkeypatch, capsys):
     assert "own.yaml already exists" in capsys.readouterr().err
     assert Path("own.yaml").read_text() == "mine"
     main(["recipes", "copy", "quickstart", "own.yaml", "--force"])
-    assert Path("own.yaml").read_bytes() == (SHIPPED / "quickstart.yaml").read_bytes()
+    assert Path("own.yaml").read_bytes() == (RECIPES / "quickstart.yaml").read_bytes()
     assert "fit --config own.yaml" in capsys.readouterr().out

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from grpo_lightning.core.images import ImageError, ImageRef
+from tests.helpers.tiny_vlms import picture
 from tests.marks import SLOW
-from tests.tiny_vlms import picture
 
 ORIENTATIONS = range(1, 9)
 

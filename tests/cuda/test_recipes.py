@@ -12,7 +12,7 @@ from grpo_lightning import GRPOLightningModule
 from grpo_lightning.cli import main
 from tests.cuda.emulated import EmulatedCuda
 from tests.marks import only
-from tests.test_recipes import WHOLE, flags, logged_steps, tiny_files
+from tests.recipes.test_recipes import WHOLE, flags, logged_steps, tiny_files
 
 RECIPES = (
     *("quickstart", "quickstart_grounding", "gsm8k_qwen2.5_0.5b", "dapo_qwen2.5_1.5b", "numina_lora_7b"),

@@ -24,8 +24,8 @@ from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.token_sampler import NextToken, TokenSampler, TokenSettings
 from tests.cuda.compiled import launches_on_cuda
 from tests.cuda.emulated import EmulatedCuda
+from tests.helpers.tiny_models import EOS, tiny_model, tiny_tokenizer
 from tests.marks import SLOW
-from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
 
 PROMPTS = [[5, 6, 7] * 4, [8, 9], [11, 12, 13, 14]]
 LAYERS = 2

@@ -14,10 +14,10 @@ from grpo_lightning.policy.completion_logprobs import AutoChunks, Scorer
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from tests.cuda.emulated import EmulatedCuda, OnCuda, on_host
+from tests.helpers.module_runs import SMALL, fit, make_module, weights_of
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import SLOW, only
-from tests.module_runs import SMALL, fit, make_module, weights_of
 from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights
-from tests.tiny_models import tiny_model, tiny_tokenizer
 
 PROMPTS = {"_local_scalar_dense: policy/completion_logprobs.py prompt_states": 2}
 PADDED_BEHIND = {

@@ -21,10 +21,10 @@ from grpo_lightning.data.datamodule import PromptDataModule, split
 from grpo_lightning.data.dataset_entry import DatasetEntry
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.policy.encoder import Encoder
+from tests.helpers.module_runs import make_module, make_trainer
+from tests.helpers.tiny_models import tiny_tokenizer
+from tests.helpers.tiny_vlms import picture
 from tests.marks import SLOW
-from tests.module_runs import make_module, make_trainer
-from tests.tiny_models import tiny_tokenizer
-from tests.tiny_vlms import picture
 
 
 @pytest.fixture

@@ -24,9 +24,9 @@ from grpo_lightning.data.lengths import LengthLimit
 from grpo_lightning.data.mixture import load_mixture, read_mixture_yaml, stream_mixture
 from grpo_lightning.data.templates import PromptTemplate
 from grpo_lightning.rewards import ByMethod, RewardSet
-from tests import tiny_vlms
-from tests.tiny_vlms import picture
-from tests.vision_prompts import encoder_of
+from tests.helpers import tiny_vlms
+from tests.helpers.tiny_vlms import picture
+from tests.helpers.vision_prompts import encoder_of
 
 PICTURE = {"type": "image"}
 

@@ -8,9 +8,9 @@ import pytest
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.lengths import LengthCount, LengthLimit, Measured, check_limit_settings
 from grpo_lightning.policy.encoder import Encoder, tokenize
-from tests import tiny_vlms
-from tests.tiny_models import tiny_tokenizer
-from tests.vision_prompts import encoder_of, prompt_of
+from tests.helpers import tiny_vlms
+from tests.helpers.tiny_models import tiny_tokenizer
+from tests.helpers.vision_prompts import encoder_of, prompt_of
 
 
 def limit(overlong="error", length=4, template=None):

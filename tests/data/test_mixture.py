@@ -14,8 +14,8 @@ from grpo_lightning.data.lengths import LengthLimit
 from grpo_lightning.data.mixture import is_streaming, load_mixture, read_mixture_yaml, stream_mixture
 from grpo_lightning.data.templates import PromptTemplate
 from grpo_lightning.policy.encoder import Encoder
+from tests.helpers.tiny_models import tiny_tokenizer
 from tests.marks import SLOW
-from tests.tiny_models import tiny_tokenizer
 
 
 def rows(*names: str) -> list[dict[str, str]]:

@@ -11,8 +11,8 @@ from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.lengths import LengthCount, LengthLimit, Measured
 from grpo_lightning.data.orders import LazyPrompts, ListedOrder, PromptStream, shuffle_rows, stream_rows
 from grpo_lightning.policy.encoder import Encoder
+from tests.helpers.tiny_models import tiny_tokenizer
 from tests.marks import SLOW
-from tests.tiny_models import tiny_tokenizer
 
 
 def as_prompt(row, number):

@@ -37,7 +37,7 @@ from grpo_lightning.data.reasoning_gym import (
     verifier,
     write_entry,
 )
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 
 GARBAGE = "xx {[(#\n\\boxed é"
 ODD = ["arc_agi", "codeio", "graph_color", "gsm_symbolic", "knights_knaves", "rearc"]

@@ -9,8 +9,9 @@ import yaml
 
 from grpo_lightning.demo.number_games import NumberGames
 from grpo_lightning.environments import GuessTheNumber
+from tests.helpers.paths import RECIPES
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "guess_number_qwen2.5_1.5b.yaml"
+RECIPE = RECIPES / "guess_number_qwen2.5_1.5b.yaml"
 
 
 def rows(path: Path) -> list[dict]:

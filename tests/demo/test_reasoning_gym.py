@@ -23,11 +23,12 @@ from grpo_lightning.demo.reasoning_gym import (
     steps,
     worked_completion,
 )
+from tests.helpers.paths import RECIPES
 from tests.marks import SLOW
 
 pytest.importorskip("reasoning_gym")
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart_reasoning_gym.yaml"
+RECIPE = RECIPES / "quickstart_reasoning_gym.yaml"
 SIZES = {"num_warm_up": 30, "num_train": 6, "num_heldout": 2, "batch_size": 4}
 TINY = GymRecipe(**SIZES, target_loss=100.0, num_decay_steps=1, num_hasty_steps=2)
 

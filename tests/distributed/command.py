@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import yaml
 
-from tests.module_runs import SMALL
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.helpers.module_runs import SMALL
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 
 STEPS = 3
 RUNS: dict[str, tuple[list[str], dict[str, str]]] = {

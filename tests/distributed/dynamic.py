@@ -18,8 +18,8 @@ from grpo_lightning.core import ranks
 from grpo_lightning.objective import Objective
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from tests.distributed.runs import fit, make_module
-from tests.early_calls import Calls
-from tests.light_rewards import varies_if_open, vowel_share
+from tests.helpers.early_calls import Calls
+from tests.helpers.light_rewards import varies_if_open, vowel_share
 
 OPEN, EQUAL = "open", "equal"
 

@@ -34,7 +34,7 @@ from tests.distributed import harness, vision
 from tests.distributed.resume import FAMILY, PROMPTS, SEEN
 from tests.distributed.runs import STRATEGIES
 from tests.distributed.steps import whole_weights
-from tests.light_rewards import capitals, of_some, vowel_share
+from tests.helpers.light_rewards import capitals, of_some, vowel_share
 
 PROMPTS_PER_ROLLOUT = 4
 STEPS_PER_CYCLE = 4

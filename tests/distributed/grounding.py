@@ -13,7 +13,7 @@ from grpo_lightning.core import ranks
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.grounding import MeanIoU, RECAccuracy
 from grpo_lightning.training.evaluation import Validation
-from tests.grounding_runs import Answers, box_prompt, grounding_module, text_prompt
+from tests.helpers.grounding_runs import Answers, box_prompt, grounding_module, text_prompt
 
 # Of two ranks the second has two boxes and the first one, and the question without an image.
 RIGHT = [(0, 0, 40, 40), (0, 0, 20, 40), (0, 0, 10, 40)]

@@ -22,10 +22,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.ports import free_port
+from tests.helpers.paths import ROOT
+from tests.helpers.ports import free_port
 
 T = TypeVar("T")
-ROOT = Path(__file__).parents[2]
 FOR_ALL = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",

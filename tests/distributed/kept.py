@@ -27,9 +27,9 @@ from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from tests.distributed.runs import STRATEGIES
 from tests.distributed.steps import whole_size
-from tests.light_rewards import vowel_share
-from tests.module_runs import PROMPTS
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.helpers.light_rewards import vowel_share
+from tests.helpers.module_runs import PROMPTS
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 
 STEPS = 4
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}

@@ -10,7 +10,7 @@ import torch
 
 from grpo_lightning.core import ranks
 from tests.distributed.runs import STRATEGIES
-from tests.module_runs import History, make_module, make_source, make_trainer
+from tests.helpers.module_runs import History, make_module, make_source, make_trainer
 
 STEPS = 30
 

@@ -23,8 +23,8 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.rewards import WeightedReward
 from grpo_lightning.training.evaluation import Validation
-from tests.module_runs import SMALL
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.helpers.module_runs import SMALL
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 
 BATCH = 4
 """Prompts per rollout, over all ranks."""

@@ -40,7 +40,7 @@ from tests.distributed import harness, vision
 from tests.distributed.runs import STRATEGIES
 from tests.distributed.steps import save_policy, whole_weights
 from tests.environments.games import ByPromptLength
-from tests.light_rewards import capitals, of_some, vowel_share
+from tests.helpers.light_rewards import capitals, of_some, vowel_share
 
 PROMPTS = [f"prompt {'x' * i}{i}" for i in range(7)]
 SEEN = [["words"], [0, "a"], ["b", 1, "and", 2], ["more words"], [3, "c"], ["d", 4], ["last"]]

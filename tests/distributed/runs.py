@@ -13,7 +13,7 @@ from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.training.strategies import FSDP2Strategy, GRPODeepSpeedStrategy
-from tests.module_runs import make_source, make_trainer
+from tests.helpers.module_runs import make_source, make_trainer
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "one": lambda: "auto",

@@ -18,7 +18,7 @@ from grpo_lightning.core import ranks
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.training.strategies import sharding_of
 from tests.distributed.runs import STRATEGIES
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 
 LENGTHS = (20, 4, 9, 15, 1, 7)
 SPREADS = {

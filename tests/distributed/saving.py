@@ -25,8 +25,8 @@ from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.training.evaluation import Validation
 from tests.distributed.runs import STRATEGIES
 from tests.distributed.steps import LORA
-from tests.light_rewards import vowel_share
-from tests.module_runs import PROMPTS
+from tests.helpers.light_rewards import vowel_share
+from tests.helpers.module_runs import PROMPTS
 
 IDS = torch.arange(2, 42).view(2, 20)
 KINDS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"lora": LORA}, "frozen": {"freeze_layers": 1}}

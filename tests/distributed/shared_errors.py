@@ -19,8 +19,8 @@ from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rollout.groups import Rollout
 from tests.distributed.runs import num_ranks
-from tests.light_rewards import vowel_share
-from tests.module_runs import PROMPTS, make_trainer
+from tests.helpers.light_rewards import vowel_share
+from tests.helpers.module_runs import PROMPTS, make_trainer
 
 TIMEOUT = timedelta(hours=5)
 

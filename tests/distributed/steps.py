@@ -26,8 +26,8 @@ from grpo_lightning.rollout.conversations import ConversationSettings
 from grpo_lightning.rollout.local_engine import LocalEngine
 from tests.distributed.runs import fit, make_module
 from tests.environments.games import ByPromptLength
-from tests.module_runs import SMALL
-from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
+from tests.helpers.module_runs import SMALL
+from tests.helpers.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
 
 LONGEST = 24
 

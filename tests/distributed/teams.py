@@ -26,7 +26,7 @@ from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from tests.distributed import steps, vision
 from tests.distributed.runs import fit, make_module
 from tests.distributed.steps import whole_weights
-from tests.light_rewards import varies_if_open
+from tests.helpers.light_rewards import varies_if_open
 
 FAMILY = "qwen2_5_vl"
 NUM_PROMPTS = 4

@@ -13,8 +13,8 @@ import torch
 
 from tests.distributed import command
 from tests.distributed.harness import environment, run_ranks
+from tests.helpers.ports import free_port
 from tests.marks import SLOW
-from tests.ports import free_port
 
 pytestmark = SLOW
 

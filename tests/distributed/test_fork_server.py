@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.distributed.harness import ROOT
+from tests.helpers.paths import ROOT
 
 RANK = """
 import atexit, sys

@@ -20,12 +20,12 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.rewards import EnvironmentReward, RewardWorkers
 from grpo_lightning.rollout.conversations import ConversationSettings
 from grpo_lightning.rollout.local_engine import LocalEngine
-from tests import tiny_vlms
 from tests.distributed.runs import fit, make_module
 from tests.distributed.steps import LONGEST, ByPrompt, Watch
-from tests.light_rewards import capitals
-from tests.observed_images import Shows
-from tests.vision_prompts import prompt_of
+from tests.helpers import tiny_vlms
+from tests.helpers.light_rewards import capitals
+from tests.helpers.observed_images import Shows
+from tests.helpers.vision_prompts import prompt_of
 
 MIXED = [[0, "where?"], ["words only"], ["compare", 1, "with", 2], ["no image here"]]
 """Numbers stand for pictures: the first rank of two has them all."""

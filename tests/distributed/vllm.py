@@ -18,8 +18,8 @@ from grpo_lightning.core import ranks
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from tests.distributed.runs import STRATEGIES
-from tests.module_runs import History, make_module, make_source, make_trainer
-from tests.ports import free_port
+from tests.helpers.module_runs import History, make_module, make_source, make_trainer
+from tests.helpers.ports import free_port
 
 STEPS = 3
 RATES = {"merged": 3e-3, "adapters": 1e-2, "asynchronous": 3e-3, "asynchronous, one rank loses": 0.0}

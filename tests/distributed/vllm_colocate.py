@@ -20,8 +20,8 @@ from grpo_lightning.rollout.vllm import weights
 from grpo_lightning.rollout.vllm.engine import Batch, VLLMEngine
 from tests.distributed.runs import STRATEGIES, num_ranks
 from tests.distributed.vllm import full_weights
-from tests.module_runs import PROMPTS, History, make_module, make_source, make_trainer
-from tests.tiny_models import tiny_tokenizer
+from tests.helpers.module_runs import PROMPTS, History, make_module, make_source, make_trainer
+from tests.helpers.tiny_models import tiny_tokenizer
 from tests.vllm.fakes import install_fake
 from tests.vllm.real.policies import policy
 

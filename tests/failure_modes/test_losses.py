@@ -18,10 +18,10 @@ from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.training.micro_batches import MicroStep, plan_micro_batches
+from tests.helpers.module_runs import PROMPTS, History, ScriptedEngine, are_equal, fit, make_module, weights_of
+from tests.helpers.tiny_models import PAD, VOCAB, tiny_model
 from tests.marks import SLOW
-from tests.module_runs import PROMPTS, History, ScriptedEngine, are_equal, fit, make_module, weights_of
 from tests.rollout.test_local import connected, make_prompts
-from tests.tiny_models import PAD, VOCAB, tiny_model
 
 Loss = Callable[[Tensor, MicroBatch, StepCounts], Tensor]
 

@@ -25,8 +25,8 @@ from grpo_lightning.training.micro_batches import (
     plan_micro_batches,
     plan_over_ranks,
 )
+from tests.helpers.tiny_models import PAD, tiny_model
 from tests.policy.scored import ragged_batch
-from tests.tiny_models import PAD, tiny_model
 
 LENGTHS = [[[2, 2, 3, 2], [1, 2, 2, 2]], [[9, 8, 9, 9], [7, 9, 3, 9]]]
 """Completion tokens of each rank's groups: the second one's are longer."""

@@ -17,12 +17,12 @@ from grpo_lightning.cli import resume
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.training.checkpoint_files import MARK, mark_complete
-from tests import tiny_vlms
 from tests.cli.test_resume import WHOLE, cut, saved
+from tests.helpers import tiny_vlms
+from tests.helpers.module_runs import are_equal, make_trainer, weights_of
 from tests.marks import SLOW
-from tests.module_runs import are_equal, make_trainer, weights_of
-from tests.test_module_resume import CYCLE, KillAt, KilledError, train, two_updates
-from tests.test_module_vision import vision_module
+from tests.module.test_resume import CYCLE, KillAt, KilledError, train, two_updates
+from tests.module.test_vision import vision_module
 
 
 @SLOW

@@ -21,11 +21,11 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.groups import GroupSource
 from grpo_lightning.rollout.local_engine import LocalEngine
+from tests.helpers.tiny_models import EOS, PAD, VOCAB, tiny_model, tiny_tokenizer
 from tests.marks import SLOW
 from tests.policy.adapters import loader_of
 from tests.rollout.test_dynamic_sampling import OPEN, only_open, run, varied
 from tests.rollout.test_local import connected, cut, generated, greedy, make_prompts, token_ids, two_stops
-from tests.tiny_models import EOS, PAD, VOCAB, tiny_model, tiny_tokenizer
 
 
 def test_08_rollouts_leave_every_bit_of_the_weights_as_it_was():

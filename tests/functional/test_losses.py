@@ -22,8 +22,8 @@ from grpo_lightning.functional import (
     kl_divergence,
     sapo_surrogate,
 )
+from tests.helpers.step_counts import step_counts
 from tests.marks import few
-from tests.step_counts import step_counts
 
 quick = settings(deadline=None, max_examples=15, derandomize=True, database=None)
 NAN, INF = float("nan"), float("inf")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from grpo_lightning.functional import aggregate, masked_mean
-from tests.step_counts import step_counts
+from tests.helpers.step_counts import step_counts
 
 quick = settings(deadline=None, max_examples=25, derandomize=True, database=None)
 NAN, INF = float("nan"), float("inf")

@@ -23,14 +23,15 @@ from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.fused import LEAST_LENGTH
 from grpo_lightning.rollout.local_engine import LocalEngine
-from tests import tiny_vlms
-from tests.module_runs import SMALL, History, are_equal, fit, make_module, make_source, make_trainer, weights_of
+from tests.helpers import tiny_vlms
+from tests.helpers.module_runs import SMALL, History, are_equal, fit, make_module, make_source, make_trainer, weights_of
+from tests.helpers.paths import RECIPES, ROOT
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
+from tests.helpers.vision_prompts import SCENARIOS, encoder_of, vision_batch
+from tests.module.test_resume import KillAt, KilledError, train, two_updates
+from tests.module.test_vision import vision_module, vision_prompts
 from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights, whole_difference
-from tests.test_module_resume import KillAt, KilledError, train, two_updates
-from tests.test_module_vision import vision_module, vision_prompts
-from tests.test_recipes import RECIPES, SERVED, SHORTER, STRATEGIES, VLLM, WHOLE, flags, logged_steps, tiny_files
-from tests.tiny_models import tiny_model, tiny_tokenizer
-from tests.vision_prompts import SCENARIOS, encoder_of, vision_batch
+from tests.recipes.test_recipes import SERVED, SHORTER, STRATEGIES, VLLM, WHOLE, flags, logged_steps, tiny_files
 
 pytestmark = pytest.mark.gpu
 
@@ -266,7 +267,7 @@ def test_a_strategy_with_nccl(strategy, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", command, "fit", *config, *(f"--trainer.{flag}" for flag in trainer)],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": f"{RECIPES.parent}:{os.environ.get('PYTHONPATH', '')}"},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
         check=False,

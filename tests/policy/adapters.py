@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 
 IDS = torch.arange(2, 14)[None]
 

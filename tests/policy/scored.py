@@ -5,7 +5,7 @@ import math
 import torch
 
 from grpo_lightning.core.types import MicroBatch
-from tests.tiny_models import VOCAB
+from tests.helpers.tiny_models import VOCAB
 
 
 def ragged_batch(lengths=(20, 10, 5), generations=3, width=9, seed=0):

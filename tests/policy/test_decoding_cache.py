@@ -26,9 +26,9 @@ from grpo_lightning.policy.kv_cache import (
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout import local_engine
 from grpo_lightning.rollout.local_engine import LocalEngine
-from tests.families import families
+from tests.helpers.families import families
+from tests.helpers.tiny_models import FAMILIES, tiny_model, tiny_tokenizer
 from tests.marks import SLOW
-from tests.tiny_models import FAMILIES, tiny_model, tiny_tokenizer
 
 SHARING = {"qwen2", "qwen3", "llama", "gpt2", "qwen3_moe", "mixtral"}
 """Families of which every layer has full attention that transformers can replace."""

@@ -9,9 +9,9 @@ import torch
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.policy.encoder import WORD_JOINER, Encoder
 from grpo_lightning.policy.loading import PolicyLoader
-from tests import tiny_vlms
-from tests.tiny_models import VOCAB, tiny_model, tiny_tokenizer
-from tests.vision_prompts import encoder_of, prompt_of
+from tests.helpers import tiny_vlms
+from tests.helpers.tiny_models import VOCAB, tiny_model, tiny_tokenizer
+from tests.helpers.vision_prompts import encoder_of, prompt_of
 
 
 @pytest.fixture(params=tiny_vlms.FAMILIES)

@@ -9,7 +9,7 @@ from grpo_lightning.data.formats import to_prompt
 from grpo_lightning.data.templates import PromptTemplate
 from grpo_lightning.policy.encoder import check_length, tokenize
 from grpo_lightning.policy.hf import num_positions
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 
 
 def test_text_is_encoded_as_it_is():

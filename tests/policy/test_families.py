@@ -2,7 +2,6 @@
 
 import logging
 import re
-from pathlib import Path
 
 import peft
 import pytest
@@ -26,13 +25,13 @@ from grpo_lightning.policy.families import (
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_targets import expert_tensors, language_layers
-from tests import tiny_models, tiny_vlms
-from tests.families import families
+from tests.helpers import tiny_models, tiny_vlms
+from tests.helpers.families import families
+from tests.helpers.paths import PACKAGE
+from tests.helpers.vision_prompts import SCENARIOS, encoder_of, vision_batch
 from tests.marks import SLOW
 from tests.policy.scored import loss_and_gradients, row_weights
-from tests.vision_prompts import SCENARIOS, encoder_of, vision_batch
 
-PACKAGE = Path(__file__).parents[2] / "grpo_lightning"
 CONFIGS = {
     "qwen2_vl": transformers.Qwen2VLConfig,
     "qwen2_5_vl": transformers.Qwen2_5_VLConfig,

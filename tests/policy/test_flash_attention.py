@@ -10,13 +10,13 @@ from grpo_lightning.policy.kv_cache import unshared_reason
 from grpo_lightning.policy.loading import PolicyLoader, no_flash_reason
 from grpo_lightning.policy.probe import choose_path, probe_batch
 from grpo_lightning.rollout.local_engine import LocalEngine
-from tests import tiny_vlms
-from tests.families import families
+from tests.helpers import tiny_vlms
+from tests.helpers.families import families
+from tests.helpers.module_runs import SMALL, History, are_equal, fit, make_module, weights_of
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
+from tests.helpers.vision_prompts import encoder_of, vision_batch
 from tests.marks import SLOW
-from tests.module_runs import SMALL, History, are_equal, fit, make_module, weights_of
 from tests.policy.flash_stand_in import Kernels, install
-from tests.tiny_models import tiny_model, tiny_tokenizer
-from tests.vision_prompts import encoder_of, vision_batch
 
 FAMILIES = ["qwen2", "qwen3", "mistral", "gemma3", "gpt2"]
 """With a sliding window, with and without padding in front, and without rotary positions."""

@@ -16,9 +16,9 @@ from grpo_lightning.policy.reference import OtherAdapter, make_reference
 from grpo_lightning.policy.saving import whole_weights, write_policy
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.trainable import check_masters
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import SLOW, only
 from tests.policy.adapters import IDS, loader_of, logits, train
-from tests.tiny_models import tiny_model, tiny_tokenizer
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

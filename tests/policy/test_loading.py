@@ -17,7 +17,7 @@ from grpo_lightning.policy.lora_injection import check_names
 from grpo_lightning.policy.probe import probe_difference
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.trainable import compute_dtype
-from tests.tiny_models import VOCAB, tiny_model, tiny_tokenizer
+from tests.helpers.tiny_models import VOCAB, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ import transformers
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader, check_quantization
 from grpo_lightning.policy.reference import fingerprint, make_reference
+from tests.helpers.module_runs import History, fit, make_module
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import SLOW, few
-from tests.module_runs import History, fit, make_module
-from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
 @pytest.fixture

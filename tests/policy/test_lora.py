@@ -16,11 +16,11 @@ from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_targets import targets
 from grpo_lightning.training.actor import seeded_dropout
-from tests.families import families
+from tests.helpers.families import families
+from tests.helpers.tiny_models import BASE, FAMILIES, tiny_model
 from tests.marks import SLOW
 from tests.policy.adapters import IDS, loader_of, logits, saved_adapter, train
 from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights, worst_difference
-from tests.tiny_models import BASE, FAMILIES, tiny_model
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj"}

@@ -13,14 +13,14 @@ from grpo_lightning.policy.lora_targets import expert_targets
 from grpo_lightning.policy.reference import make_reference
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.training.export import export
-from tests.exports import difference
+from tests.helpers.exports import difference
+from tests.helpers.module_runs import are_equal, fit, make_module, weights_of
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import SLOW, only
-from tests.module_runs import are_equal, fit, make_module, weights_of
+from tests.module.test_resume import KillAt, KilledError
+from tests.module.test_resume import train as run
 from tests.policy.adapters import loader_of, logits, train
 from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights, worst_difference
-from tests.test_module_resume import KillAt, KilledError
-from tests.test_module_resume import train as run
-from tests.tiny_models import tiny_model, tiny_tokenizer
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 FAMILIES = ["qwen3_moe", "gpt_oss"]  # [experts, out, in] and [experts, in, out]

@@ -11,12 +11,12 @@ from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.reference import make_reference
 from grpo_lightning.training.actor import seeded_dropout
 from grpo_lightning.training.export import export
-from tests.exports import difference, save_policy
+from tests.helpers.exports import difference, save_policy
+from tests.helpers.module_runs import fit, make_module
+from tests.helpers.tiny_models import tiny_model
 from tests.marks import SLOW, only
-from tests.module_runs import fit, make_module
 from tests.policy.adapters import loader_of, logits, train
 from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights, worst_difference
-from tests.tiny_models import tiny_model
 
 ENDS = ["lm_head", "q_proj"]
 

@@ -16,10 +16,10 @@ from grpo_lightning.policy.lora_targets import saved_modules, targets
 from grpo_lightning.policy.reference import make_reference
 from grpo_lightning.policy.saving import whole_weights, write_policy
 from grpo_lightning.policy.sharding import Sharding
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import SLOW, only
 from tests.policy.adapters import loader_of, logits, train
 from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights, worst_difference
-from tests.tiny_models import tiny_model, tiny_tokenizer
 
 ENDS = ["embed_tokens", "lm_head"]
 KINDS = {

@@ -21,9 +21,9 @@ from grpo_lightning.policy.lora_targets import (
     names_mistaken_for_experts,
     targets,
 )
-from tests import tiny_vlms
-from tests.families import families
-from tests.tiny_models import BASE, MOE, tiny_model
+from tests.helpers import tiny_vlms
+from tests.helpers.families import families
+from tests.helpers.tiny_models import BASE, MOE, tiny_model
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 

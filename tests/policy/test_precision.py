@@ -16,11 +16,11 @@ from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.precision import compute_like, linear_copies, use_float32_head
 from grpo_lightning.policy.reference import frozen_copy, make_reference
 from grpo_lightning.rollout import token_sampler
+from tests.helpers.module_runs import fit, make_module
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import only
-from tests.module_runs import fit, make_module
 from tests.policy.adapters import IDS, logits, train
 from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights, worst_difference
-from tests.tiny_models import tiny_model, tiny_tokenizer
 
 BF16 = torch.bfloat16
 

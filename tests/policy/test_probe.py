@@ -12,9 +12,9 @@ from grpo_lightning.policy import probe
 from grpo_lightning.policy.completion_logprobs import Scorer, SlicedHead, leaves_out_masks
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.probe import choose_head, choose_path, measure, probe_difference
-from tests.families import families
-from tests.module_runs import fit, make_module
-from tests.tiny_models import BASE, FAMILIES, READS_LINEAR_STATES, tiny_model, tiny_tokenizer
+from tests.helpers.families import families
+from tests.helpers.module_runs import fit, make_module
+from tests.helpers.tiny_models import BASE, FAMILIES, READS_LINEAR_STATES, tiny_model, tiny_tokenizer
 
 # Older releases of transformers do not read linear-attention states through the cache: there such models score densely.
 DENSE = [] if READS_LINEAR_STATES else ["qwen3.5"]

@@ -8,9 +8,9 @@ from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.reference import FrozenCopy, OtherAdapter, fingerprint, frozen_copy, make_reference
 from grpo_lightning.policy.sharding import FullyShard, Sharding
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import few
 from tests.policy.adapters import loader_of, logits, peft_adapter, saved_adapter, train
-from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

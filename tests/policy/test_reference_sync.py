@@ -9,9 +9,9 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.reference import SyncReference
+from tests.helpers.module_runs import SMALL, fit, make_module
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import SLOW
-from tests.module_runs import SMALL, fit, make_module
-from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
 def moving(**options):

@@ -17,9 +17,9 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.training.evaluation import Validation
 from grpo_lightning.training.micro_batches import plan_micro_batches
+from tests.helpers.module_runs import History, fit, make_module, make_source, make_trainer
+from tests.helpers.tiny_models import BASE, PAD, tiny_model, tiny_tokenizer
 from tests.marks import SLOW
-from tests.module_runs import History, fit, make_module, make_source, make_trainer
-from tests.tiny_models import BASE, PAD, tiny_model, tiny_tokenizer
 
 ORIGINAL = 40
 """Tokens from which on the frequencies change: inside the longer prompts' completions."""

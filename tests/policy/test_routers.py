@@ -15,10 +15,10 @@ from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.loading import checkpoint_layers
 from grpo_lightning.policy.probe import check_routers
 from grpo_lightning.policy.routers import Routers, UnsupportedRoutersError, find_routers
-from tests import tiny_vlms
+from tests.helpers import tiny_vlms
+from tests.helpers.tiny_models import tiny_model
 from tests.marks import SLOW
 from tests.policy.scored import ragged_batch, row_weights, worst_difference
-from tests.tiny_models import tiny_model
 
 DENSE = Scorer("dense", head_chunk_size=None)
 EXPERTS = [

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.saving import original_tokenizer, whole_weights, write_policy
 from grpo_lightning.policy.sharding import Sharding
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.policy.adapters import loader_of, logits, train
-from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
 class Counted(Sharding):

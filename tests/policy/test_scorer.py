@@ -10,10 +10,10 @@ from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.kv_cache import LostCacheError, PrefixCache
 from grpo_lightning.policy.loading import checkpoint_layers, disable_dropout
 from grpo_lightning.policy.probe import choose_path
-from tests.families import families
+from tests.helpers.families import families
+from tests.helpers.tiny_models import FAMILIES, READS_LINEAR_STATES, tiny_model
 from tests.marks import few
 from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights, worst_difference
-from tests.tiny_models import FAMILIES, READS_LINEAR_STATES, tiny_model
 
 REFERENCE = Scorer("dense", head_chunk_size=None)
 EXTENDED = [family for family in FAMILIES if family != "qwen3.5" or READS_LINEAR_STATES]

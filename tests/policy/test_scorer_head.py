@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from grpo_lightning.policy.completion_logprobs import Scorer, SlicedHead, head_replaced
 from grpo_lightning.policy.loading import checkpoint_layers, disable_dropout
 from grpo_lightning.policy.probe import choose_head
+from tests.helpers.tiny_models import BASE, READS_LINEAR_STATES, VOCAB, tiny_model
 from tests.marks import few
 from tests.policy.scored import (
     loss_and_gradients,
@@ -21,7 +22,6 @@ from tests.policy.scored import (
     whole_difference,
     worst_difference,
 )
-from tests.tiny_models import BASE, READS_LINEAR_STATES, VOCAB, tiny_model
 
 WHOLE = Scorer(head_chunk_size=None)
 CAPPED = {"final_logit_softcapping": 3.0}

@@ -5,8 +5,8 @@ import pytest
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.sharding import FullyShard
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.policy.adapters import loader_of
-from tests.tiny_models import tiny_model, tiny_tokenizer
 
 IN_MEMORY = {"model": tiny_model("qwen2"), "tokenizer": "a"}
 

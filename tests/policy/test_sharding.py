@@ -14,7 +14,7 @@ from grpo_lightning.policy.sharding import (
     computes_in_32_bits,
     using_full_shapes,
 )
-from tests.tiny_models import tiny_model
+from tests.helpers.tiny_models import tiny_model
 
 Transpose = getattr(core_model_loading, "Transpose", None)
 

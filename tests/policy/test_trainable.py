@@ -15,10 +15,10 @@ from grpo_lightning.policy.trainable import (
     keep_frozen_out_of_checkpoints,
     limit_training,
 )
-from tests.families import families
+from tests.helpers.families import families
+from tests.helpers.tiny_models import FAMILIES, tiny_model, tiny_tokenizer
 from tests.policy.adapters import IDS, train
 from tests.policy.scored import ragged_batch
-from tests.tiny_models import FAMILIES, tiny_model, tiny_tokenizer
 
 
 @pytest.mark.parametrize("family", families([*FAMILIES, "mamba2"]))

@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_lightning.policy.turns import TRUNCATED, TurnTokens
-from tests.tiny_models import EOS, tiny_tokenizer
+from tests.helpers.tiny_models import EOS, tiny_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos> {% endfor %}"

@@ -17,12 +17,12 @@ from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.probe import choose_path
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.vision import concatenate_images, needs_blank, store_features
-from tests import tiny_vlms
-from tests.families import families
+from tests.helpers import tiny_vlms
+from tests.helpers.families import families
+from tests.helpers.tiny_vlms import EXTENDED
+from tests.helpers.vision_prompts import SCENARIOS, encoder_of, prompt_of, vision_batch
 from tests.marks import SLOW, few
 from tests.policy.scored import loss_and_gradients, row_weights, whole_difference, worst_difference
-from tests.tiny_vlms import EXTENDED
-from tests.vision_prompts import SCENARIOS, encoder_of, prompt_of, vision_batch
 
 DENSE = Scorer("dense", head_chunk_size=None)
 FLOOR = {"qwen3_5": 2e-4}

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from grpo_lightning.report import read_run, write_report
-from tests.browser import offline_page, open_chromium
+from tests.helpers.browser import offline_page, open_chromium
 from tests.marks import SLOW
 from tests.report.run_folders import HOSTILE, RECORD, line, lines, tokens_of, turns, write_run
 

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 from grpo_lightning.core.types import Group
 from grpo_lightning.rewards import Reward, RewardSet, RewardWorkers, Scores, WeightedReward
-from tests.early_calls import Calls
+from tests.helpers.early_calls import Calls
 from tests.marks import SLOW
 from tests.rewards import misbehaving
 from tests.rewards.test_workers import LIMITS, groups, reward_set

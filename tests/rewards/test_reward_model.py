@@ -18,9 +18,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.rewards import ByMethod, Cosine, Reward, RewardModel, RewardSet, WeightedReward, reward
 from grpo_lightning.rewards.reward_model import score_chunk
+from tests.helpers.module_runs import PROMPTS, SMALL, are_equal, fit, make_module, make_source, make_trainer, weights_of
+from tests.helpers.tiny_models import EOS, PAD, tiny_classifier, tiny_model, tiny_tokenizer
 from tests.marks import SLOW, few
-from tests.module_runs import PROMPTS, SMALL, are_equal, fit, make_module, make_source, make_trainer, weights_of
-from tests.tiny_models import EOS, PAD, tiny_classifier, tiny_model, tiny_tokenizer
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
 PAIRS = [

@@ -14,9 +14,9 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout import local_engine
 from grpo_lightning.rollout.fused import FusedLayers
 from grpo_lightning.rollout.local_engine import LocalEngine
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import SLOW, few
 from tests.rollout.test_fused import NEEDS_COMPILER, graphs_by_name
-from tests.tiny_models import tiny_model, tiny_tokenizer
 
 PROMPTS = [[token] * length for token, length in zip(range(40, 46), [3, 9, 17, 5, 2, 8], strict=True)]
 

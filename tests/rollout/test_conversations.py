@@ -21,11 +21,11 @@ from grpo_lightning.policy.turns import TRUNCATED, TurnTokens
 from grpo_lightning.rollout.conversations import Conversations, ConversationSettings
 from grpo_lightning.rollout.groups import GroupSource
 from grpo_lightning.rollout.local_engine import LocalEngine
-from tests.conversation_runs import HERE, PROMPTS, SAMPLING, sample
 from tests.environments.games import ByPromptLength, Counted, Ends, Faulty
+from tests.helpers.conversation_runs import HERE, PROMPTS, SAMPLING, sample
+from tests.helpers.module_runs import ScriptedEngine
+from tests.helpers.tiny_models import EOS, tiny_model, tiny_tokenizer
 from tests.marks import SLOW, few
-from tests.module_runs import ScriptedEngine
-from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.rewards import WeightedReward
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.schedules import Linear
+from tests.helpers.module_runs import ScriptedEngine, are_equal, fit, make_module, make_source, make_trainer, weights_of
 from tests.marks import NIGHTLY, SLOW, few
-from tests.module_runs import ScriptedEngine, are_equal, fit, make_module, make_source, make_trainer, weights_of
 
 PROMPTS = [f"p{number}" for number in range(12)]
 OPEN = {3, 5, 6, 9}

@@ -20,8 +20,8 @@ from grpo_lightning.policy.kv_cache import merge_parts
 from grpo_lightning.rollout import fused
 from grpo_lightning.rollout.fused import Fused, FusedLayers, fused_sampler, next_token
 from grpo_lightning.rollout.token_sampler import NextToken, TokenSettings
+from tests.helpers.tiny_models import tiny_model
 from tests.marks import few, only
-from tests.tiny_models import tiny_model
 
 CPU = torch.device("cpu")
 NEEDS_COMPILER = pytest.mark.skipif(

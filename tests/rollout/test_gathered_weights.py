@@ -8,7 +8,7 @@ import torch
 from grpo_lightning.policy.hf import compute_device
 from grpo_lightning.rollout import gathered_weights
 from grpo_lightning.rollout.gathered_weights import free_bytes, full_bytes, is_gathered, log_gathering
-from tests.tiny_models import tiny_model
+from tests.helpers.tiny_models import tiny_model
 
 GB = 2**30
 

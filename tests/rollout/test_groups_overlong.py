@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from grpo_lightning.objective import Objective
+from tests.helpers.module_runs import ScriptedEngine, are_equal, fit, make_module, weights_of
+from tests.helpers.tiny_models import EOS
 from tests.marks import SLOW, few
-from tests.module_runs import ScriptedEngine, are_equal, fit, make_module, weights_of
-from tests.tiny_models import EOS
 
 A, E, X = (ord(c) - 30 for c in "aex")
 COMPLETIONS = [[A, E, EOS], [X, A, X, X], [X, EOS], [X, X, A, EOS]]

@@ -18,10 +18,10 @@ from grpo_lightning.policy.probe import choose_path
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.training.micro_batches import plan_micro_batches
-from tests.families import families
+from tests.helpers.families import families
+from tests.helpers.module_runs import make_module
+from tests.helpers.tiny_models import BASE, EOS, FAMILIES, PAD, VOCAB, tiny_model, tiny_tokenizer
 from tests.marks import few
-from tests.module_runs import make_module
-from tests.tiny_models import BASE, EOS, FAMILIES, PAD, VOCAB, tiny_model, tiny_tokenizer
 
 UNUSED = VOCAB - 1
 """A token id that the tokenizer has no text for."""

@@ -10,8 +10,8 @@ from grpo_lightning.policy.kv_cache import SamplingCache
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout import local_engine
 from grpo_lightning.rollout.local_engine import LocalEngine, no_fan_out_reason
-from tests.families import families
-from tests.tiny_models import FAMILIES, tiny_model, tiny_tokenizer
+from tests.helpers.families import families
+from tests.helpers.tiny_models import FAMILIES, tiny_model, tiny_tokenizer
 
 
 def drawn(monkeypatch, model, cache_class):

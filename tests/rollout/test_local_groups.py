@@ -6,10 +6,10 @@ import pytest
 
 from grpo_lightning.core.types import Group, Prompt, SamplingParams
 from grpo_lightning.rewards import RewardSet, RewardWorkers
+from tests.helpers.tiny_models import tiny_model
 from tests.marks import few
 from tests.rewards import misbehaving
 from tests.rollout.test_local import connected, make_prompts
-from tests.tiny_models import tiny_model
 
 LENGTHS = (20, 10, 5, 8, 3, 12)
 SAMPLING = SamplingParams(max_completion_length=24)

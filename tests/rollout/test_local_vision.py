@@ -10,10 +10,10 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.groups import GroupSource
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.training.micro_batches import give_images, plan_micro_batches
-from tests import tiny_vlms
-from tests.families import families
+from tests.helpers import tiny_vlms
+from tests.helpers.families import families
+from tests.helpers.vision_prompts import SCENARIOS, encoder_of, prompt_of
 from tests.marks import few
-from tests.vision_prompts import SCENARIOS, encoder_of, prompt_of
 
 CLOSE = {"qwen3_5": 1e-3}
 """Nats between the engine's log-probs and those scored; linear attention rounds by its blocks."""

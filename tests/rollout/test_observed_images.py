@@ -15,11 +15,11 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.turns import TurnTokens
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.training.micro_batches import give_images, plan_micro_batches
-from tests import tiny_vlms
+from tests.helpers import tiny_vlms
+from tests.helpers.observed_images import SIZES, Shows, plain_logprobs, source_of
+from tests.helpers.tiny_vlms import picture
+from tests.helpers.vision_prompts import encoder_of, prompt_of
 from tests.marks import SLOW
-from tests.observed_images import SIZES, Shows, plain_logprobs, source_of
-from tests.tiny_vlms import picture
-from tests.vision_prompts import encoder_of, prompt_of
 
 SAMPLING = SamplingParams(max_completion_length=160, temperature=0.8)
 SEEN = ["qwen2_5_vl", "internvl"]

@@ -18,8 +18,8 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout import local_engine
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.open_rows import WaitingPrompts, Wave
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import SLOW, few
-from tests.tiny_models import tiny_model, tiny_tokenizer
 
 WORDS = list(range(2, 120))
 """All tokens but the pad token and the stop token."""

@@ -4,7 +4,7 @@ import torch
 
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.rollout.token_sampler import BLOCK_STEPS, TokenSampler, Uniforms
-from tests.tiny_models import tiny_tokenizer
+from tests.helpers.tiny_models import tiny_tokenizer
 
 CPU = torch.device("cpu")
 

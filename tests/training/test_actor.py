@@ -14,9 +14,9 @@ from grpo_lightning.policy.reference import FrozenCopy, frozen_copy
 from grpo_lightning.policy.trainable import freeze_first_layers
 from grpo_lightning.training import actor
 from grpo_lightning.training.micro_batches import CycleShape
+from tests.helpers.module_runs import SMALL, are_equal, fit, make_module, weights_of
+from tests.helpers.tiny_models import tiny_model
 from tests.marks import SLOW
-from tests.module_runs import SMALL, are_equal, fit, make_module, weights_of
-from tests.tiny_models import tiny_model
 
 
 @pytest.fixture

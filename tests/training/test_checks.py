@@ -14,9 +14,9 @@ from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards import Format
 from grpo_lightning.training.checks import round_up_limits
-from tests.lightning_rows import Count
+from tests.helpers.lightning_rows import Count
+from tests.helpers.module_runs import PROMPTS, fit, make_module, make_source, make_trainer
 from tests.marks import SLOW, few
-from tests.module_runs import PROMPTS, fit, make_module, make_source, make_trainer
 
 CYCLE = {"num_iterations": 2, "updates_per_rollout": 2}
 """With two micro-batches per step: 4 optimizer steps, 8 micro-steps."""

@@ -12,7 +12,7 @@ from grpo_lightning.data.source import PromptSource
 from grpo_lightning.rollout.groups import Rollout, SharedGroups
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.training import checks
-from tests.module_runs import PROMPTS, make_module, make_trainer
+from tests.helpers.module_runs import PROMPTS, make_module, make_trainer
 
 
 class OldEngine:

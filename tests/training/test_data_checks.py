@@ -15,8 +15,8 @@ from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards import ByMethod, ExactMatch, IoU
-from tests.module_runs import make_module, make_trainer
-from tests.tiny_vlms import picture
+from tests.helpers.module_runs import make_module, make_trainer
+from tests.helpers.tiny_vlms import picture
 
 NOT_THERE = "not/there"  # loading it would be another error
 

@@ -11,8 +11,8 @@ from grpo_lightning.data.source import PromptSource
 from grpo_lightning.grounding import RECAccuracy
 from grpo_lightning.rewards import ByMethod, ExactMatch, IoU
 from grpo_lightning.training.evaluation import Validation
-from tests.grounding_runs import Answers, box_prompt, grounding_module
-from tests.module_runs import make_trainer
+from tests.helpers.grounding_runs import Answers, box_prompt, grounding_module
+from tests.helpers.module_runs import make_trainer
 
 NORM: dict[str, Any] = {"gold_coordinates": "norm1000"}
 PLACED: dict[str, Any] = {"coordinates": "original"}

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.training.checkpoint_files import open_checkpoint
 from grpo_lightning.training.export import export
-from tests.exports import logprobs, save_policy
-from tests.module_runs import fit, make_module
-from tests.tiny_models import tiny_tokenizer
+from tests.helpers.exports import logprobs, save_policy
+from tests.helpers.module_runs import fit, make_module
+from tests.helpers.tiny_models import tiny_tokenizer
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])

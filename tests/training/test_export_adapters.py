@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.training.export import export, policy_loader
-from tests.exports import difference, logprobs, save_policy
+from tests.helpers.exports import difference, logprobs, save_policy
+from tests.helpers.module_runs import fit, make_module
 from tests.marks import SLOW, few, only
-from tests.module_runs import fit, make_module
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from grpo_lightning.cli.export import run as run_command
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.rewards.boxes.rewards import IoU
 from grpo_lightning.training.export import export
-from tests import tiny_vlms
-from tests.grounding_runs import Answers, box_prompt
+from tests.helpers import tiny_vlms
+from tests.helpers.grounding_runs import Answers, box_prompt
+from tests.helpers.module_runs import fit, make_module
 from tests.marks import SLOW
-from tests.module_runs import fit, make_module
 
 PROMPTS = [box_prompt((0, 0, 40, 40), index=n, seed=n) for n in range(2)]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_lightning.training.metrics import PeakMemory
-from tests.module_runs import fit, make_module
+from tests.helpers.module_runs import fit, make_module
 
 
 class Module:

@@ -9,8 +9,8 @@ from lightning.pytorch.loggers import CSVLogger
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.training.metrics import logged_this_step
+from tests.helpers.module_runs import fit, make_module
 from tests.marks import SLOW, few
-from tests.module_runs import fit, make_module
 
 ROLLOUT = ("policy/entropy", "reward/mean", "reward/place", "rollout/length", "rollout/length_max", "time/rollout")
 UPDATE = ("policy/loss", "policy/grad_norm", "policy/lr", "time/update")

@@ -25,9 +25,9 @@ from grpo_lightning.training.micro_batches import (
     split_update,
     split_updates,
 )
+from tests.helpers.step_counts import step_counts
+from tests.helpers.tiny_models import PAD, VOCAB, tiny_model
 from tests.marks import SLOW, few
-from tests.step_counts import step_counts
-from tests.tiny_models import PAD, VOCAB, tiny_model
 
 
 def group_of(prompt_ids, lengths, masks=None, logprob=-1.0):

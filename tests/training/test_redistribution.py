@@ -16,8 +16,8 @@ from grpo_lightning.core.types import Completion, Group, MicroBatch, Prompt
 from grpo_lightning.objective import StepCounts
 from grpo_lightning.training.micro_batches import Cycle, CycleShape, Share, plan_micro_batches
 from grpo_lightning.training.redistribution import redistribute, saved_share
+from tests.helpers.tiny_models import PAD
 from tests.marks import SLOW
-from tests.tiny_models import PAD
 
 TENSORS = [field.name for field in fields(MicroBatch) if "Tensor" in str(field.type)]
 

@@ -15,11 +15,11 @@ from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.training.router_loss import RouterLoss, make_router_loss, router_coefficient
+from tests.helpers.module_runs import SMALL, History, are_equal, fit, make_module, weights_of
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import SLOW
-from tests.module_runs import SMALL, History, are_equal, fit, make_module, weights_of
-from tests.test_module_updates import gradients_of_the_first_step, relative_difference
-from tests.test_own_verbs import OwnUpdate
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.module.test_own_verbs import OwnUpdate
+from tests.module.test_updates import gradients_of_the_first_step, relative_difference
 
 LOSS, LOAD = "policy/router_aux_loss", "policy/max_expert_load"
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import lightning as L
@@ -22,9 +21,10 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from grpo_lightning.cli import main
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.training.signals import SIGNALS, GracefulStop, end_launched
+from tests.helpers.module_runs import are_equal, fit, make_module, weights_of
+from tests.helpers.paths import ROOT
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import SLOW
-from tests.module_runs import are_equal, fit, make_module, weights_of
-from tests.tiny_models import tiny_model, tiny_tokenizer
 
 # --------------------------------------------------------------------------------------------------------------- SLURM
 
@@ -152,7 +152,7 @@ def folder(tmp_path):
 
 def command_line(folder, *flags, send=None):
     environment = {name: value for name, value in os.environ.items() if name != "SEND"}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment |= {} if send is None else {"SEND": str(int(send))}
     start = "from grpo_lightning.cli import entry_point; entry_point()"
     command = [sys.executable, "-W", "ignore", "-c", start, "fit", "--config", "r.yaml", *flags]

@@ -19,9 +19,9 @@ from grpo_lightning.training.strategies import (
     set_no_leaf_modules,
     sharding_of,
 )
+from tests.helpers.module_runs import PROMPTS, SMALL, are_equal, fit, make_module, make_source, make_trainer, weights_of
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import SLOW
-from tests.module_runs import PROMPTS, SMALL, are_equal, fit, make_module, make_source, make_trainer, weights_of
-from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
 class Run:

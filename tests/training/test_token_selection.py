@@ -13,10 +13,10 @@ from grpo_lightning.functional import high_entropy_tokens
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.training.token_selection import SELECTIONS, random_keys, select_tokens
+from tests.helpers.module_runs import History, are_equal, fit, make_module, weights_of
+from tests.helpers.tiny_models import tiny_model
 from tests.marks import few
-from tests.module_runs import History, are_equal, fit, make_module, weights_of
-from tests.test_module_updates import gradients_of_the_first_step, relative_difference
-from tests.tiny_models import tiny_model
+from tests.module.test_updates import gradients_of_the_first_step, relative_difference
 from tests.training.test_micro_batches import plan, uneven_groups
 
 OBJECTIVES = {

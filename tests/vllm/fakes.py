@@ -41,7 +41,7 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm.requests import SUPPRESSED
 from grpo_lightning.rollout.vllm.transfer import GlooGroup
-from tests.tiny_models import tiny_tokenizer
+from tests.helpers.tiny_models import tiny_tokenizer
 
 VERSION = "0.32.0"
 

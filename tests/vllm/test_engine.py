@@ -25,12 +25,12 @@ from grpo_lightning.rollout.vllm import colocate, transfer, weights
 from grpo_lightning.rollout.vllm import server as vllm_server
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.server import ServerError, own_address
-from tests import conversation_runs, tiny_vlms
 from tests.environments.games import ByPromptLength
+from tests.helpers import conversation_runs, tiny_vlms
+from tests.helpers.module_runs import SMALL, History, are_equal, fit, make_module, weights_of
+from tests.helpers.ports import free_port
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import SLOW, few
-from tests.module_runs import SMALL, History, are_equal, fit, make_module, weights_of
-from tests.ports import free_port
-from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.vllm.fakes import fake_vllm, serving  # noqa: F401 - a fixture
 from tests.vllm.real import policies as real
 

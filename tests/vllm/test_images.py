@@ -15,14 +15,14 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm import images
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
-from tests import tiny_vlms
-from tests.light_rewards import capitals
+from tests.helpers import tiny_vlms
+from tests.helpers.light_rewards import capitals
+from tests.helpers.module_runs import History, fit, make_module
+from tests.helpers.observed_images import Shows, source_of
+from tests.helpers.ports import free_port
+from tests.helpers.tiny_vlms import picture
+from tests.helpers.vision_prompts import SCENARIOS, encoder_of, prompt_of
 from tests.marks import SLOW, few
-from tests.module_runs import History, fit, make_module
-from tests.observed_images import Shows, source_of
-from tests.ports import free_port
-from tests.tiny_vlms import picture
-from tests.vision_prompts import SCENARIOS, encoder_of, prompt_of
 from tests.vllm.fakes import FakeLLM, fake_vllm, serving  # noqa: F401 - a fixture
 from tests.vllm.real.policies import largest_vision_gap, sampled_groups, step
 

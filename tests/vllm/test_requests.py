@@ -13,7 +13,7 @@ from grpo_lightning.rollout.vllm.requests import (
     requests_of,
     sampling_settings,
 )
-from tests.tiny_models import EOS, tiny_tokenizer
+from tests.helpers.tiny_models import EOS, tiny_tokenizer
 
 
 def test_all_sampling_settings_are_translated():

@@ -11,10 +11,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.server import ServerError
+from tests.helpers.module_runs import SMALL, are_equal, fit, make_module, weights_of
+from tests.helpers.ports import free_port
+from tests.helpers.tiny_models import tiny_model
 from tests.marks import SLOW
-from tests.module_runs import SMALL, are_equal, fit, make_module, weights_of
-from tests.ports import free_port
-from tests.tiny_models import tiny_model
 from tests.vllm.fakes import FakeServer, serving
 
 

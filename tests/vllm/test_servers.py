@@ -20,10 +20,10 @@ from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.requests import Request
 from grpo_lightning.rollout.vllm.server import INCOMPLETE, Served, ServerError, UnavailableError
 from grpo_lightning.rollout.vllm.servers import Announcement, Job, Pending
+from tests.helpers.module_runs import SMALL, make_module
+from tests.helpers.ports import free_port
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import SLOW, few
-from tests.module_runs import SMALL, make_module
-from tests.ports import free_port
-from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.vllm.fakes import RefusalError, fake_vllm, serving  # noqa: F401 - a fixture
 from tests.vllm.test_engine import PROMPTS, SAMPLING, check_run, scored, step
 

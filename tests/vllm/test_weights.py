@@ -12,8 +12,8 @@ from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.vllm import weights
 from grpo_lightning.rollout.vllm.weights import check_policy, gathered_groups, state_of, weight_groups
+from tests.helpers.tiny_models import tiny_model
 from tests.marks import SLOW
-from tests.tiny_models import tiny_model
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
 

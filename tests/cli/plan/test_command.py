@@ -15,8 +15,8 @@ from grpo_lightning.cli.plan.batches import BatchPlan
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rollout.local_engine import LocalEngine
 from tests.cli.plan.real_shapes import llama_1b, published
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import SLOW
-from tests.tiny_models import tiny_model, tiny_tokenizer
 
 # jsonargparse from 4.49 on has another name for the method that `instantiate` calls; the old one serves all versions.
 pytestmark = pytest.mark.filterwarnings("ignore:[\\s\\S]*instantiate_classes")

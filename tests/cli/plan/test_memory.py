@@ -46,8 +46,8 @@ from grpo_lightning.rollout import local_engine
 from grpo_lightning.rollout.local_engine import LocalEngine
 from tests.cli.plan.measured import peak_bytes, ragged_batch, saved_bytes
 from tests.cli.plan.real_shapes import llama_1b, published
+from tests.helpers.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
 from tests.marks import few
-from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
 
 FP32, BF16, MIXED = Precision(4, 4), Precision(2, 2), Precision(4, 2, is_mixed=True)
 BATCH = ScoredBatch(2, 8, 10, 6)

@@ -12,9 +12,9 @@ from grpo_lightning.policy.loading import PolicyLoader, meta_model
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.trainable import decoder_layers, freeze_first_layers
-from tests import tiny_vlms
 from tests.cli.plan.real_shapes import llama_1b, published
-from tests.tiny_models import FAMILIES, MAMBA, tiny_model
+from tests.helpers import tiny_vlms
+from tests.helpers.tiny_models import FAMILIES, MAMBA, tiny_model
 
 
 def sizes(config, **settings):

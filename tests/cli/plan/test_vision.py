@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from grpo_lightning.cli.plan import command as plan
-from tests import tiny_vlms
 from tests.cli.plan.real_shapes import published
+from tests.helpers import tiny_vlms
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
+from tests.helpers.vision_prompts import encoder_of, prompt_of
 from tests.marks import SLOW
-from tests.tiny_models import tiny_model, tiny_tokenizer
-from tests.vision_prompts import encoder_of, prompt_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:[\\s\\S]*instantiate_classes")
 

@@ -18,7 +18,7 @@ from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.images import prefetch as ahead
 from grpo_lightning.data.images.prefetch import ImageReader
 from grpo_lightning.data.source import PromptSource
-from tests.tiny_vlms import picture
+from tests.helpers.tiny_vlms import picture
 
 
 class Reads:

@@ -19,7 +19,7 @@ from grpo_lightning.data.images import preflight
 from grpo_lightning.data.images.preflight import Preflight, check_given, survey
 from grpo_lightning.data.images.references import ImageFinder
 from grpo_lightning.data.lengths import Measured
-from tests.tiny_vlms import picture
+from tests.helpers.tiny_vlms import picture
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_lightning.core.images import ImageError, ImageRef
 from grpo_lightning.data.images.references import ImageFinder, RemoteFile, has_empty_column, is_empty, unread_column
-from tests.tiny_vlms import picture
+from tests.helpers.tiny_vlms import picture
 
 FINDER = ImageFinder("f.jsonl:3", Path("/data"))
 URI = "data:image/png;base64," + base64.b64encode(b"pixels").decode()

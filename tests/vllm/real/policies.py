@@ -12,9 +12,9 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.groups import GroupSource
 from grpo_lightning.rollout.token_sampler import NextToken, TokenSettings, log_distribution
 from grpo_lightning.training.micro_batches import give_images, plan_micro_batches
-from tests.tiny_models import tiny_model
-from tests.tiny_vlms import TinyVLM, build, rope
-from tests.vision_prompts import encoder_of, prompt_of
+from tests.helpers.tiny_models import tiny_model
+from tests.helpers.tiny_vlms import TinyVLM, build, rope
+from tests.helpers.vision_prompts import encoder_of, prompt_of
 
 SIZE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
 """Heads of 32 features, the fewest that vLLM's kernels take."""

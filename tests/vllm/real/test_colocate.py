@@ -12,10 +12,10 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm import colocate, weights
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
-from tests.conversation_runs import check_same_conversations
+from tests.helpers.conversation_runs import check_same_conversations
+from tests.helpers.module_runs import History, are_equal, fit, make_module, weights_of
+from tests.helpers.tiny_models import tiny_tokenizer
 from tests.marks import SLOW
-from tests.module_runs import History, are_equal, fit, make_module, weights_of
-from tests.tiny_models import tiny_tokenizer
 from tests.vllm.real.policies import PROMPTS, largest_gap, policy, step
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]

@@ -16,12 +16,12 @@ from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm import colocate, requests
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.images import processor_flag
-from tests.light_rewards import capitals
+from tests.helpers.light_rewards import capitals
+from tests.helpers.module_runs import History, fit, make_module
+from tests.helpers.ports import free_port
+from tests.helpers.tiny_vlms import picture
+from tests.helpers.vision_prompts import SCENARIOS, encoder_of, prompt_of
 from tests.marks import SLOW
-from tests.module_runs import History, fit, make_module
-from tests.ports import free_port
-from tests.tiny_vlms import picture
-from tests.vision_prompts import SCENARIOS, encoder_of, prompt_of
 from tests.vllm.real.policies import largest_vision_gap, sampled_groups, step, vlm
 from tests.vllm.real.vllm_server import PROCESSED, TRANSFER, serving
 

@@ -17,11 +17,11 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.vllm import weights
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.server import Served, ServerError, update_of
-from tests.conversation_runs import check_same_conversations
+from tests.helpers.conversation_runs import check_same_conversations
+from tests.helpers.module_runs import History, fit, make_module
+from tests.helpers.ports import free_port
+from tests.helpers.tiny_models import EOS, tiny_tokenizer
 from tests.marks import SLOW
-from tests.module_runs import History, fit, make_module
-from tests.ports import free_port
-from tests.tiny_models import EOS, tiny_tokenizer
 from tests.vllm.real.policies import PROMPTS, largest_gap, policy, step
 from tests.vllm.real.vllm_server import ADAPTERS, PROCESSED, SCALE_OUT, TRANSFER, serving
 

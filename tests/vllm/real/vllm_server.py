@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.ports import free_port
+from tests.helpers.ports import free_port
 
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB

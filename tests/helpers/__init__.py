@@ -1,0 +1,1 @@
+"""Modules that tests of several folders import: tiny models, short runs, pages of the documentation, paths."""

@@ -1,0 +1,1 @@
+"""Tests of `GRPOLightningModule`: whole training runs of tiny models."""
