@@ -1,4 +1,4 @@
-"""What holds for every test: offline, seeded, and no state left for the next one."""
+"""Every test is offline and seeded, and leaves no state for the next one."""
 
 import gc
 import logging

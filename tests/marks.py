@@ -1,4 +1,4 @@
-"""Which cases of a matrix run in `make test`; the others are slow (`make test-slow`), or nightly (`test-nightly`)."""
+"""Marks select the cases of `make test`; other cases are slow (`make test-slow`) or nightly (`make test-nightly`)."""
 
 import ctypes
 import itertools
@@ -10,7 +10,7 @@ import pytest
 SLOW = pytest.mark.slow
 
 NIGHTLY = pytest.mark.nightly
-"""Of a test whose parts run in other tests: every strategy, every way of saving and every subject runs without it.
+"""The mark of a test whose parts run in other tests: every strategy, way of saving and subject runs without it.
 `conftest.py` marks it as slow too."""
 
 few = pytest.mark.few

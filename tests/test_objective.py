@@ -220,7 +220,7 @@ def test_the_fragments_are_the_rows(row):
 
 
 def test_reinforce_plus_plus_divides_by_the_spread_of_the_centered_rewards():
-    """Of an easy and a hard prompt, raw rewards spread by their difference too."""
+    """Raw rewards of an easy and a hard prompt also spread by the difference between the prompts."""
     fragment = yaml.safe_load((FRAGMENTS / "reinforce_plus_plus.yaml").read_text())["model"]["objective"]
     rewards = torch.tensor([[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
     centered = rewards - rewards.mean(1, keepdim=True)
@@ -228,7 +228,7 @@ def test_reinforce_plus_plus_divides_by_the_spread_of_the_centered_rewards():
 
 
 def test_the_table_in_the_docstring_is_true():
-    """Of every paper that has a fragment: ratio, surrogate, aggregation, scale and beta."""
+    """The table states the ratio, surrogate, aggregation, scale and beta of every fragment."""
     lines = [line for line in objective_file.__doc__.splitlines() if line.startswith("| ")][1:]
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [row[0] for row in table] == [
@@ -428,7 +428,7 @@ def test_without_a_reference_there_is_no_kl():
 
 
 def test_zero_advantages_may_be_left_out_only_without_kl():
-    """What `trains_on_zero_advantages` promises, checked on the gradient."""
+    """The gradient is as `trains_on_zero_advantages` states."""
     for settings in (
         {},
         {"beta": 0.1},
@@ -595,7 +595,7 @@ MASKING = [
 
 @pytest.mark.parametrize("settings", MASKING, ids=str)
 def test_a_token_that_the_correction_masks_has_no_gradient(settings):
-    """Of every loss that allows `token_mask`, except VESPO's, which masks no token."""
+    """This holds for every loss that allows `token_mask`, except VESPO's, which masks no token."""
     _, batch = make_batch()
     weights = (batch.old_logprobs - batch.rollout_logprobs).exp()
     is_masked = ((weights < 0.9) | (weights > 2.0)) & batch.completion_mask

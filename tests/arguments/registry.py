@@ -26,7 +26,7 @@ NOT_CONFIGURED = {
 show what an argument changes (`tests/training/test_strategies.py`, `tests/distributed/`)."""
 
 LATE_NAMES = {"PreTrainedTokenizerBase": transformers.PreTrainedTokenizerBase}
-"""What constructors name in hints and the package imports for type checkers only."""
+"""Classes in the hints of constructors that the package imports for type checkers only."""
 
 
 Test = Callable[..., None]

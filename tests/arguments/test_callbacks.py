@@ -47,7 +47,7 @@ def run(callback: Any, steps: int = 2) -> None:
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """What `BeforeAfter` wrote."""
+    """Return the summary that `BeforeAfter` wrote."""
     found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return found
 
@@ -205,7 +205,7 @@ def test_tables_of_the_loggers():
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **settings: Any) -> tuple[list[int], list[str], list[float]]:
-    """Of three steps with rewards 0, 1, 4: (steps at which it was drawn, panels, the smoothed reward)."""
+    """Plot three steps with rewards 0, 1, 4: (steps at which it was drawn, panels, the smoothed reward)."""
     steps: list[int] = []
     draw, plot = LearningCurves.draw, Axes.plot
     means: list[list[float]] = []

@@ -57,13 +57,13 @@ def ready(*args: Any, **options: Any) -> PromptDataModule:
 
 
 def train_batches(*args: Any, **options: Any) -> list[list[Any]]:
-    """What is trained on in an epoch, in the order of the data unless asked otherwise."""
+    """Return the training prompts of an epoch, by default in the order of the data."""
     source = ready(*args, **{"shuffle": False} | options).train_dataloader()
     return [[prompt.content for prompt in batch.prompts] for batch in source]
 
 
 def val_batches(*args: Any, **options: Any) -> list[list[Any]]:
-    """What is validated on."""
+    """Return the validation prompts."""
     return [[prompt.content for prompt in batch.prompts] for batch in ready(*args, **options).val_dataloader()]
 
 

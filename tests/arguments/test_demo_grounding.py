@@ -111,7 +111,7 @@ Steps = list[tuple[int, int]]
 
 
 class Taught:
-    """What a warm-up did."""
+    """Records the steps of a warm-up."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
         task = SceneTask(**TASK)

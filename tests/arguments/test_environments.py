@@ -109,7 +109,7 @@ def test_the_value_without_a_reward():
 
 
 def answer(environment: Any, text: str = "a", limits: RewardWorkers | None = None, most: int = 100) -> Result:
-    """What a conversation's environment answers first."""
+    """Return the environment's first answer in a conversation."""
     runner = EnvironmentRunner(environment, limits or RewardWorkers(num_workers=0), most)
     state = runner.reset([Prompt("p")], [0])[0].state
     return runner.wait(runner.step(state, text, 0), state)

@@ -56,7 +56,7 @@ def test_the_classes_are_found_where_users_meet_them():
 
 
 class Configured:
-    """What a user might configure."""
+    """A class that a user might configure."""
 
     def __init__(self, size: int = 1, color: str = "red", shape: object = None) -> None:
         self.area = size * size

@@ -30,7 +30,7 @@ def evaluated(text: str) -> Evaluation:
 
 
 def number_of(metric: Any, text: str = "[0, 0, 50, 50]") -> float:
-    """What it gives for one completion."""
+    """Compute the metric for one completion."""
     metric.update(evaluated(text))
     (value,) = metric.compute().values()
     return float(value)

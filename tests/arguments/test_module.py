@@ -300,7 +300,7 @@ def test_which_prompts_give_way_and_how_often():
 
 @case(GRPOLightningModule, "ranks_per_group")
 def test_ranks_per_group_divides_the_ranks():
-    """What it computes is tested on two ranks (tests/distributed)."""
+    """Tests on two ranks check the values that it computes (tests/distributed)."""
     with pytest.raises(ValueError, match=r"ranks_per_group is 2, but the run has 1 rank\(s\).* Set it to 1, or change"):
         fit(make_module(ranks_per_group=2), max_steps=1, max_epochs=-1)
     fit(make_module(ranks_per_group=1), max_steps=1, max_epochs=-1)

@@ -32,7 +32,7 @@ def loss(
     drawn: Tensor = OLD,
     router_loss: Tensor | None = None,
 ) -> float:
-    """Of two completions of three and two tokens, drawn with the probabilities `drawn`."""
+    """Compute the loss of two completions of three and two tokens, sampled with the probabilities `drawn`."""
     ids = torch.zeros(2, 1, dtype=torch.long)
     batch = MicroBatch(
         prompt_ids=ids[:1],

@@ -39,7 +39,7 @@ def folders(tmp_path_factory):
 
 
 def num_layers(loader: PolicyLoader) -> int:
-    """Of the model that is loaded."""
+    """Count the layers of the loaded model."""
     return len(loader.load().model.model.layers)
 
 
@@ -196,7 +196,7 @@ def adapted(**settings: Any) -> torch.nn.Module:
 
 
 def delta(model: torch.nn.Module) -> torch.Tensor:
-    """What the first adapter adds for an input of ones."""
+    """Return the output that the first adapter adds for an input of ones."""
     layer = next(adapter_layers(model))
     ones = torch.ones(1, layer.in_features)
     return (layer(ones) - layer.base_layer(ones)).detach()
@@ -336,7 +336,7 @@ def seeing_policy():
 
 
 def num_image_tokens(vlm, height: int, width: int, **settings: int) -> int:
-    """Of one image."""
+    """Count the tokens of one image."""
     loader = PolicyLoader(model=vlm.model, tokenizer=copy.deepcopy(vlm.processor), **settings)
     encoded = loader.load_encoder()(prompt_of(tiny_vlms.picture(0, height, width), "x"))
     assert encoded.vision is not None

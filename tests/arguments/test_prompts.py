@@ -35,7 +35,7 @@ def chat_tokenizer() -> Any:
 
 
 def text_of(prompt: Prompt) -> str:
-    """What the model sees."""
+    """Return the text that the model gets."""
     tokenizer = chat_tokenizer()
     return tokenizer.decode(tokenize(prompt, tokenizer))
 
@@ -52,7 +52,7 @@ def length_of(completions):
 
 
 def record(prompt: Prompt) -> dict[str, Any]:
-    """What the logs have of its completion "yes"."""
+    """Return the log record of its completion "yes"."""
     groups = [Group(prompt, [1], [Completion([5], [0.0], "stop", "yes")])]
     return next(iter(records(Evaluation(groups, RewardSet([answers, length_of]).score(groups)))))
 
@@ -182,7 +182,7 @@ def prompts_of(entry: DatasetEntry) -> list[Prompt]:
 
 
 def questions_of(entry: DatasetEntry) -> list[str]:
-    """What they ask."""
+    """Return the text of each question."""
     return [p.content if isinstance(p.content, str) else p.content[-1]["content"] for p in prompts_of(entry)]
 
 

@@ -25,7 +25,7 @@ TINY |= {"target_loss": 100.0, "num_decay_steps": 2, "num_hasty_steps": 2}  # le
 @case(ReasoningGymTasks, "tasks", "folder", "size", "heldout_size", "seed")
 def test_tasks(tmp_path):
     def lines(folder: str, **changed: Any) -> dict[str, list[str]]:
-        """Of every file of rows."""
+        """Return the lines of every file of rows."""
         given = {"tasks": {"chain_sum": None}, "folder": str(tmp_path / folder), "size": 3, "heldout_size": 2}
         ReasoningGymTasks(**given | {"seed": 0} | changed)()
         root = tmp_path / folder

@@ -48,7 +48,7 @@ RIGHT = "<answer>4</answer>"
 
 
 def value(reward: Any, text: str = "", tokens: int = 0, **columns: Any) -> float | None:
-    """Of one completion; columns are single values."""
+    """Compute the reward of one completion; columns are single values."""
     found = reward(
         completions=[text], completion_ids=[list(range(tokens))], **{name: [value] for name, value in columns.items()}
     )
@@ -217,7 +217,7 @@ HALF_SEEN = ImageView(80, 40, 40, 20, "resized")
 
 
 def boxed(reward: Any, answer: Any, view: ImageView = HALF_SEEN, **columns: Any) -> float | None:
-    """Of one answer, about one image."""
+    """Compute the reward of one answer about one image."""
     return value(reward, f"<answer>{json.dumps(answer)}</answer>", image_views=[view], **columns)
 
 

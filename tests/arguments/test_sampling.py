@@ -35,7 +35,7 @@ def draw(sampling: SamplingParams, engine: LocalEngine | None = None, **options:
 
 
 def texts(**settings: Any) -> list[str]:
-    """What is drawn."""
+    """Return the sampled texts."""
     return [c.text for c in draw(SamplingParams(**{"max_completion_length": 8} | settings))]
 
 

@@ -39,7 +39,7 @@ def connected(engine: VLLMEngine, policy: Any = None) -> VLLMEngine:
 
 
 def option(name: str, engine: VLLMEngine) -> Any:
-    """What vLLM is made with."""
+    """Return an option with which vLLM is constructed."""
     connected(engine)
     return FakeLLM.made[-1].fake.options[name]
 
@@ -68,7 +68,7 @@ def test_options_of_vllm(fake_vllm):  # noqa: F811
 
 @case(VLLMEngine, "tensor_parallel_size")
 def test_tensor_parallel_size(fake_vllm):  # noqa: F811
-    """What the ranks of a group do together: `tests/distributed/test_vllm.py`."""
+    """`tests/distributed/test_vllm.py` tests the ranks of a group together."""
     policy = tiny_model(**SMALL)
     for size in (1, 2):
         VLLMEngine(tensor_parallel_size=size).connect(policy, tiny_tokenizer(), Sharding())

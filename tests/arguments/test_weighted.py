@@ -28,7 +28,7 @@ def broken(completions):
 
 
 def scores(reward: WeightedReward, *, is_chat: bool = False) -> Any:
-    """Of two completions, beside a reward that is always 0."""
+    """Score two completions, next to a reward that is always 0."""
     content = [{"role": "user", "content": "p"}] if is_chat else "p"
     prompt = Prompt(content, {"solution": "ab", "label": "b"}, index=0)
     completions = [Completion([1, 2], [0.0, 0.0], "stop", text) for text in ("<answer>ab</answer>", "AB")]

@@ -15,7 +15,7 @@ from tests.rewards import misbehaving
 
 
 def scored(reward: Any, count: int = 1, workers: RewardWorkers | None = None) -> Any:
-    """What a reward gives `count` groups of a completion each."""
+    """Score `count` groups of one completion each."""
     groups = [Group(Prompt("p", index=n), [1], [Completion([1], [0.0], "stop", f"{n}")]) for n in range(count)]
     return RewardSet([WeightedReward(reward, on_error="none")], workers=workers).score(groups)
 

@@ -264,7 +264,7 @@ def test_the_meter_leaves_the_warm_up_out(monkeypatch: pytest.MonkeyPatch):
 
 
 def run_outcome(steps: list[tuple[float, int]], completions: int, **more: Any) -> dict[str, Any]:
-    """What a child prints. Args: steps: CPU seconds and tokens."""
+    """Return the output of a child. Args: steps: CPU seconds and tokens."""
     seconds, tokens = (sum(values) for values in zip(*steps, strict=True))
     phases = [{"sampling": 0.75 * s, "other": 0.25 * s} for s, _ in steps]
     each = [

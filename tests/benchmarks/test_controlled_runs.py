@@ -1,4 +1,4 @@
-"""What the proofs of learning run: every seed, every control, and their bars."""
+"""The proofs of learning run every seed and every control, and check their bars."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def prove(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def folders(prove: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """What each control trains on."""
+    """Return the folder of the data that each control trains on."""
     monkeypatch.setattr(grounding.GroundingQuickstart, "recipe", staticmethod(lambda: TINY))
     monkeypatch.setenv("GRPO_LIGHTNING_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)

@@ -1,4 +1,4 @@
-"""What training changed, measured on held-out prompts before and after."""
+"""`BeforeAfter` measures held-out prompts before and after training."""
 
 import json
 

@@ -191,7 +191,7 @@ def test_steps_are_those_of_the_metrics(tmp_path, accumulate, cycle):
 
 @SLOW
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
-    """What was written after the checkpoint is drawn again: the file is that of a run that was never killed."""
+    """The resumed run samples again after the checkpoint, and the file equals that of a run that was never killed."""
 
     class Kill(L.Callback):
         def on_train_batch_end(self, trainer, *args):

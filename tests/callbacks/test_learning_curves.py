@@ -20,7 +20,7 @@ from tests.helpers.module_runs import PROMPTS, History, fit, make_module, make_s
 from tests.marks import SLOW, few
 
 ORANGE = np.array(to_rgb("tab:orange"))
-"""Of held-out values."""
+"""The color of held-out values."""
 
 
 def panels_of(path, rows, columns):

@@ -1,4 +1,4 @@
-"""What ran is recorded, and the report is written at the end of every run, whatever ended it."""
+"""Every run is recorded, and writes its report at its end, whatever ended it."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What a run says at its end."""
+"""A run logs a summary at its end."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `predict` gives becomes lines of a file."""
+"""`predict` writes its results as lines of a file."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Which errors are short, and on which ranks they are said."""
+"""Refused settings are one line without a traceback, and other ranks do not repeat it."""
 
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException

@@ -26,7 +26,7 @@ RECIPE = "{model: {policy: p, rewards: [grpo_lightning.rewards.ExactMatch]}, dat
 
 
 def printed(*args, module_class=None):
-    """What a command line prints that asks for help."""
+    """Return the help that a command line prints."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
         main([*args], module_class)

@@ -89,7 +89,7 @@ def logged(path):
 
 
 def failure(capsys, *args):
-    """What a command line that must fail says."""
+    """Return the error message of a command line that must fail."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as error:
         main([*args])

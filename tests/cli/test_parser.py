@@ -50,7 +50,7 @@ def plain(settings):
 
 
 def alone(rewards):
-    """What a list of rewards is where no other stands before it."""
+    """Parse a list of rewards without a list before it."""
     write("alone", model={"policy": "some/policy", "rewards": rewards}, data={"datasets": "x"})
     return [plain(reward) for reward in parse(["--config", "alone.yaml"]).model.rewards]
 

@@ -1,4 +1,4 @@
-"""Which folder a run gets, and what is pointed at it."""
+"""Each run gets a folder of its own, in which its loggers write."""
 
 import csv
 import io

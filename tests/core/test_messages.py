@@ -1,4 +1,4 @@
-"""What is said, and what is not."""
+"""Messages that matter to users are shown; harmless messages of other packages are left out."""
 
 import io
 import itertools

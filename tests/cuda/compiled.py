@@ -53,7 +53,7 @@ CUDA_ANSWERS: dict[str, Any] = {
     "set_rng_state": None,
     "synchronize": None,
 }
-"""What functions of `torch.cuda` return."""
+"""Return values of functions of `torch.cuda`."""
 
 INTERFACE_ANSWERS: dict[str, Any] = {
     "current_device": 0,
@@ -67,7 +67,7 @@ INTERFACE_ANSWERS: dict[str, Any] = {
     "set_device": None,
     "synchronize": None,
 }
-"""What methods of inductor's interface to the device return."""
+"""Return values of the methods of inductor's interface to the device."""
 
 CALL = re.compile(r"^\s+(?:\w+ = )?(triton_\w+\.run|extern_kernels\.\w+|torch\.ops\.[\w.]+|aten\.[\w.]+)\(")
 

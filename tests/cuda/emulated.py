@@ -52,7 +52,7 @@ ANSWERS: dict[str, Any] = {
     "empty_cache": None,
     "is_current_stream_capturing": False,
 }
-"""What functions of `torch.cuda` return."""
+"""Return values of functions of `torch.cuda`."""
 
 ALLOCATIONS = {
     "empty",
@@ -160,7 +160,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What lists, tuples and dicts contain at any depth; any other value itself. Much faster than pytree."""
+    """Yield the contents of lists, tuples and dicts at any depth; any other value itself. Much faster than pytree."""
     if type(value) in (list, tuple):
         for part in value:
             yield from leaves(part)

@@ -21,7 +21,7 @@ RECIPES = (
 """The others repeat their settings for other models and data."""
 
 FURTHER = ("gsm8k_qwen2.5_0.5b", "numina_lora_7b", "qlora_single_gpu", "lora_zero3_32b", "zero3_qwen2.5_7b")
-"""Of these, those whose settings are among those of the rest."""
+"""Those of these recipes that have only settings of the others."""
 
 
 @pytest.mark.slow

@@ -183,7 +183,7 @@ def test_prompts_that_join(dtype):
 
 VOCABULARY = 151_936
 PADDING = range(151_665, VOCABULARY)
-"""Of Qwen2.5: logits, and ids without a token, which are never sampled."""
+"""The logits of Qwen2.5, and its ids without a token, which are never sampled."""
 
 
 def kernels_of(rows, vocabulary=VOCABULARY, **sampling):
@@ -254,7 +254,7 @@ def launches_of_states(function, *shapes, module=None):
 
 @pytest.mark.slow
 def test_fused_layers_are_a_few_kernels():
-    """Of Qwen2.5-0.5B: one kernel per norm, two that rotate queries and keys, and one that merges attention."""
+    """Qwen2.5-0.5B has one kernel per norm, two that rotate queries and keys, and one that merges attention."""
     of_norm = launches_of_states(Qwen2RMSNorm.forward, (256, 1, 896), module=Qwen2RMSNorm)
     heads, angles = [(256, 14, 1, 64), (256, 2, 1, 64)], [(256, 1, 64)] * 2
     of_rotary = launches_of_states(apply_rotary_pos_emb, *heads, *angles)

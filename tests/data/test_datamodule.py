@@ -37,7 +37,7 @@ def rows(tmp_path):
 
 
 def trainer(cycle_per_accumulate=2, **changes):
-    """What the data module asks a trainer for."""
+    """Return the attributes of a trainer that the data module reads."""
     facts = {
         "lightning_module": SimpleNamespace(
             cycle_length=lambda accumulate: accumulate * cycle_per_accumulate,
@@ -96,7 +96,7 @@ def as_rank(rank, world_size=2):
 
 
 def of_ranks(loader):
-    """What each of two ranks gets."""
+    """Return the prompts of each of two ranks."""
     shares = []
     for rank in (0, 1):
         with as_rank(rank):

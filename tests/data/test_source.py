@@ -132,7 +132,7 @@ def test_upcoming_looks_and_leaves():
 
 
 def more(source, num_prompts, own=None):
-    """What `more` gives a rank, as texts."""
+    """Call `more` on a rank. Returns: the prompts used, and the rank's texts."""
     used, prompts = source.more(num_prompts, range(num_prompts) if own is None else own)
     return used, [prompt.content for prompt in prompts]
 

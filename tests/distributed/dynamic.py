@@ -32,7 +32,7 @@ CASES: dict[str, list[str]] = {
     "nothing is left to draw": [EQUAL, OPEN, EQUAL, OPEN],
     "a rank without prompts": [EQUAL],
 }
-"""What kind each prompt is, in the order of the data; a rollout has four."""
+"""The kind of each prompt, in the order of the data; a rollout has four."""
 SHARED = ["one rank some rounds", "the epoch ends within a round", "a rank without prompts"]
 """Cases that also run with groups that both ranks share: of three completions the first rank samples one."""
 
@@ -51,7 +51,7 @@ def differs_if_open(completions: list[str], prompts: list[str]) -> list[float]:
 
 
 class Found(L.Callback):
-    """What the first rollout was trained on, and its metrics."""
+    """Records the groups of the first rollout, and its metrics."""
 
     def __init__(self) -> None:
         self.groups: list[Any] = []
@@ -96,7 +96,7 @@ def run(
 
 
 def early_and_late(strategy: str, folder: Path) -> dict[str, Any]:
-    """What is found on this rank, and the number of early calls and of those not used.
+    """Return the results of this rank, and the number of early calls and of those not used.
 
     With calls of the rewards during sampling, after it, and with groups that the ranks share. Workers can load the
     reward, unlike those of this file.

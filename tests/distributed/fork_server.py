@@ -34,7 +34,7 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "transformers.models.qwen2.modeling_qwen2",
 ]
-"""What ranks import, all of them or most."""
+"""Modules that all ranks or most of them import."""
 
 THREADS = Path("/proc/self/task")
 """A folder for each thread of this process, on Linux."""

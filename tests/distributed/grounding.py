@@ -1,4 +1,4 @@
-"""What is measured and drawn of boxes, on one rank or two: `python -m tests.distributed.grounding FOLDER RANKS`."""
+"""Metrics and pictures of boxes, on one rank or two: `python -m tests.distributed.grounding FOLDER RANKS`."""
 
 from __future__ import annotations
 

@@ -33,11 +33,11 @@ FOR_ALL = {
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONPATH": str(ROOT),
 }
-"""What packages read when they are imported."""
+"""Variables that packages read when they are imported."""
 
 
 def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun sets, and one thread each."""
+    """Return the variables that torchrun sets, with one thread each."""
     own = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps, and those no run can go on from: `python -m tests.distributed.kept STRATEGY FOLDER`.
+"""The checkpoints that a run keeps, and unusable ones: `python -m tests.distributed.kept STRATEGY FOLDER`.
 
 Four steps in cycles of two, so that the third checkpoint is inside a cycle and the last one is not.
 """
@@ -103,7 +103,7 @@ def savings(folder: Path) -> list[L.Callback]:
 def refusal(
     strategy: str, folder: Path, checkpoint: Path, settings: dict[str, Any] | None = None, prompts: int = 4
 ) -> str:
-    """What a run says that is to go on from a checkpoint, and must not."""
+    """Return the error of a run that must not resume from a checkpoint."""
     try:
         train(strategy, folder, settings or {}, ckpt_path=checkpoint, prompts=prompts)
     except (ValueError, FileNotFoundError) as error:
@@ -133,7 +133,7 @@ def main(strategy: str, folder: str) -> None:
 
 
 def refusals(strategy: str, where: Path, inside: Path) -> dict[str, str]:
-    """What is said of checkpoints taken inside a cycle that cannot be used; the last one is damaged for good."""
+    """Return the errors of unusable checkpoints from inside a cycle; the last one stays damaged."""
     said = {}
     if strategy == "ddp":
         said["of one process"] = refusal(strategy, where, where / "one.ckpt", prompts=8)

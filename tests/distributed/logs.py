@@ -1,4 +1,4 @@
-"""What is logged, evaluated and written, on one rank or two: `python -m tests.distributed.logs FOLDER`.
+"""Logs, evaluations and files, on one rank or two: `python -m tests.distributed.logs FOLDER`.
 
 The completions follow from the prompts alone, so that all of it is the same on any number of ranks.
 """

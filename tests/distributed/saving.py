@@ -1,4 +1,4 @@
-"""What is left of runs on several ranks: checkpoints, exported policies, evaluations from checkpoints.
+"""The files of runs on several ranks: checkpoints, exported policies, evaluations from checkpoints.
 
 python -m tests.distributed.saving STRATEGY FOLDER
 """

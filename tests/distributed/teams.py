@@ -40,7 +40,7 @@ TEXTS: dict[str, list[str]] = {
     "one prompt": ["open"],
     "some further prompts": ["equal", "open", "equal", "equal", "open", "open", "equal", *["open"] * 3, "equal"],
 }
-"""What kind each prompt is, in the order of the data. Of two teams, the second has the prompts at odd places."""
+"""The kind of each prompt, in the order of the data. The second of two teams has the prompts at odd places."""
 
 IMAGES: dict[str, list[list[Any]]] = {
     "images on one team": [[0, "open"], ["equal"], ["open", 1, 2], ["open"], ["equal"], ["open"]],

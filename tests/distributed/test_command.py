@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def said(folder: Path) -> list[dict[str, str]]:
-    """What each rank printed, by run, once all of them are done."""
+    """Return the output of each rank, by run, once all of them are done."""
     texts = run_ranks("tests.distributed.command", folder, timeout=240)
     return [dict(part.split("\n", 1) for part in text.split("\nrun ")[1:]) for text in texts]
 

@@ -12,7 +12,7 @@ pytestmark = SLOW
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What one device and two ranks found, by number of ranks and rank."""
+    """Return the results of one device and of two ranks, by number of ranks and rank."""
     folder = tmp_path_factory.mktemp("grounding")
     for world_size in (1, 2):
         said = run_ranks("tests.distributed.grounding", folder, world_size, world_size=world_size, timeout=240)

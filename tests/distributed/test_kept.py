@@ -82,7 +82,7 @@ def test_what_is_missing_or_half_written_is_said_on_every_rank(folder: Path, str
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_inside_a_cycle_another_number_of_prompts_per_rollout_is_refused(folder: Path, strategy: str):
-    """What other ranks have to set to continue is said on every rank."""
+    """Every rank reports the setting that lets the run continue."""
     if strategy != "ddp":
         pytest.skip("files, which any number of ranks could load, are those of DDP")
     for result in found(folder, strategy):

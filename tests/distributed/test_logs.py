@@ -1,4 +1,4 @@
-"""What is logged, evaluated and written is that of all ranks, and what one device has."""
+"""Logs, evaluations and files cover all ranks, and equal those of one device."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, Any]:
-    """What they found, by number of ranks and rank."""
+    """Return the results, by number of ranks and rank."""
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("of1-0", "of2-0", "of2-1")}
 
 

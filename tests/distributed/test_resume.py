@@ -19,7 +19,7 @@ FROZEN_TOWER = {"freeze_vision_modules": True}
 
 
 def half_write(newest: Path) -> None:
-    """What a kill leaves while a checkpoint is written: refused by name, and the one before it is taken."""
+    """Leave a checkpoint half-written, as a kill does: it is refused by name, and the one before it is used."""
     assert newest.name == NEWEST
     file = cut(newest)
     path, skipped = resuming.newest([newest.parent], to_train=True)

@@ -1,4 +1,4 @@
-"""What the local engine draws from shards is what it draws on one device, however the prompts lie on the ranks."""
+"""The local engine samples the same from shards as on one device, whichever rank has which prompts."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def strategy(request: pytest.FixtureRequest, folder: Path) -> str:
 
 
 def loaded(folder: Path, strategy: str, family: str) -> list[dict[Any, Any]]:
-    """What both ranks found, by case and step."""
+    """Return the results of both ranks, by case and step."""
     return [torch.load(folder / f"{strategy}-{family}-{rank}.pt") for rank in (0, 1)]
 
 

@@ -21,7 +21,7 @@ from tests.vllm.fakes import serving
 def trained(
     strategy: str, folder: Path, kind: str, *, is_killed: bool = False
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """What a run with a server of its own logged, and its weights.
+    """Run with an own server. Returns: the logs, and the weights.
 
     Args:
         strategy: Strategy of the run.

@@ -42,7 +42,7 @@ class Case:
     length: int = 8
     prompts: list[str] = field(default_factory=lambda: PROMPTS[:4])
     fault: str | None = None
-    """What is broken deliberately."""
+    """The part that is broken deliberately."""
 
 
 CASES: dict[str, Case] = {

@@ -1,4 +1,4 @@
-"""What backs the rows of docs/lightning.md about arguments of the Trainer."""
+"""Runs that check the rows of docs/lightning.md about arguments of the Trainer."""
 
 from __future__ import annotations
 

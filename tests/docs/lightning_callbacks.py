@@ -1,4 +1,4 @@
-"""What backs the rows of docs/lightning.md about callbacks."""
+"""Runs that check the rows of docs/lightning.md about callbacks."""
 
 from __future__ import annotations
 

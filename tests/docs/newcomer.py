@@ -1,4 +1,4 @@
-"""What a newcomer has after reading the front page: its files in an empty folder, and a model where it names one."""
+"""The folder of a newcomer: the files of the front page, and a model where the page names one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 SHORT = ["--trainer.accelerator=cpu", "--model.sampling.max_completion_length=4"]
-"""What makes a command short enough for a test; the last flag of a name counts."""
+"""Flags that make a command short enough for a test; the last flag of a name counts."""
 
 
 def files(text: str = README) -> dict[str, str]:

@@ -30,7 +30,7 @@ from tests.marks import SLOW
 FILE = DOCS / "grpo_in_200_lines.py"
 SOURCE = FILE.read_text(encoding="utf-8")
 PROMPTS = ["abca=", "d=", "bb=", "cadcab="]
-"""Of different lengths, so that rows are padded on the left."""
+"""Prompts of different lengths, so that rows are padded on the left."""
 
 ERRORS = {
     "sign of the loss": ("loss = -torch.minimum", "loss = torch.minimum"),

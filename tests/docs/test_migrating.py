@@ -201,7 +201,7 @@ SWIFT_DEFAULTS = {
     "seed": 42,
     "full_determinism": False,
 }
-"""Of ms-swift 3.3.1; of flags that are newer, of the version that has them."""
+"""The defaults of ms-swift 3.3.1; newer flags have the defaults of the version that added them."""
 
 VLM_DEFAULTS = {
     "model_revision": "main",
@@ -312,7 +312,7 @@ def command_line(tmp_path_factory) -> Any:
 
 
 def default_here(key: str, command_line: Any) -> Any:
-    """What a key is if nobody sets it."""
+    """Return the value of a key that nobody sets."""
     if key.startswith("trainer.") or key in ("seed_everything", "ckpt_path", "run_name"):
         return command_line.get(key)
     group, _, name = key.rpartition(".")
@@ -410,7 +410,7 @@ def batch() -> tuple[torch.Tensor, MicroBatch, torch.Tensor]:
 def loss_of_trl(
     batch: tuple[torch.Tensor, MicroBatch, torch.Tensor], flags: Mapping[str, Any], aux_loss: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What `GRPOTrainer` computes with these flags of `GRPOConfig`, for a model that returns this `aux_loss`."""
+    """Compute the loss of `GRPOTrainer` with these flags of `GRPOConfig`, for a model that returns this `aux_loss`."""
     trl = pytest.importorskip("trl", minversion="1.16")
     logprobs, micro_batch, entropies = batch
     config = trl.GRPOConfig(output_dir="x", use_cpu=True, bf16=False, report_to=[], **flags)
@@ -465,7 +465,7 @@ def our_loss(
     settings: Mapping[str, Any],
     router_loss: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What the objective of these settings gives."""
+    """Compute the loss of the objective with these settings."""
     logprobs, micro_batch, entropies = batch
     mask = micro_batch.completion_mask
     counts = StepCounts(int(mask.sum()), int(mask.any(dim=1).sum()))
@@ -761,7 +761,7 @@ def called(reward: Any, **columns: Any) -> list[float | None]:
 
 
 def seen_in_trl(prompt: Any, text: str) -> dict[str, Any]:
-    """What a reward function gets from `GRPOTrainer` for a prompt that is answered with this text."""
+    """Return the arguments that `GRPOTrainer` passes to a reward function for a prompt with this completion."""
     trl = pytest.importorskip("trl", minversion="1.16")
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"

@@ -54,7 +54,7 @@ PLANNED: dict[str, Any] = {
         "rewards": [{"class_path": "grpo_lightning.rewards.Format"}],
     },
 }
-"""What the numbers are planned for."""
+"""The recipe that the numbers are planned for."""
 
 LORA = ["--model.policy.init_args.dtype=bfloat16", "--model.policy.init_args.lora={rank: 16}"]
 QLORA = [*LORA, "--model.policy.init_args.quantization=4bit", "--model.optimizer=PagedAdamW8bit"]

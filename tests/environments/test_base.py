@@ -1,4 +1,4 @@
-"""What an environment may return, and which columns it gets."""
+"""An environment returns a step or a part of it, and `reset` gets the columns that it names."""
 
 import numpy as np
 import pytest

@@ -147,7 +147,7 @@ def test_the_calls_of_a_round_have_one_deadline():
 
 
 def test_random_numbers_are_those_of_the_seed():
-    """Of the seed alone: in workers, in the training process, and whatever has been drawn before."""
+    """They depend on the seed alone: in workers, in the training process, and whatever was drawn before."""
     before = random.getstate()
     here = [play(Draws(), "a", limits=RewardWorkers(num_workers=0))[0].value for _ in range(2)]
     assert random.getstate() == before

@@ -86,7 +86,7 @@ class TwoRanks:
         return said
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
-        """What comes of it, by rank."""
+        """Run the work on every rank. Returns: the results, by rank."""
 
         def part(rank: int) -> Any:
             self.own.rank = rank

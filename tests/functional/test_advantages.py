@@ -190,7 +190,7 @@ def test_results_are_float32_whatever_the_rewards_are(dtype: torch.dtype) -> Non
 
 
 def loop_gains(group: list[float], baseline: str) -> list[float]:
-    """Of every scorable reward of a group: it less its baseline."""
+    """Subtract its baseline from every scorable reward of a group."""
     known = [r for r in group if not math.isnan(r)]
     others = [known[:i] + known[i + 1 :] if baseline == "leave_one_out" else known for i in range(len(known))]
     return [r - statistics.fmean(of or [r]) for r, of in zip(known, others, strict=True)]
@@ -439,7 +439,7 @@ def test_one_reward_is_its_advantage(rewards: Tensor) -> None:
 
 
 def opo_of_verl(scores: list[float], lengths: list[int]) -> list[float]:
-    """Of one group, as `compute_opo_outcome_advantage` defines it: less the mean over tokens."""
+    """Compute the advantages of one group as `compute_opo_outcome_advantage` does: scores less the mean over tokens."""
     tokens = [score for score, length in zip(scores, lengths, strict=True) for _ in range(length)]
     return [score - sum(tokens) / len(tokens) for score in scores]
 

@@ -185,7 +185,7 @@ def test_what_has_not_moved_has_ratio_exactly_one(level: Any) -> None:
 
 
 def loop_surrogate(r: float, now: float, gain: float, surrogate: str) -> float:
-    """Of one token with ratio r."""
+    """Compute the loss of one token with ratio r."""
     if surrogate == "cispo":
         return -gain * now * (r if r < 1.2 else 1.2)
     if surrogate == "sapo":

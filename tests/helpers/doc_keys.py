@@ -1,4 +1,4 @@
-"""Which names on a page are settings, classes or arguments of this package."""
+"""Names on a page that are settings, classes or arguments of this package."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def class_named(name: str) -> Any:
 
 
 def arguments(kind: Any) -> set[str]:
-    """What a class is made with."""
+    """Return the names of a class's constructor arguments."""
     return set(inspect.signature(kind).parameters)
 
 
 def problem(name: str) -> str | None:
-    """What is wrong with a key (`model.objective.beta`) or a class (`Cosine.max_len`); None if it is there."""
+    """Return the error in a key (`model.objective.beta`) or a class (`Cosine.max_len`); None if it exists."""
     if name in TOP or name in SETTINGS:
         return None
     group, _, key = name.rpartition(".")

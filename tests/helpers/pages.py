@@ -14,12 +14,12 @@ class TableRow:
     """One row of a Markdown table."""
 
     heading: str
-    """Of the section it stands in."""
+    """The heading of its section."""
 
     cells: tuple[str, ...]
 
     def names(self, column: int = 0) -> list[str]:
-        """What stands between backticks in a cell."""
+        """Return the texts between backticks in a cell."""
         return re.findall(r"`([^`]+)`", self.cells[column])
 
 
@@ -54,7 +54,7 @@ def tables(text: str) -> list[TableRow]:
 
 
 def anchors(text: str) -> set[str]:
-    """What links can point at: a heading in lower case, spaces as hyphens, other signs left out."""
+    """Return the targets of links: headings in lower case, spaces as hyphens, other signs left out."""
     headings = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -38,7 +38,7 @@ def prompt_of(*parts: str | Image.Image, **options: Any) -> Prompt:
 
 
 def encoder_of(vlm: TinyVLM) -> Encoder:
-    """What encodes prompts for a tiny model."""
+    """Return the encoder of prompts for a tiny model."""
 
     class Given:
         tokenizer = vlm.processor

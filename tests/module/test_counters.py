@@ -1,4 +1,4 @@
-"""What a step costs, in prompts that run through the model: N per pass, never N x G."""
+"""A step runs N prompts per pass through the model, never N x G."""
 
 from collections import Counter
 
@@ -40,7 +40,7 @@ class CountPrompts(L.Callback):
 
 
 def prompts_embedded(accumulate=1, num_prompts=8, steps=None, policy=None, **options):
-    """Of one cycle."""
+    """Count the prompts that one cycle embeds."""
     loader = PolicyLoader(model=tiny_model("qwen2", **SMALL), tokenizer=tiny_tokenizer(), **(policy or {}))
     module = make_module(policy=loader, **options)
     counter = CountPrompts()

@@ -1,4 +1,4 @@
-"""What is logged: every name, and every value worked out by hand."""
+"""Metrics have every name that is documented, and values computed by hand."""
 
 import functools
 import itertools

@@ -138,7 +138,7 @@ def test_a_killed_run_resumes_to_the_same_weights(own, tmp_path):
 @pytest.mark.parametrize("own", [GRPOLightningModule, OwnPlan])
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 def test_ranks_agree_on_the_passes_of_a_rollout_once(own, beta, monkeypatch):
-    """Of an own `split_rollout` too. Unequal numbers of passes would hang where weights are sharded."""
+    """This holds for an own `split_rollout` too. Unequal numbers of passes would hang where weights are sharded."""
     other = AnotherRank(monkeypatch)
     fit(make_module(own, objective=Objective(beta=beta), **settings_for(OwnPlan)), max_epochs=1, callbacks=[other])
     other.check()

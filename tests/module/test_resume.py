@@ -420,7 +420,7 @@ def test_a_second_fit_does_not_save_the_rollout_that_the_first_left_pending(tmp_
 
 @pytest.mark.parametrize("accumulate", [2, 1])
 def test_ranks_agree_on_the_passes_of_a_resumed_cycle(killed_mid_cycle, monkeypatch, accumulate):
-    """Of another `policy.chunk_size` than before, and of a cycle that is cut again."""
+    """This holds for another `policy.chunk_size` than before, and for a cycle that is split again."""
     other = AnotherRank(monkeypatch)
     policy = PolicyLoader(model=tiny_model("qwen2", **SMALL), tokenizer=tiny_tokenizer(), chunk_size=1)
     module = two_updates(policy=policy)

@@ -35,7 +35,7 @@ class StoppedError(Exception):
 
 
 class Prompts(L.Callback):
-    """What every optimizer step was trained on."""
+    """Records the prompts of every optimizer step."""
 
     def __init__(self) -> None:
         self.steps: dict[int, list[str]] = {}
@@ -240,7 +240,7 @@ def test_the_default_checkpoint_of_a_run_of_max_steps_loses_no_prompt(tmp_path, 
 
 @SLOW
 def test_resumed_by_max_steps_the_epochs_begin_and_are_validated_as_in_the_unbroken_run(tmp_path):
-    """What Lightning does between two epochs: hooks, counts, and the steps that loggers are told."""
+    """The hooks, counts and logged steps between two epochs are the same."""
 
     class Hooks(L.Callback):
         def __init__(self) -> None:

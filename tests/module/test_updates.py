@@ -85,7 +85,7 @@ def test_old_logprobs_of_the_rollout_are_the_engines():
 
 
 def gradients_of_the_first_step(module, **trainer):
-    """Of every parameter, before clipping."""
+    """Return the gradient of every parameter, before clipping."""
     gradients = {}
 
     class Collect(History):

@@ -1,4 +1,4 @@
-"""What the next token attends to: each prompt once, and the completions' own tokens, in place."""
+"""The next token attends to each prompt, stored once, and to the completion's own tokens, written in place."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -131,7 +131,7 @@ def test_a_forward_that_fails_leaves_the_attention_as_it_was(cache):
 @SLOW
 @pytest.mark.parametrize("stop_strings", [[], ["w7", "w9"]])
 def test_a_host_that_looks_seldom_gets_the_same_completions(monkeypatch, stop_strings):
-    """What is sampled after an end is dropped, and rows that have ended stay until a quarter of them has."""
+    """Tokens sampled after an end are dropped, and ended rows stay until a quarter of the rows has ended."""
     model = tiny_model("qwen2")
     model.generation_config.eos_token_id = list(range(2, 9))
     every_step = sampled(model, "shared", stop_strings=stop_strings)

@@ -79,7 +79,7 @@ def test_a_tied_head_gets_none():
 
 
 def test_the_head_inside_a_decoder_gets_none():
-    """Of a model that does not tell its decoder apart, or whose language model has the head."""
+    """`get_decoder` returns the model itself, or the language model has the head."""
     model = tiny_model("qwen2")
     want = set(targets(model))
     model.get_decoder = lambda: model

@@ -32,7 +32,7 @@ def loader(model=None, head_dtype="float32", **settings):
 
 
 def hidden_states(policy):
-    """What reaches the head, [1, 12, H]."""
+    """Return the hidden states that reach the head, [1, 12, H]."""
     seen = []
     hook = policy.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     with torch.no_grad():
@@ -87,7 +87,7 @@ def test_in_float32_nothing_changes(family, is_tied):
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_the_logits_are_float32_products_of_the_hidden_states(dtype, is_tied):
-    """Of 16-bit states; everything below the head is as it was."""
+    """The states have 16 bits; everything below the head is unchanged."""
     model = tiny_model("qwen2", dtype=dtype, tie_word_embeddings=is_tied)
     with in_bf16():
         states = hidden_states(model)

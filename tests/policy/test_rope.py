@@ -97,7 +97,7 @@ def test_sampled_batched_and_single_logprobs_are_equal(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_control_frequencies_that_follow_the_batch_give_other_numbers(kind):
-    """What transformers does by itself: tokens cached below the original length keep the other frequencies."""
+    """Transformers alone differs: tokens cached below the original length keep the other frequencies."""
     model, prompts = build(kind), prompts_of()
     groups = sampled(model, prompts)
     dense = scored(model, prompts, groups, Scorer("dense"))
@@ -156,7 +156,7 @@ def test_a_row_beyond_the_fixed_length_is_refused_not_rescaled():
 
 
 def longest(module, *sources, stage="fit", datamodule=None):
-    """What a run fixes the frequencies for; it ends there."""
+    """Return the length for which a run fixes the frequencies; the run ends there."""
     told = []
 
     def load(self, sharding, longest_row, **_):

@@ -1,4 +1,4 @@
-"""What of the policy is trained: combinations that cannot be are refused, before any weights are loaded."""
+"""Invalid settings of the trained parts of a policy are refused before any weights are loaded."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What transformers is told of weights that ZeRO-3 holds elsewhere."""
+"""Transformers learns that ZeRO-3 partitions the weights."""
 
 import pytest
 import torch

@@ -97,7 +97,7 @@ def test_extended_equals_dense_with_checkpointed_layers(family):
 
 @pytest.mark.parametrize("family", families(EXTENDED))
 def test_known_features_change_nothing(family):
-    """Of a frozen tower: kept in one pass, used in the others, for other prompts side by side too."""
+    """Features of a frozen tower are stored in one pass and used in the others, with other prompts in the batch too."""
     vlm = tiny_vlms.build(family)
     encoder = encoder_of(vlm)
     freeze_vision(vlm.model)

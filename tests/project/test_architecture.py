@@ -88,7 +88,7 @@ def points_down(unit: str, target: str) -> bool:
 
 
 def file_problems(path: Path, package: Path) -> Iterator[str]:
-    """What one file does that the layout does not allow."""
+    """Yield the violations of the layout in one file."""
     name = path.relative_to(package).as_posix()
     unit = path.relative_to(package).parts[0].removesuffix(".py")
     is_root = unit == "__init__"  # the lazy public names: they point everywhere
@@ -113,7 +113,7 @@ def file_problems(path: Path, package: Path) -> Iterator[str]:
 
 
 def problems(package: Path) -> list[str]:
-    """What the files of `package` do that the layout does not allow."""
+    """Return the violations of the layout in the files of `package`."""
     return [problem for path in sorted(package.rglob("*.py")) for problem in file_problems(path, package)]
 
 

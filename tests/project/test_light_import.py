@@ -15,7 +15,7 @@ OPTIONAL = (
 
 
 def run(program: str) -> str:
-    """What a fresh interpreter prints."""
+    """Return the output of a program in a fresh interpreter."""
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""Which tests `make test` runs."""
+"""`make test`, `make test-slow` and `make test-nightly` select tests by their marks."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def read(name: str) -> str:
 
 
 def project_files() -> list[Path]:
-    """What git tracks, or would track after `git add`."""
+    """Return the files that git tracks, or would track after `git add`."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if result.returncode:

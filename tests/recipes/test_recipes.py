@@ -157,7 +157,7 @@ FAMILIES = {
     "OpenGVLab/InternVL3-2B-hf": "internvl",
     "runs/quickstart_grounding/task/model": "qwen2_5_vl",
 }
-"""Of the policies of the recipes that see images."""
+"""The tiny models in place of the policies of the vision recipes."""
 
 SOLUTIONS = {
     "gui_defect": "the title is cut",
@@ -165,7 +165,7 @@ SOLUTIONS = {
     "ovd_od_length": [{"bbox_2d": [0, 0, 40, 40], "label": "cat"}],
     "counting": "<answer> 3 </answer>",
 }
-"""Of a row; the other recipes ask for a box."""
+"""The solution of a row; the other recipes ask for a box."""
 
 IMAGES = {"gui_defect": [(1280, 800)], "gui_multi_image": [(1280, 800)] * 2, "counting": [(480, 320)]}
 """Width and height of a row's images in the data of a recipe; of the others (640, 480), as in COCO."""
@@ -396,7 +396,7 @@ def test_ddp_runs_on_one_process(tiny, tmp_path):
 
 
 def hardware(recipe: Path) -> str:
-    """What a header says of devices and memory."""
+    """Return the devices and memory in a header."""
     header = " ".join(line.lstrip("# ") for line in recipe.read_text().splitlines() if line.startswith("#"))
     return header.partition("Hardware: ")[2].partition(" Command:")[0]
 

@@ -87,7 +87,7 @@ DEFAULTS = {
     "split_dataset_ratio": {"data.val_split": 0.01},
     "seed": {"seed_everything": 42},
 }
-"""What ms-swift has without being asked, and what that is here."""
+"""The defaults of ms-swift, and the settings here that equal them."""
 
 VALUES: dict[str, Callable[[str], Mapping[str, Any]]] = {
     "num_train_epochs": lambda v: {"trainer.max_epochs": int(v)},
@@ -127,7 +127,7 @@ VALUES: dict[str, Callable[[str], Mapping[str, Any]]] = {
     "attn_implementation": lambda v: {"model.policy.attention": v},
     "gradient_checkpointing": lambda v: {},
 }
-"""What a flag's value is here. Flags of `model.rewards`, batches, devices and files are compared by their own tests."""
+"""The setting here of a flag's value. Other tests compare flags of `model.rewards`, batches, devices and files."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Script:
     world_size: int = 1
     version: str | None = None
     recipe_flags: tuple[str, ...] = ()
-    """What the recipe does not have and the script does, as the recipe's header says."""
+    """Flags of the script that the recipe lacks, as the recipe's header says."""
 
     differs: frozenset[str] = frozenset()
     """Flags of which the recipe has another value, as its header or comments say."""
@@ -365,7 +365,7 @@ ON_A_CPU = {
     "max_prompt_length: 256": "max_prompt_length: 600",
     "attention: flash_attention_2": "attention: auto",
 }
-"""What does not fit a tiny model, in the text of a recipe."""
+"""Texts of a recipe that do not fit a tiny model, and their replacements."""
 
 
 @pytest.fixture

@@ -180,19 +180,19 @@ def takes_a_gigabyte(completions):
 
 
 def tells_the_step(completions, trainer_state, log_extra):
-    """What the run says of itself, and where that is known."""
+    """Log the step of the run, and the process that knows it."""
     log_extra("step", [trainer_state.global_step] * len(completions))
     return process(completions, log_extra, lambda name, value: None)
 
 
 def tells_the_step_and_limit(completions, path, trainer_state, max_completion_length, log_extra):
-    """What it was called with."""
+    """Log the arguments of the call."""
     log_extra("said", [f"{text} {path[0]} {trainer_state} {max_completion_length}" for text in completions])
     return [1.0] * len(completions)
 
 
 def varies_with_the_step(completions, trainer_state, max_completion_length, finish_reasons, log_extra, log_metric):
-    """What a call is told about the run and about each completion."""
+    """Score by the arguments of the call about the run and about each completion."""
     log_extra("end", finish_reasons)
     log_metric("step", trainer_state.global_step)
     return [
@@ -239,7 +239,7 @@ def leaves_a_child(completions):
 
 
 def signals_its_parent(completions, prompts):
-    """What a scheduler sends to all processes of a job, to the worker and the process it comes from."""
+    """Send the signals of a scheduler to the worker and to the process that started it."""
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(os.getpid(), number)
         os.kill(os.getppid(), number)

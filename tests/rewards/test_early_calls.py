@@ -24,7 +24,7 @@ from tests.rewards import misbehaving
 from tests.rewards.test_workers import LIMITS, groups, reward_set
 
 PROMPTS = ["one", "raise", "is killed", "short", "nan", "two", "none at all", "unsendable", "leaves", "exits", "three"]
-"""What the rewards do: a failure of every kind but a timeout."""
+"""Prompts that name the behavior of a reward: every kind of failure except a timeout."""
 
 
 def scored(rewards: RewardSet, batch: Sequence[Group], early: Sequence[Group] = (), **options: Any) -> Scores:

@@ -1,4 +1,4 @@
-"""What rewards get of conversations: the user's own object, and what the environment has counted."""
+"""Rewards get the user's own object and the counts of the environment."""
 
 from __future__ import annotations
 

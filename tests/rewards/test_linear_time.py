@@ -39,7 +39,7 @@ from grpo_lightning.rewards.code_tests import python_program
 from tests.marks import SLOW, few
 
 MOST = 15.0
-"""What 100,000 characters may cost, in units of what 10,000 cost."""
+"""Maximum time of 100,000 characters, in units of the time of 10,000."""
 
 SHAPES = {
     "opened": "<think>",
@@ -102,7 +102,7 @@ OBJECTS = [{"bbox_2d": [0, 0, 10, 10], "label": "cat"}]
 
 @functools.cache
 def gym_columns() -> dict[str, list[str]]:
-    """What the reward reads of a row of reasoning-gym."""
+    """Return the columns that the reward reads of a row of reasoning-gym."""
     pytest.importorskip("reasoning_gym")
     (entry,) = entries("spell_backward", {}, 0, range(1))
     columns = row("spell_backward", {}, entry)
@@ -177,7 +177,7 @@ def seconds(parse: Callable[[str], object], text: str, times: int) -> float:
 
 
 def ratio(parse: Callable[[str], object], piece: str, beginning: str = "", end: str = "") -> float:
-    """What 100,000 characters cost in units of what 10,000 cost."""
+    """Measure the time of 100,000 characters, in units of the time of 10,000."""
     short, long = (beginning + piece * (length // len(piece)) + end for length in (10_000, 100_000))
     worst = float("inf")
     for times in (1, 5, 15):  # a machine that is busy at the wrong moment gets another look

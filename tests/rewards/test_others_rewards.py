@@ -196,7 +196,7 @@ def test_ms_swift(content: Any):
 
 
 class Settings:
-    """What ms-swift hands to the constructors of its rewards."""
+    """Arguments that ms-swift passes to the constructors of its rewards."""
 
     cosine_min_len_value_wrong, cosine_max_len_value_wrong = -0.5, 0.0
     cosine_min_len_value_correct, cosine_max_len_value_correct = 1.0, 0.5
@@ -319,7 +319,7 @@ def format_reward(completions, **kwargs):
 
 
 def debug_reward(completions, solution, **kwargs):
-    """What the rewards of VLM-R1 read for their debug log, and to find the size of an image."""
+    """Check the columns that VLM-R1's rewards read for their debug log and for the size of an image."""
     path, problem = kwargs.get("image_path")[0], kwargs.get("problem")[0]
     return [float(path == ["/images/a.jpg"] and problem == "Where?") for _ in completions]
 

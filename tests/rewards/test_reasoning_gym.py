@@ -25,7 +25,7 @@ def columns(task: str, *, config: dict[str, Any] | None = None) -> dict[str, str
 
 
 def values(completions: list[str], task: str, judge: ReasoningGym | None = None, **more: Any) -> list[float | None]:
-    """What completions of one row are worth."""
+    """Compute the rewards of completions of one row."""
     read = columns(task)
     given = {name: [read[name]] * len(completions) for name in ("task", "task_config", "entry")}
     return (judge or ReasoningGym())(completions=completions, **given, **more)

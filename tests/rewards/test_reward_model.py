@@ -115,7 +115,7 @@ def test_the_tokenizers_padding_does_not_matter(tmp_path, changes):
 
 
 def test_the_usual_padding_gives_other_scores(folder):
-    """What the test above would find: eos as pad token, and a pad token that the model's config does not name."""
+    """Eos as pad token, and a pad token that is not in the model's config, fail the test above."""
     expected, tokenizer = plain(folder, PAIRS), AutoTokenizer.from_pretrained(folder)
     texts = [prompt + completion for prompt, completion in PAIRS]
 

@@ -234,7 +234,7 @@ def graphs_by_name(functions):
 
 
 LAYER_GRAPHS = {"the merge of attention": 0, "the norms": 1, "the rotary embeddings": 1}
-"""Of a forward without a `SharedPrompts`, which alone merges attention."""
+"""The graphs of a forward without a `SharedPrompts`, which alone merges attention."""
 
 
 def logits_of(model, rows, seed=0):
@@ -388,7 +388,7 @@ def test_every_graph_is_compared(monkeypatch, caplog, fused_functions):
 
 
 def test_kinds_of_calls():
-    """What needs another graph, and what does not."""
+    """Some changes need another graph, and others do not."""
     norm, states = tiny_model("qwen3", num_hidden_layers=1).model.norm, torch.zeros(3, 4, 8)
     usual = fused.graph_of([norm, states])
     assert fused.graph_of([copy.deepcopy(norm), torch.zeros(5, 2, 8)]) == usual

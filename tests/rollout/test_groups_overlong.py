@@ -37,7 +37,7 @@ def trained(overlong_filter: Any, completions: Any = COMPLETIONS, beta: float = 
 
 
 def advantages(*rewards: float) -> list[float]:
-    """Of a group, by hand."""
+    """Compute the advantages of a group by hand."""
     known = [reward for reward in rewards if not math.isnan(reward)]
     mean = sum(known) / len(known)
     std = math.sqrt(sum((reward - mean) ** 2 for reward in known) / (len(known) - 1))

@@ -162,7 +162,7 @@ def test_a_repetition_penalty_spares_the_padding(either):
     "filters", [{}, {"top_k": 5}, {"top_p": 0.5, "repetition_penalty": 1.3}, {"suppress_tokens": [3]}]
 )
 def test_entropies_equal_the_scorers(way, filters, monkeypatch):
-    """Of the softmax at the temperature, from which filters take away."""
+    """They are the entropies of the softmax at the temperature, before filters remove tokens."""
     if way == "decode_with_generate":
         monkeypatch.setattr("grpo_lightning.rollout.local_engine.no_fan_out_reason", lambda policy: "the test says so")
     model, prompts = tiny_model("qwen2"), make_prompts()

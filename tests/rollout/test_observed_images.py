@@ -156,7 +156,7 @@ def test_tokens_are_those_of_the_processor(family):
 
 
 def test_completions_without_images_stay_on_the_extended_path(monkeypatch):
-    """Of three groups, the one without images runs its prompt once; each other conversation is a row of its own."""
+    """The group without images runs its prompt once; each conversation of the two others is a row of its own."""
     vlm = tiny_vlms.build("qwen2_5_vl")
     encoder, groups = sampled(vlm)
     batch, scorer = batch_of(vlm, encoder, groups), Scorer(chunk_size=2, never=encoder.never_sampled)
@@ -196,7 +196,7 @@ def test_dummy_passes_change_nothing(path):
 
 
 def test_the_plain_loop_s_gradient():
-    """Of the trained tokens of all conversations, the vision tower's weights included."""
+    """The gradient covers the trained tokens of all conversations, the vision tower's weights included."""
     vlm = tiny_vlms.build("qwen2_5_vl")
     encoder, groups = sampled(vlm, PROMPTS[1:])
     batch, scorer = batch_of(vlm, encoder, groups), Scorer(checkpoint_chunks=True, never=encoder.never_sampled)

@@ -1,4 +1,4 @@
-"""Which numbers a seed means, and the rows and steps that get them."""
+"""A seed determines the random numbers of every row and step."""
 
 import torch
 

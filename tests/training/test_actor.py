@@ -1,4 +1,4 @@
-"""What waits on the CPU while a rollout is drawn. Where everything is on the CPU, another place stands in for it."""
+"""States wait on the CPU while a rollout is sampled. Where everything is on the CPU, another place represents it."""
 
 import contextlib
 from types import SimpleNamespace

@@ -90,7 +90,7 @@ def test_files_of_another_save_are_not_taken_and_are_removed(tmp_path):
 
 
 def state_of(**changes):
-    """What a checkpoint of two ranks says of its run."""
+    """Return the run state in a checkpoint of two ranks."""
     return {"moment": "step4-1-2", "world_size": 2, "is_pending": True, "has_moved": False} | changes
 
 

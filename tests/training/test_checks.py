@@ -50,7 +50,7 @@ def test_limit_train_batches_as_a_number(caplog, asked, batches):
 @SLOW
 @pytest.mark.parametrize(("asked", "batches"), [(0.1, 8), (0.5, 8), (0.75, 16), (1.0, 16)])
 def test_limit_train_batches_as_a_share(caplog, asked, batches):
-    """Of 16 batches."""
+    """The share counts of 16 batches."""
     said = []
     if asked * 16 != batches:
         said = [f"limit_train_batches {asked} ends inside a cycle of 8 micro-steps: running {batches}."]

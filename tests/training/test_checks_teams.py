@@ -104,7 +104,7 @@ PART = Group(Prompt("p"), [5, 6], [Completion([7], [-1.0], "stop")])
 
 
 def test_ranks_of_a_team_with_other_prompts(monkeypatch):
-    """What a loader of the user's own may yield. An error of one member alone would leave the other one waiting."""
+    """A user's own loader may yield them. An error of one member alone would leave the other one waiting."""
     (group,), rest = on_both_ranks(monkeypatch, lambda shared: shared.collect([PART]))
     assert (len(group.completions), rest) == (2, [])
     monkeypatch.setattr(TwoRanks, "other_ids", [5, 7])
@@ -114,7 +114,7 @@ def test_ranks_of_a_team_with_other_prompts(monkeypatch):
 
 
 def test_groups_that_no_rank_has_sampled_a_part_of(monkeypatch):
-    """Of an own `sample`; the second member has no groups and cannot see it."""
+    """An own `sample` returns them; the second member has no groups and cannot detect it."""
     rollouts = iter([Rollout([PART]), Rollout([])])
     first, second = on_both_ranks(monkeypatch, lambda shared: shared.spread(next(rollouts)))
     assert first == second
@@ -122,7 +122,7 @@ def test_groups_that_no_rank_has_sampled_a_part_of(monkeypatch):
 
 
 def test_a_part_of_a_group_must_fill_the_micro_batches(monkeypatch):
-    """Of three completions, two ranks have two and one: the second rank could not fill two micro-batches."""
+    """Two ranks have two and one of three completions: the second rank could not fill two micro-batches."""
     monkeypatch.setattr(checks, "check_teams", lambda *args: None)
     module = make_module(ranks_per_group=2, num_generations=3, updates_per_rollout=2)
     source = PromptSource(PROMPTS, 1, cycle=2, ranks_per_group=2)

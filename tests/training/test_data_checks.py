@@ -46,7 +46,7 @@ def data(*rows: dict[str, Any], name: str = "rows.jsonl", **entry: Any) -> list[
 
 
 def refusal(module: GRPOLightningModule, *sources: PromptSource, datamodule: Any = None, stage: str = "fit") -> str:
-    """What a run is refused with, before the weights that are not there."""
+    """Return the error that refuses a run before it reads the weights, which do not exist."""
     with pytest.raises(ValueError, match="rows") as caught:
         getattr(make_trainer(max_steps=1), stage)(module, *sources, datamodule=datamodule)
     return str(caught.value)

@@ -1,4 +1,4 @@
-"""What reads boxes is checked against the other readers and the policy's family, before any weights load."""
+"""Readers of boxes are checked against each other and against the policy's family, before any weights load."""
 
 from __future__ import annotations
 

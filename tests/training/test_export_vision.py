@@ -31,7 +31,7 @@ def train(folder, family="qwen2_5_vl", *, callbacks=(), **settings):
 
 
 def logits(model, processor, image):
-    """What a model says after an image and a text."""
+    """Compute the logits of a model after an image and a text."""
     text = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "where?"}]}]
     prompt = processor.apply_chat_template(text, add_generation_prompt=True)
     with torch.no_grad():
@@ -101,7 +101,7 @@ def test_adapters_are_merged_or_written_alone(tmp_path, capsys):
 
 
 def run_lines(printed):
-    """What the lines that the command prints define."""
+    """Run the lines of Python that the command prints. Returns: the names that they define."""
     lines = [line.strip() for line in printed.splitlines() if "import" in line or "from_pretrained" in line]
     names: dict = {}
     exec("\n".join(lines), names)

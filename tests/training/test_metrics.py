@@ -301,7 +301,7 @@ def test_a_correction_by_hand():
 
 
 def mismatch(old, rollout, mask):
-    """What is logged of old log-probs [1, T] and those of the engine."""
+    """Return the logged mismatch of old log-probs [1, T] and those of the engine."""
     metrics = StepMetrics()
     for old_row, row, kept in zip(old, rollout, mask, strict=True):  # one micro-batch each
         batch, terms = update_of(micro_batch([list(map(bool, kept))]), 1.0)
@@ -358,7 +358,7 @@ def test_an_idle_micro_batch_changes_no_mean():
 
 
 def collected(add):
-    """What a rank has collected."""
+    """Return the tallies of a rank."""
     metrics = StepMetrics()
     add(metrics)
     return metrics.tallies

@@ -64,7 +64,7 @@ def cut(groups, advantages, ranks_per_group, shape, *, has_images):
 
 
 def saved(cycle, ranks_per_group, position):
-    """What this rank writes, as it is read again."""
+    """Return the state that this rank writes, as it is read again."""
     cycle.position = position
     file = io.BytesIO()
     torch.save(cycle.state_dict() | saved_share(ranks.rank(), ranks.world_size(), ranks_per_group), file)

@@ -99,7 +99,7 @@ def test_every_update_counts_with_its_own_weights():
 
 @SLOW
 def test_the_logged_loss_is_that_of_transformers_on_all_rows():
-    """Of all completions, whatever their advantage."""
+    """All completions count, whatever their advantage."""
     module = make_experts(lr=0.0)
     history = logged(module, max_steps=1, accumulate_grad_batches=2)
     rows = [

@@ -206,7 +206,7 @@ def test_sigterm_stops_a_run_too_and_without_checkpoints_nothing_is_promised(fol
 
 
 class SingleProcess:
-    """What the callback asks of a Trainer when a signal comes."""
+    """Attributes of a Trainer that the callback reads when a signal arrives."""
 
     strategy = type("Strategy", (), {"launcher": None})()
     is_global_zero = True

@@ -1,4 +1,4 @@
-"""Which strategies train what one device would. That they do is shown by tests/distributed."""
+"""Strategies that train as one device does are allowed, others are refused; `tests/distributed` compares results."""
 
 import copy
 import json

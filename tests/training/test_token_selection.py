@@ -37,7 +37,7 @@ def objective_of(name: str) -> Objective:
 
 
 def selected(name: str, accumulate: int, seed: int = 0) -> dict[tuple[int, int], list[bool]]:
-    """What is selected of every completion, by group and number."""
+    """Return the selected tokens of every completion, by group and number."""
     model, objective = tiny_model("qwen2", dtype=torch.float64), objective_of(name)
     batches, _ = plan(*uneven_groups(), accumulate=accumulate)
     for batch in batches:

@@ -53,7 +53,7 @@ def recipe(tmp_path, monkeypatch):
 
 @pytest.fixture
 def said(capsys):
-    """What a command line prints, its lines joined."""
+    """Return a function that runs a command line and returns its output, lines joined."""
 
     def run(args):
         plan.run(args)

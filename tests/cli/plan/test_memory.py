@@ -434,7 +434,7 @@ EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adapters_need_about_as_much_as_they_do(family, lora, names, least, mode, chunk_size, dtype):
-    """What the peak of a forward and backward pass has more than with plain adapters of linear layers."""
+    """The plan covers the memory that a forward and backward pass needs beyond plain adapters of linear layers."""
     peaks = []
     for settings in ({}, lora):
         model = add_adapters(tiny_model(family, dtype=dtype, **WIDE), LoRA(rank=2, **settings)).train()

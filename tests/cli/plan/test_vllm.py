@@ -22,7 +22,7 @@ from tests.marks import SLOW, few
 pytestmark = pytest.mark.filterwarnings("ignore:[\\s\\S]*instantiate_classes")
 
 WEIGHTS = 1_235_814_400
-"""Of Llama-3.2-1B, which has 16 layers, and 8 key-value heads of size 64."""
+"""The weights of Llama-3.2-1B, which has 16 layers, and 8 key-value heads of size 64."""
 
 PER_TOKEN = 16 * 2 * 2 * 8 * 64
 """Bytes of its KV cache in 16 bits."""

@@ -185,7 +185,7 @@ def rows(tmp_path: Path):
 
 
 def seen(source, *, reads_images):
-    """What an epoch gives, images included."""
+    """Return the batches of an epoch, images included."""
     found = []
     for batch in source:
         images = (

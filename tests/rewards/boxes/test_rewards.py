@@ -180,7 +180,7 @@ KINDS = [DetectionMAP, OdLength, WeightedSum]
 
 
 def value(kind: Any, answer: Any, solution: Any, **settings: Any) -> float | None:
-    """Of one answer; in tags, in fences and in chat form it must be the same."""
+    """Compute the reward of one answer; in tags, in fences and in chat form it must be the same."""
     text = answer if isinstance(answer, str) else json.dumps(answer)
     chat = [{"role": "assistant", "content": f"<think>[1]</think><answer>{text}</answer>"}]
     forms = [chat, f"<answer>\n{text}\n</answer>"]

@@ -23,7 +23,7 @@ SECONDS = 1.0
 """Time limit of a test."""
 
 GRACE = 3.0
-"""What starting and ending a launcher may add on a busy machine."""
+"""Seconds that the start and end of a launcher may add on a busy machine."""
 
 ANSWER = 918273645
 """The expected answer, which no program computes by accident."""
@@ -184,7 +184,7 @@ def iter_environ():
 
 @pytest.fixture
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """What programs attack; afterwards it is unchanged, and no launcher is left."""
+    """Create the targets of attacks; afterwards they are unchanged, and no launcher is left."""
     monkeypatch.setenv("HF_TOKEN", "secret")
     canary = tmp_path / "canary"
     canary.write_text(f"{ANSWER}")

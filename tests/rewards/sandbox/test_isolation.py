@@ -21,7 +21,7 @@ ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
 def decide(code: bytes, arch: int, number: int, *arguments: int) -> int:
-    """What the kernel does with a system call, by a filter."""
+    """Return the kernel's action for a system call, by a filter."""
     data = struct.pack("<IIQ6Q", number, arch, 0, *arguments, *[0] * (6 - len(arguments)))
     place, register = 0, 0
     while True:
@@ -102,7 +102,7 @@ def test_refused(call, name):
 
 
 def test_only_what_is_listed_is_allowed(call):
-    """Of the numbers of all system calls, and some beyond."""
+    """The test covers the numbers of all system calls, and some beyond."""
     allowed = {number for number in range(1024) if call((number, number)) == ALLOW}
     special = {56, 220, 72, 25, 302, 261, 2, 257, 29, 16, 62, 129, 53, 199, 44, 206, 234, 131}
     assert allowed - special <= {

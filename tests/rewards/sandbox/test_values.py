@@ -33,7 +33,7 @@ def passed_on(value: Any) -> Any:
 
 
 def shown(value: Any) -> Any:
-    """What tells 1 from True and 1.0."""
+    """Return a form in which 1, True and 1.0 differ."""
     return type(value), repr(value) if not isinstance(value, set | frozenset) else sorted(map(repr, value))
 
 
