@@ -138,7 +138,7 @@ class Lockstep:
 
     With sharded weights, a forward call of the policy is collective, but completions end at different steps on each
     rank. All ranks therefore make the same calls until the last rank is done. When other ranks decode, a rank whose
-    completions have all ended decodes a dummy row, whose result is discarded. When other ranks prefill prompts, a rank
+    completions have all ended decodes a dummy row and discards the result. When other ranks prefill prompts, a rank
     without waiting prompts prefills a dummy prompt.
 
     Args:

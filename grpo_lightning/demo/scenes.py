@@ -246,7 +246,7 @@ class SceneTask:
 
 
 def namings(thing: Thing) -> tuple[Naming, Naming, Naming]:
-    """What each of the three questions about a thing names: both properties, the color, the shape.
+    """Return what the three questions about a thing name: the first both properties, then the color, then the shape.
 
     If the thing has a nameless color or shape (see `vary`), all three questions name the other property.
     """

@@ -2,7 +2,7 @@
 
 In transformers, the forward pass of every vision-language model calls the model's method `get_image_features`. This
 method is replaced while a forward pass runs. If the features of all images are stored, the replacement returns them.
-Otherwise it runs the vision tower, and stores the features if the caller asks for that. If no prompt has an image, but
+Otherwise it runs the vision tower, and stores the features if `keeps` is true. If no prompt has an image, but
 the vision tower has to run, the replacement runs it on a blank image and discards the features.
 """
 

@@ -242,7 +242,7 @@ def _is_image(row: TableRow) -> bool:
 def test_the_front_page_has_the_proofs_recorded():
     rise = next(row for row in ROWS if row.cells[0] == "grpo-lightning" and "+-" in row.cells[2]).cells[2]
     assert rise in claim("It learns the same")
-    assert claim("A killed run resumes").startswith("10 of 10 runs on one device, 9 of 9 on two ranks")
+    assert claim("A run that is killed and resumed").startswith("10 of 10 runs on one device, 9 of 9 on two ranks")
     spread, runs = PROOFS["learning"]["spread"]["mean"], PROOFS["learning"]["runs"]
     text = claim("Each quickstart is a proof")
     assert f"{shown(spread['accuracy_before'], 2)} to {shown(spread['accuracy_after'], 2)}" in text

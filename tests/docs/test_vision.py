@@ -27,7 +27,7 @@ def test_the_families_are_those_of_the_package():
         row = found[name]
         assert ("0 to 1000" in row.cells[2]) == (family.coordinates == "norm1000")
         limits = {setting for setting, resizing in SETTINGS.items() if resizing == family.resizing}
-        assert {limit.removeprefix("policy.") for limit in row.names(3)} == limits
+        assert {limit.removeprefix("model.policy.") for limit in row.names(3)} == limits
 
 
 def test_every_recipe_is_named():

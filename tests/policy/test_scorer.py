@@ -70,9 +70,8 @@ def test_a_wrong_position_turns_the_equality_red(monkeypatch):
     """Completions at the padded instead of the real prompt length: no loss curve would show it, this test does."""
     model, batch = tiny_model("qwen2"), ragged_batch(seed=1)
     _, want = loss_and_gradients(model, batch, REFERENCE, row_weights(batch))
-    monkeypatch.setattr(
-        "grpo_lightning.policy.vision.text_positions", lambda mask: torch.arange(mask.shape[1]).expand_as(mask)
-    )
+    padded = "grpo_lightning.policy.completion_logprobs.text_positions"
+    monkeypatch.setattr(padded, lambda mask: torch.arange(mask.shape[1]).expand_as(mask))
     _, got = loss_and_gradients(model, batch, Scorer(), row_weights(batch))
     assert worst_difference(got, want) > 0.1
 
