@@ -244,7 +244,7 @@ def test_the_front_page_has_the_proofs_recorded():
     assert rise in claim("It learns the same")
     assert claim("A run that is killed and resumed").startswith("10 of 10 runs on one device, 9 of 9 on two ranks")
     spread, runs = PROOFS["learning"]["spread"]["mean"], PROOFS["learning"]["runs"]
-    text = claim("Each quickstart is a proof")
+    text = claim("Each quickstart is tested")
     assert f"{shown(spread['accuracy_before'], 2)} to {shown(spread['accuracy_after'], 2)}" in text
     before, after = (shown(mean(runs["shuffled rewards"], f"accuracy_{when}"), 2) for when in WHEN)
     assert f"{before} to {after} with shuffled rewards" in text

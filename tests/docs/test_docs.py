@@ -29,7 +29,7 @@ from tests.environments.games import Counted
 from tests.helpers.background_engine import BackgroundEngine
 from tests.helpers.doc_keys import keys_in, problem
 from tests.helpers.module_runs import PROMPTS, SMALL, History, fit, make_module, make_source, make_trainer
-from tests.helpers.pages import TableRow, blocks, broken_links, make_targets, prose, read, tables
+from tests.helpers.pages import TableRow, blocks, broken_links, make_targets, prose, read, tables, unrendered_rows
 from tests.helpers.paths import DOCS, PACKAGE, ROOT
 from tests.helpers.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
 from tests.marks import SLOW
@@ -277,6 +277,16 @@ def test_files_named_exist(page):
     names = set(re.findall(r"`([\w./-]+\.(?:py|yaml|md)|[\w./-]+/)`", read(page))) - THEIR_FILES
     places = [ROOT, PACKAGE, DOCS]
     assert [name for name in sorted(names) if not any((place / name).exists() for place in places)] == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, "../README.md", "../CONTRIBUTING.md", "../CHANGELOG.md"])
+def test_tables_render(page):
+    assert unrendered_rows(read(page)) == []
+
+
+def test_unrendered_tables_are_found():
+    assert unrendered_rows("| a | b |\n|---|---|\n| `1\\|2` | 3 |\n\n| c |\n|---|\n| 4 |") == []
+    assert unrendered_rows("| a | b ||\n|---|---|\n| 1 | 2 |\n| 3 |") == ["| a | b ||", "| 3 |"]
 
 
 @pytest.mark.parametrize("page", PAGES)

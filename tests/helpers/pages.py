@@ -53,6 +53,20 @@ def tables(text: str) -> list[TableRow]:
     return rows
 
 
+def unrendered_rows(text: str) -> list[str]:
+    """Rows whose number of cells differs from that of the rule below the headings: Markdown then shows no table."""
+    wrong, num_cells = [], 0
+    lines = prose(text).splitlines()
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        if not line.startswith("|"):
+            num_cells = 0
+            continue
+        num_cells = num_cells or len(re.findall(r"\|", following)) - 1
+        if len(re.findall(r"(?<!\\)\|", line)) - 1 != num_cells:
+            wrong.append(line)
+    return wrong
+
+
 def anchors(text: str) -> set[str]:
     """Return the targets of links: headings in lower case, spaces as hyphens, other signs left out."""
     headings = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
