@@ -56,7 +56,6 @@ def trainer_of(strategy: str, **options: Any) -> L.Trainer:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        inference_mode=False,
         **options,
     )
 
