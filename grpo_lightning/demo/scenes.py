@@ -246,7 +246,7 @@ class SceneTask:
 
 
 def namings(thing: Thing) -> tuple[Naming, Naming, Naming]:
-    """What each of the three questions about a thing names: both properties, the color, the shape.
+    """The properties named by the three questions about a thing: color and shape; only the color; only the shape.
 
     If the thing has a nameless color or shape (see `vary`), all three questions name the other property.
     """
