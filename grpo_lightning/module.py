@@ -675,7 +675,8 @@ class GRPOLightningModule(L.LightningModule):
     ) -> list[Group]:
         """Encode N prompts and sample G completions for each.
 
-        Inside the context `early_rewards`, the reward calls on a group start as soon as the group is complete.
+        Inside the context `early_rewards`, the rewards can score a complete group while other groups are still being
+        sampled, unless several ranks share the group.
 
         Args:
             prompts: N prompts of this rank.
@@ -931,9 +932,9 @@ class GRPOLightningModule(L.LightningModule):
         return own
 
     def on_fit_start(self) -> None:
-        """Choose how log-probs are computed if weights are sharded, and make the load-balancing loss of the experts.
+        """Make the load-balancing loss of the experts; if weights are sharded, first choose how log-probs are computed.
 
-        A sharded model cannot run before this hook, so the choice, which runs the model, is not made earlier.
+        The choice runs the model, and a sharded model cannot run before this hook.
         """
         if self.scorer is None:
             device_type = self.trainer.strategy.root_device.type

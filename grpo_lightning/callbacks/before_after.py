@@ -231,7 +231,9 @@ def samples(evaluation: Evaluation, count: int) -> list[tuple[str, str]]:
 
 
 def cell(numbers: dict[str, float], name: str, between: str = " ") -> str:
-    """Format a table cell: four digits, and the confidence interval if there is one; "-" if there is no value.
+    """Format a table cell: the value with four significant digits, then the confidence interval if there is one.
+
+    A metric without a value gives "-".
 
     Args:
         numbers: Values by name.

@@ -34,7 +34,7 @@ LOOKS = 20
 
 
 class StallInterrupt(SystemExit):
-    """Ends a rollout that makes no progress; the process then prints the message, and exits with status 1.
+    """Exception that ends a stalled rollout; the process then prints the exception's message and exits with status 1.
 
     Engines and rewards may catch every `Exception`. They do not catch this class, because it is not a subclass of
     `Exception` (neither is KeyboardInterrupt).

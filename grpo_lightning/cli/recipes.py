@@ -14,7 +14,9 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def folder() -> Path:
-    """Folder of the recipes: inside an installed package, next to the package in a checkout.
+    """Find the folder of the recipes.
+
+    If the package is installed, the folder is inside the package. In a checkout, the folder is next to the package.
 
     Raises:
         ConfigurationError: If the recipes are in neither of these places.

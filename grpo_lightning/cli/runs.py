@@ -289,11 +289,10 @@ def without_anonymous(logger: Any) -> None:
 
 
 class ResumedSteps(L.Callback):
-    """Corrects the logged step of a resumed run.
+    """Makes a resumed run log its metrics at the right steps.
 
-    Lightning counts logged steps separately from `global_step`. If a run resumes from a checkpoint that was saved at
-    the end of an epoch, this count is off by one. Without the correction, curves would have a gap, and the old values
-    of the skipped step would remain.
+    Lightning keeps the step number of logged metrics separately from `global_step`. This callback sets the number to
+    `global_step` when a run resumes, so that the curves continue without a gap or an overlap.
     """
 
     def __init__(self) -> None:

@@ -151,8 +151,8 @@ class Lockstep:
     def num_waves(self, own: int) -> int:
         """Return the number of waves to run: the maximum over ranks, where this rank has `own` waves.
 
-        A wave is a set of prompts that are decoded together. After its own waves, a rank with fewer waves than the
-        maximum takes part in the forward calls of the other ranks with dummy rows.
+        A wave is a set of prompts that are decoded together. A rank with fewer waves than the maximum first runs its
+        own waves. Then it runs dummy rows, so that it takes part in the forward calls of the other ranks.
         """
         return int(max_over_ranks(torch.tensor(own, device="cpu"))) if self.is_needed else own
 

@@ -48,7 +48,7 @@ class LazyPrompts:
         return self.convert(self.rows[number], number)
 
     def head(self, size: int = 64) -> list[Prompt]:
-        """The first `size` prompts, read once: a preview of the data before training."""
+        """Return the first `size` prompts as a preview of the data; they are cached by `size`."""
         if size not in self._heads:
             self._heads[size] = [self[number] for number in range(min(size, len(self)))]
             log_prompt_columns(self._heads[size], self.logged_lines)
@@ -118,7 +118,9 @@ class PromptStream:
         return StreamOrder(self, seed)
 
     def head(self, size: int = 64) -> list[Prompt]:
-        """The prompts of the first `size` rows of every dataset, read once: a preview of the data before training.
+        """Return the prompts of the first `size` rows of every dataset, as a preview of the data.
+
+        The prompts are cached by `size`. Dropped prompts are left out.
 
         Raises:
             ValueError: If a prompt is too long and `overlong_prompts` is "error".

@@ -89,8 +89,8 @@ class RowReader:
         """Convert a row to a prompt.
 
         Raises:
-            ValueError: If the row is invalid, lacks a column that `columns` of the entry names, or has video or audio.
-                The message names file and line.
+            ValueError: If the row is invalid, has video or audio, or lacks a column that `entry.columns` renames or
+                drops. The message contains the file and the line.
         """
         content = self._rename_columns(row.parse(), row.where)
         # In a CSV file, an empty cell is the only way to write null.

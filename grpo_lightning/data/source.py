@@ -290,9 +290,10 @@ class PromptSource:
             own: Positions of this rank's prompts among the `num_prompts` further prompts, starting at 0.
 
         Returns:
-            The number of prompts taken for all ranks together, and this rank's prompts. At the end of an epoch, fewer
-            prompts than requested may be left. The last prompt of the epoch is never taken, because Lightning may have
-            fetched the next batch already: that batch takes its prompts only when it is used, and must not be empty.
+            The number of prompts taken for all ranks together, and this rank's prompts. Near the end of an epoch, fewer
+            than `num_prompts` may be taken, because the last prompt of the epoch is left for the next batch. Lightning
+            may have fetched this batch already. The batch gets its prompts only when it is first used (`LaterBatch`),
+            and must not be empty then.
 
         Raises:
             ValueError: If `takes_more` is False.

@@ -185,7 +185,7 @@ def warm_up(
     *,
     show_progress: bool = True,
 ) -> None:
-    """Train the vision tower, then the language model on both kinds of completions, in place."""
+    """Train the model in place: first the vision tower, then the language model on worked and lazy completions."""
     settings = settings or GroundingWarmUp()
     with torch.random.fork_rng(devices=[]), multiplied_patches(model):
         torch.default_generator.manual_seed(task.seed)
@@ -274,7 +274,7 @@ def learning_rate_share(step: int, num_steps: int, settings: GroundingWarmUp) ->
 
 
 class _Corpus:
-    """The warm-up corpus: every image, with the questions about its things, and with both kinds of completions.
+    """The warm-up corpus: questions about the shapes in each image, each question with a worked and a lazy completion.
 
     All questions have the same length, and so have all completions of one kind, so no padding is needed.
     """

@@ -20,8 +20,8 @@ from grpo_lightning.core.seeding import run_seed
 class NumberGames:
     """Writes games to `train.jsonl` and `heldout.jsonl`. Pass an instance to `PromptDataModule` as `prepare`.
 
-    Any two games differ in their range or in their number, so no held-out game is also a training game. The folder is
-    written atomically, and is rebuilt only if a setting has changed.
+    Any two games differ in the range or in the number to guess, so no held-out game is also a training game. The folder
+    is written atomically, and is rebuilt only if a setting has changed.
 
     Args:
         folder: Output folder; replaced as a whole.

@@ -144,7 +144,8 @@ class GymRecipe(Recipe):
     """Further steps on worked completions, while the learning rate decays to zero."""
 
     num_hasty_steps: int = 150
-    """Last steps, with mostly hasty completions. Their learning rate starts at a third of `learning_rate`."""
+    """Last steps, in which most completions are hasty. The learning rate of these steps starts at a third of
+    `learning_rate`."""
 
     hasty_share: float = 0.75
     """Share of hasty completions in the last `num_hasty_steps`, and approximately in the samples when GRPO starts."""
@@ -229,10 +230,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def warm_up(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: GymRecipe, *, show_progress: bool = True
 ) -> None:
-    """Train the model in place on worked completions until they are learned, then on mostly hasty completions.
+    """Train the model in place on worked completions until they are learned, then on worked and hasty completions.
 
-    Worked completions write the steps of the solution before the answer. The number of training steps until the model
-    has learned them varies with the seed, so the first phase ends when the loss is low.
+    Worked completions write the steps of the solution before the answer. They count as learned when their loss is low;
+    the number of training steps until then varies with the seed. Hasty completions give the answer of another question.
+    In the second phase, the share of hasty completions is `hasty_share`.
 
     Raises:
         RuntimeError: If the worked completions are not learned within `max_worked_steps`.

@@ -246,7 +246,7 @@ class SceneTask:
 
 
 def namings(thing: Thing) -> tuple[Naming, Naming, Naming]:
-    """Return what the three questions about a thing name: the first both properties, then the color, then the shape.
+    """The properties named by the three questions about a thing: color and shape; only the color; only the shape.
 
     If the thing has a nameless color or shape (see `vary`), all three questions name the other property.
     """

@@ -156,7 +156,7 @@ EnvironmentLike = Environment | Callable[..., Any] | list[Callable[..., Any]]
 
 
 def as_step(value: Any) -> Step:
-    """Convert the value that `step` returned to a `Step`.
+    """Make a `Step` from the value that `step` returned.
 
     Args:
         value: A `Step`, an observation, None, or a tuple (observation, done) or (observation, done, reward). An

@@ -72,11 +72,12 @@ class Tools(Environment):
 
     A function needs type hints and a docstring in Google's style. The chat template uses both to describe the function.
     The function runs in a worker process, so that it can be killed. Its result becomes a message of the role "tool". An
-    error (an unknown tool, wrong arguments, an exception or a timeout) becomes a message too, and is counted. An async
-    function is awaited.
+    error (an unknown tool, wrong arguments, an exception or a timeout) becomes a message too. The metric
+    `environment/calls/<outcome>` counts the calls with each outcome (see `OUTCOMES`). An async function is awaited.
 
-    A timeout or a crash stops all calls of the turn. The policy then gets one message about the failure, without the
-    name of a tool. The answers and counts of the turn's other calls are lost.
+    A timeout or a crash stops all calls of the turn. The policy then gets one message, which reports the failure
+    without the name of the tool. The results of the turn's other calls are lost, and the metrics do not count these
+    calls.
 
     Args:
         tools: The functions.
@@ -185,11 +186,14 @@ def call_metrics(outcomes: Counter[str]) -> dict[str, float]:
 def read_calls(text: str, names: Mapping[str, Any], style: ToolFormat = "auto") -> Iterator[ToolCall]:
     """Find the calls in a turn, in order. Calls inside reasoning (`<think>...</think>`) are ignored.
 
-    Calls are marked by `<tool_call>...</tool_call>`, by a code fence (`tool_code` or `tool_call`), or by another marker
-    of the model. In a turn with markers, only the marked text is read. Many tokenizers, however, remove the markers. In
-    a turn without markers, a call in JSON may have other text around it, and a list of calls in Python may have other
-    text after it. If a turn has other text, only calls of known tools are found. If a turn has nothing but calls,
-    calls of unknown tools are found too; with the style "auto", only those that have arguments.
+    Calls are marked by `<tool_call>...</tool_call>`, by a code fence (`tool_code` or `tool_call`), or by special tokens
+    such as `[TOOL_CALLS]`. In a turn with markers, only the marked text is read, and calls of unknown tools are found
+    too.
+
+    Many tokenizers, however, remove the markers. In a turn without markers, a call in JSON may have other text around
+    it, and a list of calls in Python may have other text after it. If the turn has such other text, only calls of known
+    tools are found. If the turn has nothing but calls, calls of unknown tools are found too; with the style "auto",
+    however, a call of an unknown tool is found only if the call has arguments.
 
     Args:
         text: The turn.

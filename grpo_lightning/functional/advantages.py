@@ -54,9 +54,9 @@ def group_relative_advantages(
               proportional to the completion's length.
             - "pass_at_k" trains the best of k completions (arXiv:2503.19595): a completion's advantage is how much this
               completion adds to the best of k - 1 others. With k = None, the best completion gets its lead over the
-              second best, and all others get 0 (verl's `grpo_passk`). With the scale "none" and any k, k times the
-              policy gradient with these advantages, averaged over the group, is an unbiased estimate of the gradient
-              of the expected maximum of k rewards.
+              second best, and all others get 0 (verl's `grpo_passk`). With the scale "none", multiply each completion's
+              advantage by the gradient of the completion's log-prob, average the products over the group, and multiply
+              the average by k. The result is an unbiased estimate of the gradient of the expected maximum of k rewards.
         scale: The divisor of the gain. Every std is unbiased (K - 1 in the denominator). For "batch_std",
             "batch_advantage_std" and "nonzero_fraction", pass the rewards of all ranks, because otherwise each rank
             would have a different divisor.
@@ -247,7 +247,8 @@ def groups_without_gradient(
     Args:
         rewards: [N, G] one reward per completion; nan is not scorable.
         lengths: [N, G] number of trained tokens of each completion.
-        baseline: As in `group_relative_advantages`. The result is the same for every scale.
+        baseline: As in `group_relative_advantages`. The `scale` of that function is not an argument here, because it
+            does not change which advantages are 0.
         k: As in `group_relative_advantages`.
 
     Returns:

@@ -56,7 +56,7 @@ def importance_ratio(
 
 
 def is_ratio_clamped(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, level: RatioLevel = "token") -> Tensor:
-    """Find trained tokens whose log-ratio is above 20 or below -20 nats, where `importance_ratio` clips it.
+    """Find trained tokens whose log-ratio is outside [-20, 20] nats, the range to which `importance_ratio` clips it.
 
     Args:
         logprobs: [B, T], as in `importance_ratio`.
@@ -191,7 +191,8 @@ def sapo_surrogate(
         ratio: [B, T], or [B, 1] for sequences.
         advantages: [B, 1], or [B, T].
         temperature_positive: tau where A > 0.
-        temperature_negative: tau where A <= 0. With a larger tau, the gradient vanishes at ratios closer to 1.
+        temperature_negative: tau where A <= 0. With a larger tau, the gate reduces the gradient faster as the ratio
+            moves away from 1.
 
     Returns:
         The loss of each token, to be minimized: [B, T], or [B, 1] if both inputs have the shape [B, 1].

@@ -32,15 +32,18 @@ def pass_at_k(solved: Tensor, sampled: Tensor, k: int) -> Tensor:
 
 
 def marginal_gains(rewards: Tensor, k: int | None) -> Tensor:
-    """The gain of the baseline "pass_at_k": [N, G], any value where the reward is nan.
+    """Compute the gain of each completion for the baseline "pass_at_k".
 
     The gain of a completion is its lead over the best of k - 1 others, averaged over all choices of the others. A
     negative lead counts as 0. Among n scorable completions, there are C(n - 1, k - 1) choices; in C(j - 1, k - 2) of
-    them, the best is the j-th lowest of all n - 1 others.
+    these choices, the best is the j-th lowest of all n - 1 others.
 
     Args:
         rewards: [N, G] one reward per completion; nan is not scorable.
-        k: Completions per subset; None for all scorable completions of the group.
+        k: Number of completions compared: one and k - 1 others. None means all scorable completions of the group.
+
+    Returns:
+        [N, G]; 0 where the reward is nan, and in groups with fewer than k scorable completions.
 
     Raises:
         ValueError: If k is not from 2 to G.

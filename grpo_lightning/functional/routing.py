@@ -23,7 +23,7 @@ class RouterLoad(NamedTuple):
 
 
 def router_load(logits: Sequence[Tensor], weights: Tensor, *, top_k: int) -> RouterLoad:
-    """Sum up the routing of tokens.
+    """Count the tokens that each router sends to each expert, and add up the router probabilities of each expert.
 
     A token is sent to the k experts with the highest logits. The router probabilities are the softmax of the logits.
 

@@ -1,8 +1,8 @@
 """peft's adapters in a model: find their layers and weights, switch adapters, and compare the policy with its base.
 
-In peft, every adapter has a name. The trained adapter keeps the name with which it was created or loaded. A second
-adapter, `STARTING`, is a frozen copy of the initial adapter; the reference runs with this copy. peft is imported inside
-the functions that need it, because it may not be installed.
+In peft, every adapter has a name. The trained adapter, which is the one that the run trains, keeps the name with which
+it was created or loaded. A second adapter, `STARTING`, is a frozen copy of the initial adapter; the reference runs with
+this copy. peft is imported inside the functions that need it, because it may not be installed.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class UpdateDropout(nn.Dropout):
 
 
 def set_dropout(policy: Any, rate: float, adapter: str | None = None) -> None:
-    """Set the dropout of an adapter (None means the trained one), whatever dropout it was saved with."""
+    """Set the dropout of an adapter (None means the one that the run trains), whatever dropout it was saved with."""
     adapter = adapter or trained_adapter(policy)
     for layer in adapter_layers(policy):
         layer.lora_dropout[adapter] = UpdateDropout(rate) if rate else nn.Identity()
@@ -88,7 +88,7 @@ def set_dropout(policy: Any, rate: float, adapter: str | None = None) -> None:
 def narrow_copies(adapted: Any, adapter: str | None = None) -> list[tuple[nn.Module, nn.Module]]:
     """Pairs (copy, original) of the 16-bit layers that an adapter trains as copies (`modules_to_save`).
 
-    If `adapter` is None, these are the copies of the trained adapter.
+    If `adapter` is None, the pairs are those of the adapter that the run trains.
     """
     name = adapter or trained_adapter(adapted)
     return [
@@ -106,7 +106,7 @@ def widen_copies(adapted: Any, adapter: str | None = None) -> bool:
 
     Args:
         adapted: Model with adapters, changed in place.
-        adapter: Name of the adapter; None means the trained one.
+        adapter: Name of the adapter; None means the one that the run trains.
 
     Returns:
         True if there are such copies. Float32 values that were loaded into these copies before this call were rounded
@@ -241,7 +241,7 @@ def untie(policy: Any) -> None:
     """Untie embeddings and head of a policy if merging an adapter of one of them would change the other.
 
     Args:
-        policy: Model with adapters; the head and the config of its base are changed in place.
+        policy: Model with adapters; its base model is changed in place.
     """
     base = policy.get_base_model()
     ends = (base.get_input_embeddings(), base.get_output_embeddings())

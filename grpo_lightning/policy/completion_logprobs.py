@@ -1,9 +1,9 @@
 """Differentiable log-probs of completions, computed on one of two paths.
 
 extended: The prompt pass runs each prompt once, and keeps its KV cache in the autograd graph. The completion pass runs
-the completions with this cache. Prompts of different lengths are padded at the front. With full attention, the prompt
-pass can move the padding to the end, so that it needs no mask; its cache is then reordered to have the padding at the
-front again.
+the completions with this cache. Prompts of different lengths are padded at the front. If every layer attends to all
+earlier tokens, the prompt pass can move the padding to the end, so that no mask is needed. The cache is then reordered,
+so that the padding is at the front again.
 
 dense: Every row is [prompt | completion]. This path is used for models that do not support the extended path, for tests
 that verify the extended path, and for completions that contain images (observations of an environment). The positions
@@ -146,7 +146,7 @@ class Scorer:
         )
 
     def parts(self, batch: MicroBatch) -> list[Part]:
-        """Split a micro-batch into completions without images, and completions with images (on the dense path).
+        """Separate the completions with images, which always run on the dense path, from those without images.
 
         All ranks run the same parts (`agree_on_chunks`), so that they gather sharded weights equally often. A rank that
         has no completions for a part runs a dummy completion.
@@ -236,7 +236,9 @@ class Scorer:
         return computed - real - prompts, computed
 
     def cost(self, prompt_lengths: Sequence[int], completion_lengths: Sequence[int]) -> float:
-        """Cost of a micro-batch in tokens: the tokens of its forward passes, with padding, plus the cost of each pass.
+        """Cost of a micro-batch in tokens: the number of computed tokens, plus an overhead for each forward pass.
+
+        The computed tokens include padding. The overhead is `AutoChunks.pass_tokens`, or 0 without `AutoChunks`.
 
         Args:
             prompt_lengths: [N] tokens of each prompt.
@@ -371,15 +373,15 @@ class AutoChunks:
 
 
 def chunk_sizes(lengths: Sequence[int], chunk_size: int | AutoChunks | None, number: int = 1) -> list[int]:
-    """Number of completions in each of at least `number` chunks, of which the last may be empty.
+    """Split completions into at least `number` consecutive chunks; return the number of completions in each chunk.
 
     Args:
         lengths: [B] tokens of each completion, longest first.
         chunk_size: Maximum completions per chunk (the sizes of the chunks then differ by at most 1), or `AutoChunks`.
             None sets no maximum.
-        number: Minimum number of chunks: as many as another rank needs. If it exceeds the number of completions, the
-            last chunks are empty. All ranks run equally many passes, because each pass gathers sharded weights from all
-            ranks.
+        number: Minimum number of chunks. All ranks run equally many passes, because each pass gathers sharded weights
+            from all ranks. This rank therefore needs as many chunks as the rank with the most chunks. If `number`
+            exceeds the number of completions, the chunks at the end are empty.
     """
     count = len(lengths)
     if isinstance(chunk_size, AutoChunks):
@@ -570,10 +572,11 @@ def columns_of_prompts(
     """Order of columns [N, L] that puts each prompt's padding after the prompt; None if the order is to stay as it is.
 
     The order is for the prompt pass. For example, it is 2, 3, 0, 1 for a prompt of two tokens in four columns. Padding
-    after the prompts needs no mask, because no token attends to later ones. Attention is then computed by causal
-    kernels, which skip half of the scores. The new order needs full attention in all layers. It also needs a
-    `SlicedHead`, because a `FullHead` would compute the logits of all prompt tokens. Prompts with images also need a
-    model with positions in three dimensions, because in other models image tokens may attend to later tokens.
+    after the prompts needs no mask, because no token attends to later tokens. Without a mask, attention is computed by
+    causal kernels, which skip half of the scores. The order changes only if every layer attends to all earlier tokens
+    (no sliding windows, no linear attention), and only with a `SlicedHead`, because a `FullHead` would compute the
+    logits of all prompt tokens. If prompts have images, the order changes only for models with positions in three
+    dimensions, because in other models image tokens may attend to later tokens.
     """
     if not (prefix.is_full_attention and isinstance(head, SlicedHead)):
         return None
@@ -603,8 +606,9 @@ def dense_chunks(
 ) -> tuple[ScoreChunk, RouterLoad | None]:
     """Return the function that runs a chunk of rows [prompt | completion] in one forward pass, and None.
 
-    The second value is None, because there is no prompt pass with a routing to return. An image is encoded again for
-    every row of its prompt, unless its features are already stored.
+    `extended_chunks` returns the routing of the prompt pass as the second value. The dense path has no prompt pass, so
+    here the second value is always None. An image is encoded again for every row of its prompt, unless the features of
+    the image are already stored.
     """
     whole = batch.conversation_vision
     placed = None if whole else place(model, batch.prompt_ids, batch.prompt_mask, batch.vision)

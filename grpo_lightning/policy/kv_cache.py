@@ -15,9 +15,9 @@ The cache of transformers overwrites these states in place.
 Decoding. A prefill stores the prompts' keys and values in a `SamplingCache`. Decoding then continues with one of two
 caches, which have the same methods (`DecodingCache`):
 
-- `SharedPrompts` stores the states of each prompt once. The completions of a prompt read its keys and values together,
-  and the keys and values of each completion are written in place. Other prompts can join while completions are decoded.
-  This cache needs a model whose attention can be replaced.
+- `SharedPrompts` stores the states of each prompt once. All completions of a prompt read the prompt's keys and values
+  in one operation. The keys and values of each completion are written in place. Other prompts can join while
+  completions are decoded. This cache needs a model whose attention can be replaced.
 - `RepeatedPrompts` repeats the prompts' states for their completions, and grows with every token. It works with all
   states that transformers can repeat, including those of sliding windows, linear attention, and attention that cannot
   be replaced.
@@ -250,12 +250,13 @@ class PrefixCache(Cache):
                 )
 
     def reorder(self, columns: Tensor) -> None:
-        """Reorder the prompts' stored keys and values; needs full attention.
+        """Reorder the columns of the prompts' stored keys and values; all layers must have full attention.
 
         Reordering is not part of the prompt pass, because activation checkpointing may run that pass again.
 
         Args:
-            columns: [N, L] for each new column, the old column whose states it gets.
+            columns: [N, L] indices of old columns: in prompt n, new column j gets the states of old column
+                `columns[n, j]`.
 
         Raises:
             LostCacheError: If the prompt pass left a layer empty.
@@ -392,17 +393,18 @@ cache_ids = itertools.count()
 class SharedPrompts(Cache):
     """Cache that stores the prompts' states once, and writes the states of completion tokens in place.
 
-    The own tokens of a row are the tokens of its completion. Attention over [prompt | own tokens] is computed in two
-    parts, which are then merged (Juravsky et al. 2024, "Hydragen", equations 4 and 5):
+    Attention over [prompt | completion] is computed in two parts, which are then merged (Juravsky et al. 2024,
+    "Hydragen", equations 4 and 5):
 
         o = o_c + sigmoid(s_p - s_c) (o_p - o_c)
 
-    Here o_p is the output of attention to the prompt, and o_c is the output of attention to the own tokens; s_p and s_c
+    Here o_p is the output of attention to the prompt, and o_c is the output of attention to the completion; s_p and s_c
     are the log-sum-exps of the scores of the two parts. The queries of all completions of a prompt attend to the
-    prompt's keys in one matrix product, without a copy of the keys per completion or per query head.
+    prompt's keys in one matrix product, without a copy of the keys per completion or per query head. In the names of
+    attributes and arguments, `own` stands for the completion tokens of a row.
 
-    Rows that join later (`join`) have fewer own tokens than the rows that are already there. The k-th own token of a
-    row is always in column k, and a bias masks the columns that a row has not filled yet.
+    Rows that join later (`join`) have fewer completion tokens than the rows that are already there. The k-th completion
+    token of a row is always in column k, and a bias masks the columns that a row has not filled yet.
 
     Args:
         policy: The model.
@@ -439,16 +441,16 @@ class SharedPrompts(Cache):
         self.start = [0] * len(prompt_of)
         """[rows] `num_steps` when the row joined."""
         self.length = 0
-        """Number of own tokens of the oldest row."""
+        """Number of completion tokens of the oldest row."""
         self.ages: Tensor | None = None
-        """[rows] number of own tokens of each row; None means that all rows have `length`."""
+        """[rows] number of completion tokens of each row; None means that all rows have `length`."""
         self.column: Tensor | None = None
         """[rows] column that each row's new token is written to; not used while `ages` is None."""
         self.own_bias: Tensor | None = None
-        """[rows, 1, 1, length] added to the own tokens' scores: -inf in unfilled columns; None if all are filled.
+        """[rows, 1, 1, length] added to the scores of completion tokens: -inf in unfilled columns, 0 elsewhere.
 
-        With fixed shapes (`has_fixed_shapes`), the last dimension is the window (`WINDOWS`), and the bias is never None
-        during a step."""
+        Without fixed shapes (`has_fixed_shapes`), it is None if all columns are filled. With fixed shapes, the last
+        dimension is the window (`WINDOWS`), and the bias is never None during a step."""
         self.stored: tuple[int, Tensor, Tensor] | None = None
         """The layer that was the last to store a token, with the token's keys and values."""
         self.own = [States(*(x.new_empty(len(prompt_of), x.shape[1], 0, x.shape[3]) for x in pair)) for pair in states]
@@ -487,7 +489,7 @@ class SharedPrompts(Cache):
         return self.cache_id, self.changes, self.window
 
     def fill_in_place(self) -> None:
-        """Set the new tokens' columns and the own tokens' bias by writing into the tensors of the previous step."""
+        """Set the columns of new tokens and the bias of completion tokens, reusing the tensors of the previous step."""
         window = next((w for w in WINDOWS if w >= self.length), -(-self.length // WINDOWS[-1]) * WINDOWS[-1])
         window = min(window, self.capacity)
         if self.ages is None:
@@ -534,12 +536,12 @@ class SharedPrompts(Cache):
         self.count_ages([self.start[row] for row in rows])
 
     def states_of(self, row: int, num_prompt: int, num_own: int) -> list[States]:
-        """Copy the states of a row: the states of its prompt and of its first own tokens.
+        """Copy the states of a row: the states of its prompt and of its first completion tokens.
 
         Args:
             row: The row.
             num_prompt: Number of tokens of its prompt.
-            num_own: Number of own tokens to copy.
+            num_own: Number of completion tokens to copy.
 
         Returns:
             Per layer, keys and values [key heads, num_prompt + num_own, head size].
@@ -559,7 +561,7 @@ class SharedPrompts(Cache):
     def join(self, other: SharedPrompts) -> None:
         """Append the prompts and rows of another cache.
 
-        The rows of the other cache must not have tokens of their own yet. The other cache must not be used afterwards.
+        The rows of the other cache must not have completion tokens yet. The other cache must not be used afterwards.
         All prompts, old and new, are left-padded to the length of the longest one; on CUDA, this length is rounded up
         to a multiple of 8 (`KEY_MULTIPLE`).
         """
@@ -579,7 +581,7 @@ class SharedPrompts(Cache):
         self.count_ages([*self.start, *[self.num_steps] * new_rows])
 
     def count_ages(self, start: list[int]) -> None:
-        """Set the number of own tokens of each row.
+        """Set the number of completion tokens of each row.
 
         Args:
             start: [rows] `num_steps` when the row joined.
@@ -639,7 +641,7 @@ class SharedPrompts(Cache):
         return self.stored[0]
 
     def attend(self, layer_idx: int, query: Tensor, scaling: float | None) -> Tensor:
-        """Attend to the prompts and to the completions' own tokens.
+        """Attend from the newest token of each row to the row's prompt and completion tokens.
 
         Args:
             layer_idx: The layer.
@@ -678,13 +680,13 @@ class SharedPrompts(Cache):
 
 
 def merge_parts(of_own: Tensor, own_sum: Tensor, of_prompt: Tensor, prompt_sum: Tensor) -> Tensor:
-    """Merge the two parts of attention; see `SharedPrompts` for the formula.
+    """Merge attention to the prompt and attention to the completion; see `SharedPrompts` for the formula.
 
     Args:
-        of_own: [..., head size] output of attention to the own tokens.
-        own_sum: [...] log-sum-exps of the scores of the own tokens.
-        of_prompt: [..., head size] output of attention to the prompt.
-        prompt_sum: [...] log-sum-exps of the scores of the prompt.
+        of_own: [..., head size] output of attention to the completion tokens.
+        own_sum: [...] log-sum-exps of the scores of the completion tokens.
+        of_prompt: [..., head size] output of attention to the prompt tokens.
+        prompt_sum: [...] log-sum-exps of the scores of the prompt tokens.
 
     Returns:
         [..., head size], contiguous.

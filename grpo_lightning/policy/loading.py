@@ -274,7 +274,7 @@ def remote_code(settings: PolicySettings, config: PretrainedConfig) -> dict[str,
 
 
 def import_model_code(config: PretrainedConfig) -> None:
-    """Import the module of transformers that defines the models of this config; do nothing for code of a checkpoint.
+    """Import the module of transformers that defines the models of this config, if transformers defines them.
 
     While ZeRO-3 builds a model, it replaces the constructors of all `nn.Module` classes, and restores them afterwards.
     If a Python module is imported while the constructors are replaced, the classes of this module get back the
@@ -513,11 +513,14 @@ def check_names_without_weights(loader: PolicySettings, config: PretrainedConfig
 
 
 def adapter_setting(loader: PolicySettings, name: str) -> Any:
-    """Read an adapter setting: of a model in memory with adapters, else of the initial adapter, else of `policy.lora`.
+    """Read a setting of the policy's adapter; None if the policy has no adapter.
+
+    If the policy was given as a `PeftModel`, the setting is read from this model. Otherwise it is read from the config
+    of the initial adapter, or from `policy.lora` if there is no initial adapter.
 
     Args:
         loader: The policy's settings.
-        name: Name of the setting, which peft and `LoRA` have in common, for example "use_dora".
+        name: Name of the setting, which must be the same in peft and in `LoRA`, for example "use_dora".
     """
     if loader.has_adapters_in_memory:
         return getattr(loader.model.peft_config[trained_adapter(loader.model)], name)

@@ -208,7 +208,9 @@ def check_masters(settings: PolicySettings, precision: str | int | None, *, has_
 
 
 def trained_dtypes(settings: PolicySettings) -> dict[str, torch.dtype]:
-    """Dtype of each weight that a run trains, by name; only for a model in memory.
+    """Name and dtype of each weight that a run trains.
+
+    The policy must be given as a model (`settings.model`), not as a name or a config.
 
     An adapter's copies of 16-bit layers (`modules_to_save`) are left out, because the run converts these copies to
     float32 (`widen_copies`).
@@ -257,6 +259,6 @@ def compute_dtype(
 
 
 def dtype_name(settings: PolicySettings) -> str:
-    """The dtype of the policy's weights: that of a model in memory, else `policy.dtype`."""
+    """The dtype of the policy's weights: that of `settings.model` if this is a model, else `policy.dtype`."""
     own = getattr(settings.model, "dtype", None) if hasattr(settings.model, "parameters") else None
     return str(own).removeprefix("torch.") if isinstance(own, torch.dtype) else settings.dtype

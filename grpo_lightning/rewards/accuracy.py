@@ -88,16 +88,17 @@ class Accuracy(AnswerReward):
     tags, it is the content of the last `\boxed{...}`. Without a box, these places are tried in order: an announced
     answer ("the final answer is $x$") or the text after `####`, whichever comes last in the completion; bold text; the
     end of the last line, if the completion is not truncated. A missing or unparsable answer is wrong. A set ("3, 4",
-    "3 or 4") equals the same set in any order. Other texts with several answers ("3 and 4", one per line) are not
-    mathematics: if the answer or the ground truth is such a text, both must have the same words.
+    "3 or 4") equals the same set in any order. Other texts with several answers ("3 and 4", or one answer per line) are
+    not mathematics: if the answer or the ground truth is such a text, both must have the same words.
 
-    The reward does not apply to a row without ground truth. It gives no value (None) in three cases, and logs a
-    warning: the ground truth cannot be parsed as mathematics; it consists of sentences or lines with several numbers (a
-    worked solution); or the comparison fails or times out.
+    The reward does not apply to a row without ground truth. It gives no value (None), and logs a warning, if the ground
+    truth cannot be parsed as mathematics, if the ground truth consists of sentences or lines with several numbers (a
+    worked solution), or if the comparison fails or times out.
 
     math-verify (install the extra `math`) runs in a separate process, so the reward can be called from any thread. If
-    four comparisons with the same ground truth fail or time out in one call, this call compares no further answers with
-    that ground truth, and gives no value to completions with such answers. This rule bounds the time of the call.
+    four comparisons with the same ground truth fail or time out in one call of the reward, the call makes no further
+    comparisons with this ground truth. Completions whose answers are left uncompared get no value either. This rule
+    bounds the time of the call.
 
     Args:
         answer_column: The data column with the ground truth, text or a number. If the text has a part after `####`,
@@ -350,10 +351,10 @@ def is_formula(text: str) -> bool:
 
 
 def names_several(text: str, expressions: list[Any]) -> bool:
-    """Whether a text has several answers ("3 and 4", one per line), of which `math_verify` would use only one.
+    """Whether a text has several answers, of which `math_verify` would use only one: "3 and 4", or one answer per line.
 
     Args:
-        text: The answer of a completion.
+        text: The answer of a completion, or a ground truth.
         expressions: The expressions parsed from the text. A finite set counts as one answer.
     """
     if "\\begin" in text or any(getattr(expression, "is_FiniteSet", False) for expression in expressions):

@@ -390,8 +390,8 @@ class WeightedReward(Reward):
     def has_prefetch(self) -> bool:
         """True if the wrapped reward overrides `Reward.prefetch`, and the override fits the reward's `__call__`.
 
-        The value is False if a subclass overrides only `__call__`: the inherited `prefetch` may not fetch the results
-        that the new `__call__` needs.
+        The value is False if a subclass overrides `__call__` but not `prefetch`. The inherited `prefetch` was written
+        for the old `__call__`, so it might not fetch what the new `__call__` needs.
         """
         inner = innermost(self.reward)
         if not isinstance(inner, Reward) or type(inner).prefetch is Reward.prefetch:

@@ -99,9 +99,10 @@ class CodeTests(Reward):
         max_tests: Run only the first `max_tests` tests of a row; null runs all tests.
         timeout_seconds: Time limit of a test in wall time. After the first test that exceeds it, the remaining tests of
             the program count as failed. The limit in CPU time is at most one second longer.
-        call_seconds: Time for all programs in one call of the reward (the G completions of a prompt). Each program gets
-            an equal part of the time that is left. Tests that do not run within this part count as failed. Keep
-            `call_seconds` below `model.reward_workers.timeout_seconds`.
+        call_seconds: Time for all programs in one call of the reward (the G completions of a prompt). When a program
+            starts, the time that is left is divided equally among this program and those after it. A test that has not
+            ended when its program's share is used up counts as failed. Keep `call_seconds` below
+            `model.reward_workers.timeout_seconds`.
         memory_mb: Address space in MB that a program may reserve.
         tolerance: Decimal numbers are equal if they differ by at most `tolerance`, absolutely or relative to the
             expected number. Printed integers must be equal as text. With 0, printed decimal numbers must be equal as
@@ -162,12 +163,12 @@ class CodeTests(Reward):
     def __call__(
         self, completions: Sequence[Content], log_extra: Any = None, log_metric: Any = None, **columns: Any
     ) -> list[float | None]:
-        """Run the programs.
+        """Run the programs of completions on their tests.
 
         Args:
             completions: [B].
-            log_extra: Logs a column of the log of completions.
-            log_metric: Logs a metric.
+            log_extra: Function that adds a column to the log of completions (`completions.jsonl`).
+            log_metric: Function that logs a metric.
             columns: [B] values of each data column.
 
         Returns:

@@ -24,7 +24,7 @@ class EnvironmentReward(Reward):
     def __call__(
         self, completions: Sequence[Content], environment_rewards: Sequence[float | None], **columns: Any
     ) -> list[float | None]:
-        """Read the rewards.
+        """Give each completion the sum of the environment's rewards in its conversation.
 
         Args:
             completions: [B].
@@ -32,7 +32,7 @@ class EnvironmentReward(Reward):
             columns: [B] values of each data column.
 
         Returns:
-            [B].
+            [B] sums, `default` where the environment gave no reward.
         """
         return [self.default if reward is None else reward for reward in environment_rewards]
 
@@ -55,7 +55,7 @@ class ToolUse(Reward):
         environment_metrics: Sequence[Mapping[str, float]],
         **columns: Any,
     ) -> list[float]:
-        """Look for calls.
+        """Give each completion 1 if a tool was run in its conversation, else 0.
 
         Args:
             completions: [B].
@@ -64,7 +64,7 @@ class ToolUse(Reward):
             columns: [B] values of each data column.
 
         Returns:
-            [B].
+            [B] 0 or 1.
         """
         return [float(_has_run(*each)) for each in zip(turns, environment_metrics, strict=True)]
 

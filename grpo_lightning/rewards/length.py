@@ -185,8 +185,8 @@ class Cosine(Reward):
         Args:
             completions: [B].
             completion_ids: [B] lists of token ids.
-            max_completion_length: The training run's limit on the length of a completion, in tokens; T if `max_len`
-                is None.
+            max_completion_length: The training run's limit on the length of a completion, in tokens. If `max_len` is
+                None, T is this limit.
             others: Further arguments of `accuracy`.
 
         Returns:

@@ -445,7 +445,10 @@ class WorkerPool:
         return self._send(data, seconds, deadline).answer
 
     def submit_early(self, reward: WeightedReward, arguments: Mapping[str, Any], seed: int) -> None:
-        """Submit a call without a deadline, for a later `submit` of the same call.
+        """Send a call to the workers ahead of its `submit`.
+
+        The call has no deadline at first. A later `submit` with the same reward, arguments and seed takes over the
+        call, and sets its deadline.
 
         Args:
             reward: As in `submit`.

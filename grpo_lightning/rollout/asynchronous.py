@@ -122,15 +122,16 @@ class InFlight:
     def take(self, prompts: Sequence[Prompt], progress: Progress | None = None) -> list[Group | None]:
         """Wait until nothing is sampled in the background, and take the groups of N prompts.
 
-        Collective: every rank must call it. If sampling a prompt has failed, the prompts that were requested together
-        with it are forgotten, and all ranks log a warning.
+        Collective: every rank must call it. Prompts that were requested together are also sampled together. If this
+        sampling has failed, all these prompts are forgotten, and all ranks log a warning.
 
         Args:
             prompts: N prompts.
             progress: Called in this thread with the decoding progress.
 
         Returns:
-            N groups; None for prompts that are not in flight, and for those whose sampling has failed.
+            N groups; None for each prompt that was not in flight when this method was called, and for each prompt whose
+            sampling has failed.
         """
         self.wait(progress)
         self.failure, self.seconds = None, 0.0

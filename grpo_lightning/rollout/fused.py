@@ -33,16 +33,16 @@ LEAST_LENGTH = 32
 settings."""
 
 OTHER_TOKENS = 0.01
-"""Largest accepted share of rows for which the fused and the separate operations sample different tokens. One such row
+"""Largest accepted share of rows for which the fused and the unfused operations sample different tokens. One such row
 is always accepted. Tokens may differ because kernels may round a cumulative probability differently: if the uniform
 number lies between the two rounded values, another token is sampled."""
 
 OTHER_NATS = 1e-3
-"""Largest accepted difference between the results of fused and separate operations, in nats. Entropies are compared in
+"""Largest accepted difference between the results of fused and unfused operations, in nats. Entropies are compared in
 all rows, and log-probs in the rows with the same token."""
 
 OTHER_STATES = 1e-2
-"""Largest accepted difference between the hidden states that fused and separate operations compute, relative to the
+"""Largest accepted difference between the hidden states that fused and unfused operations compute, relative to the
 largest hidden state. In 16 bits, two roundings differ by up to 0.8 %."""
 
 OPTIONS: dict[str, Any] = {
@@ -62,16 +62,16 @@ Function = Callable[..., Any]
 
 
 class Fused:
-    """A function that is compiled when it is first called, once for each graph that its arguments need.
+    """A function that is compiled once for each graph, in the first call that needs this graph.
 
-    The first result of each graph is compared with that of the separate operations.
+    The first result of each compiled graph is compared with the result of the uncompiled function.
 
     Args:
         function: The function to fuse; it has no side effects.
-        name: Name of the result, for the log.
+        name: Name of what the function computes, for the log.
         compile: Compiles the function.
-        difference: Describes how the results of the compiled function and of the function differ; "" if they are equal
-            apart from rounding.
+        difference: Describes how the result of the compiled function differs from the result of the uncompiled
+            function; "" if they are equal apart from rounding.
         graph: Identifies the graph that a call needs.
     """
 
@@ -122,10 +122,9 @@ class Fused:
 def compile_copy(function: types.FunctionType) -> Function:
     """Compile a copy of a function.
 
-    `torch.compile` limits the number of compilations per code object. It also turns a number of the program into a
-    variable of the compiled code, if this number differs between two compilations of the same code object. To avoid
-    both, each call of this function compiles a new copy of the code object, so that different uses have different code
-    objects.
+    `torch.compile` limits the number of compilations per code object. Moreover, if a Python number or a tensor size
+    differs between two compilations of the same code object, the second compilation treats this value as a variable
+    instead of a constant. To avoid both effects, each call of `compile_copy` compiles a new code object.
     """
     code = function.__code__.replace(co_name=f"{function.__name__.strip('_')}_{next(numbers)}")
     copy = copy_of(function, code=code)
@@ -144,9 +143,10 @@ def copy_of(function: types.FunctionType, **changes: Any) -> types.FunctionType:
 def graph_of(values: Iterable[Any]) -> Hashable:
     """Identify the graph that is compiled for these arguments.
 
-    Two calls use the same graph if the mode of torch (inference mode, gradients on or off), the dtype of autocast, and
-    the settings of modules and other arguments are equal, and if each tensor has the same dtype, device, contiguity and
-    last size in both calls. The other sizes may differ, except that a size of 1 in one call must be 1 in the other.
+    Two calls use the same graph if these are equal in both: the mode of torch (inference mode, gradients on or off);
+    the dtype of autocast; the settings of each module, and the dtypes of its weights; the dtype, device, contiguity and
+    last size of each tensor; and the value of every argument that is neither a module nor a tensor. The other sizes of
+    a tensor may differ between the two calls, but a size that is 1 in one call must be 1 in the other.
 
     Args:
         values: The arguments, at least one of them a tensor.
@@ -262,7 +262,8 @@ class FusedLayers:
     def replacing(self) -> Iterator[None]:
         """Context in which the policy runs the fused forwards.
 
-        Modules whose `forward` something else has already replaced (as an attribute of the object) are left unchanged.
+        If a module already has its own attribute `forward`, because other code has replaced the method of the class,
+        the module is left unchanged.
         """
         replaced = [(module, forward) for module, forward in self.forwards if "forward" not in vars(module)]
         try:
@@ -294,13 +295,14 @@ def with_name(function: Any, name: str, value: Any) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def fused_states(function: types.FunctionType, name: str) -> Fused:
-    """A fused function of hidden states, which all layers and rollouts share.
+    """Fuse a function of hidden states; all layers and rollouts share the fused function.
 
-    All sizes of the states except the last may change without another compilation.
+    The size of each dimension of the states, except the last dimension, may change without another compilation, unless
+    this size changes from or to 1.
 
     Args:
         function: The function.
-        name: Name of the result, for the log.
+        name: Name of what the function computes, for the log.
     """
 
     def compile_states(function: types.FunctionType) -> Function:

@@ -102,12 +102,12 @@ class LocalEngine(RolloutEngine):
     """Samples with the policy itself.
 
     Args:
-        max_rows: Maximum number of completions decoded at the same time, which limits the memory of the KV cache. The G
-            completions of one prompt are decoded together even if G exceeds this number. If a rollout has more
-            completions, a prompt waits until enough other completions have ended to make room for the prompt's G
-            completions. If a model's completions cannot share the keys and values of their prompt, the engine decodes
-            in waves: prompts wait until all completions that are being decoded have ended. None decodes all completions
-            at the same time. `max_rows` does not change the completions.
+        max_rows: Maximum number of completions that are decoded at the same time, to limit the memory of the KV cache.
+            If `max_rows` is None, all completions are decoded at the same time. The G completions of one prompt are
+            decoded together even if G exceeds `max_rows`. If a rollout has more than `max_rows` completions, a prompt
+            waits until enough other completions have ended to make room for the prompt's G completions. If a model's
+            completions cannot share the keys and values of their prompt, the engine decodes in waves: prompts wait
+            until all completions that are being decoded have ended. `max_rows` does not change the completions.
         gather_for_generation: How sharded weights (FSDP2, ZeRO-3) are gathered for sampling. True gathers them once per
             rollout, which is fast, but every device must hold the full weights. False gathers each layer when it runs,
             at every token; all ranks then wait for the longest completion. "auto" gathers once unless the full
@@ -239,7 +239,7 @@ class LocalEngine(RolloutEngine):
         limits: Sequence[int] | None = None,
         turns: Turns | None = None,
     ) -> list[list[Completion]]:
-        """Sample G completions for every prompt, or a part of them; see `RolloutEngine.generate`."""
+        """For every prompt, sample G completions, or only those in `part`; see `RolloutEngine.generate`."""
         if len(seeds) != len(prompts):
             raise ValueError(f"seeds must hold one seed per prompt: {len(prompts)} prompts, {len(seeds)} seeds.")
         check_unguided(sampling)
@@ -411,7 +411,12 @@ class LocalEngine(RolloutEngine):
         groups: SampledGroups,
         kept_states: KeptStates | None = None,
     ) -> tuple[OpenRows | None, Wave]:
-        """Remove ended rows if enough have ended or some have the maximum length, and take waiting prompts instead.
+        """Remove the finished rows if there are enough of them, and take waiting prompts for their places.
+
+        A row is finished if it has ended or has its maximum length. The finished rows are removed if they are at least
+        the fraction `LEAST_ENDED` of the open rows, if one of them has its maximum length, or if all rows are finished.
+        If completions cannot share the keys and values of their prompt, waiting prompts are taken only if all rows are
+        finished.
 
         Args:
             rows: The open rows.

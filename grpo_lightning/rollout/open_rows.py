@@ -35,7 +35,7 @@ class Wave(NamedTuple):
     """Index of the first prompt among all prompts of the rollout."""
 
     limits: Sequence[int] = ()
-    """Maximum number of tokens of each prompt's completions."""
+    """For each prompt, the maximum number of tokens per completion."""
 
 
 class WaitingPrompts:
@@ -143,7 +143,7 @@ class OpenRows:
         return dataclasses.replace(self, start=start, end=end, num_ended=0, **tensors)
 
     def join(self, new: OpenRows, step: int, longest_prompt: int) -> OpenRows:
-        """Append other rows, and drop columns of the histories that no row needs any more.
+        """Append other rows, and drop the columns of `history` that no row needs any longer.
 
         Args:
             new: The rows to append. Their first token is sampled in the next decoding step.
@@ -249,7 +249,7 @@ class SampledRows:
 
 
 class SampledGroups:
-    """The completions of each prompt of a rollout, built as soon as all of them have ended.
+    """The completions of a rollout, grouped by prompt; each group is built after all its completions have ended.
 
     Args:
         size: Number of completions per prompt.
@@ -302,14 +302,14 @@ class SampledGroups:
 class KeptStates:
     """Keys and values of conversations, kept from the end of a turn to the beginning of the next one.
 
-    The states kept for a conversation cover the prompt and all tokens of the conversation so far, except the last token
-    of its last turn. The next prompt may lack tokens at the end of this turn, so it uses the kept states only up to the
-    first token that differs from the kept tokens. All prompts that are prefilled together run the same number of
-    tokens, so that they stay left-padded. A prompt with fewer new tokens than another one runs some of its kept tokens
-    again.
+    For each conversation, the states of the latest turn's prompt and completion are kept, except for the completion's
+    last token. A prompt contains all earlier turns. The prompt of the next turn may omit the last tokens of this
+    completion, so it uses the kept states only up to the first token that differs from the kept tokens. All prompts
+    that are prefilled together run the same number of tokens, so that they stay left-padded. A prompt with fewer new
+    tokens than another one runs some of its kept tokens again.
 
     Args:
-        turns: Defines the number of each conversation, and holds the kept states.
+        turns: Assigns each completion to its conversation, and holds the kept states.
     """
 
     def __init__(self, turns: Turns) -> None:

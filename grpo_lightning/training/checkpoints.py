@@ -246,10 +246,10 @@ def check_keys(names: Collection[str], known: Collection[str], trained: Sequence
 
 
 def restore_optimizer_settings(trainer: L.Trainer, settings: Sequence[dict[str, Any]], schedule: Any) -> None:
-    """Replace the optimizer settings that were loaded from a checkpoint by the settings of this run.
+    """Replace the optimizer settings of the loaded checkpoint with those of this run.
 
-    The learning rate is replaced if the run has no schedule, or a `Schedule` of this library. Other schedules continue
-    from the learning rate in the checkpoint.
+    The learning rate is replaced too, unless the run has a schedule that is not a `Schedule` of this library: such a
+    schedule continues from the learning rate in the checkpoint.
 
     Args:
         trainer: Trainer of a run that may be resumed.

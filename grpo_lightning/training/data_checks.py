@@ -1,4 +1,4 @@
-"""Checks of a run's data before weights are loaded. Only data that is already known by then is checked.
+"""Checks of a run's data before weights are loaded. Prompts are checked if they are known by then (`known_data`).
 
 Two checks are about ground-truth boxes: rewards, metrics and callbacks must agree on the coordinate system of the boxes
 in a column, and the boxes must not be converted to pixels twice.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def check_columns(rewards: RewardSet, trainer: L.Trainer) -> None:
-    """Check that every dataset that is already known has the columns that the rewards need.
+    """Check that every dataset in `known_data` has the columns that the rewards need.
 
     Each dataset is checked separately, because answers in the validation data do not replace answers that are missing
     in the training data.
@@ -50,7 +50,7 @@ def check_columns(rewards: RewardSet, trainer: L.Trainer) -> None:
 
 
 def check_rows(rewards: RewardSet, trainer: L.Trainer) -> None:
-    """Check that the rewards can score every row they apply to, if the data is already known.
+    """Check that every row in `known_data` can be scored by the rewards that apply to it.
 
     Boxes are compared with the size of their image if the size is known, so call this function after `check_images`.
 
@@ -75,18 +75,19 @@ def check_images(trainer: L.Trainer) -> None:
 def known_data(trainer: L.Trainer) -> list[list[Prompt]]:
     """Return the prompts of the data module's datasets and of the prompt sources that were passed to the trainer.
 
-    The prompts of other loaders are not known. Only the first prompts of a streamed dataset are known.
+    The prompts of other loaders are not known. If a dataset is streamed or read lazily, only its first prompts are
+    known.
     """
     return [known_prompts(data) for data in training_sets(trainer) + evaluation_sets(trainer)]
 
 
 def training_sets(trainer: L.Trainer) -> list[Any]:
-    """Training datasets that are already known."""
+    """Training datasets of the data module and of the prompt sources that were passed to the trainer."""
     return _data_sets(trainer, ["train_prompts"], [trainer.fit_loop])
 
 
 def evaluation_sets(trainer: L.Trainer) -> list[Any]:
-    """Validation, test and prediction datasets that are already known."""
+    """Validation, test and prediction datasets of the data module and of the prompt sources passed to the trainer."""
     return _data_sets(trainer, ["val_prompts", "test_prompts"], reading_loops(trainer)[1:])
 
 
@@ -134,7 +135,7 @@ def check_prompts(
     conversations: Conversations | None = None,
     max_sequence_length: int | None = None,
 ) -> None:
-    """Check that tokenizer, model and engine support the prompts, if the data is already known.
+    """Check that tokenizer, model and engine support the prompts in `known_data`.
 
     To save time, only some of the prompts without images are tokenized: one text, one chat, and all prompts that may be
     too long for the model. A text has at most as many tokens as bytes, so a short text is known to fit without being

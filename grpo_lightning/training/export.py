@@ -1,10 +1,10 @@
 """Export a checkpoint to a folder that transformers loads.
 
 A checkpoint contains only the trained weights. Frozen weights, config and tokenizer (or processor, for a multimodal
-policy) come from the policy before training. So the export first loads that policy, and then loads the checkpoint's
-weights into it. LoRA adapters are merged into the policy's weights, or written separately for peft. The export never
-quantizes the policy. Adapters that were trained on 4-bit or 8-bit weights are merged into the full-precision weights,
-which differ from the weights of the run by the quantization error.
+policy) come from the initial policy, which is the policy as it was before training. So the export first loads the
+initial policy, and then loads the checkpoint's weights into it. LoRA adapters are merged into the policy's weights, or
+written separately for peft. The export never quantizes the policy. Adapters that were trained on 4-bit or 8-bit weights
+are merged into the full-precision weights, which differ from the weights of the run by the quantization error.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ class Export:
 
     folder: Path
     policy: str
-    """Name or folder of the policy before training, the source of config, tokenizer and frozen weights."""
+    """Name or folder of the initial policy, the source of config, tokenizer and frozen weights."""
 
     num_weights: int
     num_from_policy: int
-    """Number of parameters that the checkpoint lacks, and that were therefore taken from the policy before training."""
+    """Number of parameters that the checkpoint lacks, and that were therefore taken from the initial policy."""
 
     dtype: torch.dtype
     files: list[Path]
     is_adapter: bool = False
-    """True if only the adapters were written: loading them requires the policy before training."""
+    """True if only the adapters were written: loading them requires the initial policy."""
 
     quantization: Quantization = "none"
     """Quantization of the weights that the adapters were trained on. The written weights are not quantized."""
@@ -86,13 +86,13 @@ def export(
     Args:
         checkpoint: Checkpoint file, or folder of a sharded checkpoint.
         folder: Output folder; created if missing.
-        policy: Name or folder of the policy before training; None uses the policy named in the checkpoint or in
-            the `config.yaml` of its run.
+        policy: Name or folder of the initial policy; None uses the policy named in the checkpoint or in the
+            `config.yaml` of its run.
         dtype: Dtype of the exported weights. None keeps the dtype of the checkpoint's weights; if adapters are merged,
             None uses the dtype in which the run loaded the policy.
         adapter: Export only the adapters, as a folder for peft, instead of merging them into the policy.
-        fill_missing: Take all weights that the checkpoint lacks from the policy before training. By default, only
-            weights that are known to be frozen are taken from that policy.
+        fill_missing: If the checkpoint lacks weights, take all of them from the initial policy. By default, only
+            weights that are known to be frozen are taken from the initial policy.
         force: Write into a folder that is not empty.
 
     Raises:
@@ -160,7 +160,7 @@ def check_target(folder: Path, *, force: bool) -> None:
 
 
 def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | None) -> PolicyLoader:
-    """Make the loader of the policy before training.
+    """Make the loader of the initial policy.
 
     If the argument `policy` is None, the loader loads the policy that the checkpoint names or, if the checkpoint names
     none, the policy in the `config.yaml` of the checkpoint's run. The settings in `KEPT` (adapters, frozen layers,
@@ -200,7 +200,7 @@ def check_adapters(
 
 
 def load_policy(loader: PolicyLoader, dtype: torch.dtype, adapter: Mapping[str, Any] | None = None) -> Any:
-    """Load the policy as it was before training, in the given dtype, with frozen layers and adapters as in the run.
+    """Load the initial policy in the given dtype, add adapters as in the run, and freeze the layers that the run froze.
 
     With adapters, the base weights are first rounded to the dtype of the run, then converted to the given dtype.
 
@@ -237,7 +237,7 @@ def load_trained_weights(
     tensors under several names.
 
     Args:
-        model: The policy before training.
+        model: The initial policy.
         weights: Weights by their names in the model.
         trained: Number of parameter tensors that the optimizer trained; None if unknown. If the checkpoint contains
             that many tensors, the other parameters may be missing.

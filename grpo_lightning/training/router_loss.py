@@ -80,7 +80,7 @@ class RouterLoss:
         return self.coefficient * share
 
     def pop(self) -> tuple[Tensor, Tensor]:
-        """Return the values that are logged for a micro-batch after its `update`.
+        """Return the values to log for a micro-batch that `GRPOLightningModule.update` has processed.
 
         Returns:
             The micro-batch's share of the loss, not yet multiplied by the weight of the loss; and the largest load of

@@ -543,7 +543,9 @@ def run_length(trainer: Namespace, batches: BatchPlan, num_prompts: int | None) 
 
 
 def memory_settings(planned: PlannedRun, model: Any, sizes: ModelSizes) -> tuple[MemorySettings, list[str]]:
-    """The settings that determine the memory of a device, as if no weights were gathered for sampling.
+    """Collect the settings that determine how much memory the run needs on each device.
+
+    In the result, `gathers_for_sampling` is False. `resolve_gathering` decides its final value.
 
     Args:
         planned: The run.

@@ -655,12 +655,12 @@ def activation_bytes(
 
         none      all layers of all forward passes
         layers    the input of each layer; the layers are recomputed one at a time
-        chunks    all layers of the prompts' forward pass and of the largest chunk, which is recomputed
+        chunks    all layers of the prompts' forward pass and of the largest chunk; chunks are recomputed one at a time
 
     In each case, the prompts' keys and values, the input and output of the last norm, and the head's input are kept
     too. Images count as tokens of the decoder. The activations of a trained vision tower and of adapters are not
-    counted, except DoRA's (`adapter_parts`). In a 16-bit model, the activations of 32-bit adapters can take as much as
-    half of the counted bytes.
+    counted here; `adapter_parts` counts those of DoRA. In a 16-bit model with 32-bit adapters, the true number of bytes
+    can be up to 1.5 times the count.
     """
     passes = batch.passes
     if mode == "chunks":

@@ -91,8 +91,8 @@ def size_of(
 ) -> VLLMSize | None:
     """Compute the memory of vLLM on one device; None for other engines.
 
-        weights    bytes per weight x weights / tensor_parallel_size
-        KV cache   2 x bytes x head size x key-value heads per rank, per layer and token
+        weights                          bytes per weight x weights / tensor_parallel_size
+        KV cache of a token in a layer   2 x bytes per number x head size x key-value heads per rank
 
     With more ranks than key-value heads, each rank has one key-value head. In mode `server`, the sizes are those of a
     server without tensor parallelism and with 16-bit numbers, as in most checkpoints.

@@ -49,7 +49,11 @@ class Preflight:
             raise ValueError(f"data.bad_images must be one of {choices}, got {self.bad_images!r}.")
 
     def one(self, measured: Measured, boxes: Boxes) -> Measured:
-        """Check a prompt of a stream. Returns: `measured`; if the prompt is dropped, a copy of it without the prompt.
+        """Check the images and the box of one prompt of a stream.
+
+        Returns:
+            `measured`; with `boxes: norm1000`, a copy of `measured` whose box is in pixels. If the prompt is dropped, a
+            copy of `measured` whose `prompt` is None.
 
         Raises:
             ValueError: If `bad_images` is "error", and an image cannot be read or the box is invalid.

@@ -78,7 +78,7 @@ A `Cell` that a worker process sends back to this process uses the table in this
 
 @dataclass(frozen=True)
 class Cell:
-    """The source of an `ImageRef` to an image in a dataset's cell; a call returns the bytes, the path or the image.
+    """The source of an `ImageRef` to an image in a dataset's cell; a call returns the result of `openable_value`.
 
     Two cells are equal if they refer to the same place in the same dataset.
     """
@@ -91,7 +91,7 @@ class Cell:
     """Index in the cell's list; None if the cell is a single image."""
 
     def __call__(self) -> Any:
-        """Read the bytes, the path or the image. Raises: ValueError if the cell is empty."""
+        """Read the cell, and resolve it with `openable_value`. Raises: ValueError if the cell is empty."""
         cell = self.table[self.row : self.row + 1].column(self.column)[0]
         return openable_value((cell if self.place is None else cell[self.place]).as_py())
 
@@ -127,7 +127,11 @@ class RemoteFile:
 
 
 def openable_value(value: Any) -> Any:
-    """Get the bytes, the path or the image from `{"bytes": ..., "path": ...}`, the storage format of `datasets`.
+    """Resolve `{"bytes": ..., "path": ...}`, the format in which `datasets` stores an image.
+
+    Returns:
+        The bytes, if there are any. Otherwise, the image itself if only `datasets` can open the path (`is_remote`),
+        else the path.
 
     Raises:
         ValueError: If `value` has neither bytes nor a path.

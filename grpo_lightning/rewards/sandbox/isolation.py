@@ -266,7 +266,7 @@ def seccomp_filter(arch: str, pid: int, *, has_landlock: bool) -> bytes:
 
     Args:
         arch: "x86_64" or "aarch64".
-        pid: Id of this process, which is the only process that this process may signal.
+        pid: Id of this process. The filter lets the process send signals only to itself.
         has_landlock: Whether Landlock is on. If not, no file can be opened for writing, not even `/dev/null`.
     """
     column = list(_AUDIT_ARCH).index(arch)

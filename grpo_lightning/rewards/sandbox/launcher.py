@@ -133,10 +133,10 @@ class Launcher:
 
     Args:
         isolation: The sandbox.
-        setup: A dictionary. `memory_bytes` is the memory limit of each child. `preamble` is code that runs before the
-            code of every program.
-        source: The program.
-        tests: File descriptor of the test code.
+        setup: A dictionary. `memory_bytes` is the memory limit of each child. `preamble` is Python code that runs
+            before `source`.
+        source: Source code of the untrusted program that every job runs.
+        tests: File descriptor of the file with the test code.
     """
 
     def __init__(self, isolation: Isolation, setup: dict[str, Any], source: str, tests: int) -> None:
@@ -151,13 +151,15 @@ class Launcher:
 
         Args:
             job: A dictionary with `kind`, `seconds` (the time limit) and `max_output` (the limit of the output in
-                bytes). A "judge" job also has `place` and `size`, the offset and length of the test code in its file.
+                bytes). A "judge" job also has `place` and `size`, the offset and length of its test code in the file of
+                the descriptor `tests`.
             body: The standard input ("main"), or the request ("call").
 
         Returns:
-            A dictionary that describes how the child ended, and the child's output. In the dictionary, `ended` is
-            "exit", "timeout", "output" (the output was too long) or "threads" (there were too many threads), and
-            `status` is the exit status, or minus the number of the signal that ended the child.
+            Two values: a dictionary that describes how the child ended, and the child's output. The child is the
+            process that runs the program; in a "judge" job, it is the process that runs the tests. In the dictionary,
+            `ended` is "exit", "timeout", "output" (the output was too long) or "threads" (the program had too many
+            threads). `status` is the exit status, or minus the number of the signal that ended the child.
 
         Raises:
             OSError: If a child could not be started.

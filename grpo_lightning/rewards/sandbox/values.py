@@ -13,7 +13,7 @@ iterate over it, read and set its attributes, and pass it back to the program. C
 | list, tuple, set, frozenset | `["l", [...]]`, `["t", [...]]`, `["s", [...]]`, `["z", [...]]` |
 | dict | `["d", [[key, value], ...]]` |
 | range | `["r", [start, stop, step]]` |
-| all others | `["o", place, type]`: the object's index among all kept objects, and the name of its type |
+| all others | `["o", place, type]`: the object's index among all kept objects, or its global name; its type's name |
 
 This module imports only the standard library, because the launcher (`sandbox/launcher.py`) runs without installed
 packages.
@@ -96,9 +96,9 @@ def decode(data: Any, find: Callable[[Any, str], Any]) -> Any:
     """Decode a value.
 
     Args:
-        data: The result of `encode` in another, untrusted process.
-        find: Finds the kept objects of `data`: it is called with the index and the type's name of each, and returns the
-            object, or raises an error.
+        data: The result of `encode` in another process. The other process may be untrusted.
+        find: Function that is called for every `["o", place, type]` in `data`, with `place` and `type` as arguments. It
+            returns the decoded value of this part (the object itself, or a `Remote` for it), or raises an error.
 
     Raises:
         MALFORMED: If `data` is not an encoding of a value.

@@ -112,7 +112,8 @@ class Batch:
         progress: Called with the decoding progress.
         on_group: Called with each complete group.
         vision: The images of the prompts.
-        limits: Maximum number of tokens of each prompt's completions; None uses the maximum in `sampling`.
+        limits: For each prompt, the maximum number of tokens per completion. If `limits` is None, this is
+            `sampling.max_completion_length` for all prompts.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Batch:
     ) -> None:
         self.vision = vision
         self.limits = [sampling.max_completion_length] * len(prompts) if limits is None else list(limits)
-        """Maximum number of tokens of each prompt's completions."""
+        """For each prompt, the maximum number of tokens per completion."""
         self.images: list[images.PromptImages | None] | None = None
         """The images of the N prompts; None before they are read, and without images."""
         self.prompts, self.part, self.sampling = prompts, part, sampling
@@ -594,9 +595,13 @@ class VLLMEngine(RolloutEngine):
             self.sent = sent
 
     def _send(self, policy: nn.Module, kinds: Sequence[weights.Kind]) -> None:
-        """Send the policy's weights of these kinds to vLLM. After a temporary failure, send all of them again.
+        """Send the policy's weights to vLLM. After a temporary failure, send all of them again.
 
         Collective: all ranks call it.
+
+        Args:
+            policy: The policy.
+            kinds: The kinds of weights to send, for example "base" and "adapter".
 
         Raises:
             RuntimeError: As in `sync_weights`.
@@ -637,7 +642,8 @@ class VLLMEngine(RolloutEngine):
 
         Args:
             error: The error of this rank, or None.
-            failures: Number of this attempt, counted from 1.
+            failures: Number of this attempt to send the weights, counted from 1. If this attempt has failed, this is
+                also the number of failures.
 
         Returns:
             True if the weights have been sent; False if they have to be sent again.
@@ -708,7 +714,7 @@ class VLLMEngine(RolloutEngine):
         limits: Sequence[int] | None = None,
         turns: Turns | None = None,
     ) -> list[list[Completion]]:
-        """Sample G completions for every prompt, or a part of them; see `RolloutEngine.generate`.
+        """For every prompt, sample G completions, or only those in `part`; see `RolloutEngine.generate`.
 
         `on_group` and `progress` are called in the thread of the caller. The random numbers of a completion do not
         depend on the other prompts of the batch, nor on the server. The completion's logits may still depend on the

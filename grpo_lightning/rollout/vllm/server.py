@@ -340,11 +340,12 @@ class Served:
     def end_update(self) -> None:
         """End an update that did not finish, so that a new one can start.
 
-        An update is in the way of a new one in two cases. If it is still active, vLLM refuses the new update. If it
+        There are two cases. If the old update is still active, vLLM refuses to start a new update. If the old update
         failed while weights were received, it is no longer active, but layers that received only some of their weights
-        still wait for the rest: these layers would load some weights of the new update twice. In both cases, starting
-        and finishing an update makes vLLM ready for a new one. Until new weights are sent, the incomplete layers have
-        arbitrary values.
+        still wait for the rest: these layers would load some weights of the new update twice. This method requests the
+        start of an empty update, and then the end of the active update. In the first case, vLLM refuses the start, and
+        ends the old update. In the second case, vLLM starts and ends the empty update, and the layers stop waiting.
+        Until new weights are sent, the incomplete layers have arbitrary values.
         """
         for route in ("/start_weight_update", "/finish_weight_update", "/finish_weight_update"):
             # The possible errors, in turn: an update is already active; weights are missing; the update has ended.
@@ -489,9 +490,9 @@ def update_of(version: str) -> int:
 
 
 def problem_of(answer: Future[Any]) -> ServerError | None:
-    """The error with which the server answered a request in the background; None if there is no such error.
+    """Wait for a request that was sent to the server in the background, and return its error.
 
-    There is none if the server answered without an error, or did not answer within `PATIENCE` seconds.
+    The result is None if the request succeeds, or if no answer arrives within `PATIENCE` seconds.
     """
     try:
         answer.result(timeout=PATIENCE)

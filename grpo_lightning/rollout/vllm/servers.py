@@ -169,12 +169,12 @@ class Servers:
     # -------------------------------------------------------------------------------------------------------- weights
 
     def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> Announcement:
-        """Send the policy's weights to the servers that lack them, one group at a time.
+        """Send the policy's weights, one group of weights at a time, to all servers that lack them.
 
         A server that does not answer is left out, and gets the weights of the next update.
 
         Args:
-            groups: The weights; iterated over once, for all servers.
+            groups: The groups of weights. They are iterated over only once: each group is sent to all servers.
             version: Number of the update.
 
         Returns:

@@ -78,7 +78,7 @@ class NCCLGroup:
     Args:
         host: Address of the trainer.
         port: Free port of the trainer.
-        rank: Rank of this process, which is the trainer's: 0.
+        rank: Rank of this process in the group. It must be 0, the trainer's rank.
         world_size: Number of processes in the group.
         timeout: Limit in seconds for opening the group, and for each broadcast. NCCL itself has no limit and would wait
             forever for a server that has died.
@@ -181,7 +181,8 @@ class Announced:
 class Reload:
     """Loads full weights layer by layer, and checks that every weight of the model got a value.
 
-    `register` combines this class with vLLM's base class, which sets the attributes.
+    `register` combines each subclass of this class with vLLM's base class `WeightTransferEngine`. The base class sets
+    the attributes `model`, `model_config`, `parallel_config` and `device`.
     """
 
     init_info_cls: type = NoInit
@@ -214,10 +215,11 @@ class Reload:
         self.loaded |= set(map(plain, self.model.load_weights(self.receive(update_info)) or ()))
 
     def finish_weight_update(self) -> None:
-        """Put the collected weights into place. Raises: RuntimeError in the first call, if a weight is missing.
+        """Put the collected weights into place. Raises: RuntimeError if a weight is missing.
 
-        vLLM considers an update active until this method succeeds. After an update in which a weight was missing, a
-        second call succeeds and ends the update, so that the trainer can start a new one (`Served.end_update`).
+        vLLM considers an update active until this method succeeds. If a weight is missing, only the first call for this
+        update raises. A second call succeeds and ends the update, so that the trainer can start a new update
+        (`Served.end_update`).
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 

@@ -89,7 +89,9 @@ def weight_groups(policy: nn.Module, gathered: Iterable[Gathered] | None = None)
 
 @torch.no_grad()
 def adapter_weights(policy: nn.Module, gathered: Iterable[Gathered]) -> dict[str, Tensor]:
-    """A and s B of all adapted layers by peft's names, on the CPU. vLLM gets s B as B, and therefore scales by 1.
+    """The LoRA matrices A and s B of all adapted layers, as CPU tensors under the names that peft gives them.
+
+    s is LoRA's scale. vLLM gets s B in place of B, and therefore uses the scale 1.
 
     Args:
         policy: Model with adapters.
@@ -182,9 +184,10 @@ def merged_weight(weight: Tensor, layer: Any, adapter: str | None, values: dict[
 
 
 def state_of(policy: nn.Module, sharding: Sharding, kind: Kind = "merged") -> dict[str, int]:
-    """Hash this rank's shards of one kind of weights, by dtype. The kind "merged" hashes all weights.
+    """Hash this rank's shards of one kind of weights: one hash per dtype, over all weights of this dtype.
 
-    Each rank gets the same hashes as in its previous call if no weight has changed since. The call is not collective.
+    For the kind "merged", all weights are hashed. Each rank gets the same hashes as in its previous call if no weight
+    has changed since. The call is not collective.
     """
     sharding.reshard(policy)
     own: set[int] = set()
@@ -196,7 +199,7 @@ def state_of(policy: nn.Module, sharding: Sharding, kind: Kind = "merged") -> di
 
 
 def hashes(tensors: Iterable[Tensor]) -> dict[str, int]:
-    """Hash the bits of tensors, by dtype.
+    """Hash the bits of tensors: one hash per dtype, over all tensors of this dtype.
 
     The bits of each number are multiplied by a factor that depends on the number's position, and the products are
     summed. In a sum without factors, small changes of several numbers, such as those of an optimizer step in 16 bits,
