@@ -288,25 +288,6 @@ def without_anonymous(logger: Any) -> None:
 # ------------------------------------------------------------------------------------------------------- its callbacks
 
 
-class ResumedSteps(L.Callback):
-    """Makes a resumed run log its metrics at the right steps.
-
-    Lightning keeps the step number of logged metrics separately from `global_step`. This callback sets the number to
-    `global_step` when a run resumes, so that the curves continue without a gap or an overlap.
-    """
-
-    def __init__(self) -> None:
-        self.is_done = False
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Correct the count once, after the loop has restored its state."""
-        if not self.is_done:
-            trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
-            self.is_done = True
-
-
 class ParameterSummary(L.Callback):
     """Logs class and size of policy and reference, and the number of trainable parameters, in one line.
 
@@ -361,8 +342,6 @@ def default_callbacks(subcommand: str, settings: Namespace, own: Sequence[L.Call
         callbacks.append(ParameterSummary())
     if subcommand == "fit":
         callbacks += [Watchdog(), RunRecord(), RunSummary()]
-    if subcommand == "fit" and settings.get("ckpt_path"):
-        callbacks.append(ResumedSteps())
     if subcommand == "fit" and is_saving(settings.trainer):
         callbacks += [
             ModelCheckpoint(),
