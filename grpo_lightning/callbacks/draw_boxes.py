@@ -82,7 +82,7 @@ class Panel:
 class DrawBoxes(L.Callback):
     """Draws the first validation images with their ground-truth box, the predicted box, and the IoU of the two boxes.
 
-    The pictures are PNG files in the folder `boxes` of the run: `before.png` before training, `step-<N>.png` at every
+    The pictures are PNG files in the folder `<dirpath>/boxes`: `before.png` before training, `step-<N>.png` at every
     validation of the run, and `after.png` after training. If a prompt is in `before.png`, the later files also show
     the box that was predicted for this prompt before training. The commands `validate` and `test` write `validate.png`
     and `test.png`. Weights & Biases and TensorBoard also get the pictures, under the name `val/boxes`.
@@ -98,7 +98,7 @@ class DrawBoxes(L.Callback):
         coordinates: Coordinate system of the predicted boxes, as for the reward `IoU`: "auto" uses that of the policy's
             model family.
         gold_coordinates: Coordinate system of the ground-truth boxes: "original" (pixels) or "norm1000".
-        dirpath: Output folder; null is the run's folder.
+        dirpath: Folder in which the folder `boxes` is created; null uses the run's folder.
     """
 
     def __init__(

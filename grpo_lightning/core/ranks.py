@@ -149,10 +149,13 @@ class Lockstep:
         self.is_needed = is_needed
 
     def num_waves(self, own: int) -> int:
-        """Return the number of waves to run: the maximum over ranks, where this rank has `own` waves.
+        """Return the number of waves to run: the maximum of `own` over all ranks; without lockstep, this rank's `own`.
 
         A wave is a set of prompts that are decoded together. A rank with fewer waves than the maximum first runs its
         own waves. Then it runs dummy rows, so that it takes part in the forward calls of the other ranks.
+
+        Args:
+            own: Number of waves that this rank needs for its own prompts.
         """
         return int(max_over_ranks(torch.tensor(own, device="cpu"))) if self.is_needed else own
 

@@ -40,8 +40,9 @@ class PromptDataModule(L.LightningDataModule):
             the path of a YAML file with the key `datasets`.
         val_datasets: Validation mixture; null for no validation.
         test_datasets: Mixture for `test` and `predict`; null uses the validation prompts.
-        val_split: Number (200) or share (0.05) of the training prompts that are held out for validation. It cannot be
-            combined with `val_datasets`. The held-out prompts are sampled with `seed` and are not used for training.
+        val_split: How many of the training prompts are held out for validation: their number, for example 200, or their
+            share, for example 0.05. Cannot be combined with `val_datasets`. The held-out prompts are sampled with
+            `seed` and are not used for training.
         batch_size: Prompts per rank and rollout. If the module's `ranks_per_group` is above 1, this is the number of
             prompts per team of ranks. `trainer.accumulate_grad_batches` does not change the number of prompts per
             update.
@@ -195,7 +196,7 @@ class PromptDataModule(L.LightningDataModule):
         return LengthLimit(encoder, self.max_prompt_length, self.overlong_prompts)
 
     def train_dataloader(self) -> PromptSource:
-        """The source of training prompts; it yields the prompts of each rollout once per micro-step.
+        """The source of training prompts, which yields all prompts of a rollout at every micro-step of this rollout.
 
         Raises:
             ValueError: If there is no trainer, if the prompts are not loaded, or if they are a stream and

@@ -1,9 +1,9 @@
 """PromptSource: the dataloader that yields the prompts of every cycle.
 
 A cycle consists of the micro-steps that train on one rollout; each micro-step is one batch for Lightning. The source
-yields the cycle's prompts once per micro-step, so that Lightning's batch counting, gradient accumulation and
-checkpointing work unchanged. The source is deliberately not a DataLoader: in a distributed run, Lightning would replace
-the sampler of a DataLoader by a `DistributedSampler`, which would scatter the repeated prompts.
+yields all prompts of a cycle at every micro-step of this cycle, so that Lightning's batch counting, gradient
+accumulation and checkpointing work unchanged. The source is deliberately not a DataLoader: in a distributed run,
+Lightning would replace the sampler of a DataLoader by a `DistributedSampler`, which would scatter the repeated prompts.
 """
 
 from __future__ import annotations
@@ -341,16 +341,16 @@ class PromptSource:
         - between two cycles of an epoch: `cycle`, the number of ranks, `ranks_per_group` and the batch size, because
           the position then is a number of prompts over all ranks. If a different number of ranks changes the number of
           prompts per rollout, a warning names the settings that keep the old number of prompts;
-        - inside a cycle: the same four settings, if the number of prompts per rollout stays the same, and the finished
-          part of the cycle is a whole number of micro-steps with the new `cycle`.
+        - inside a cycle: the same four settings, under two conditions. First, the number of prompts per rollout must
+          stay the same. Second, if `cycle` changes, the finished fraction of the cycle must be a whole number of the
+          new micro-steps: 2 of 4 micro-steps can become 1 of 2, but not 1.5 of 3.
 
         `begin` compares `shuffle` with the checkpoint when the epoch begins; the other settings are compared here.
 
         Raises:
             ValueError: For a checkpoint saved inside an epoch, if the number of prompts (for a stream:
-                `shuffle_buffer`) or the seed differs. For a checkpoint saved inside a cycle, also if the number of
-                prompts per rollout differs, or if the finished part of the cycle is not a whole number of micro-steps
-                with the new `cycle`.
+                `shuffle_buffer`) or the seed differs. For a checkpoint saved inside a cycle, also if one of the two
+                conditions above is not met.
         """
         self._check_state(state)
         sizes, was = self._sizes(), self._sizes_of(state)

@@ -1,6 +1,6 @@
-"""The calculator demo: a tiny Qwen2, its tokenizer and its sums, built offline in about a minute, then cached.
+"""Builds the calculator demo's model (a tiny Qwen2), tokenizer and problems offline in about a minute, and caches them.
 
-The task is a sum of three two-digit numbers, which this model cannot compute. It can call a calculator:
+A problem is a sum of three two-digit numbers. This model cannot compute the sum, but it can call a calculator:
 
     Q:45+67+89=
     A:[calculator(expression="45+67+89")]<eos>R:201

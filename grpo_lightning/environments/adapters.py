@@ -145,10 +145,11 @@ class ToolObject(Tools):
         return None if value is None else float(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ToolObject:
-        """Copy the object; if it cannot be copied, make a new one with the factory.
+        """Copy the environment; if its object cannot be copied, make a new object with the factory.
 
         Raises:
-            RuntimeError: If the object cannot be copied, and `reset` of the new object returns a different observation.
+            RuntimeError: If the object cannot be copied, and `reset` of the new object does not return the same
+                observation as `reset` of the original object did.
         """
         new = copy.copy(self)  # shallow, because the factory may hold something that cannot be copied
         vars(new).update(

@@ -75,7 +75,7 @@ class EnvironmentCalls:
         """Do nothing, because there is nothing to prepare."""
 
     def __call__(self, method: Method, state: bytes | None, arguments: Any) -> tuple[bytes, Any]:
-        """Call a method in a worker, with the environment pickled before and after the call.
+        """Call a method of an environment in a worker; the environment is passed and returned in pickled form.
 
         Args:
             method: As in `call`.

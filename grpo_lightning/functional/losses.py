@@ -500,9 +500,9 @@ def rollout_weights(
 
     A "sequence" weight is a product over tokens, so that long completions have very large or very small weights. The
     size of a "geometric" weight does not depend on the length, but such a weight is not a ratio of completion
-    probabilities. With "mask" and a narrow range, such as 0.99 to 1.01, the level "geometric" drops completions that
-    the policy would not have sampled. ms-swift's sequence modes use the "geometric" weight. verl's `seq_mean_k1` drops
-    the same completions, but gives the others the weight 1. Exponents are clipped to [-20, 20] (`bounded_exp`).
+    probabilities. With "mask" and a narrow range, such as 0.99 to 1.01, the level "geometric" drops completions whose
+    mean of d is not close to 0. verl's `seq_mean_k1` drops the same completions, but gives the others the weight 1.
+    ms-swift's sequence modes use the "geometric" weight. Exponents are clipped to [-20, 20] (`bounded_exp`).
 
     Args:
         old_logprobs: [B, T] nats, under the policy before the rollout's first update, computed by the training code.

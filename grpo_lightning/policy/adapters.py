@@ -221,11 +221,11 @@ def add_starting_adapter(policy: Any) -> None:
 
 
 def base_weights(policy: nn.Module) -> Iterator[Tensor]:
-    """Iterate over the frozen weights of the base for checksums, without weights that loading computes.
+    """Iterate over the frozen weights of the base model, except weights that are computed while the model is loaded.
 
-    Two kinds of weights are computed while loading: quantized weights, and weights of layers where PiSSA, OLoRA or
-    LoftQ subtracts the initial adapter. The last bits of these weights, and so their checksums, would depend on the
-    device and the number of threads.
+    Two kinds of weights are computed while the model is loaded: quantized weights, and weights of layers that PiSSA,
+    OLoRA or LoftQ changes when it initializes the adapter. The last bits of these weights depend on the device and the
+    number of threads, so checksums of these weights could not be compared between machines.
     """
     configs: Any = policy.peft_config
     computed: set[int] = set()

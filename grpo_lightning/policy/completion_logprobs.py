@@ -176,7 +176,7 @@ class Scorer:
         outputs = [checkpoint(score, rows, use_reentrant=False) if is_recomputed else score(rows) for rows in chunks]
         scored = [scores for scores, _ in outputs]
         count, width = batch.completion_ids.shape
-        # Chunks beyond the number of completions repeat a row.
+        # Chunks beyond the number of completions only run the shortest completion again; their routing is not counted.
         loads = [load for load in (prompt_load, *(load for _, load in outputs[:count])) if load is not None]
         scores = torch.cat([nn.functional.pad(chunk, (0, 0, 0, width - chunk.shape[1])) for chunk in scored])
         if chunks[0] is not None:
@@ -208,7 +208,8 @@ class Scorer:
     def chunks(self, batch: MicroBatch) -> list[Tensor | None]:
         """Row indices of every chunk, longest completions first; [None] (all rows in order) for a single chunk.
 
-        If another rank needs more chunks than this rank has rows, the shortest row is repeated.
+        If another rank needs more chunks than this rank has completions, each additional chunk of this rank runs the
+        shortest completion again.
         """
         lengths = self._row_lengths(batch)
         sizes = chunk_sizes(lengths, self.chunk_size, batch.num_chunks or 1)
@@ -396,10 +397,12 @@ def chunk_sizes(lengths: Sequence[int], chunk_size: int | AutoChunks | None, num
 
 
 def computed_tokens(lengths: Sequence[int], sizes: Sequence[int]) -> int:
-    """Number of tokens in the chunks, padding included; an empty chunk repeats the shortest row.
+    """Number of tokens that the forward passes of the chunks compute, padding included.
+
+    A chunk of size 0 runs the shortest completion again, and the tokens of this run are counted too.
 
     Args:
-        lengths: [B] tokens of each completion, longest first.
+        lengths: [B] tokens of each completion (on the dense path, with its padded prompt), longest first.
         sizes: Completions of each chunk.
     """
     starts = itertools.accumulate(sizes, initial=0)
@@ -727,7 +730,7 @@ class FullHead:
 
 @dataclass
 class SlicedHead:
-    """Vocabulary head that computes log-probs and entropies of one slice of tokens at a time, without padding.
+    """Vocabulary head that computes log-probs and entropies of one slice of tokens at a time; it skips padding.
 
     Args:
         temperature: Divides the logits.

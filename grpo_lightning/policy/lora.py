@@ -39,8 +39,8 @@ class LoRA:
             the language model except its output head. If the head is tied to the embeddings, its adapter changes the
             head only; merged exports then contain head and embeddings as separate weights.
         target_parameters: Suffixes of names of expert tensors, for example `experts.gate_up_proj`: mixtures of experts
-            store all experts of a layer in one tensor. Every expert gets an A and a B of its own. None adapts no
-            experts.
+            store all experts of a layer in one tensor. Every expert gets an A and a B of its own. If the setting is
+            None, experts get no adapters.
         use_rslora: Scale B A by alpha / sqrt(rank) instead of alpha / rank (rsLoRA, arXiv:2312.03732, equation 4). A
             larger rank then does not make the adapter's output smaller.
         use_dora: Also train the magnitude of each row of W + s B A (DoRA, arXiv:2402.09353, equation 5). Here s is

@@ -143,6 +143,8 @@ def saved_modules(
 ) -> dict[str, nn.Module]:
     """Select the modules to train completely, by suffixes of their names.
 
+    A suffix consists of whole components of a name: `head` matches `model.head`, but not `lm_head`.
+
     Args:
         model: The base model.
         names: Suffixes of module names to select; None selects none.
@@ -152,8 +154,8 @@ def saved_modules(
         ValueError: If a suffix matches no module.
         ValueError: If a suffix matches a module without weights, or a module whose weights are quantized or tied to
             those of other modules.
-        ValueError: If peft would select more modules, because it compares only the ends of names: `head` also matches
-            `lm_head`.
+        ValueError: If peft would select more modules than this function. In peft, a suffix can start within a
+            component: `head` also matches `lm_head`.
         ValueError: If a selected module is part of another selected module.
     """
     found: dict[str, nn.Module] = {}

@@ -319,10 +319,11 @@ def choose_head(scorer: Scorer, model: nn.Module) -> tuple[Scorer, str]:
 
 
 def slices_difference(model: nn.Module, sliced: Scorer) -> Tensor:
-    """Absolute difference between the log-probs of slices and those of full logits: [tokens], nats.
+    """Absolute difference between the log-probs of the sliced head and those of the full head: [tokens], nats.
 
-    On a GPU, the probe runs twice: first with masks in the prompt pass, as in 32-bit runs, then without masks, as in
-    16-bit runs.
+    On a GPU, the prompt pass of the sliced head may run without a mask in 16-bit runs, but not in 32-bit runs
+    (`columns_of_prompts`). The probe therefore runs twice on a GPU, the second time without a mask if the model allows
+    it. The result then contains the differences of both runs.
     """
     full = Scorer(sliced.path, head_chunk_size=None)
     found = [probe_difference(model, sliced, full)]

@@ -49,7 +49,7 @@ class Routers:
                 hook.remove()
 
     def load(self, logits: Sequence[Tensor], weights: Tensor) -> RouterLoad:
-        """Sum up the routing of a forward pass.
+        """Count the tokens that each router sends to each expert in a forward pass, and add up router probabilities.
 
         Args:
             logits: The routers' logits, recorded from one forward pass.

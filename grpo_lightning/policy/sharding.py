@@ -298,11 +298,11 @@ def unpartitioned() -> Iterator[None]:
 
 @contextlib.contextmanager
 def using_full_shapes() -> Iterator[None]:
-    """Context in which transformers transposes expert tensors according to their full shapes.
+    """Context in which transformers knows the full shape of partitioned weights when it loads tensors of experts.
 
-    Checkpoints store expert tensors in one of two layouts. transformers transposes a tensor if its shape is not that of
-    the model's weight. With ZeRO-3, the model's weight is empty. Without this context, a tensor in the right layout
-    would therefore be transposed too, and then refused because of its shape.
+    Checkpoints store the tensors of experts in one of two layouts. transformers transposes a checkpoint's tensor if its
+    shape differs from the shape of the model's weight. With ZeRO-3, the model's weight is an empty vector. Without this
+    context, a tensor in the right layout would therefore be transposed too, and then refused because of its shape.
     """
     from transformers import core_model_loading
 

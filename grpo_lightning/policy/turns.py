@@ -86,7 +86,7 @@ class TurnTokens:
         settings: Mapping[str, Any],
         where: str,
     ) -> tuple[list[int], ObservedImages]:
-        """Tokens that follow a turn of the policy, for chat messages with images (without images: the method `ids`).
+        """Tokens that follow a turn of the policy, if the environment's messages contain images (otherwise use `ids`).
 
         Args:
             messages: The messages of the environment, with a part {"type": "image"} per image.

@@ -351,7 +351,9 @@ def is_formula(text: str) -> bool:
 
 
 def names_several(text: str, expressions: list[Any]) -> bool:
-    """Whether a text has several answers, of which `math_verify` would use only one: "3 and 4", or one answer per line.
+    """Whether a text has several answers, for example "3 and 4" or a different number on each line.
+
+    From such a text, `math_verify` would use only one of the answers.
 
     Args:
         text: The answer of a completion, or a ground truth.

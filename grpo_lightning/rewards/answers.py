@@ -102,8 +102,9 @@ def chat_answer(text: str, finish_reason: str = "stop") -> str | None:
     If the text has `<answer>...</answer>`, the answer is the content of the last one, or of a box inside it. Otherwise,
     these places after the reasoning are tried in order, and the first that exists is used: the last `\boxed{}`; the
     last announcement ("The answer is 7.", "Answer: 7") or `#### 7`; the last bold text (**7**), if no number follows
-    it; the last line, after its last "=" or "is". The whole text at that place is the answer, whatever the ground truth
-    is: "3 or 4" equals neither 3 nor 4. A negated answer ("not 7") is no answer.
+    it; the text after the last "=" or "is" in the last line, or the whole line if it has neither. The whole text at
+    that place is the answer, whatever the ground truth is: "3 or 4" equals neither 3 nor 4. A negated answer ("not 7")
+    is no answer.
 
     Args:
         text: A completion.
@@ -142,7 +143,10 @@ def _announced_answer(text: str) -> str | None:
 
 
 def _in_bold(text: str) -> str | None:
-    """The last bold text that is not a heading, if no number follows; the whole line if it has several bold texts."""
+    """The last bold text that is not a heading; if its line has several bold texts, the whole line.
+
+    If a number follows the bold text, or a negation precedes it in its line, the result is None.
+    """
     last = None
     for found in _BOLD.finditer(text):
         last = found if not found[1].rstrip().endswith(":") and text[found.end() : found.end() + 1] != ":" else last
@@ -156,10 +160,12 @@ def _in_bold(text: str) -> str | None:
 
 
 def _last_line(text: str) -> str | None:
-    """The part of the last non-empty line after its last "=" or "is"; the whole line if it lists several answers.
+    """The text after the last "=" or "is" in the last non-empty line; without "=" or "is", the whole line.
 
-    Lines that have only delimiters of formulas or code are skipped. If the line has a clause with "so", "thus", "hence"
-    or "therefore", only the text after that word is used.
+    Some other verbs, such as "equals" and "gives", count as "is". Lines that have only delimiters of formulas or code
+    are skipped. If a clause of the line begins with "so", "thus", "hence" or "therefore", the text after this word
+    takes the place of the line. If the line lists several answers ("x = 1, y = 2"), the result is the whole line. If
+    the answer is negated ("not 7") or ends with "?", the result is None.
     """
     lines = (line.strip() for line in reversed(text.rstrip().split("\n")))
     line = next((line for line in lines if line and not _FENCE.fullmatch(line)), "")

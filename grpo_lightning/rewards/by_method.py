@@ -146,12 +146,13 @@ class AnyAnswer(Method):
       3). An answer that is a formula ("3/4" for 0.75, "12 cm" for 12) is compared as mathematics.
     - One letter: compared as in `MultipleChoice`.
     - Mathematics: compared as in `Accuracy`.
-    - Other text: the answer is wrong or, with `has_partial_credit`, gets the value of `TextSimilarity`. VLM-R1 always
-      gives this partial credit, and thus rewards words of similar spelling.
+    - Other text: the answer gets 0 or, with `has_partial_credit`, the value of `TextSimilarity`. VLM-R1 always gives
+      this partial credit, and thus rewards words of similar spelling.
 
     Args:
         answer_column: As in `Method`.
-        has_partial_credit: Whether other text is scored by its similarity to the ground truth.
+        has_partial_credit: If true, and if the ground truth is other text (see the list above), an answer that differs
+            from the ground truth gets the value of `TextSimilarity` instead of 0.
     """
 
     def __init__(self, answer_column: str = "solution", *, has_partial_credit: bool = False) -> None:

@@ -93,8 +93,8 @@ class CodeTests(Reward):
             does not apply to a row in which no column of `tests_columns` has a value.
         setup_column: The data column with code to run before the test code: `test_setup_code` or `test_imports` (MBPP).
         entry_point_column: The data column with the name of the program's function: `entry_point` (HumanEval) or
-            `metadata` (LiveCodeBench). In HumanEval, the function `check` of the test code gets this function. In
-            LiveCodeBench, the tests call this function.
+            `metadata` (LiveCodeBench). In HumanEval, the test code defines a function `check`, and the program's
+            function is passed to `check` as its argument. In LiveCodeBench, the tests call the program's function.
         score: "fraction" is the fraction of the tests that pass. "all" is 1 if all tests pass, else 0.
         max_tests: Run only the first `max_tests` tests of a row; null runs all tests.
         timeout_seconds: Time limit of a test in wall time. After the first test that exceeds it, the remaining tests of

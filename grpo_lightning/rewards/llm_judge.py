@@ -74,7 +74,8 @@ class LLMJudge(AnswerReward):
     If a query fails, or the reply has no score, the completion is not scorable (None). A warning is logged, and the
     fraction of such completions is logged as `reward/llm_judge/failed`. If all queries of a batch fail (wrong address,
     key or model), the reward raises an error. `WeightedReward.on_error` decides what happens then. VLM-R1 uses a fixed
-    model, queries it for one completion at a time without a time limit, and compares the texts if a query fails.
+    model, queries it for one completion at a time, and sets no time limit. If a query fails, VLM-R1 gives 1 if the text
+    of the answer equals the ground truth, else 0.
 
     Args:
         model: The name of the model at the endpoint.

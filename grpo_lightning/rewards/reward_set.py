@@ -257,7 +257,7 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
     call of the reward with such a row fails.
 
     Args:
-        prompts: The prompts. A problem of a row used for both training and validation is reported once.
+        prompts: The prompts. If a row is used for both training and validation, an error in it is reported only once.
         rewards: The rewards of the run.
 
     Raises:

@@ -1,9 +1,9 @@
 """Score a rollout: call every reward and add up the values to one total per completion.
 
 By default, a call gets the completions of one prompt. An async reward, or a reward with `in_process = True`, gets the
-whole batch in one call. A call runs in a worker process or in this process. Workers run several calls at a time, and a
-call that hangs or crashes does not affect other calls. A group's calls in workers start as soon as the group is
-sampled, while other groups of the batch are still being sampled (`EarlyCalls`).
+whole batch in one call. A call runs in a worker process or in this process. Each worker runs one call at a time, and
+the workers run in parallel. A call that hangs or crashes in a worker does not affect other calls. A group's calls in
+workers start as soon as the group is sampled, while other groups of the batch are still being sampled (`EarlyCalls`).
 """
 
 from __future__ import annotations

@@ -37,10 +37,11 @@ tensor."""
 class CapturedSteps:
     """Runs decoding steps from CUDA graphs.
 
-    The layout identifies the tensors that a step reads and writes. The first step after a change of the layout runs
-    without a graph, so that no kernel is chosen or compiled during a capture. The first two steps with a graph are
-    compared with steps without a graph. If their logits differ or a capture fails, for example because the model's code
-    waits for the device, all later steps run without graphs.
+    The layout identifies the tensors that a step reads and writes. The first step after each change of the layout runs
+    without a graph, so that no kernel is chosen or compiled during a capture. The first two steps that the object ever
+    runs from a graph are also run without a graph, and the logits are compared. If the logits of such a step differ, or
+    if a capture fails, for example because the model's code waits for the device, this step and all later steps run
+    without graphs.
 
     Args:
         capture: See `Capture`.

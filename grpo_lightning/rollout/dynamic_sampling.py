@@ -45,10 +45,13 @@ class DynamicSampling:
         check_ranges("dynamic_sampling", self, [("max_resample_times", is_count, allowed)])
 
     def is_idle(self, rollout: Rollout, objective: Objective) -> Tensor:
-        """Find groups to replace in a rollout with rewards: [N] bool.
+        """Find the groups that should be replaced in a scored rollout.
 
         A group is replaced if it has no gradient, or if the reward named by `reward` applies to the group but does not
         vary. If the credit of one of a group's turns is not 0, the group has a gradient.
+
+        Returns:
+            [N] bool: True for each group that should be replaced.
 
         Raises:
             ValueError: If `reward` has no scores.

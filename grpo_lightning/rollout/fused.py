@@ -260,10 +260,9 @@ class FusedLayers:
 
     @contextlib.contextmanager
     def replacing(self) -> Iterator[None]:
-        """Context in which the policy runs the fused forwards.
+        """Context in which the policy's norms and attention layers run their fused `forward`.
 
-        If a module already has its own attribute `forward`, because other code has replaced the method of the class,
-        the module is left unchanged.
+        A module that already has an instance attribute `forward`, set by other code, keeps running that `forward`.
         """
         replaced = [(module, forward) for module, forward in self.forwards if "forward" not in vars(module)]
         try:

@@ -422,7 +422,7 @@ class LocalEngine(RolloutEngine):
             rows: The open rows.
             kept: Indices of the open rows that have neither ended nor reached the maximum length.
             step: The decoding step whose tokens were sampled last.
-            waiting: Prompts that may have room now.
+            waiting: The prompts that wait for rows. The prompts that join are taken from them.
             sampled: Where the tokens of rows that leave are stored.
             groups: Reports the groups of which all rows have ended.
             kept_states: Keeps the states of rows that leave.

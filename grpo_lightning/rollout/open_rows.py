@@ -79,7 +79,8 @@ class OpenRows:
     """State of the open rows for the next decoding step.
 
     The histories of all rows end in the same column: the token of decoding step s is in column `origin + s`, regardless
-    of when its row joined. The columns before a row's prompt are filled with a repeated token of the prompt.
+    of when its row joined the batch. In each row, all columns before the prompt contain the same token, which is taken
+    from this prompt.
     """
 
     cache: DecodingCache
@@ -193,7 +194,9 @@ class SampledRow:
 
 
 class SampledRows:
-    """The sampled rows of a rollout. Tokens stay on the device until `store` moves them to the rows.
+    """The tokens sampled so far for all rows of a rollout.
+
+    The tokens stay on the device until `store` moves them to the `SampledRow` objects in host memory.
 
     Args:
         limits: Maximum number of tokens of each row of the rollout.
@@ -204,7 +207,7 @@ class SampledRows:
         self.rows = [SampledRow(limit=limit) for limit in limits]
         self.stop_ids = stop_ids
         self.steps: list[SampledTokens] = []
-        """The tokens of steps that `store` has not yet moved to the rows."""
+        """The tokens of steps that `store` has not yet moved to the `SampledRow` objects."""
         self.unseen: list[tuple[Tensor, Tensor | None]] = []
         """For each step since the last call of `ended_rows`: the token ids [open rows], and the rows in which a stop
         string ends."""
@@ -227,7 +230,7 @@ class SampledRows:
         return ends.any(1)
 
     def store(self, index: Tensor) -> None:
-        """Move the tokens in `steps` to the rows, except tokens sampled after the completion had ended.
+        """Move the tokens in `steps` to the `SampledRow` objects; drop those sampled after their completion had ended.
 
         Args:
             index: [open rows] index of each open row among the rows of the rollout.
@@ -303,10 +306,11 @@ class KeptStates:
     """Keys and values of conversations, kept from the end of a turn to the beginning of the next one.
 
     For each conversation, the states of the latest turn's prompt and completion are kept, except for the completion's
-    last token. A prompt contains all earlier turns. The prompt of the next turn may omit the last tokens of this
-    completion, so it uses the kept states only up to the first token that differs from the kept tokens. All prompts
-    that are prefilled together run the same number of tokens, so that they stay left-padded. A prompt with fewer new
-    tokens than another one runs some of its kept tokens again.
+    last token. The prompt of the next turn contains all earlier turns, but it may omit the last tokens of this
+    completion. The kept states are therefore used only up to the first token of the prompt that differs from the kept
+    tokens; the tokens from there on are new. Prompts that are prefilled together are left-padded, so the model computes
+    the same number of last columns for all of them: as many as the prompt with the most new tokens needs. For prompts
+    with fewer new tokens, the model computes some kept tokens again.
 
     Args:
         turns: Assigns each completion to its conversation, and holds the kept states.
@@ -320,12 +324,12 @@ class KeptStates:
         turns.states.clear()
 
     def before(self, wave: Wave, width: int) -> list[States] | None:
-        """Keys and values of the first columns of the padded prompts, so that the model runs only the other columns.
+        """Keys and values of the first columns of the padded prompts; the model computes only the other columns.
 
-        The result is None if the model must run all columns.
+        The result is None if the model must compute all columns.
 
         Args:
-            wave: The prompts that are run together; each has one completion.
+            wave: The prompts that are prefilled together; each has one completion.
             width: Columns of the padded prompts.
 
         Returns:

@@ -270,7 +270,7 @@ class Uniforms:
     """Uniform random numbers in [0, 1): one stream per prompt, G numbers per decoding step.
 
     The numbers of a prompt do not depend on the maximum completion length, the device, or the step at which the prompt
-    joins.
+    joins the batch.
 
     Args:
         seeds: N seeds, one per prompt.
@@ -340,7 +340,8 @@ class TokenSampler:
             history: [rows, seen] prompt and completion ids.
             logits: [rows, V] of the next token.
             step: Decoding step, for the random numbers.
-            rows: [rows] index of each row among all rows that have joined so far; None if no row has left yet.
+            rows: [rows] index of each row among all rows that have joined the batch so far, including rows that have
+                left the batch. None: no row has left, so the indices are 0, 1, 2, ...
         """
         uniforms = None
         if not self.sampling.is_greedy:

@@ -421,7 +421,7 @@ def run_facts(loader: PolicyLoader, trainer: L.Trainer, *, longest_completion: i
 
 
 def check_teams(ranks_per_group: int, num_generations: int, engine: RolloutEngine, world_size: int) -> None:
-    """Check that the ranks can be divided into teams that share groups.
+    """Check that the ranks can be divided into teams, and that the ranks of a team can share a group.
 
     Raises:
         ValueError: If the number of ranks is not a multiple of `ranks_per_group`, if a rank would have no completion,

@@ -262,8 +262,8 @@ def check_readers(reward_set: RewardSet, metrics: Sequence[Any], loader: PolicyL
     Raises:
         ValueError: If a metric or callback reads the same column of ground-truth boxes as one or more rewards, and none
             of these rewards has the same `gold_coordinates` as the metric or callback.
-        ValueError: If the data has images, a reward, metric or callback has `coordinates: auto`, and the box coordinate
-            system of a multimodal policy's model family is not known.
+        ValueError: If a reward, metric or callback has `coordinates: auto`, the data contains images, and the policy is
+            multimodal, but the box coordinate system of the policy's model family is not known.
     """
     rewards, watchers = used_box_rewards(reward_set, trainer), box_readers(_watchers(metrics, trainer))
     for watcher in watchers:

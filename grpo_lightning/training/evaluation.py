@@ -142,7 +142,7 @@ class FurtherMetrics(nn.ModuleList):
             metric.update(evaluation)
 
     def numbers(self) -> dict[str, float]:
-        """Metric values by name, over all ranks; nan values are left out."""
+        """Results of the metrics by name, over all ranks; a result that is nan is not returned."""
         numbers: dict[str, float] = {}
         for metric in self.each():
             value = metric.compute()
@@ -176,7 +176,7 @@ class EvaluationTable(Metric):
     not include completions that are not scorable. `compute` also returns means over prompts, `avg@G` and `pass@k`, each
     with the bounds of its confidence interval (`.../low` and `.../high`), and the values of `validation.metrics`. If
     there are several data sources, `compute` also returns all these values for each source (`source/<name>/...`).
-    Values that are nan are left out.
+    A result that is nan is not returned.
 
     Args:
         rewards: Names of the rewards.

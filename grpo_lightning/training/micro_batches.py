@@ -327,14 +327,15 @@ def plan_micro_batches(
         updates: Number of optimizer steps that the rollout is split into.
         accumulate: Micro-batches per update.
         pad_id: Token id that fills up sequences. Any id works, because padding is masked.
-        skip_zero_advantages: If true, completions with advantage 0 are left out of the micro-batches. The counts still
-            include these completions.
+        skip_zero_advantages: If true, completions whose tokens all have advantage 0 are left out of the micro-batches.
+            The returned counts still include these completions.
         share: This rank's part of the rollout of all ranks; None if `groups` is the complete rollout.
         cost: Computes the cost of a micro-batch, by which the ways to split an update are compared; None uses
             `padded_cost`.
 
     Returns:
-        This rank's micro-batches in order, and the rank's numbers of trained tokens and completions in each update.
+        This rank's micro-batches in order, and the rank's counts for each update: the number of completion tokens that
+        are not masked, and the number of completions with at least one such token.
     """
     rows = [
         [
@@ -564,7 +565,7 @@ def split_update(rows: list[CompletionRow], parts: int, cost: RowsCost | None = 
     because the scorer's chunks (`AutoChunks`) contain little padding. In the second, the size is the number of tokens
     with all completions padded to the longest, as in a single forward pass. The best split has the smallest
 
-        sum over micro-batches of cost + parts * largest cost
+        (sum of the costs of all micro-batches) + parts * (largest cost of a micro-batch)
 
     The first term is the time that this rank needs alone. The second term is the time if the ranks wait for each other
     in every micro-batch; it also grows with the peak memory.

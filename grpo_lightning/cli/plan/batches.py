@@ -214,10 +214,10 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
     rank shares groups, and `batch_size` is P / W, rounded to at least 1.
 
     Args:
-        script: The script's flags, `trainer` and `version`, as `command.parse_script` returns them.
+        script: The result of `command.parse_script`: the script's batch flags, and its `trainer` and `version`.
 
     Raises:
-        ValueError: If `version` of the script's trainer refuses these flags.
+        ValueError: If the script's batch flags are not valid for its `trainer` and `version`.
     """
     b, A, W = script.per_device_train_batch_size, script.gradient_accumulation_steps, script.world_size
     G, S, differences = script.num_generations, micro_steps_per_generation(script), []
@@ -246,7 +246,7 @@ def micro_steps_per_generation(script: Namespace) -> int:
     """Return S of `translate`: the number of micro-steps whose completions the script samples together.
 
     Raises:
-        ValueError: If `version` of the script's trainer refuses these flags.
+        ValueError: If the script's batch flags are not valid for its `trainer` and `version`.
     """
     first = FIRST_WITH_ACCUMULATION.get(script.trainer)
     spreads = first is not None and (script.version is None or script.version >= first)

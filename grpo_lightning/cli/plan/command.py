@@ -242,7 +242,8 @@ def parse_own(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Split the arguments into the flags of `plan` itself and the flags of `fit`.
 
     Raises:
-        ValueError: If the value of a flag is not positive, or a flag is a misspelled flag of `plan`.
+        ValueError: If --devices, --nodes or --device_gib is not positive, or if an argument for `fit` looks like a
+            misspelled flag of `plan`.
     """
     parser = plan_parser()
     own, fit_args = parser.parse_known_args(args)

@@ -505,17 +505,25 @@ def adapter_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     """Temporary memory of adapters of experts, and of DoRA.
 
     peft computes the adapted experts of a layer as one sum W + s B A. DoRA computes the norms of the rows of W + s B A,
-    and scales the outputs of W and of B A separately. In the formulas, E is the number of adapted weights of experts, b
-    the bytes per weight, L the number of layers, F the number of forward passes that are kept for the backward pass, a
-    the bytes per LoRA weight, and c the bytes per number in matrix products:
+    and scales the outputs of W and of B A separately. The memory in bytes:
 
-        sums of experts    E b F, and E b / L for the gradient of one layer's sum; E b / L while sampling
-        norms              n a in out for the largest matrix (out x in), and a in^2 with gradients; n is 4 if a copy of
-                           the matrix is needed, because the base has fewer bytes per weight than the adapter; else 3
-        outputs            a + c per token and output
+                           in the update                        while sampling
+        sums of experts    E b F + E b / L                      E b / L
+        norms              k a m n + a n^2                      k a m n
+        outputs            (a + c) x tokens x DoRA outputs      not counted
 
-    With `activation_checkpointing: layers`, F is 1 / L, and the outputs are those of one layer. The memory was measured
-    with peft 0.21, which computes DoRA's norms in the dtype of the adapters.
+    - E: number of adapted weights of experts
+    - b: bytes per weight
+    - L: number of layers
+    - F: number of forward passes that are kept for the backward pass
+    - a: bytes per LoRA weight
+    - c: bytes per number in matrix products
+    - m, n: numbers of outputs and inputs of the linear layer whose norms need the most memory
+    - k: 3, or 4 if the base has fewer bytes per weight than the adapter, because peft then copies the base weights
+
+    In the update, E b / L is the gradient of one layer's sum, and a n^2 is an identity matrix that peft keeps for the
+    backward pass. With `activation_checkpointing: layers`, F is 1 / L, and the outputs are those of one layer. The
+    memory was measured with peft 0.21, which computes DoRA's norms in the dtype of the adapters.
     """
     batch, mode, layers = settings.batch, settings.checkpointing, model.num_layers
     a, c = settings.adapter_width, settings.widths.compute

@@ -67,11 +67,15 @@ class Preflight:
             return replace(measured, prompt=None)
 
     def all(self, measured: Sequence[Measured], boxes: Mapping[str, Boxes]) -> list[Measured]:
-        """Check the prompts of a mixture. Returns: `measured`, with None as the prompt of each dropped item.
+        """Check the images and boxes of all prompts of a mixture.
 
         Args:
-            measured: The prompts.
+            measured: The prompts, each with its length.
             boxes: The setting `boxes` of each source (see `Boxes`).
+
+        Returns:
+            The items of `measured`. If an image cannot be read or the box is invalid, the item's `prompt` is None. With
+            `boxes: norm1000`, the box is in pixels.
 
         Raises:
             ValueError: If `bad_images` is "error", and images cannot be read or boxes are invalid; the message lists

@@ -78,9 +78,10 @@ A `Cell` that a worker process sends back to this process uses the table in this
 
 @dataclass(frozen=True)
 class Cell:
-    """The source of an `ImageRef` to an image in a dataset's cell; a call returns the result of `openable_value`.
+    """Reference to an image in a cell of a dataset, used as the `source` of an `ImageRef`.
 
-    Two cells are equal if they refer to the same place in the same dataset.
+    Calling the object returns the image, its bytes or its path (see `openable_value`). Two objects are equal if they
+    refer to the same place in the same dataset.
     """
 
     key: str
@@ -188,7 +189,7 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 @dataclass(frozen=True)
 class NoImage:
-    """The source of an `ImageRef` to an invalid image.
+    """The `source` of an `ImageRef` whose image is invalid.
 
     The error is raised only when the image is read, so that all bad images are reported together.
     """

@@ -330,7 +330,7 @@ class BoxRepetition(Reward):
     in ```json fences.
 
     Args:
-        n_grams: As in `Repetition`, in words.
+        n_grams: Length of the n-grams, in words; used only if the answer has no boxes.
         max_penalty: As in `Repetition`.
     """
 

@@ -139,7 +139,10 @@ class Isolation:
         self._drop_privileges()
 
     def enter(self, memory_bytes: int, cpu_seconds: int) -> None:
-        """Restrict this process for the rest of its life. It must have only one thread.
+        """Restrict this process for the rest of its life.
+
+        Call this method while the process has only one thread, because Landlock and seccomp restrict only the calling
+        thread and the threads that it starts later.
 
         Args:
             memory_bytes: Address space that the process may reserve in addition to what it has now.

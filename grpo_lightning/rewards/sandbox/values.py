@@ -1,8 +1,9 @@
 """Copy values of builtin types between processes as JSON, and call functions in another process.
 
-The values that a program returns reach the tests only as such copies, without methods that the program defines. Any
-other object is kept in the program's process, and the tests get a `Remote` for it. The tests can call the `Remote`,
-iterate over it, read and set its attributes, and pass it back to the program. Comparing it raises an error.
+If a program returns a value of a builtin type in the table below, or of a subclass of such a type, the tests get a
+copy of the value. The copy has the builtin type, so it has no methods that the program defines. An object of any other
+type is kept in the program's process, and the tests get a `Remote` for it. The tests can call the `Remote`, iterate
+over it, read and set its attributes, and pass it back to the program. Comparing the `Remote` raises an error.
 
 | type | JSON |
 |---|---|
@@ -349,10 +350,12 @@ _OF_THE_TESTS = (AssertionError, StopIteration, StopAsyncIteration)
 
 
 def raised_error(answer: dict[str, Any]) -> Exception:
-    """Make the exception that an answer reports. If its type is not builtin, a `ProgramError` replaces it.
+    """Rebuild the exception that the program raised, from the program's answer to a request.
 
-    A `ProgramError` also replaces an AssertionError or a StopIteration of the program: only the tests may raise an
-    AssertionError, and a StopIteration would end a `map` in the tests early.
+    The result is a `ProgramError` if the type of the exception is not a builtin subclass of `Exception`, or if the
+    exception cannot be rebuilt from its text alone. A `ProgramError` also replaces an AssertionError or a StopIteration
+    of the program: only the tests may raise an AssertionError, and a StopIteration would end a `map` in the tests
+    early.
     """
     name, text = str(answer["error"]), f"{answer.get('text')!s:.200}"
     kind = getattr(builtins, name, None)

@@ -384,7 +384,7 @@ class VLLMEngine(RolloutEngine):
     def check_run(
         self, policy: PolicySettings, sampling: Sequence[SamplingParams], sharding: Sharding, world_size: int
     ) -> None:
-        """Check that vLLM can sample in this run, before the policy's weights are loaded.
+        """Before the policy's weights are loaded, check that vLLM can sample in this run.
 
         Args:
             policy: Settings of the policy.
@@ -642,8 +642,8 @@ class VLLMEngine(RolloutEngine):
 
         Args:
             error: The error of this rank, or None.
-            failures: Number of this attempt to send the weights, counted from 1. If this attempt has failed, this is
-                also the number of failures.
+            failures: Number of attempts to send the weights, including this attempt. If this attempt has failed, all
+                of these attempts have failed.
 
         Returns:
             True if the weights have been sent; False if they have to be sent again.
@@ -731,8 +731,8 @@ class VLLMEngine(RolloutEngine):
         Raises:
             ValueError: If a prompt is too long for vLLM or has too many images, or the sampling settings are not
                 supported.
-            RuntimeError: On every rank, if vLLM fails, or if vLLM and the policy's processor compute different token
-                ids for a prompt with images.
+            RuntimeError: If vLLM fails; if vLLM and the policy's processor compute different token ids for a prompt
+                with images; or if the call is collective and another rank has an error.
         """
         if self.is_discarded:
             self.sync_weights(self.policy)

@@ -1,4 +1,4 @@
-"""The policy's weights as vLLM loads them: full weights by their checkpoint names, with LoRA adapters merged.
+"""The policy's full weights in the form that vLLM loads: by checkpoint name, with LoRA adapters merged.
 
 Sharded weights are gathered, and adapters merged out of place, one decoder layer at a time: the policy itself never
 changes, and no second copy of all weights exists.
@@ -70,7 +70,7 @@ def gathered_groups(policy: nn.Module, sharding: Sharding, kind: Kind = "merged"
 
 
 def weight_groups(policy: nn.Module, gathered: Iterable[Gathered] | None = None) -> Iterator[list[tuple[str, Tensor]]]:
-    """Iterate over the policy's full weights as vLLM loads them, group by group.
+    """Iterate over the policy's full weights in the form that vLLM loads, one group of modules at a time.
 
     Args:
         policy: The policy. The weight of an adapted layer is W + s B A, or W if the weights were gathered for the kind
