@@ -50,7 +50,7 @@ def keys():
         ("model.validation.num_generations", "int"),
         ("model.policy.lora.rank", "int"),
         ("model.policy.max_pixels", "null"),
-        ("model.engine.max_rows", "Maximum number of completions decoded"),
+        ("model.engine.max_rows", "Maximum number of completions that are decoded"),
         ("model.optimizer.lr", "float"),
         ("model.dynamic_sampling.max_resample_times", "int"),
         ("model.reward_workers.num_workers", "int"),
