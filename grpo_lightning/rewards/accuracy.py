@@ -212,12 +212,13 @@ class Comparison(Reward):
         expected = parse_short(gold)
         if not expected:
             return None
+        if answer.casefold().split() == gold.casefold().split():
+            return True
         has_several = names_several(gold, expected)
         if has_several and _SENTENCES.search(gold.strip()):
             return None  # a worked solution, of which math-verify would compare the last number
         given = parse_short(answer)
-        is_only_text = has_several or names_several(answer, given) or is_negated(answer)
-        if is_only_text and answer.casefold().split() != gold.casefold().split():
+        if has_several or names_several(answer, given) or is_negated(answer):
             return False
         # `verify` is not symmetric: the ground truth comes first.
         return bool(verify(expected, given, timeout_seconds=None, raise_on_error=True))

@@ -123,6 +123,7 @@ def accuracy(completion: str, solution: Any, **settings: Any) -> float | None:
         ("<answer>7</answer>", "First we add 3 and 4.\nThe result is 7", None),
         ("<answer>8</answer>", "He has 5 apples and 3 pears. The answer is 8", None),
         ("<answer>4</answer>", "3\n4", None),
+        ("<answer>3 4</answer>", "3\n4", 1),
         ("<answer>10</answer>", "10 apples (5 red)", 0),
         ("<answer>3 and  4</answer>", "3 and 4", 1),
         # no right answer to compare with
