@@ -709,7 +709,7 @@ class GRPOLightningModule(L.LightningModule):
     def early_rewards(self, prompts: Sequence[Prompt]) -> contextlib.AbstractContextManager[None]:
         """Start reward calls on each group as soon as `generate` has sampled the group (`RewardSet.early_calls`).
 
-        The caller samples and scores the batch inside this context. Early calls whose answers `begin_rewards` does not
+        The caller samples and scores the batch inside this context. Early calls whose results `begin_rewards` does not
         use are cancelled at the end of the context.
         """
         limit, state = self.sampling.max_completion_length, TrainerState.of(self.trainer)
@@ -719,11 +719,14 @@ class GRPOLightningModule(L.LightningModule):
 
     @torch.no_grad()
     def evaluate(self, prompts: Sequence[Prompt], *, is_greedy: bool) -> Evaluation:
-        """Sample completions of N prompts, with the settings of `validation` or greedily, and score them.
+        """Sample completions of N prompts and score them.
 
-        No loss is computed. The seed of a prompt follows from the run's seed and from the prompt's index in the
-        dataset. If the prompt has no index, its content is used instead. The seed does not depend on the batch or the
-        rank.
+        If `is_greedy` is true, each prompt gets one greedy completion. Otherwise, each prompt gets
+        `validation.num_generations` completions. In both cases, `validation.sampling` overrides sampling settings of
+        training. No loss is computed.
+
+        The seed of a prompt follows from the run's seed and from the prompt's index in the dataset. If the prompt has
+        no index, its content is used instead. The seed does not depend on the batch or the rank.
         """
         num_generations, sampling = self.validation.sampling_settings(self.sampling, is_greedy=is_greedy)
         self.engine.sync_weights(self.policy)

@@ -52,8 +52,9 @@ class ProgressBar(LightningProgressBar):
     Metrics that the module logs with `prog_bar=True` are shown too. Rate and ETA are computed over the latest 100
     steps. An arrow after the reward shows the trend of the reward. For the trend, the rewards of the latest rollouts
     (at most 20) are compared with those of the same number of rollouts before them. The small bars after the arrow show
-    the rewards of the entire run. During validation, test and prediction, the line shows the numbers of finished
-    batches and of tokens sampled per completion.
+    the rewards of the entire run. During validation, test and prediction, the line shows the number of finished
+    batches. While a batch is sampled, the line also shows the number of complete decoding steps and the maximum of this
+    number, for example `128/512 tokens`. A decoding step samples one token of every unfinished completion.
 
     In a file (e.g. in a SLURM job), a line is printed at the start, every minute and at the end, without escape codes.
 
@@ -162,7 +163,7 @@ class ProgressBar(LightningProgressBar):
         self.show(trainer)
 
     def on_decode(self, trainer: L.Trainer, done: int, total: int) -> None:
-        """Show decoding progress: the number of tokens sampled per completion, out of at most `total`."""
+        """Show the decoding progress: `done` of at most `total` decoding steps are complete."""
         is_ours = self.phase == "rollout" or self.evaluation  # callbacks may also sample at other times
         if is_ours and (done % 8 == 0 or done == total):
             self.tokens = f"{done}/{total}"

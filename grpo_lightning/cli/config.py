@@ -1,8 +1,10 @@
-"""Short names of settings, and the types of keys.
+"""Expand short names in the values of settings, and find the types that these values must have.
 
-Examples of short names are `optimizer: AdamW`, `scheduler: {class_path: Cosine}`, `logger: true`, and, in a list of
-datasets, `a.jsonl` for `{json_path: a.jsonl}`. The parser itself accepts a class name without its module only if the
-name is unique. The name AdamW is not unique: here it means `grpo_lightning.optimizers.AdamW`, not `torch.optim.AdamW`.
+A short name is a class name without its module, as in `optimizer: AdamW` and `scheduler: {class_path: Cosine}`.
+Other short forms are expanded too: for example, `logger: true` becomes the list of default loggers, and in a list of
+datasets, the path `a.jsonl` becomes `{json_path: a.jsonl}`. The parser itself accepts a class name without its module
+only if the name is unique. The name AdamW is not unique: here it means `grpo_lightning.optimizers.AdamW`, not
+`torch.optim.AdamW`.
 """
 
 from __future__ import annotations

@@ -151,9 +151,9 @@ def make_item(dataset: Any, task: str, index: int) -> Entry:
 
 @functools.lru_cache(maxsize=256)
 def verifier(task: str, config_text: str) -> Any:
-    """Create the reasoning-gym dataset of a task, for its method `score_answer`, which scores answers.
+    """Create the reasoning-gym object whose method `score_answer` scores answers to the questions of a task.
 
-    The datasets are cached by task and settings.
+    The objects are cached by task and settings.
 
     Args:
         task: Name of the task.

@@ -419,9 +419,9 @@ def patches_in_parts(
 def labels_of(scenes: Sequence[Scene], task: SceneTask) -> Tensor:
     """Label each image token with the thing that covers most of it.
 
-    Returns: [images, tokens, 6]: color, shape, and left, top, right and bottom edge of the thing in cells. All six
-        labels are `NOTHING` for tokens that show no thing. A color that is not in `COLORS` has the label `NOTHING`,
-        and so has a shape that is not in `SHAPES`.
+    Returns: [images, tokens, 6]: the thing's color (position in `COLORS`), its shape (position in `SHAPES`), and its
+        left, top, right and bottom edges (in units of cells). All six labels are `NOTHING` for tokens that show no
+        thing. A color that is not in `COLORS` has the label `NOTHING`, and so has a shape that is not in `SHAPES`.
     """
     side = task.num_cells // PATCHES_PER_TOKEN
     colors, shapes = ({name: index for index, name in enumerate(names)} for names in (COLORS, SHAPES))

@@ -508,7 +508,8 @@ def showing(
 ) -> AbstractContextManager[dict[str, Any]]:
     """Context in which the model's forward runs with the prompts' images; see `vision.showing_images`.
 
-    It yields the image arguments of the forward, which are empty if `vision` is None, for a text-only model.
+    It yields the image arguments of the forward. For a text-only model, `vision` is None and there are no such
+    arguments.
     """
     return contextlib.nullcontext({}) if vision is None else showing_images(model, vision, keeps=keeps)
 

@@ -447,7 +447,9 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
         ValueError: If the weights are to be quantized, and the strategy shards weights.
         ValueError: If the strategy is ZeRO-3, and the adapter is DoRA or adapts experts.
         ValueError: If the adapter is DoRA, and the weights are to be quantized to 8 bits.
-        ValueError: If the adapter cannot be used, or its settings have names that match nothing.
+        ValueError: If the adapter is not supported.
+        ValueError: If the adapter's settings name a module or tensor that the model does not have, or that cannot be
+            trained.
         ValueError: If the model does not support a setting of images or vision.
         ValueError: If more layers are to be frozen than the model has.
     """

@@ -321,9 +321,10 @@ def choose_head(scorer: Scorer, model: nn.Module) -> tuple[Scorer, str]:
 def slices_difference(model: nn.Module, sliced: Scorer) -> Tensor:
     """Absolute difference between the log-probs of the sliced head and those of the full head: [tokens], nats.
 
-    On a GPU, the prompt pass of the sliced head may run without a mask in 16-bit runs, but not in 32-bit runs
-    (`columns_of_prompts`). The probe therefore runs twice on a GPU, the second time without a mask if the model allows
-    it. The result then contains the differences of both runs.
+    On a GPU, the prompt pass of the sliced head leaves out the mask in 16-bit runs if the model allows it, but never in
+    32-bit runs (`columns_of_prompts`). A probe may compute in 32 bits although the run computes in 16 bits. On a
+    GPU, the log-probs are therefore compared twice. The second time, the prompt pass leaves out the mask if the model
+    allows it, whatever the precision. The result then contains the differences of both comparisons.
     """
     full = Scorer(sliced.path, head_chunk_size=None)
     found = [probe_difference(model, sliced, full)]

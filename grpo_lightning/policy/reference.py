@@ -89,7 +89,9 @@ def make_reference(
     sharding: Sharding | None = None,
     converted_dtype: torch.dtype | None = None,
 ) -> Reference:
-    """Make the reference of a policy that was just loaded, before it is sharded.
+    """Make the reference of a policy that was just loaded.
+
+    Must be called before `sharding.shard(policy)`.
 
     Args:
         policy: Result of `loader.load(sharding)`.

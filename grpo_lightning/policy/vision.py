@@ -157,9 +157,10 @@ def needs_blank(model: nn.Module, prompts: Sequence[PromptVision | None], *, is_
 def place_images(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: VisionInputs) -> PlacedPrompts:
     """Compute the positions of prompts that may contain images; padding is not counted (see `text_positions`).
 
-    If the model has time, row and column positions, its method `get_rope_index` computes the positions of a prompt with
-    images. In other models of known families, image tokens are numbered like text tokens. For a model of an unknown
-    family, no `position_ids` are returned, because the model's forward pass computes the positions itself.
+    In some models, each token has three positions: time, row and column. For a prompt with images, the method
+    `get_rope_index` of such a model computes them. In other models of known families, image tokens are numbered like
+    text tokens. For a model of an unknown family, no `position_ids` are returned, because the model's forward pass
+    computes the positions itself.
 
     Args:
         model: The policy.

@@ -88,12 +88,13 @@ class Accuracy(AnswerReward):
     tags, it is the content of the last `\boxed{...}`. Without a box, these places are tried in order: an announced
     answer ("the final answer is $x$") or the text after `####`, whichever comes last in the completion; bold text; the
     end of the last line, if the completion is not truncated. A missing or unparsable answer is wrong. A set ("3, 4",
-    "3 or 4") equals the same set in any order. Other texts with several answers ("3 and 4", or one answer per line) are
-    not mathematics: if the answer or the ground truth is such a text, both must have the same words.
+    "3 or 4") equals the same set in any order. Other texts with several answers ("3 and 4") are not mathematics: if the
+    answer or the ground truth is such a text, both must have the same words.
 
-    The reward does not apply to a row without ground truth. It gives no value (None), and logs a warning, if the ground
-    truth cannot be parsed as mathematics, if the ground truth consists of sentences or lines with several numbers (a
-    worked solution), or if the comparison fails or times out.
+    The reward does not apply to a row without ground truth. The reward gives no value (None), and logs a warning, in
+    three cases: the ground truth cannot be parsed as mathematics, or is longer than `max_answer_characters`; the ground
+    truth has at least two sentences or lines, and at least two different numbers in total (a worked solution); or the
+    comparison fails or times out.
 
     math-verify (install the extra `math`) runs in a separate process, so the reward can be called from any thread. If
     four comparisons with the same ground truth fail or time out in one call of the reward, the call makes no further

@@ -24,8 +24,8 @@ and columns, this element is the value of the group: one prompt, one list of ima
 completions, token ids and finish reasons, the element is a list of G values. The reward returns one list of G values
 per group.
 
-For rewards of ms-swift, VLM-R1 and older versions of TRL, the following arguments are passed too, if the data has no
-column of the same name:
+Every reward can also take the following arguments, which rewards of ms-swift, VLM-R1 and older versions of TRL use; a
+data column of the same name takes precedence:
 
 - `response_token_ids` and `completions_ids`: the same as `completion_ids`.
 - `messages`: the chat including the completion. If the last message of the prompt is an assistant message, the
@@ -43,11 +43,12 @@ A class derived from ms-swift's ORM gets the completions as its first argument, 
 
 For conversations (`model.environment`), the completion of a chat consists of all messages after the prompt, including
 the observations. The text of such a completion (`completion_text`) is the policy's last message, even if the
-environment answered it with an observation. The following arguments are passed too, if the data has no column of the
-same name:
+environment answered it with an observation. Every reward can also take the following arguments; a data column of the
+same name takes precedence:
 
 - `turns`: the turns of each conversation, as a list of `core.types.Turn`.
-- `environment_rewards`: the sum of the environment's rewards; None if the environment gave no reward.
+- `environment_rewards`: for each conversation, the sum of the environment's rewards; None for a conversation in which
+  the environment gave no reward.
 - `environment_metrics`: dicts with the sums of the numbers that the environment logs.
 - `environments`, only if the signature names it: the user's environment object, as it is at the end of the
   conversation.
@@ -276,17 +277,18 @@ RewardLike = Reward | Callable[..., Any]
 class WeightedReward(Reward):
     """A reward with its weight in the total, a name, and a failure policy.
 
-    A failure is an exception, a timeout, a crashed worker process, a wrong number of values, or a value that is NaN,
-    infinite or not a number.
+    A failure is an exception, a timeout, a crashed worker process, a wrong number of values, or an invalid value. A
+    value is valid if it is a finite number or None.
 
     Args:
         reward: The function or callable object.
         weight: Factor in the total; with 0 the reward is only computed and logged.
         name: The name in logs; by default the function's name, or the class name in snake case.
         on_error: The effect of a failure. "raise" stops the run, "none" sets the affected values to None, and "value"
-            sets them to `error_value`. An invalid value affects one completion; with "none", this completion is not
-            scorable. Any other failure affects all completions of the call; with "none", only the other rewards count
-            for them.
+            sets them to `error_value`. An invalid value affects only its own completion; any other failure affects all
+            completions of the call. With "none", the affected completions count as if the reward had returned None for
+            them: if all completions of a group have None, only the other rewards count for the group; if only some have
+            None, these completions are not scorable, even if other rewards give them values.
         error_value: The value of the affected completions after a failure; only with `on_error="value"`.
         completions_as: "text" passes completions as strings, and "messages" passes them as message lists, whatever the
             form of the prompt. "auto" uses the form of the prompt, except that classes derived from ms-swift's ORM or

@@ -28,7 +28,8 @@ class EnvironmentReward(Reward):
 
         Args:
             completions: [B].
-            environment_rewards: [B] sums of the environment's rewards; None if the environment gave no reward.
+            environment_rewards: [B] for each conversation, the sum of the environment's rewards; None for a
+                conversation in which the environment gave no reward.
             columns: [B] values of each data column.
 
         Returns:

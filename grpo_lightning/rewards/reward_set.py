@@ -334,7 +334,9 @@ class Source:
 
 
 def sources_of(prompts: Iterable[Prompt]) -> list[Source]:
-    """Group prompts into sources, one per dataset and list of rewards that apply, in order of appearance.
+    """Group prompts into sources: prompts with the same dataset and the same list of rewards form one source.
+
+    The sources are in the order of their first prompts.
 
     Raises:
         ValueError: If the rewards of a prompt are a string instead of a list of names.

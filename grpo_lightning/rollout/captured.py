@@ -39,9 +39,9 @@ class CapturedSteps:
 
     The layout identifies the tensors that a step reads and writes. The first step after each change of the layout runs
     without a graph, so that no kernel is chosen or compiled during a capture. The first two steps that the object ever
-    runs from a graph are also run without a graph, and the logits are compared. If the logits of such a step differ, or
-    if a capture fails, for example because the model's code waits for the device, this step and all later steps run
-    without graphs.
+    runs from a graph are each run twice, once with the graph and once without, and the logits are compared. If they
+    differ by more than `OTHER_LOGITS`, the current step and all later steps run without graphs. The same happens if a
+    capture fails, for example because the model's code waits for the device.
 
     Args:
         capture: See `Capture`.

@@ -42,8 +42,8 @@ completions have ended."""
 class RolloutEngine(ABC):
     """Samples completions from the policy.
 
-    A subclass defines `connect`, `sync_weights` and `generate`; the other methods are optional. In YAML, an engine must
-    be a subclass of this class. In Python, any object with these methods works.
+    A subclass defines `connect`, `sync_weights` and `generate`; the other methods are optional. An engine that is given
+    in YAML must be a subclass of this class. In Python, any object that has at least these three methods works.
 
     Engines take and return token ids, so that log-probs are computed for exactly the sampled tokens. Every rank makes
     the same calls, including ranks without prompts.

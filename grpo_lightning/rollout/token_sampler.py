@@ -331,7 +331,7 @@ class TokenSampler:
         self.settings = TokenSettings.of(sampling)
         self.stop_strings = StopStringCriteria(tokenizer, sampling.stop_strings) if sampling.stop_strings else None
         self.entropies: list[Tensor] = []
-        """Entropies of the tokens sampled since the last check for NaN."""
+        """Entropies of the tokens sampled since the last call of `look`."""
 
     def __call__(self, history: Tensor, logits: Tensor, step: int, rows: Tensor | None = None) -> SampledTokens:
         """Sample one token per row.
@@ -355,11 +355,12 @@ class TokenSampler:
         return new_tokens
 
     def look(self, has_ended: Tensor) -> list[bool]:
-        """Copy `has_ended`, [rows] bool, to the host, and check for NaN. This waits for the device once.
+        """Copy `has_ended`, [rows] bool, to the host, and check that no logits since the last call were NaN or +inf.
+
+        The host waits for the device only once.
 
         Raises:
-            FloatingPointError: If a logit was NaN or infinite since the last call, which means that training has
-                diverged.
+            FloatingPointError: If a logit was NaN or +inf, which means that training has diverged.
         """
         is_nan = torch.cat(self.entropies).isnan().any()
         self.entropies = []

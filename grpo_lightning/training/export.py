@@ -91,8 +91,8 @@ def export(
         dtype: Dtype of the exported weights. None keeps the dtype of the checkpoint's weights; if adapters are merged,
             None uses the dtype in which the run loaded the policy.
         adapter: Export only the adapters, as a folder for peft, instead of merging them into the policy.
-        fill_missing: If the checkpoint lacks weights, take all of them from the initial policy. By default, only
-            weights that are known to be frozen are taken from the initial policy.
+        fill_missing: If true, the initial policy supplies every weight that the checkpoint lacks. If false, the initial
+            policy supplies only weights that are known to be frozen, and any other missing weight raises ValueError.
         force: Write into a folder that is not empty.
 
     Raises:

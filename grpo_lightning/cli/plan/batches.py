@@ -211,7 +211,7 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
     If W does not divide the number of prompts of an update, ranks share groups, so that every rank trains in every
     update. Each rank then needs at least one completion of a group, so W / T must not be above G. If W / T is above G,
     or if the prompts do not divide evenly among the updates, T = gcd(P, W) instead. If W / T is above G even then, no
-    rank shares groups, and `batch_size` is P / W, rounded to at least 1.
+    rank shares groups, and `batch_size` is P / W, rounded to the nearest integer, but at least 1.
 
     Args:
         script: The result of `command.parse_script`: the script's batch flags, and its `trainer` and `version`.

@@ -80,8 +80,8 @@ A `Cell` that a worker process sends back to this process uses the table in this
 class Cell:
     """Reference to an image in a cell of a dataset, used as the `source` of an `ImageRef`.
 
-    Calling the object returns the image, its bytes or its path (see `openable_value`). Two objects are equal if they
-    refer to the same place in the same dataset.
+    Calling the object returns the bytes, the path or the decoded image (see `openable_value`). Two objects are equal if
+    they refer to the same place in the same dataset.
     """
 
     key: str
@@ -131,8 +131,8 @@ def openable_value(value: Any) -> Any:
     """Resolve `{"bytes": ..., "path": ...}`, the format in which `datasets` stores an image.
 
     Returns:
-        The bytes, if there are any. Otherwise, the image itself if only `datasets` can open the path (`is_remote`),
-        else the path.
+        The bytes, if `value` has any. Without bytes: for a path that only `datasets` can open (`is_remote`), the
+        decoded image; for any other path, the path.
 
     Raises:
         ValueError: If `value` has neither bytes nor a path.

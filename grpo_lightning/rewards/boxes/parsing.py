@@ -57,7 +57,7 @@ def detections(text: str) -> list[Detection] | None:
     The list is JSON. It may be in the last code fences of the answer, without fences, or with words around it. Its
     items have the form `{"bbox_2d": [x1, y1, x2, y2], "label": "..."}`; a single item without a list is accepted. An
     item that is only a box counts as an object without a label, and an item of any other form counts as an object
-    without a box. `None`, `null` and `[]` mean that there are no objects.
+    without a box. If the answer is the text `None`, `null` or `[]`, the result is an empty list.
     """
     answer = _in_fences(answer_of(text))
     if plain(answer).strip("\"'`") == "none":
@@ -109,11 +109,11 @@ def gold_detections(answer: Any, column: str) -> list[Detection] | None:
     """Parse the ground-truth objects of a row: mappings with `bbox_2d` and `label`, or text (see `detections`).
 
     Args:
-        answer: The value of the column. `[]` and the string "None" mean that there are no objects.
+        answer: The value of the column. For `[]` or the string "None", the result is an empty list.
         column: The data column, for messages.
 
     Returns:
-        The objects, possibly an empty list; None if the value is None or an empty string.
+        The objects; None if `answer` is None (not the string "None") or an empty string.
 
     Raises:
         ValueError: If `answer` is not a list of objects, or an object has no label, no box, or a box without area.

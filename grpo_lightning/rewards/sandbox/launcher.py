@@ -150,10 +150,11 @@ class Launcher:
         """Run a job.
 
         Args:
-            job: A dictionary with `kind`, `seconds` (the time limit) and `max_output` (the limit of the output in
-                bytes). A "judge" job also has `place` and `size`, the offset and length of its test code in the file of
-                the descriptor `tests`.
-            body: The standard input ("main"), or the request ("call").
+            job: A dictionary with `kind` ("main", "call" or "judge"), `seconds` (the time limit) and `max_output` (the
+                limit of the output in bytes). A "judge" job also has `place` and `size`, the offset and length of its
+                test code in the file of the descriptor `tests`.
+            body: For a "main" job, the program's standard input; for a "call" job, the request; for a "judge" job,
+                empty.
 
         Returns:
             Two values: a dictionary that describes how the child ended, and the child's output. The child is the

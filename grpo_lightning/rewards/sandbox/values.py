@@ -14,7 +14,10 @@ over it, read and set its attributes, and pass it back to the program. Comparing
 | list, tuple, set, frozenset | `["l", [...]]`, `["t", [...]]`, `["s", [...]]`, `["z", [...]]` |
 | dict | `["d", [[key, value], ...]]` |
 | range | `["r", [start, stop, step]]` |
-| all others | `["o", place, type]`: the object's index among all kept objects, or its global name; its type's name |
+| all others | `["o", place, type]` |
+
+In the last row, `place` identifies the object: it is the object's index among all kept objects, or its global name.
+`type` is the name of the object's type; in a message from the tests, it is empty.
 
 This module imports only the standard library, because the launcher (`sandbox/launcher.py`) runs without installed
 packages.

@@ -44,7 +44,7 @@ class AdapterFolders:
         self.newest: Path | None = None
 
     def write(self, weights: dict[str, Tensor], version: int) -> Path:
-        """Write a version atomically: no folder of this name exists before the version is complete.
+        """Write a version of the adapter into a new folder, which gets its final name only when it is complete.
 
         Args:
             weights: Result of `weights.adapter_weights`, in which B is already multiplied by the scale.

@@ -642,8 +642,8 @@ class VLLMEngine(RolloutEngine):
 
         Args:
             error: The error of this rank, or None.
-            failures: Number of attempts to send the weights, including this attempt. If this attempt has failed, all
-                of these attempts have failed.
+            failures: Number of attempts to send the weights, including the current one. All earlier attempts have
+                failed. If the current one has failed too, this is the number of failures.
 
         Returns:
             True if the weights have been sent; False if they have to be sent again.

@@ -365,7 +365,7 @@ def is_at(server: Served, update: int) -> bool:
 def send_in_background(job: Job, server: Served, arrived: queue.SimpleQueue[Any]) -> None:
     """Send a request in a separate thread, which puts the answer or the error into a queue.
 
-    The thread is a daemon, so neither the rollout nor the process waits for it at the end.
+    The thread is a daemon, so the process can exit while a request is unanswered, for example after Ctrl-C.
     """
     version = server.version
     assert version is not None

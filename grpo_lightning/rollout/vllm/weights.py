@@ -265,7 +265,8 @@ def check_adapter(policy: Any) -> None:
     """Check that vLLM can load the policy's adapter as an adapter, next to the base weights.
 
     Raises:
-        ValueError: If there is no adapter, or if the adapter has anything besides A and B of layers inside the decoder.
+        ValueError: If there is no adapter.
+        ValueError: If the adapter trains complete modules (`modules_to_save`), or changes the embeddings or the head.
     """
     if not is_adapted(policy):
         raise ValueError("engine.enable_lora is true, and the policy has no adapters: set policy.lora, or remove it.")
