@@ -125,7 +125,7 @@ def log_prompt_columns(prompts: Iterable[Prompt], logged: set[str]) -> None:
 def describe_prompts(prompts: Iterable[Prompt], known: set[str] | None = None) -> Iterator[str]:
     """Yield lines that describe the prompts of each dataset.
 
-    A line names the prompt column, and says whether the prompts are chats or plain text, and in which form reward
+    A line names the prompt column, and states whether the prompts are chats or plain text, and in which form reward
     functions get a completion. A dataset gets several such lines if its rows differ in these properties. If other
     columns could also be the prompt, another line names these columns. Prompts that were not read from rows get no
     line.

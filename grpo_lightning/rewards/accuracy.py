@@ -87,10 +87,10 @@ class Accuracy(AnswerReward):
     The answer of a completion is the content of the last `<answer>...</answer>`, or of a box inside these tags. Without
     tags, it is the content of the last `\boxed{...}`. Without a box, these places are tried in order: an announced
     answer ("the final answer is $x$") or the text after `####`, whichever comes last in the completion; bold text; the
-    end of the last line, if the completion is not truncated. A missing or unparsable answer is wrong. An answer with the
-    same words as the ground truth is right. A set ("3, 4", "3 or 4") equals the same set in any order. Other texts with
-    several answers ("3 and 4") are not mathematics: such an answer is right only if it has the words of the ground
-    truth, and for such a ground truth, only an answer with the same words is right.
+    end of the last line, if the completion is not truncated. A missing or unparsable answer is wrong. An answer with
+    the same words as the ground truth is right. A set ("3, 4", "3 or 4") equals the same set in any order. Other texts
+    with several answers ("3 and 4") are not mathematics: if the answer or the ground truth is such a text, only the
+    same words are right.
 
     The reward does not apply to a row without ground truth. The reward gives no value (None), and logs a warning, in
     three cases: the ground truth cannot be parsed as mathematics, or is longer than `max_answer_characters`; the ground
