@@ -99,12 +99,13 @@ def module_types(module: nn.Module) -> list[str]:
 
 
 def append_last_position(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Forward pre-hook: append the position of the longest row's last token to the position ids.
+    """Forward pre-hook: append the position of the last token of the run's longest possible row to the position ids.
 
-    transformers computes the frequencies from the largest position id.
+    transformers computes the frequencies from the largest position id. With the appended position, every forward pass
+    uses the frequencies for the longest possible row.
 
     Raises:
-        ValueError: If a row is so long that it would change the frequencies.
+        ValueError: If a row is longer than the longest possible row, so that it would need other frequencies.
     """
     positions: Tensor = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
     if module.largest_length < math.inf and (length := int(positions.max()) + 1) > module.largest_length:

@@ -176,8 +176,8 @@ class DetectionMAP(DetectionReward):
     """COCO's mean average precision of the objects listed in an answer (VLM-R1's `map`, `od_ap` and `od_ap50`).
 
     The answer of a completion is the content of its last `<answer>...</answer>`. Without these tags, it is the text
-    after `</think>`. The answer must contain a JSON list of `{"bbox_2d": [x1, y1, x2, y2], "label": "..."}`, or be
-    `None`. If neither the answer nor the ground truth lists an object, the reward is 1. If one of them lists objects
+    after `</think>`. The answer must contain a JSON list of `{"bbox_2d": [x1, y1, x2, y2], "label": "..."}`, or be the
+    word `None`, which lists no object. If neither the answer nor the ground truth lists an object, the reward is 1. If one of them lists objects
     and the other lists none, the reward is 0. An object without a label or without four numbers is a false positive.
     Labels are compared case-insensitively.
 
