@@ -177,9 +177,9 @@ class DetectionMAP(DetectionReward):
 
     The answer of a completion is the content of its last `<answer>...</answer>`. Without these tags, it is the text
     after `</think>`. The answer must contain a JSON list of `{"bbox_2d": [x1, y1, x2, y2], "label": "..."}`, or be the
-    word `None`, which lists no object. If neither the answer nor the ground truth lists an object, the reward is 1. If one of them lists objects
-    and the other lists none, the reward is 0. An object without a label or without four numbers is a false positive.
-    Labels are compared case-insensitively.
+    word `None`, which lists no object. If neither the answer nor the ground truth lists an object, the reward is 1. If
+    one of them lists objects and the other lists none, the reward is 0. An object without a label or without four
+    numbers is a false positive. Labels are compared case-insensitively.
 
     Average precision ranks the boxes of each label. The boxes of an answer have no scores, so they are ranked in the
     order in which the answer lists them. A wrong object that is listed after the last correct object of its label
