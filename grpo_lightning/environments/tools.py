@@ -142,7 +142,7 @@ class Tools(Environment):
             log_once(
                 (call.name, type(error).__name__),
                 "The tool %r raised %s: %s (at %s:%d). The policy gets the error as the answer to its call. "
-                "environment/calls/exception counts such calls; further errors of this type are not logged.",
+                "environment/calls/exception counts such calls; this process logs no further errors of this type.",
                 *(call.name, type(error).__name__, error, frame.filename, frame.lineno),
             )
             return "exception", f"Error: {type(error).__name__}: {error}"
@@ -309,8 +309,8 @@ def argument_problem(function: Callable[..., Any], arguments: Mapping[str, Any])
     except TypeError as error:
         return f"{name_of(function)}: {error}."
     try:
-        hints = typing.get_type_hints(function if inspect.isroutine(function) else type(function).__call__)
-    except (NameError, AttributeError, TypeError, SyntaxError) as error:  # a hint in quotes that names nothing
+        hints = typing.get_type_hints(signature_owner(function))
+    except Exception as error:  # noqa: BLE001 - hints in quotes are evaluated, and may raise anything; the log has it
         log_once(
             (name_of(function), "hints"),
             "The type hints of the tool %r cannot be read (%s: %s), so the arguments of its calls are not checked.",
@@ -322,6 +322,15 @@ def argument_problem(function: Callable[..., Any], arguments: Mapping[str, Any])
             expected = getattr(hints[name], "__name__", str(hints[name]))
             return f"{name_of(function)}: the argument {name!r} must be {expected}, got {value!r:.80}."
     return ""
+
+
+def signature_owner(tool: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function whose signature `inspect.signature` reads: that of a wrapper is the wrapped function's."""
+    while isinstance(tool, functools.partial) or hasattr(tool, "__wrapped__"):
+        tool = tool.func if isinstance(tool, functools.partial) else tool.__wrapped__
+    if inspect.isclass(tool):
+        return tool.__init__
+    return tool if inspect.isroutine(tool) else type(tool).__call__
 
 
 def fits(value: Any, hint: Any) -> bool:

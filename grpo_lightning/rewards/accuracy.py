@@ -88,14 +88,14 @@ class Accuracy(AnswerReward):
     tags, it is the content of the last `\boxed{...}`. Without a box, these places are tried in order: an announced
     answer ("the final answer is $x$") or the text after `####`, whichever comes last in the completion; bold text; the
     end of the last line, if the completion is not truncated. A missing or unparsable answer is wrong. An answer with
-    the same words as the ground truth is right. A set ("3, 4", "3 or 4") equals the same set in any order. Other texts
-    with several answers ("3 and 4") are not mathematics: if the answer or the ground truth is such a text, only the
-    same words are right.
+    the same words as the ground truth is right. A set ("3, 4", "3 or 4") equals the same set in any order. Other
+    answers with several numbers ("3 and 4") are wrong, unless they have the words of the ground truth.
 
     The reward does not apply to a row without ground truth. The reward gives no value (None), and logs a warning, in
-    three cases: the ground truth cannot be parsed as mathematics, or is longer than `max_answer_characters`; the ground
-    truth has at least two sentences or lines, and at least two different numbers in total (a worked solution); or the
-    comparison fails or times out.
+    three cases. (1) The ground truth cannot be parsed as mathematics, or is longer than `max_answer_characters`. (2)
+    The ground truth has several different numbers, but is neither a set nor a calculation with "=": a worked solution
+    of several sentences or lines gives no value to any answer, and a phrase ("10 apples (5 red)") gives none to answers
+    that equal one of its numbers. (3) The comparison fails or times out.
 
     math-verify (install the extra `math`) runs in a separate process, so the reward can be called from any thread. If
     four comparisons with the same ground truth fail or time out in one call of the reward, the call makes no further
@@ -216,14 +216,17 @@ class Comparison(Reward):
             return None
         if answer.casefold().split() == gold.casefold().split():
             return True
-        has_several = names_several(gold, expected)
-        if has_several and _SENTENCES.search(gold.strip()):
-            return None  # a worked solution, of which math-verify would compare the last number
+        # Of a ground truth with several numbers, math-verify compares one. For a calculation ("2 x 3 = 6"), this is the
+        # result; otherwise it may be the wrong number.
+        is_ambiguous = names_several(gold, expected) and "=" not in gold
+        if is_ambiguous and _SENTENCES.search(gold.strip()):
+            return None  # a worked solution
         given = parse_short(answer)
-        if has_several or names_several(answer, given) or is_negated(answer):
+        if names_several(answer, given) or is_negated(answer):
             return False
         # `verify` is not symmetric: the ground truth comes first.
-        return bool(verify(expected, given, timeout_seconds=None, raise_on_error=True))
+        is_equal = bool(verify(expected, given, timeout_seconds=None, raise_on_error=True))
+        return None if is_equal and is_ambiguous else is_equal
 
 
 def _ready_comparison() -> Comparison:

@@ -439,7 +439,9 @@ def completion_text(completion: Content) -> str:
     """
     if isinstance(completion, str):
         return completion
-    return next((message_text(each) for each in reversed(completion) if each["role"] == "assistant"), "")
+    return next(
+        (message_text(each) for each in reversed(completion) if each.get("role", "assistant") == "assistant"), ""
+    )
 
 
 def prompt_text(prompt: Content) -> str:

@@ -416,9 +416,9 @@ def untrained_cause(completion: Completion, overlong_filter: OverlongFilter) -> 
         return "failure"
     if completion.mask is None or any(completion.mask):
         return None
-    if completion.finish_reason != "stop" and overlong_filter != "none":
+    if completion.finish_reason in ("length", "turns") and overlong_filter != "none":
         return completion.finish_reason
-    return "mask"
+    return "mask"  # also for the finish reasons of other engines
 
 
 class StepLog(L.Callback):

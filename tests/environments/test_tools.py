@@ -1,9 +1,11 @@
 """Tools: calls are read in the formats of chat templates, and what goes wrong is told to the policy."""
 
+import functools
 import json
 import logging
 import pickle
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -141,16 +143,53 @@ def test_the_hints_of_an_object_are_those_of_its_call(tmp_path):
     assert problem == "search: the argument 'query' must be str, got 3."
 
 
+class Decorated:
+    """A class as a decorator: the signature and the hints are those of the function inside."""
+
+    def __init__(self, function: Any) -> None:
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)
+
+
+class Doubled:
+    """A class as a tool: a call makes an object."""
+
+    def __init__(self, number: int) -> None:
+        self.value = 2 * number
+
+
+@pytest.mark.parametrize(
+    ("tool", "name"),
+    [
+        (double, "double"),
+        (Decorated(double), "double"),
+        (functools.partial(double, times=2), "partial"),
+        (functools.lru_cache(double), "double"),
+        (Doubled, "Doubled"),
+    ],
+    ids=["function", "class as a decorator", "partial", "cached", "class"],
+)
+def test_hints_are_those_of_the_signature(tool, name):
+    assert argument_problem(tool, {"number": "3"}) == f"{name}: the argument 'number' must be int, got '3'."
+    assert argument_problem(tool, {"number": 3}) == ""
+
+
 def test_hints_that_cannot_be_read_are_logged_once(caplog, monkeypatch):
     def named(size: "Missing"):  # type: ignore[name-defined]  # noqa: F821
         return size
 
+    def divided(size: "1 / 0"):  # type: ignore[valid-type]  # a hint in quotes is evaluated, and raises anything
+        return size
+
     monkeypatch.setattr(tools, "LOGGED", set())
     with caplog.at_level(logging.INFO, "grpo_lightning"):
-        for _ in range(2):
-            assert argument_problem(named, {"size": 1}) == ""
-    (message,) = caplog.messages
-    assert message.startswith("The type hints of the tool 'named' cannot be read (NameError: name 'Missing' is not")
+        for tool in (named, named, divided):
+            assert argument_problem(tool, {"size": 1}) == ""
+    first, second = caplog.messages
+    assert first.startswith("The type hints of the tool 'named' cannot be read (NameError: name 'Missing' is not")
+    assert second.startswith("The type hints of the tool 'divided' cannot be read (ZeroDivisionError: division by zero")
 
 
 def test_a_turn_without_a_call_ends_the_conversation():

@@ -119,12 +119,19 @@ def accuracy(completion: str, solution: Any, **settings: Any) -> float | None:
         ("<answer>3 Feet and 4 inches</answer>", "3 feet  and 4 inches", 1),
         ("<answer>5 feet and 4 inches</answer>", "3 feet and 4 inches", 0),
         # several answers in the ground truth, of which math-verify would use the last
-        ("<answer>4</answer>", "3 and 4", 0),
+        ("<answer>4</answer>", "3 and 4", None),
+        ("<answer>5</answer>", "3 and 4", 0),
+        ("<answer>3/4</answer>", r"$\frac{3}{4}$ (or 0.75)", None),
+        ("<answer>12</answer>", "the 3rd term is 12", None),
+        # but a calculation has one answer
+        ("<answer>6</answer>", r"$2 \cdot 3$ = $6$", 1),
+        ("<answer>135</answer>", "2 hours and 15 minutes = 135 minutes", 1),
+        ("<answer>4</answer>", "3x = 12 => x = 4", 1),
         ("<answer>7</answer>", "First we add 3 and 4.\nThe result is 7", None),
         ("<answer>8</answer>", "He has 5 apples and 3 pears. The answer is 8", None),
         ("<answer>4</answer>", "3\n4", None),
         ("<answer>3 4</answer>", "3\n4", 1),
-        ("<answer>10</answer>", "10 apples (5 red)", 0),
+        ("<answer>10</answer>", "10 apples (5 red)", None),
         ("<answer>3 and  4</answer>", "3 and 4", 1),
         # no right answer to compare with
         ("<answer>72</answer>", None, None),

@@ -33,6 +33,7 @@ def test_completion_text():
     parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
     assert completion_text([{"role": "assistant", "content": parts}]) == "ab"
     assert completion_text([]) == ""
+    assert completion_text([{"content": "a"}]) == "a", "as in tests of TRL's rewards"
     assert completion_text([{"role": "assistant", "content": None}]) == ""
 
 

@@ -146,8 +146,9 @@ def ended(*reasons, failed=0):
         ),
         (ended("length"), "none", "all completions had no token in their mask. Check what sets `Completion.mask`"),
         (ended("stop"), "loss", "all completions had no token in their mask. Check what sets `Completion.mask`"),
+        (ended("abort"), "loss", "all completions had no token in their mask. Check what sets `Completion.mask`"),
     ],
-    ids=["length", "turns", "all three", "failures", "mask of a truncated one", "mask"],
+    ids=["length", "turns", "all three", "failures", "mask of a truncated one", "mask", "reason of another engine"],
 )
 def test_the_reason_of_an_empty_update_names_what_ended_the_completions(rollout, overlong_filter, reason):
     assert empty_reason(rollout, Objective(), overlong_filter, 40) == reason

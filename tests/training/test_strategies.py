@@ -237,3 +237,14 @@ def test_the_process_that_forked_a_run_gets_its_trained_policy(strategy, lora):
     assert are_equal(weights_of(forked), weights_of(plain))
     assert validated(trainer, forked) == wanted
     assert validated(make_trainer(), module()) != wanted
+
+
+@pytest.mark.parametrize("strategy", [GRPODeepSpeedStrategy(stage=2), FSDP2Strategy()], ids=["deepspeed", "fsdp2"])
+def test_sharded_strategies_evaluate_without_inference_mode(strategy, monkeypatch):
+    """Training could not use weights that a validation has gathered in inference mode. On a CPU, Lightning never uses
+    this mode with a process group of gloo, so no whole run would show it."""
+    monkeypatch.setattr(type(strategy).__mro__[1], "setup", lambda self, trainer: None)
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False)
+    strategy.setup(trainer)
+    loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    assert [loop.inference_mode for loop in loops] == [False] * 4
