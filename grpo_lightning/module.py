@@ -455,11 +455,11 @@ class GRPOLightningModule(L.LightningModule):
         return [derived_seed(run_seed(self.seed), "rollout", rollout_index, index) for index in indices]
 
     def take_in_flight(self, prompts: Sequence[Prompt], seeds: list[int], in_flight: InFlight) -> Rollout:
-        """Take the groups of N prompts, sampled in the background, and request the groups of the next cycles.
+        """Take the groups that were sampled in the background for N prompts, and request the next cycles' groups.
 
-        Prompts that are not in flight are sampled now. A prompt is not in flight if the run has just started or
-        resumed, if dynamic sampling has already used the prompts that were requested for this cycle, or if sampling in
-        the background has failed.
+        For prompts that are not in flight, groups are sampled now. A prompt is not in flight if the run has just
+        started or resumed, if dynamic sampling has already used the prompts that were requested for this cycle, or if
+        sampling in the background has failed.
 
         Collective: all ranks must call this.
 

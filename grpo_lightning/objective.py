@@ -69,10 +69,13 @@ log = logging.getLogger(__name__)
 
 
 class StepCounts(NamedTuple):
-    """How many trained tokens and completions an optimizer step has over all ranks: the divisors of the loss."""
+    """Counts of an optimizer step over all ranks; the loss is divided by one of them (see `Objective.aggregate`)."""
 
     num_tokens: int
+    """Number of completion tokens that are not masked."""
+
     num_sequences: int
+    """Number of completions with at least one such token."""
 
 
 class ObjectiveTerms(NamedTuple):
@@ -425,9 +428,9 @@ class Objective:
             batch: The micro-batch. It must have `old_logprobs`. It must also have `selected` if the objective has a
                 `selection`, and `ref_logprobs` if the loss has a KL. Only a micro-batch without trained tokens may lack
                 `ref_logprobs`: the KL is then 0.
-            counts: Numbers of trained tokens and completions of the entire optimizer step, over all ranks; the loss is
-                divided by them.
-            max_completion_length: Tokens; the divisor of the "constant" aggregation.
+            counts: Counts of the entire optimizer step, over all ranks. The setting `aggregate` determines whether the
+                loss is divided by the number of tokens or by the number of completions.
+            max_completion_length: Tokens; the "constant" aggregation also divides by this length.
             entropy: [B, T] nats, of the current policy; with gradients if `trains_entropy`.
             router_loss: Scalar, the micro-batch's share of the load-balancing loss, times the weight of this loss; None
                 if there is no load-balancing loss.

@@ -45,10 +45,10 @@ class CompletionLog(L.Callback):
     columns (the row's other columns, for example the answer; values of more than 1,000 characters are left out) and
     advantage. After these fields come the values that rewards passed to `log_extra`. A reward of null means that the
     completion is not scorable. If the prompt has images, the line also has the field images. For each image, this field
-    contains the name (the path of a file), the size in pixels, the size after resizing for the policy, and the
-    coordinate convention of the policy. `step` is the number of optimizer steps done when the rollout was sampled; the
-    loggers log the rollout's metrics at the same `step`. The lines of a rollout are in the order of its prompts,
-    regardless of the number of ranks.
+    contains the image's name (its path, if the image comes from a file), its size in pixels, its size after resizing
+    for the policy, and the coordinate convention of the policy. `step` is the number of optimizer steps done when the
+    rollout was sampled; the loggers log the rollout's metrics at the same `step`. The lines of a rollout are in the
+    order of its prompts, regardless of the number of ranks.
 
     Weights & Biases also gets a table of each rollout. TensorBoard also gets the best completions of each rollout, the
     worst completions and a few others. Both loggers get the images in the prompts of these best, worst and other
@@ -265,10 +265,10 @@ def token_records(
     """Records of the tokens of this rank's completions, with the current policy's log-probs. Every rank must call this.
 
     Returns:
-        For each completion, a tuple and the record of its tokens. The tuple contains the rank (the first of the ranks
-        that share the group), the group's index on this rank, and the completion's index in the group. A subclass's
-        `split_rollout` may leave `numbers` or `groups` of a micro-batch empty; the completions of this micro-batch then
-        have no records.
+        For each completion, a tuple and the record of the completion's tokens. The tuple contains the first of the
+        ranks that share the completion's group, the index of the group on that first rank, and the index of the
+        completion in the group. If a subclass's `split_rollout` leaves `numbers` or `groups` of a micro-batch empty,
+        the completions of this micro-batch have no records.
     """
     actor, teams = module.actor, module.teams
     texts: dict[int, str] = {}

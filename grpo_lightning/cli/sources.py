@@ -164,13 +164,15 @@ def load_settings(value: str) -> Any:
 
 
 def load(text: str, name: str, *, is_strict: bool = False) -> Any:
-    """Load YAML. Unless `is_strict`, text that is not valid YAML is returned unchanged.
+    """Load YAML.
 
-    Duplicate keys are refused only if the text is meant as settings: with `is_strict`, or if the text begins with a
-    bracket or brace. Other text may be YAML by accident ("Rule: ...").
+    If `is_strict` is false, text that is not valid YAML is returned unchanged. Duplicate keys are refused only if the
+    text is meant as settings, that is, if `is_strict` is true or the text begins with a bracket or brace. Other text
+    may be YAML by accident ("Rule: ...").
 
     Raises:
-        ConfigurationError: If the text is not valid YAML and `is_strict`. The message names file, line and column.
+        ConfigurationError: If `is_strict` is true and the text is not valid YAML. The message names file, line and
+            column.
         ConfigurationError: If a key occurs twice in text that is meant as settings.
     """
     try:

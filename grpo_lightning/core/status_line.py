@@ -38,11 +38,11 @@ class StatusLine:
         self.next_time = 0.0
 
     def show(self, render: Render, *, is_due: bool = False) -> None:
-        """Show the line, unless the last update was less than `REDRAW_SECONDS` ago (in a file: less than a minute).
+        """Show the line, unless it was shown less than `REDRAW_SECONDS` ago (in a file: less than a minute ago).
 
         Args:
             render: Formats the line. The function is called only if the line is shown now, or when the line is closed.
-            is_due: True shows the line in a terminal, no matter when the last update was.
+            is_due: True shows the line in a terminal, no matter when it was last shown. It has no effect in a file.
         """
         self.render = render
         can_redraw = redraws(sys.stdout)

@@ -240,7 +240,8 @@ def _chat_without_answer(value: Any, where: str) -> list[Message]:
 
     In data for supervised finetuning, the final assistant turn is the answer; GRPO samples answers itself. The removed
     answer does not become the column `solution`, because a completion cannot be compared with a worked answer in prose.
-    Only a chat in the column `prompt` may end with an assistant turn, which the completions then continue.
+    This function does not read the column `prompt`: a final assistant turn in `prompt` is kept, and the completions
+    continue it.
     """
     messages = _chat(value, where)
     while messages and messages[-1]["role"] == "assistant":

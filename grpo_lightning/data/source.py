@@ -248,8 +248,8 @@ class PromptSource:
     def next_cycles(self, count: int, *, epochs_left: int | None = None) -> list[list[Prompt]]:
         """Peek at this rank's prompts in each of the next cycles, including cycles of the next epochs.
 
-        The cycles of a stream are known for this epoch only. With dynamic sampling, a cycle may get prompts other
-        than those returned here, because earlier cycles may take further prompts from the same order.
+        The cycles of a stream are known for this epoch only. With dynamic sampling, a cycle may take further prompts
+        (see `more`). The cycles after it then get other prompts than those returned here.
 
         Args:
             count: Maximum number of cycles.
@@ -286,7 +286,7 @@ class PromptSource:
 
         Args:
             num_prompts: Number of further prompts for all ranks together. All ranks must pass the same number, because
-                they share one order.
+                they take their prompts from one common order of the epoch's prompts.
             own: Positions of this rank's prompts among the `num_prompts` further prompts, starting at 0.
 
         Returns:
@@ -348,9 +348,9 @@ class PromptSource:
         `begin` compares `shuffle` with the checkpoint when the epoch begins; the other settings are compared here.
 
         Raises:
-            ValueError: For a checkpoint saved inside an epoch, if the number of prompts (for a stream:
-                `shuffle_buffer`) or the seed differs. For a checkpoint saved inside a cycle, also if one of the two
-                conditions above is not met.
+            ValueError: For a checkpoint saved inside an epoch, if the number of prompts in the data (for a stream:
+                `shuffle_buffer`) or the seed differs from the checkpoint's. For a checkpoint saved inside a cycle, also
+                if one of the two conditions above is not met.
         """
         self._check_state(state)
         sizes, was = self._sizes(), self._sizes_of(state)

@@ -201,11 +201,11 @@ def teach_tower(
     *,
     show_progress: bool,
 ) -> None:
-    """Train the vision tower so that each image token encodes the color, shape and edges of the thing it shows.
+    """Train the vision tower so that each image token encodes the color, shape and box of the thing that it shows.
 
     The logit of a color or shape is the dot product of the image token and the embedding of the word for this color
-    or shape; edges are classified by linear layers. The language model can then find a thing by comparing word
-    embeddings with image tokens.
+    or shape. The language model can then find a thing by comparing word embeddings with image tokens. For each of the
+    four sides of the box, a linear layer classifies the position of the side, in cells.
     """
     scenes = varied_scenes(task, "tower", settings.num_tower_images)
     patches, labels = torch.cat(list(patches_in_parts(scenes, task, processor))), labels_of(scenes, task)

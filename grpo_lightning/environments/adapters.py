@@ -1,4 +1,4 @@
-"""Environments from other packages, used unchanged: multi-turn functions of ms-swift and environments of TRL."""
+"""Adapters for multi-turn functions written for ms-swift and for environments written for TRL; both run unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_lightning.environments.tools import ToolFormat, Tools, name_of
 
 
 class MultiTurnFunction(Environment):
-    """A `multi_turn_func` of ms-swift (version 3): a function from conversations to conversations.
+    """An environment that calls a function written for ms-swift 3 as a `multi_turn_func`.
 
     The function gets a list with one dict. The dict contains the data columns and `messages`, the chat up to and
     including the policy's turn. The function sets `finished` in the dict to True or False, and returns the list. To
@@ -78,7 +78,7 @@ _SHARED = ("factory", "object")
 
 
 class ToolObject(Tools):
-    """An environment of TRL (`environment_factory`): an object whose public methods are tools.
+    """An environment written for TRL (`environment_factory`): an object whose public methods are tools.
 
     If the object has a method `reset`, this method gets the data columns that its signature names, and may return the
     first observation. If the object has a method `get_reward`, this method gives the reward at the end of every
@@ -189,9 +189,10 @@ def as_environment(value: EnvironmentLike) -> Any:
     """Make an environment from the value of `model.environment`.
 
     Args:
-        value: One of four: an object with a method `step`; a list of functions, which become `Tools`; a function of
-            ms-swift that takes the list of conversations (`MultiTurnFunction`); or a class or function without
-            arguments that makes an object with tools, like TRL's `environment_factory` (`ToolObject`).
+        value: One of four: an object with a method `step`; a list of functions, which become `Tools`; a function
+            written for ms-swift, which takes the list of conversations (`MultiTurnFunction`); or a class or function
+            that is called without arguments and makes an object with tools, like TRL's `environment_factory`
+            (`ToolObject`).
 
     Raises:
         ValueError: If the value is none of these.
@@ -218,7 +219,7 @@ def as_environment(value: EnvironmentLike) -> Any:
 
 
 def _of_function(function: Callable[..., Any]) -> Environment:
-    """Wrap a multi-turn function of ms-swift (one argument) or a factory of TRL (no arguments)."""
+    """Wrap a function with one required argument (written for ms-swift) or none (a factory, written for TRL)."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # it has no signature

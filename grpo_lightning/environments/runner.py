@@ -6,8 +6,9 @@ environment, pickled again. A worker keeps nothing between calls, so it can be k
 call, the environment is in the state before this call. All calls of a round (one turn of each conversation) have the
 same deadline: `step_timeout_seconds` after the end of sampling.
 
-In the training process, a call changes the environment object itself. Changes made by a failed call therefore remain.
-Memory has no limit there, and only async methods have a time limit.
+An environment can also run in the training process, without workers. `step` and `end` then change the conversation's
+environment object itself, so the changes made by a failed call remain. In the training process, memory has no limit,
+and only async methods have a time limit.
 
 The random generators of `random`, numpy and torch (on the CPU) are seeded for each call, in workers and in the training
 process. There are two exceptions: calls of async methods, because several run at the same time, and calls in the

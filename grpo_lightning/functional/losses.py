@@ -35,7 +35,8 @@ def importance_ratio(
     Args:
         logprobs: [B, T] nats, of the current policy.
         old_logprobs: [B, T] nats, under the policy before the rollout's first update; treated as a constant.
-        mask: [B, T] bool, True where a token is trained on. Masked tokens have log-ratio 0, whatever their log-probs.
+        mask: [B, T] bool, True where a token is trained on. Where it is False, logprobs - old_logprobs counts as 0,
+            whatever the log-probs.
         level: "token" is the ratio of PPO and GRPO. "sequence" is the length-normalized ratio of GSPO
             (arXiv:2507.18071, eq. 7). "sequence_token" has the value of "sequence", but the gradient of each token's
             own log-prob, so that advantages may differ between tokens (GSPO-token, eq. 14).
@@ -65,7 +66,7 @@ def is_ratio_clamped(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, le
         level: As in `importance_ratio`.
 
     Returns:
-        [B, T] bool; False where masked.
+        [B, T] bool; False where `mask` is False.
     """
     return (_log_ratio(logprobs.detach(), old_logprobs, mask, level).abs() > MAX_LOG_RATIO) & mask
 
@@ -227,7 +228,7 @@ def gmpo_surrogate(
     Args:
         logprobs: [B, T] nats, of the current policy.
         old_logprobs: [B, T] nats, under the policy before the rollout's first update; treated as a constant.
-        mask: [B, T] bool, True where a token is trained on. Masked tokens have d = 0, whatever their log-probs.
+        mask: [B, T] bool, True where a token is trained on. Where it is False, d counts as 0, whatever the log-probs.
         advantages: [B, 1].
         epsilon: How far the log-ratio of a token may fall, in nats.
         epsilon_high: How far the log-ratio of a token may rise, in nats; None uses `epsilon`.
@@ -264,7 +265,7 @@ def kl_cov_surrogate(
     Args:
         logprobs: [B, T] nats, of the current policy.
         old_logprobs: [B, T] nats, under the policy before the rollout's first update; treated as a constant.
-        mask: [B, T] bool, True where a token is trained on. Masked tokens have log-ratio 0, whatever their log-probs.
+        mask: [B, T] bool, True where a token is trained on. Where it is False, d counts as 0, whatever the log-probs.
         advantages: [B, 1].
         selected: [B, T] bool, True at the tokens that `high_covariance_tokens` finds among all tokens of the optimizer
             step.
@@ -303,7 +304,7 @@ def dppo_surrogate(
     Args:
         logprobs: [B, T] nats, of the current policy.
         old_logprobs: [B, T] nats, of the engine when it sampled the tokens; treated as a constant.
-        mask: [B, T] bool, True where a token is trained on. Masked tokens have the ratio 1, whatever their log-probs.
+        mask: [B, T] bool, True where a token is trained on. Where it is False, r counts as 1, whatever the log-probs.
         advantages: [B, 1].
         outside: [B, T] bool, True at the tokens that `leaves_trust_region` finds (`low | high`).
         max_ratio: Maximum ratio; far above 1, because truncating the ratio biases the gradient.
@@ -388,7 +389,7 @@ def vespo_surrogate(
     Args:
         logprobs: [B, T] nats, of the current policy; the gradient flows through these alone.
         old_logprobs: [B, T] nats, under the policy before the rollout's first update; treated as a constant.
-        mask: [B, T] bool, True where a token is trained on. Masked tokens have r = 1, whatever their log-probs.
+        mask: [B, T] bool, True where a token is trained on. Where it is False, r counts as 1, whatever the log-probs.
         advantages: [B, 1].
         rollout_weights: [B, T] off-policy weights, from the function `rollout_weights` with the level "token"; None
             without an off-policy correction.
@@ -507,7 +508,7 @@ def rollout_weights(
     Args:
         old_logprobs: [B, T] nats, under the policy before the rollout's first update, computed by the training code.
         rollout_logprobs: [B, T] nats, of the engine when it sampled the tokens.
-        mask: [B, T] bool, True where a token is trained on; masked tokens have d = 0.
+        mask: [B, T] bool, True where a token is trained on. Where it is False, d counts as 0.
         level: "token" gives one weight per token. "sequence" gives one weight per completion, the product of its
             tokens' weights. "geometric" gives one weight per completion, the geometric mean of its tokens' weights.
         outside: "truncate" clips the weights to [low, high]. "mask" sets weights outside of [low, high] to 0.
@@ -588,8 +589,8 @@ def kl_divergence(
     Args:
         logprobs: [B, T] nats, of the policy.
         ref_logprobs: [B, T] nats, of the reference; treated as a constant.
-        mask: [B, T] bool, True where a token is trained on; None means everywhere. Masked tokens get 0, whatever their
-            log-probs.
+        mask: [B, T] bool, True where a token is trained on; None means everywhere. Where it is False, the estimate is
+            0, whatever the log-probs.
         estimator: "k1", "k2" or "k3".
 
     Returns:
@@ -619,7 +620,7 @@ def is_k3_clamped(kl: Tensor) -> Tensor:
         kl: [B, T] nats, from `kl_divergence`.
 
     Returns:
-        [B, T] bool; False where masked.
+        [B, T] bool; False where the mask given to `kl_divergence` is False.
     """
     return kl >= MAX_K3
 
@@ -675,7 +676,7 @@ def aggregate(
         max_completion_length: The length limit of sampling, in tokens.
 
     Returns:
-        A scalar. If all tokens are masked, it is 0 and still connected to the graph of `values`.
+        A scalar. If `mask` is False everywhere, it is 0 and still connected to the graph of `values`.
 
     Raises:
         ValueError: If `by` is none of the three.

@@ -64,7 +64,8 @@ def marginal_gains(rewards: Tensor, k: int | None) -> Tensor:
 def _chances(n: int, k: int, size: int) -> list[float]:
     """For each of n - 1 rewards, lowest first, the chance that it is the maximum of a random subset of k - 1.
 
-    The result has `size` numbers, of which only the first n - 1 are chances. All are 0 if n < max(k, 2).
+    The result has `size` numbers. The first n - 1 are the chances, and the others have no meaning. If n < max(k, 2),
+    all `size` numbers are 0.
     """
     if n < max(k, 2):
         return [0.0] * size

@@ -87,9 +87,10 @@ class Scorer:
 
     Args:
         path: "extended" runs a prompt once, "dense" runs it once per completion.
-        chunk_size: Maximum completions per chunk. Each chunk is one forward pass: a completion pass, or a pass of the
-            dense path. Completions are sorted by length first, to reduce padding. `AutoChunks` chooses the chunks by
-            the lengths. None runs all rows in one chunk.
+        chunk_size: Maximum completions per chunk. Each chunk takes one forward pass. On the "extended" path, this pass
+            runs only the completions, because the prompts have a pass of their own. On the "dense" path, it runs rows
+            [prompt | completion]. Completions are sorted by length first, to reduce padding. `AutoChunks` chooses the
+            chunks by the lengths. None runs all completions in one chunk.
         checkpoint_chunks: Recompute each chunk's activations in the backward pass instead of storing them.
         head_chunk_size: Tokens per slice of the vocabulary head (`SlicedHead`). None computes the model's own logits of
             all tokens at once (`FullHead`).
@@ -294,9 +295,9 @@ def dummy_of(batch: MicroBatch) -> MicroBatch:
 
 
 def text_dummy_of(batch: MicroBatch) -> MicroBatch:
-    """A prompt of one token with a completion of one token, which is not trained on. Neither has an image of its own.
+    """A prompt of one token with a completion of one token, which is not trained on; neither contains an image.
 
-    If the micro-batch has a blank image, the vision tower runs on it.
+    If the micro-batch has a blank image (`VisionInputs.blank`), the vision tower runs on the blank image.
     """
     dummy = dummy_of(batch)
     token = dummy.completion_ids
@@ -608,11 +609,12 @@ def runs_in_16_bits(model: nn.Module, device: torch.device) -> bool:
 def dense_chunks(
     model: nn.Module, batch: MicroBatch, head: Head, routers: Routers | None
 ) -> tuple[ScoreChunk, RouterLoad | None]:
-    """Return the function that runs a chunk of rows [prompt | completion] in one forward pass, and None.
+    """Make the function that runs a chunk of rows [prompt | completion] in one forward pass.
 
-    `extended_chunks` returns the routing of the prompt pass as the second value. The dense path has no prompt pass, so
-    here the second value is always None. An image is encoded again for every row of its prompt, unless the features of
-    the image are already stored.
+    This function is the first of the two values returned. The second value is always None: `extended_chunks` returns
+    the routing of the prompt pass there, and the dense path has no prompt pass.
+
+    An image is encoded again for every row of its prompt, unless the features of the image are already stored.
     """
     whole = batch.conversation_vision
     placed = None if whole else place(model, batch.prompt_ids, batch.prompt_mask, batch.vision)

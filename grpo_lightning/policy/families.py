@@ -105,9 +105,9 @@ def native_checkpoints(name: str) -> str:
     """Name a native transformers checkpoint to use instead of an InternVL checkpoint that needs remote code.
 
     OpenGVLab publishes native checkpoints of InternVL3 and InternVL3.5. The name of a native checkpoint is the name of
-    the remote-code checkpoint plus `-hf` (InternVL3) or `-HF` (InternVL3.5). If `name` does not end like
-    `InternVL3-2B` or `InternVL3_5-4B` (InternVL2.5 and older, fine-tuned models), two native checkpoints are named as
-    examples.
+    the remote-code checkpoint plus `-hf` (InternVL3) or `-HF` (InternVL3.5). If `name` ends like `InternVL3-2B` or
+    `InternVL3_5-4B`, the native checkpoint of this version and size is named. For any other name, such as that of an
+    InternVL2.5 checkpoint, two native checkpoints are named as examples.
     """
     size = re.search(r"InternVL(3|3_5)-(\d+B)$", name.rstrip("/"))
     if size is None:

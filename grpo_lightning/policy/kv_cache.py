@@ -8,8 +8,8 @@ Scoring. `PrefixCache` is a write-once cache: the states of each prompt are stor
 
 The prompt pass runs the prompts, and the completion pass runs the completions with the cache. The passes have separate
 cache objects because of activation checkpointing. Checkpointing recomputes the prompt pass in the backward pass, when
-the completion pass has already run, and must find the prompt pass's cache unchanged. Because no state is written twice,
-both passes can be checkpointed. For the same reason, gradients can flow through the states of linear-attention layers.
+the completion pass has already run. The recomputation needs the cache as the prompt pass left it. Because no state is
+written twice, both passes can be checkpointed, and gradients can flow through the states of linear-attention layers.
 The cache of transformers overwrites these states in place.
 
 Decoding. A prefill stores the prompts' keys and values in a `SamplingCache`. Decoding then continues with one of two
@@ -596,7 +596,7 @@ class SharedPrompts(Cache):
         """Arrange the rows in N groups by prompt: store the row of each place, and the group and place of each row.
 
         All groups have as many places as the largest group has rows. An unused place refers to row 0; the attention
-        computed there is dropped.
+        computed for an unused place is dropped.
         """
         members: list[list[int]] = [[] for _ in self.prompts[0].keys]
         places = []

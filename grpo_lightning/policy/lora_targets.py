@@ -78,8 +78,8 @@ def expert_targets(model: Any, names: Iterable[str] | None, saved: Iterable[str]
 def _has_experts(settings: Mapping[Any, Any]) -> bool:
     """True if a config declares experts: if any field with "expert" in its name is neither 0 nor empty.
 
-    Dense models may have such a field with an empty value. Keys need not be strings: the keys of `id2label` are
-    numbers.
+    Dense models may have such a field with an empty value. Fields of nested dicts count too. The keys of a nested dict
+    need not be strings: those of `id2label` are numbers.
     """
     return any(
         _has_experts(value) if isinstance(value, Mapping) else "expert" in str(name) and bool(value)

@@ -164,15 +164,16 @@ def measure(model: nn.Module, one: Scorer, other: Scorer) -> Measured:
 
 
 def compare(model: nn.Module, difference: Callable[[], Tensor]) -> Measured:
-    """Measure how much log-probs differ in a probe: one number, which is the same on every rank.
+    """Measure how much two ways of computing log-probs differ in a probe: one number, the same on every rank.
 
-    Each rank takes the maximum over its tokens if the model computes in float32, and the mean if it computes in 16
-    bits. The number is the maximum over all ranks.
+    Each rank takes the maximum difference over its tokens if the model computes in float32, and the mean difference if
+    it computes in 16 bits. The number is the maximum over all ranks.
 
     Args:
         model: The policy.
-        difference: Runs the probe and returns the absolute difference of each token's log-probs: [tokens] nats.
-            Exceptions are recorded, not raised, except `OutOfMemoryError` and `FloatingPointError` (logits are NaN).
+        difference: Runs the probe and returns, for each token, the absolute difference between the log-probs of the two
+            ways: [tokens] nats. Exceptions are recorded, not raised, except `OutOfMemoryError` and `FloatingPointError`
+            (logits are NaN).
     """
     failure, device = None, compute_device(model)
     with probe_mode(model):

@@ -99,13 +99,13 @@ def module_types(module: nn.Module) -> list[str]:
 
 
 def append_last_position(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Forward pre-hook: append the position of the last token of the run's longest possible row to the position ids.
+    """Forward pre-hook: append one position to the position ids, so that every pass uses the same frequencies.
 
-    transformers computes the frequencies from the largest position id. With the appended position, every forward pass
-    uses the frequencies for the longest possible row.
+    The appended position is that of the last token in a row of `module.fixed_length` tokens. transformers computes the
+    frequencies from the largest position id, so every forward pass uses the frequencies for rows of this length.
 
     Raises:
-        ValueError: If a row is longer than the longest possible row, so that it would need other frequencies.
+        ValueError: If a row is so long that transformers would compute other frequencies for it.
     """
     positions: Tensor = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
     if module.largest_length < math.inf and (length := int(positions.max()) + 1) > module.largest_length:

@@ -102,8 +102,8 @@ def keep_frozen_out_of_checkpoints(owner: nn.Module) -> None:
     layers are dropped, too. If the policy has no adapters, buffers stay as well.
 
     A weight is dropped only if it is frozen both when this function is called and when the state dict is taken. A
-    weight that is frozen or unfrozen in between is trained for a part of the run, so the state dict keeps it. Loading
-    does not report dropped keys as missing.
+    weight that is frozen at only one of these two times was trained for a part of the run, so the state dict keeps it.
+    Loading does not report dropped keys as missing.
 
     The weights are dropped by a state-dict hook, because filtering in `on_save_checkpoint` breaks sharded strategies.
     The hook belongs to the owner, the Lightning module, because the policy may be a user's model.

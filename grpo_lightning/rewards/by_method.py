@@ -205,7 +205,7 @@ def shipped_methods() -> dict[str, Callable[[str], RewardLike]]:
 
 
 class ByMethod(Reward):
-    """Scores each row by the method named in its column `accu_reward_method`.
+    """Scores each row with the scoring method (a reward) that the row names in its column `accu_reward_method`.
 
     The built-in methods for short answers are `default` (`AnyAnswer`), `math` (`Accuracy`), `mcq` (`MultipleChoice`),
     `yes_no` (`YesNo`), `all_match` (`AllMatch`) and `counting` (`Counting`). Those for boxes are `iou` and `rec`
@@ -230,11 +230,11 @@ class ByMethod(Reward):
         method_column: str = METHOD_COLUMN,
         answer_column: str = "solution",
     ) -> None:
-        """Make the methods.
+        """Collect the scoring methods: the built-in ones and those in `methods`.
 
         Raises:
-            ValueError: If `default` is unknown, or if a method takes whole groups or has a weight or failure policy of
-                its own.
+            ValueError: If `default` is unknown, or if a scoring method takes whole groups (`per_group`), or has a
+                weight or failure policy of its own.
             ImportError: If the package that `default` needs is missing.
         """
         made: dict[str, RewardLike] = {}
@@ -262,19 +262,19 @@ class ByMethod(Reward):
     def __call__(
         self, completions: Sequence[Content], **available: Any
     ) -> list[float | None] | Awaitable[list[float | None]]:
-        """Score each row by its method.
+        """Score each row with its scoring method.
 
         Args:
             completions: [B].
-            available: The other arguments of the methods, including [B] values of each data column.
+            available: The other arguments of the scoring methods, including [B] values of each data column.
 
         Returns:
-            [B] values, awaitable if a method is async.
+            [B] values, awaitable if at least one row has an async scoring method.
 
         Raises:
-            ValueError: If a row names an unknown method, if a column that a method needs is missing, or if a method
-                returns the wrong number of values.
-            ImportError: If a row names a method whose package is missing.
+            ValueError: If a row names an unknown scoring method, if a column that a scoring method needs is missing,
+                or if a scoring method returns the wrong number of values.
+            ImportError: If a row names a scoring method whose package is missing.
         """
         named = available.get(self.method_column) or [None] * len(completions)
         rows: dict[str, list[int]] = {}
@@ -300,7 +300,7 @@ class ByMethod(Reward):
         return finish_later() if waiting else finish(results)
 
     async def prefetch(self, completions: Sequence[Content], **available: Any) -> None:
-        """Run `prefetch` of the prompt's method."""
+        """Run `prefetch` of the prompt's scoring method."""
         named = available.get(self.method_column) or [None]
         method = self.methods[self.method_of({self.method_column: named[0]})]
         if method.has_prefetch:
@@ -308,17 +308,17 @@ class ByMethod(Reward):
             await method.prefetch(completions=in_form, **available)
 
     def check(self, max_completion_length: int) -> None:
-        """Check all methods. Raises: ValueError if a check fails."""
+        """Run `check` of all scoring methods. Raises: ValueError if a check fails."""
         for method in self.methods.values():
             method.check(max_completion_length)
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Run the `check_row` of the row's method.
+        """Run `check_row` of the row's scoring method.
 
         Raises:
-            ValueError: If the method's own `check_row` fails (the message names the method), if the row names an
-                unknown method, or if the row lacks a column that its method needs.
-            ImportError: If the row names a method whose package is missing.
+            ValueError: If `check_row` of the scoring method fails (the message names the scoring method), if the row
+                names an unknown scoring method, or if the row lacks a column that its scoring method needs.
+            ImportError: If the row names a scoring method whose package is missing.
         """
         method = self.method_of(columns)
         if columns.get(self.method_column):  # the columns of the default are in `required_columns`
@@ -331,21 +331,21 @@ class ByMethod(Reward):
             raise ValueError(f"its method {method!r}: {error}") from error
 
     def warm_up(self) -> None:
-        """Warm up only the default method, because the others may never be called."""
+        """Warm up only the default scoring method, because the others may never be called."""
         self.methods[self.default].warm_up()
 
     def connect(self, device: torch.device) -> None:
-        """Connect all methods."""
+        """Run `connect` of all scoring methods."""
         for method in self.methods.values():
             method.connect(device)
 
     def method_of(self, columns: Mapping[str, Any]) -> str:
-        """The name of a row's method. Raises: ValueError if it is unknown; ImportError if its package is missing."""
+        """The name of a row's scoring method. Raises: ValueError if unknown; ImportError if its package is missing."""
         name = columns.get(self.method_column)
         return self._check_name(name) if name else self.default
 
     def _check_name(self, name: Any) -> str:
-        """Check the name of a method. Raises: ValueError if it is unknown; ImportError if its package is missing."""
+        """Check the name of a scoring method. Raises: ValueError if unknown; ImportError if its package is missing."""
         if isinstance(name, str) and name in self.methods:
             return name
         if isinstance(name, str) and name in self._missing:
@@ -367,7 +367,7 @@ class ByMethod(Reward):
         available: Mapping[str, Any],
         logged: dict[str, dict[str, list[Any]]],
     ) -> Any:
-        """Call one method on its rows; add the columns that it logs with `log_extra` to `logged`."""
+        """Call a scoring method on its rows; add the columns that the method logs with `log_extra` to `logged`."""
         method = self.methods[name]
         for column in method.required_columns:
             if column not in available:
@@ -384,12 +384,12 @@ class ByMethod(Reward):
 
 
 def _missing_column(method: str, column: str) -> str:
-    """Format the error for a missing column that a method needs."""
+    """Format the error for a missing column that a scoring method needs."""
     return f"The method {method!r} needs the data column {column!r}, which is missing."
 
 
 def _merge(results: Mapping[str, Any], rows: Mapping[str, Sequence[int]], count: int) -> list[float | None]:
-    """Merge the values of all methods in row order: [B]."""
+    """Merge the values of all scoring methods in row order: [B]."""
     merged: list[float | None] = [None] * count
     for name, result in results.items():
         values = list(result)

@@ -28,12 +28,12 @@ class EnvironmentReward(Reward):
 
         Args:
             completions: [B].
-            environment_rewards: [B] for each conversation, the sum of the environment's rewards; None for a
+            environment_rewards: [B] sums of the environment's rewards, one sum per conversation; None for a
                 conversation in which the environment gave no reward.
             columns: [B] values of each data column.
 
         Returns:
-            [B] sums, `default` where the environment gave no reward.
+            [B] the same sums, with `default` in place of None.
         """
         return [self.default if reward is None else reward for reward in environment_rewards]
 

@@ -131,7 +131,7 @@ class Cosine(Reward):
         max_len_wrong: Reward of a wrong answer of length T.
         max_len: T, in tokens; None uses the run's `max_completion_length`.
         accuracy: The reward that decides which answers are correct; by default `Accuracy()`. An answer is correct if
-            this reward is at least 1. Where this reward is None, `Cosine` is None too.
+            `accuracy` gives it at least 1. If `accuracy` gives None, `Cosine` gives None too.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Cosine(Reward):
             others: Further arguments of `accuracy`.
 
         Returns:
-            [B], None where `accuracy` is None.
+            [B] rewards; None for each completion to which `accuracy` gives None.
         """
         limit = _limit(self.max_len, max_completion_length, "Cosine needs max_len")
         lengths = [len(ids) for ids in completion_ids]

@@ -88,8 +88,9 @@ class RewardSet:
         these datasets have causes a warning. The message of an error names the datasets.
 
         Raises:
-            ValueError: If a reward needs a column that none of its datasets has, or if the data has a column with the
-                name of an argument of rewards, such as `completions`.
+            ValueError: If a reward needs a column that none of its datasets has.
+            ValueError: If a data column has a name that is listed in `rewards.base.CONTRACT`, such as `completions`.
+                Rewards get another argument under this name.
             ValueError: If prompts name an unknown reward, or only rewards of weight 0.
             ValueError: If prompts name a method in the column `accu_reward_method`, but none of their rewards reads it.
         """
@@ -368,7 +369,8 @@ def check_sources(sources: Sequence[Source], rewards: Sequence[WeightedReward], 
         weights: Weight of each reward, by name.
 
     Raises:
-        ValueError: If the data has a column with the name of an argument of rewards, such as `completions`.
+        ValueError: If a data column has a name that is listed in `rewards.base.CONTRACT`, such as `completions`.
+            Rewards get another argument under this name.
         ValueError: If a reward needs a column that none of its sources has.
         ValueError: If prompts name an unknown reward, or only rewards of weight 0.
         ValueError: If prompts name a method in the column `accu_reward_method`, but none of their rewards reads it.

@@ -106,7 +106,7 @@ class InFlight:
         return positions
 
     def wait(self, progress: Progress | None = None) -> None:
-        """Wait until nothing is sampled in the background, and report decoding progress meanwhile.
+        """Wait until all sampling in the background has ended, and report decoding progress meanwhile.
 
         If no progress were reported, the watchdog would end a run that waits for a long rollout.
         """
@@ -120,7 +120,7 @@ class InFlight:
                     progress(*seen)
 
     def take(self, prompts: Sequence[Prompt], progress: Progress | None = None) -> list[Group | None]:
-        """Wait until nothing is sampled in the background, and take the groups of N prompts.
+        """Wait until all sampling in the background has ended, and take the group of each of N prompts.
 
         Collective: every rank must call it. Prompts that were requested together are also sampled together. If this
         sampling has failed, all these prompts are forgotten, and all ranks log a warning.

@@ -73,12 +73,13 @@ class Actor:
         Args:
             groups: N groups of this rank, each with K completions: G, or fewer if several ranks share a group.
             advantages: [N, K] advantages of the completions; None if they are not known yet.
-            shape: Number of updates and micro-batches the groups are split into.
+            shape: Gives the number of updates into which the groups are split, and the number of micro-batches per
+                update.
             skip_zero_advantages: Leave out completions with advantage 0.
 
         Returns:
-            This rank's micro-batches of all updates, and the numbers of trained tokens and completions in each update,
-            summed over all ranks. All ranks have the same number of micro-batches. Before the first forward pass, call
+            This rank's micro-batches of all updates, and the counts of each update, summed over all ranks (see
+            `StepCounts`). All ranks have the same number of micro-batches. Before the first forward pass, call
             `agree_on_chunks`, so that all ranks run the same number of forward passes for each micro-batch.
         """
         size = len(groups[0].completions) if groups else 0
@@ -139,7 +140,8 @@ class Actor:
 
         Args:
             groups: N groups, of this rank.
-            shape: Number of updates and micro-batches the groups are split into.
+            shape: Gives the number of updates into which the groups are split, and the number of micro-batches per
+                update.
             of_masked: If true, fully masked completions get log-probs too, because a KL term in the rewards needs them.
         """
         assert self.reference is not None

@@ -111,11 +111,11 @@ class CycleShape:
         return self.accumulate_grad_batches * self.updates_per_rollout * self.num_iterations
 
     def cycles_left(self, max_steps: int, num_steps: int) -> float:
-        """Number of cycles after the one that starts now, in a run of `max_steps` optimizer steps (-1: no limit).
+        """Number of cycles after the one that starts now.
 
         Args:
-            max_steps: Optimizer steps of the run.
-            num_steps: Optimizer steps before this cycle.
+            max_steps: Optimizer steps of the run. For -1 (no limit), the number of cycles is infinite.
+            num_steps: Optimizer steps before the cycle that starts now.
         """
         if max_steps < 0:
             return math.inf
@@ -253,7 +253,7 @@ class Cycle:
         """Return what a run needs to resume inside the cycle: ids, masks, log-probs and advantages.
 
         Images of the data are not included: a resumed run reads them again (`give_images`). Images that environments
-        have shown are included as image files.
+        have shown to the policy are included, encoded as data: URLs.
         """
 
         def save(batch: MicroBatch) -> dict[str, Any]:
@@ -445,7 +445,7 @@ def conversations_of(batch: MicroBatch, prompts: Sequence[PromptVision]) -> Iter
 
 
 def saved_images(images: Sequence[Sequence[ObservedImages]]) -> list[list[dict[str, Any]]]:
-    """Convert the images in completions to image files for a checkpoint, because nothing else stores these images."""
+    """Encode the images in completions as data: URLs for a checkpoint, because nothing else stores these images."""
     return [
         [
             {
@@ -463,7 +463,8 @@ def saved_images(images: Sequence[Sequence[ObservedImages]]) -> list[list[dict[s
 def loaded_batch(fields: Mapping[str, Any]) -> MicroBatch:
     """Restore a checkpoint's micro-batch, without vision inputs.
 
-    Images in completions are restored only as files and text; `restore_observed` encodes them again.
+    Images in completions are restored only as image references and text; `restore_observed` encodes them for the
+    policy.
     """
     finder = ImageFinder("the checkpoint")
     images = [
@@ -495,9 +496,10 @@ def restore_observed(micro_batches: Sequence[MicroBatch], encoder: Encoder) -> N
 
 
 def find_prompts(micro_batches: Sequence[MicroBatch], prompts: Sequence[Prompt]) -> None:
-    """Set `MicroBatch.groups` in a resumed cycle to the indices of the prompts in the loader's batch.
+    """In a resumed cycle, set each micro-batch's `groups` to the positions that its prompts have in the loader's batch.
 
-    The cycle may lack groups of this batch, or contain them in another order, so the prompts are found by `Prompt.key`.
+    The cycle may lack prompts of the loader's batch, or contain them in another order, so the prompts are found by
+    `Prompt.key`.
 
     Raises:
         ValueError: If the loader's batch lacks a prompt of the cycle.

@@ -7,8 +7,8 @@ f[e] is the fraction of tokens that are sent to expert e, and P[e] is the mean r
 chunks and ranks; a prompt counts once per completion.
 
 The loss is linear in P, so each micro-batch adds a share of the loss, computed with f and with the router probabilities
-of its own tokens. Even the first share needs the f of the entire step. Therefore, before the step, all micro-batches
-except the first run through the policy in an additional pass without gradients. The first micro-batch's forward pass
+of its own tokens. Even the first share needs the f of the entire step. Therefore, before the step, the policy processes
+all micro-batches except the first one in an additional pass without gradients. The first micro-batch's forward pass
 with gradients then completes f. A step with only one micro-batch needs no additional pass. The additional pass runs
 without adapter dropout (`policy.lora.dropout`), so f is only approximate if the adapters have dropout.
 """

@@ -83,10 +83,10 @@ class BatchPlan:
         return self.updates_per_rollout * self.num_iterations
 
     def shapes(self, prompt_length: int, completion_length: int) -> list[MicroBatchShape]:
-        """The micro-batches into which a run splits one epoch over the rollout, most expensive first.
+        """Shapes of the micro-batches into which a rank's rollout is split, most expensive first.
 
-        This is the worst case: all completions have the maximum length, and the micro-batches are those of the rank
-        with the largest update. If a rank has fewer completions than micro-batches, empty micro-batches are left out.
+        This is the worst case: all completions have the maximum length, and the rank is the one with the largest
+        update. Micro-batches without completions are left out.
 
         Args:
             prompt_length: L, tokens.

@@ -33,7 +33,7 @@ HF_DEFAULTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 
 """Defaults of Hugging Face's TrainingArguments, which TRL and VLM-R1 keep."""
 
 ASSUMED_DEVICE_GIB = 80.0
-"""Assumed memory of a device, used to decide about `gather_for_generation: auto` on a machine without a GPU."""
+"""Memory capacity of a device for `gather_for_generation: auto` if --device_gib is not given and there is no GPU."""
 
 
 def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) -> None:
@@ -183,16 +183,17 @@ def print_batches(console: Console, planned: PlannedRun) -> None:
 
 
 def print_device_memory(console: Console, planned: PlannedRun, model: Any, given_gib: float | None) -> str | None:
-    """Print the memory of a device, part by part.
+    """Print how much memory the run needs on one device, part by part.
 
     Args:
         console: The console.
         planned: The run.
         model: The policy on the meta device.
-        given_gib: Memory of a device (--device_gib); None if it is not given.
+        given_gib: Memory capacity of a device in GiB (--device_gib). None uses the capacity of this machine's GPU, if
+            there is one.
 
     Returns:
-        Why the run does not fit; None if it fits.
+        An error message if the run does not fit. None if the run may fit, or if no capacity is known.
     """
     from grpo_lightning.cli.plan import memory, report, vllm
     from grpo_lightning.cli.plan.model import sizes_of
@@ -621,7 +622,7 @@ def resolve_gathering(
 ) -> tuple[MemorySettings, list[str]]:
     """Decide whether sharded weights are gathered for sampling. Returns: (settings, remarks).
 
-    If `device_gib` is None, the memory of a device counts as unlimited.
+    If `device_gib` is None, the memory capacity of a device counts as unlimited.
     """
     import dataclasses
 

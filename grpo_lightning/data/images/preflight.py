@@ -52,8 +52,8 @@ class Preflight:
         """Check the images and the box of one prompt of a stream.
 
         Returns:
-            `measured`; with `boxes: norm1000`, a copy of `measured` whose box is in pixels. If the prompt is dropped, a
-            copy of `measured` whose `prompt` is None.
+            `measured`; with `boxes: norm1000`, a copy of `measured` whose box has been converted to pixels. If the
+            prompt is dropped, a copy of `measured` whose `prompt` is None.
 
         Raises:
             ValueError: If `bad_images` is "error", and an image cannot be read or the box is invalid.
@@ -74,8 +74,9 @@ class Preflight:
             boxes: The setting `boxes` of each source (see `Boxes`).
 
         Returns:
-            The items of `measured`. If an image cannot be read or the box is invalid, the item's `prompt` is None. With
-            `boxes: norm1000`, the box is in pixels.
+            The items of `measured`. An item with an unreadable image or an invalid box is replaced by a copy whose
+            `prompt` is None. With `boxes: norm1000`, an item with a valid box is replaced by a copy whose box has been
+            converted to pixels.
 
         Raises:
             ValueError: If `bad_images` is "error", and images cannot be read or boxes are invalid; the message lists

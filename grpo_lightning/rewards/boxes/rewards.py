@@ -36,8 +36,8 @@ class IoU(BoxReward):
     The box of a completion is the last `[x1, y1, x2, y2]` in its last `<answer>...</answer>`. If the completion has no
     answer tags, the box is searched for after `</think>` or, if that tag is missing too, in the whole completion. The
     numbers may be integers or decimals, and the box may be inside JSON or outside of it. The box is converted to pixels
-    of the image in the data and clipped to the image. The reward is 0 if there is no box, or if the box is inverted or
-    empty.
+    of the original image (the image before it is resized for the policy) and clipped to this image. The reward is 0 if
+    there is no box, or if the box is inverted or empty.
 
     VLM-R1's `iou_reward` differs in these points:
 
@@ -186,8 +186,8 @@ class DetectionMAP(DetectionReward):
     therefore does not lower the reward; `OdLength` penalizes such objects.
 
     VLM-R1 differs in three points. It drops objects whose label is not in the ground truth, so listing such objects
-    costs nothing. It treats an answer that cannot be parsed as an empty list. It does not convert boxes to pixels of
-    the image in the data.
+    costs nothing. It treats an answer that cannot be parsed as an empty list. It does not convert the boxes of an
+    answer to pixels of the original image (the image before it is resized for the policy).
 
     Args:
         answer_column: The data column with the ground-truth objects: a list of mappings with `bbox_2d` and `label`, or
@@ -255,7 +255,8 @@ class WeightedSum(DetectionReward):
 
     Objects are parsed as in `DetectionMAP`. The reward is 1 if neither the answer nor the ground truth lists an object.
     VLM-R1 differs in two points. If an object has no label, VLM-R1 gives it the label of the previous object. VLM-R1
-    does not convert boxes to pixels of the image in the data.
+    does not convert the boxes of an answer to pixels of the original image (the image before it is resized for the
+    policy).
 
     Args:
         answer_column: As in `DetectionMAP`.

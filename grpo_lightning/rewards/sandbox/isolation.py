@@ -10,7 +10,7 @@ standard library, the system's shared libraries and three system files (`readabl
 | open a socket | seccomp refuses `socket`, and allows only `socketpair`, which connects a process with itself |
 | write (except `/dev/null`), create, delete or rename a file | Landlock, seccomp, and RLIMIT_FSIZE 0 |
 | read any other file, `/proc`, or the memory or environment of other processes | Landlock |
-| signal or trace another process, or change its limits | seccomp |
+| signal or trace another process, or change the resource limits of another process | seccomp |
 | gain privileges | no_new_privs, and all capabilities are dropped |
 
 Landlock and seccomp work without privileges and in containers. Landlock needs Linux 5.13. A kernel without Landlock is

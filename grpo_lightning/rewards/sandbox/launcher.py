@@ -79,7 +79,7 @@ def main(control: int, tests: int, parent: int) -> None:
 
 
 def _serve_jobs(control: int, tests: int, parent: int) -> Callable[[], None]:
-    """Serve jobs. Returns: in the launcher, a task that does nothing. Raises: Child in a forked child."""
+    """Serve jobs. Returns: in the launcher, a task that does nothing. Raises: Child, in a forked process."""
     os.rmdir(os.getcwd())
     os.environ.clear()
     try:
@@ -164,7 +164,7 @@ class Launcher:
 
         Raises:
             OSError: If a child could not be started.
-            Child: In the forked child, so that it leaves the launcher's loop.
+            Child: Only in a forked process. This exception ends that process's copy of the launcher's loop.
         """
         seconds = job["seconds"]
         if job["kind"] == "judge":
@@ -268,12 +268,13 @@ class Launcher:
         exec(compile(self.source, "program.py", "exec", dont_inherit=True), module.__dict__)  # noqa: S102
 
     def _watch(self, pid: int, exchange: Exchange, program: int, seconds: float) -> tuple[dict[str, Any], bytes]:
-        """Wait until the child `pid` ends, and kill it if it exceeds a limit.
+        """Wait until the child `pid` ends; kill it at the time limit, the output limit or the thread limit.
 
         Args:
             pid: Process id of the child that writes the output.
-            exchange: The input and output of this child.
-            program: Process id of the child that runs the program. The threads of this child are counted.
+            exchange: The input and output of the child `pid`.
+            program: Process id of the child that runs the program. If this child has more than `MAX_THREADS` threads,
+                the child `pid` is killed. In a "main" or "call" job, `pid` and `program` are the same child.
             seconds: Time limit.
 
         Returns:

@@ -595,9 +595,9 @@ class VLLMEngine(RolloutEngine):
             self.sent = sent
 
     def _send(self, policy: nn.Module, kinds: Sequence[weights.Kind]) -> None:
-        """Send the policy's weights to vLLM. After a temporary failure, send all of them again.
+        """Send the policy's weights of the given kinds to vLLM.
 
-        Collective: all ranks call it.
+        If this fails temporarily, all weights of these kinds are sent again. Collective: all ranks call it.
 
         Args:
             policy: The policy.
@@ -686,7 +686,7 @@ class VLLMEngine(RolloutEngine):
 
     @contextlib.contextmanager
     def hold_weights(self) -> Iterator[None]:
-        """Context of the calls of `generate` for one rollout, such as the turns of its conversations.
+        """Context manager for all calls of `generate` in one rollout: one call per turn of the conversations.
 
         An update from another thread waits until the context ends, so that all turns are sampled from the same weights.
         vLLM is put to sleep at the end of the context, not after each call.

@@ -75,7 +75,8 @@ def weight_groups(policy: nn.Module, gathered: Iterable[Gathered] | None = None)
     Args:
         policy: The policy. The weight of an adapted layer is W + s B A, or W if the weights were gathered for the kind
             "base".
-        gathered: Result of `gathered_groups`. If it is None, the policy must not be sharded, and adapters are merged.
+        gathered: Result of `gathered_groups`. If it is None, this function gathers the weights for the kind "merged";
+            the policy must then not be sharded.
 
     Yields:
         The (name, weight) pairs of one group. Tied weights appear once.
@@ -184,10 +185,11 @@ def merged_weight(weight: Tensor, layer: Any, adapter: str | None, values: dict[
 
 
 def state_of(policy: nn.Module, sharding: Sharding, kind: Kind = "merged") -> dict[str, int]:
-    """Hash this rank's shards of one kind of weights: one hash per dtype, over all weights of this dtype.
+    """Hash this rank's shards of the parameters that one kind of weights depends on: one hash per dtype.
 
-    For the kind "merged", all weights are hashed. Each rank gets the same hashes as in its previous call if no weight
-    has changed since. The call is not collective.
+    The kind "adapter" depends on A and B of the trained adapter, "base" on all other parameters, and "merged" on all
+    parameters. If none of the hashed parameters has changed, each rank gets the same hashes as in its previous call for
+    this kind. The call is not collective.
     """
     sharding.reshard(policy)
     own: set[int] = set()
