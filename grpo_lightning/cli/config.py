@@ -44,7 +44,7 @@ def unset_argument(settings: Any, key: str = "") -> str | None:
 
     Args:
         settings: Parsed settings: objects with `class_path` and `init_args`, lists, and plain values.
-        key: Dotted key at which `settings` stands in the configuration; empty for the entire configuration.
+        key: Dotted key of `settings` in the configuration; empty for the entire configuration.
     """
     if isinstance(settings, list):
         found = (unset_argument(item, f"{key}[{i}]") for i, item in enumerate(settings))

@@ -216,8 +216,8 @@ class Comparison(Reward):
             return None
         if answer.casefold().split() == gold.casefold().split():
             return True
-        # Of a ground truth with several numbers, math-verify compares one. For a calculation ("2 x 3 = 6"), this is the
-        # result; otherwise it may be the wrong number.
+        # If the ground truth has several numbers, math-verify compares one of them. For a calculation ("2 x 3 = 6"),
+        # this is the result; otherwise it may be the wrong number.
         is_ambiguous = names_several(gold, expected) and "=" not in gold
         if is_ambiguous and _SENTENCES.search(gold.strip()):
             return None  # a worked solution
