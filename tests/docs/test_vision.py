@@ -31,9 +31,7 @@ def test_the_families_are_those_of_the_package():
 
 
 def test_every_recipe_is_named():
-    named = set(
-        re.findall(r"`(\w[\w.]+)`", PAGE.partition("are in `recipes/vlm/`.")[2].partition("[migrating.md]")[0])
-    )
+    named = set(re.findall(r"`(\w[\w.]+)`", PAGE.partition("are in `recipes/vlm/`.")[2].partition("[migrating.md]")[0]))
     assert named == {path.stem for path in (RECIPES / "vlm").glob("*.yaml")}
 
 
