@@ -140,9 +140,10 @@ class Format(Reward):
 
 
 class ReactFormat(Reward):
-    """1 if the completion is `<think>...</think>`, followed by `Action:` and later `Action Input:`, else 0 (ms-swift).
+    """1 if the completion is `<think>...</think>`, followed by `Action:` and later `Action Input:`, else 0.
 
-    Only whitespace is allowed before `<think>` and between `</think>` and `Action:`.
+    The rule is that of ms-swift's `react_format`. Only whitespace is allowed before `<think>` and between `</think>`
+    and `Action:`.
 
     Args:
         prompt_opens_first: True if the prompt, as the chat template renders it, ends with `<think>`.

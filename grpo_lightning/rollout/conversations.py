@@ -748,7 +748,7 @@ def tool_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Describe tools as JSON, from their type hints and docstrings, as transformers does for chat templates.
 
     Raises:
-        ValueError: If a tool lacks hints or a docstring; the message names it.
+        ValueError: If a tool lacks type hints or a docstring. The message names the tool.
     """
     from transformers.utils import get_json_schema
 

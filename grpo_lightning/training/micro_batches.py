@@ -463,8 +463,8 @@ def saved_images(images: Sequence[Sequence[ObservedImages]]) -> list[list[dict[s
 def loaded_batch(fields: Mapping[str, Any]) -> MicroBatch:
     """Restore a checkpoint's micro-batch, without vision inputs.
 
-    Images in completions are restored only as image references and text; `restore_observed` encodes them for the
-    policy.
+    For images in completions (observations of an environment), the image references and the text of the observation are
+    restored. `restore_observed` then encodes these images for the policy.
     """
     finder = ImageFinder("the checkpoint")
     images = [
