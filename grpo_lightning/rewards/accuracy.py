@@ -25,7 +25,9 @@ from grpo_lightning.rewards.answers import (
     chat_answer,
     gold_answer,
     in_box,
+    numbers_in,
     readable,
+    single_number,
 )
 from grpo_lightning.rewards.base import Content, Reward, WeightedReward, completion_text
 from grpo_lightning.rewards.workers import RewardWorkers, WorkerPool
@@ -217,7 +219,8 @@ class Comparison(Reward):
         if answer.casefold().split() == gold.casefold().split():
             return True
         # If the ground truth has several numbers, math-verify compares one of them. For a calculation ("2 x 3 = 6"),
-        # this is the result; otherwise it may be the wrong number.
+        # this is the result. Otherwise it may be the wrong number, so answers that equal any of the numbers are left
+        # without a value.
         is_ambiguous = names_several(gold, expected) and "=" not in gold
         if is_ambiguous and _SENTENCES.search(gold.strip()):
             return None  # a worked solution
@@ -226,7 +229,9 @@ class Comparison(Reward):
             return False
         # `verify` is not symmetric: the ground truth comes first.
         is_equal = bool(verify(expected, given, timeout_seconds=None, raise_on_error=True))
-        return None if is_equal and is_ambiguous else is_equal
+        if is_ambiguous and (is_equal or single_number(answer) in numbers_in(gold)):
+            return None
+        return is_equal
 
 
 def _ready_comparison() -> Comparison:

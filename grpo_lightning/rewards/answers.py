@@ -272,9 +272,14 @@ def plain(text: str) -> str:
 _NUMBER = re.compile(r"(?<![\w.])[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?![\w]|\.[0-9])")
 
 
+def numbers_in(text: str) -> set[float]:
+    """The numbers in a text: {10, 5} for "10 apples, 5 red"."""
+    return {float(number.replace(",", "")) for number in _NUMBER.findall(readable(text))}
+
+
 def single_number(text: str) -> float | None:
     """The number in a text ("There are 3." is 3); None if the text has no number, or numbers of different value."""
-    values = {float(number.replace(",", "")) for number in _NUMBER.findall(readable(text))}
+    values = numbers_in(text)
     return values.pop() if len(values) == 1 else None
 
 

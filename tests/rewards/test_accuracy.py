@@ -123,6 +123,9 @@ def accuracy(completion: str, solution: Any, **settings: Any) -> float | None:
         ("<answer>5</answer>", "3 and 4", 0),
         ("<answer>3/4</answer>", r"$\frac{3}{4}$ (or 0.75)", None),
         ("<answer>12</answer>", "the 3rd term is 12", None),
+        ("<answer>10</answer>", "10 apples, 5 red", None),
+        ("<answer>5</answer>", "10 apples, 5 red", None),
+        ("<answer>7</answer>", "10 apples, 5 red", 0),
         # but a calculation has one answer
         ("<answer>6</answer>", r"$2 \cdot 3$ = $6$", 1),
         ("<answer>135</answer>", "2 hours and 15 minutes = 135 minutes", 1),
