@@ -844,10 +844,11 @@ def _check_scale(objective: Objective) -> None:
 
 
 def _check_correction(objective: Objective) -> None:
-    """Refuse off-policy weights of a level that the loss cannot use. Raises: ValueError.
+    """Refuse a `rollout_correction` that the loss cannot use. Raises: ValueError.
 
-    If there is one loss per completion, its gradient reaches all tokens. The weight of a single token could then
-    neither mask this token nor correct its gradient: it would only scale the loss of the completion.
+    A correction has either one weight per token or one weight per completion. VESPO can only use weights per token. If
+    there is one loss per completion, only weights per completion can be used: the gradient of this loss reaches all
+    tokens, so the weight of a single token would scale the gradients of all tokens.
     """
     levels, reason = correction_levels(objective)
     allowed = ["auto", "none", *(f"{level}_{outside}" for level in levels for outside in ("truncate", "mask"))]
@@ -859,7 +860,7 @@ def _check_correction(objective: Objective) -> None:
 
 
 def correction_levels(objective: Objective) -> tuple[list[str], str]:
-    """Levels of off-policy weights that the loss can use, the default first; and why it cannot use other levels."""
+    """The levels of `rollout_correction` that the loss can use, the default first; and why it cannot use the others."""
     own = SURROGATES[objective.surrogate]
     surrogate = f"objective.surrogate {objective.surrogate!r}"
     if own.folds_rollout_weights:

@@ -125,8 +125,8 @@ class Problem(NamedTuple):
 def read_problem(message: str) -> Problem:
     """Extract the innermost problem from the parser's message, in which problems are indented below their keys.
 
-    If a key accepts several types, the message has one problem per type below this key. The first of these problems
-    that concerns a nested key is chosen.
+    If a key accepts several types, several problems are listed below this key: one for each type. The first problem in
+    this list that concerns a nested key is chosen.
     """
     names: list[str] = []
     text: list[str] = []

@@ -89,7 +89,9 @@ def check_positions(args: Sequence[str]) -> None:
 
 
 def check(args: Sequence[str]) -> None:
-    """Check a command line as far as possible without its parser: flags, recipes and the syntax of the files.
+    """Make the checks of a command line that need no parser.
+
+    Every argument must belong to a flag, every recipe must exist, and every config file must be valid YAML.
 
     Args:
         args: Command line, with the command first.
@@ -153,7 +155,7 @@ def is_settings_file(value: str) -> bool:
 
 
 def load_settings(value: str) -> Any:
-    """Load the settings file that the value of a flag names; if there is no such file, load the value as YAML.
+    """If the value of a flag is the path of a YAML or JSON file, load this file; otherwise, load the value as YAML.
 
     Raises:
         ConfigurationError: For the same reasons as in `load`.

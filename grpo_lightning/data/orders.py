@@ -149,10 +149,10 @@ class PromptStream:
 
 
 def _convert(item: tuple[int, tuple[int, tuple[Any, Callable[[Any, int], Measured]]]]) -> tuple[int, Measured]:
-    """Convert a row to a prompt. The prompt's index is the row's position in the unshuffled data.
+    """Convert a row to a prompt. The prompt's index is the row's position before shuffling.
 
     Returns:
-        The row's position in the order of the pass, and the prompt with its length.
+        The row's position after shuffling, and the prompt with its length.
     """
     position, (number, (row, convert)) = item
     return position, convert(row, number)

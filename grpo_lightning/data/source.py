@@ -386,14 +386,14 @@ class PromptSource:
             )
 
     def _other_rollout_size(self, was: Mapping[str, int]) -> tuple[str, str] | None:
-        """Compare the number of prompts per rollout with that of the checkpoint's run; None if both are equal.
+        """Compare this run's number of prompts per rollout with that of the checkpoint's run; None if they are equal.
 
         Args:
             was: `_sizes` of the checkpoint's run.
 
         Returns:
-            Two texts: one contains both numbers, the other the settings that give this run as many prompts per rollout
-            as the checkpoint's run.
+            Two texts. The first states both numbers. The second states which settings to change, so that this run has
+            as many prompts per rollout as the checkpoint's run.
         """
         old, new, per_group = was["batch_size"] * was["world_size"], self.prompts_per_rollout, self.ranks_per_group
         if old == new:

@@ -86,7 +86,7 @@ def set_dropout(policy: Any, rate: float, adapter: str | None = None) -> None:
 
 
 def narrow_copies(adapted: Any, adapter: str | None = None) -> list[tuple[nn.Module, nn.Module]]:
-    """Pairs (copy, original) of the 16-bit layers that an adapter trains as copies (`modules_to_save`).
+    """Pairs (copy, original) of the layers that an adapter copies (`modules_to_save`), if the original is in 16 bits.
 
     If `adapter` is None, the pairs are those of the adapter that the run trains.
     """

@@ -295,9 +295,10 @@ def dummy_of(batch: MicroBatch) -> MicroBatch:
 
 
 def text_dummy_of(batch: MicroBatch) -> MicroBatch:
-    """A prompt of one token with a completion of one token, which is not trained on; neither contains an image.
+    """A prompt of one text token with a completion of one text token, which is not trained on.
 
-    If the micro-batch has a blank image (`VisionInputs.blank`), the vision tower runs on the blank image.
+    If the given micro-batch has a blank image (`VisionInputs.blank`), the result has it too. The vision tower then runs
+    on the blank image, although no token represents this image.
     """
     dummy = dummy_of(batch)
     token = dummy.completion_ids

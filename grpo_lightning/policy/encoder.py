@@ -433,7 +433,7 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = ""
 def check_length(
     prompt: Prompt, num_tokens: int, limit: int | None, max_completion_length: int, *, is_of_engine: bool = False
 ) -> None:
-    """Check that a prompt and its longest completion fit the model's positions, or vLLM's `max_model_len`.
+    """Check that a prompt plus `max_completion_length` tokens fits the model's positions, or vLLM's `max_model_len`.
 
     Args:
         prompt: The prompt, which the error names.

@@ -194,9 +194,10 @@ def compare(model: nn.Module, difference: Callable[[], Tensor]) -> Measured:
 
 @contextlib.contextmanager
 def probe_mode(model: nn.Module) -> Iterator[None]:
-    """Context in which the model is in eval mode and, if it has 32-bit weights, computes in full float32.
+    """Context in which the model is in eval mode and, if it has 32-bit weights, usually computes in full float32.
 
-    FlashAttention's kernels need 16 bits, so with FlashAttention, a model with 32-bit weights computes with autocast.
+    The exception is a model with FlashAttention, because FlashAttention's kernels need 16 bits: if it has 32-bit
+    weights, it computes with autocast in this context.
     """
     device = compute_device(model).type
     needs_autocast = uses_flash_attention(model) and computes_in_32_bits(model)
@@ -322,10 +323,11 @@ def choose_head(scorer: Scorer, model: nn.Module) -> tuple[Scorer, str]:
 def slices_difference(model: nn.Module, sliced: Scorer) -> Tensor:
     """Absolute difference between the log-probs of the sliced head and those of the full head: [tokens], nats.
 
-    On a GPU, the prompt pass of the sliced head leaves out the mask in 16-bit runs if the model allows it, but never in
-    32-bit runs (`columns_of_prompts`). A probe may compute in 32 bits although the run computes in 16 bits. On a
-    GPU, the log-probs are therefore compared twice. The second time, the prompt pass leaves out the mask if the model
-    allows it, whatever the precision. The result then contains the differences of both comparisons.
+    On a GPU, the prompt pass of the sliced head leaves out the mask if two conditions hold: the model allows a pass
+    without a mask, and attention is computed in 16 bits (`columns_of_prompts`). The probe may compute in 32 bits
+    although the run computes in 16 bits. The prompt pass would then have a mask in the probe but not in the run. On a
+    GPU, the log-probs are therefore compared a second time, without the second condition. The result then contains the
+    differences of both comparisons.
     """
     full = Scorer(sliced.path, head_chunk_size=None)
     found = [probe_difference(model, sliced, full)]

@@ -231,10 +231,10 @@ class RunReference:
             )
 
     def moved_weights(self) -> dict[str, Tensor] | None:
-        """Copy the full weights of an updated reference to the CPU; None if the reference was not updated.
+        """Copy the weights of an updated reference to the CPU; None if the reference was not updated.
 
-        Collective: all ranks must call this. Rank 0 gets the weights, and the other ranks get an empty dict. Weights
-        that are frozen in the policy are left out, because updates do not change them.
+        Weights that are frozen in the policy are left out, because updates do not change them. Sharded weights are
+        gathered. Collective: all ranks must call this. Rank 0 gets the weights, and the other ranks get an empty dict.
         """
         if not isinstance(self.reference, FrozenCopy) or not self.reference.has_moved:
             return None

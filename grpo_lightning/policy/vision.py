@@ -26,7 +26,10 @@ from grpo_lightning.policy.hf import PlacedPrompts, base_model, compute_device, 
 
 @contextlib.contextmanager
 def showing_images(model: nn.Module, vision: VisionInputs, *, keeps: bool = False) -> Iterator[dict[str, Any]]:
-    """Context in which the model's forward runs with the images of the given prompts.
+    """Context for a forward pass with the images of prompts; the caller passes the yielded arguments to the forward.
+
+    Inside the context, the method `get_image_features` of models of known families is replaced, so that image features
+    can be stored and used again.
 
     Args:
         model: The policy.

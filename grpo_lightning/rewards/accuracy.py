@@ -93,11 +93,16 @@ class Accuracy(AnswerReward):
     the same words as the ground truth is right. A set ("3, 4", "3 or 4") equals the same set in any order. Other
     answers with several numbers ("3 and 4") are wrong, unless they have the words of the ground truth.
 
-    The reward does not apply to a row without ground truth. The reward gives no value (None), and logs a warning, in
-    three cases. (1) The ground truth cannot be parsed as mathematics, or is longer than `max_answer_characters`. (2)
-    The ground truth has several different numbers, but is neither a set nor a calculation with "=": a worked solution
-    of several sentences or lines gives no value to any answer, and a phrase ("10 apples (5 red)") gives none to answers
-    that equal one of its numbers. (3) The comparison fails or times out.
+    The reward does not apply to a row without ground truth. In three cases, the reward gives no value (None) and logs a
+    warning:
+
+    1. The ground truth cannot be parsed as mathematics, or is longer than `max_answer_characters`.
+    2. The ground truth has several different numbers, but is neither a set nor a calculation with "=". If such a ground
+       truth has several sentences or lines (a worked solution), only an answer with the same words gets a value. If it
+       is a single phrase or sentence ("10 apples (5 red)"), math-verify compares the answer with only one number of the
+       ground truth. An answer that equals this number gets no value. Other answers are wrong, unless they have the
+       words of the ground truth.
+    3. The comparison fails or times out.
 
     math-verify (install the extra `math`) runs in a separate process, so the reward can be called from any thread. If
     four comparisons with the same ground truth fail or time out in one call of the reward, the call makes no further

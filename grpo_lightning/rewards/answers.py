@@ -80,9 +80,10 @@ def after_hashes(text: str) -> str | None:
 
 
 def in_box(text: str) -> str | None:
-    r"""The content of the last closed `\boxed{...}`, with matched braces inside; None if there is none.
+    r"""The content of the last closed `\boxed{...}`; None if no box is closed.
 
-    `\\boxed{...}`, which occurs in data that was escaped twice, is accepted too.
+    The content may contain pairs of braces, as in `\boxed{\frac{1}{2}}`. `\\boxed{...}`, which occurs in data that was
+    escaped twice, is accepted too.
     """
     opened: list[int | None] = []  # per open brace: where its box's content starts; None if it opens no box
     last: tuple[int, int] | None = None
@@ -101,10 +102,10 @@ def chat_answer(text: str, finish_reason: str = "stop") -> str | None:
 
     If the text has `<answer>...</answer>`, the answer is the content of the last one, or of a box inside it. Otherwise,
     these places after the reasoning are tried in order, and the first that exists is used: the last `\boxed{}`; the
-    last announcement ("The answer is 7.", "Answer: 7") or `#### 7`; the last bold text (**7**), if no number follows
-    it; the text after the last "=" or "is" in the last line, or the whole line if it has neither. The whole text at
-    that place is the answer, whatever the ground truth is: "3 or 4" equals neither 3 nor 4. A negated answer ("not 7")
-    is no answer.
+    last announcement ("The answer is 7.", "Answer: 7") or `#### 7`; the last bold text (**7**), if no digit occurs
+    anywhere after it; the text after the last "=" or "is" in the last line, or the whole line if it has neither. The
+    whole text at that place is the answer, whatever the ground truth is: "3 or 4" equals neither 3 nor 4. A negated
+    answer ("not 7") is no answer.
 
     Args:
         text: A completion.
@@ -145,7 +146,8 @@ def _announced_answer(text: str) -> str | None:
 def _in_bold(text: str) -> str | None:
     """The last bold text that is not a heading; if its line has several bold texts, the whole line.
 
-    If a number follows the bold text, or a negation precedes it in its line, the result is None.
+    The result is None in three cases: the text has no such bold text, a digit occurs anywhere after the bold text, or a
+    negation occurs before the bold text in the same line.
     """
     last = None
     for found in _BOLD.finditer(text):

@@ -207,10 +207,11 @@ class Reward(ABC):
 
         This method is for rewards that run in the training process and get the whole batch in one call. An example is a
         judge on a server: `prefetch` queries the server, and the later call uses the replies. `prefetch` gets the
-        arguments of the later call, but only for one prompt, and without the logging functions. It runs in the event
-        loop of asynchronous rewards. The later call may get different completions. If the coroutine still runs after
-        the batch has been scored, it is cancelled. It is also cancelled if the batch is not scored at all. An error
-        that the coroutine raises is logged, and has no other effect.
+        arguments of the later call, but only for one prompt, and without the logging functions. If a subclass of
+        `GRPOLightningModule` changes completions after sampling, only the later call gets the changed completions.
+        `prefetch` runs in the event loop of asynchronous rewards. If the coroutine still runs after the batch has been
+        scored, it is cancelled. It is also cancelled if the batch is not scored at all. An error that the coroutine
+        raises is logged, and has no other effect.
         """
 
     def connect(self, device: torch.device) -> None:  # noqa: B027

@@ -89,8 +89,8 @@ class RewardSet:
 
         Raises:
             ValueError: If a reward needs a column that none of its datasets has.
-            ValueError: If a data column has a name that is listed in `rewards.base.CONTRACT`, such as `completions`.
-                Rewards get another argument under this name.
+            ValueError: If a data column has the name of an argument in `rewards.base.CONTRACT`, such as `completions`.
+                A reward would get this argument instead of the column.
             ValueError: If prompts name an unknown reward, or only rewards of weight 0.
             ValueError: If prompts name a method in the column `accu_reward_method`, but none of their rewards reads it.
         """
@@ -369,8 +369,8 @@ def check_sources(sources: Sequence[Source], rewards: Sequence[WeightedReward], 
         weights: Weight of each reward, by name.
 
     Raises:
-        ValueError: If a data column has a name that is listed in `rewards.base.CONTRACT`, such as `completions`.
-            Rewards get another argument under this name.
+        ValueError: If a data column has the name of an argument in `rewards.base.CONTRACT`, such as `completions`.
+            A reward would get this argument instead of the column.
         ValueError: If a reward needs a column that none of its sources has.
         ValueError: If prompts name an unknown reward, or only rewards of weight 0.
         ValueError: If prompts name a method in the column `accu_reward_method`, but none of their rewards reads it.

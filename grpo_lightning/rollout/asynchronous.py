@@ -73,7 +73,7 @@ class InFlight:
         Args:
             prompts: N prompts.
             sample: Samples their N groups. It is called in another thread.
-            rollout_index: Index of the present rollout.
+            rollout_index: Index of the current cycle's rollout. The N groups belong to later cycles.
         """
         future = in_background(lambda: time_sampling(sample))
         self.running.append(future)
@@ -122,8 +122,9 @@ class InFlight:
     def take(self, prompts: Sequence[Prompt], progress: Progress | None = None) -> list[Group | None]:
         """Wait until all sampling in the background has ended, and take the group of each of N prompts.
 
-        Collective: every rank must call it. Prompts that were requested together are also sampled together. If this
-        sampling has failed, all these prompts are forgotten, and all ranks log a warning.
+        Collective: every rank must call it. The prompts of one call of `request` are sampled together. If one of the N
+        prompts comes from a call whose sampling has failed, all requests of that call are forgotten, and all ranks log
+        a warning.
 
         Args:
             prompts: N prompts.

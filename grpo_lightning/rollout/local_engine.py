@@ -282,11 +282,11 @@ class LocalEngine(RolloutEngine):
 
     @contextlib.contextmanager
     def quick_steps(self, longest: int) -> Iterator[None]:
-        """Context that makes decoding steps faster on a device with CUDA graphs.
+        """Context that makes decoding steps faster on a device that supports CUDA graphs.
 
-        It changes nothing if weights are sharded, or if the engine samples with transformers' `generate`. Otherwise,
-        weights are cast to the dtype of autocast only once instead of at every token. Unless `enforce_eager` is true,
-        steps also run from CUDA graphs and with fused layers.
+        It changes nothing on other devices, with sharded weights, or if the engine samples with transformers'
+        `generate`. Otherwise, weights are cast to the dtype of autocast only once instead of at every token. Unless
+        `enforce_eager` is true, steps also run from CUDA graphs and with fused layers.
 
         Args:
             longest: `max_completion_length`. If it is below `LEAST_LENGTH`, no graph is captured, because the capture

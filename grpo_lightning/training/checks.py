@@ -501,12 +501,12 @@ def check_turn_credit(turn_credit: float, surrogate: str) -> None:
 def check_asynchronous(
     max_staleness: int, engine: RolloutEngine, ranks_per_group: int, trainer: L.Trainer | None
 ) -> None:
-    """Check that rollouts can be sampled in the background, if `max_staleness` is above 0.
+    """If `max_staleness` is above 0, check that rollouts can be sampled in the background.
 
     Without a trainer (in the command `plan`), the training loader is not checked.
 
     Raises:
-        ValueError: If the engine samples with the policy's own weights, if ranks share groups, or if the training
+        ValueError: If the engine cannot sample while the policy trains, if ranks share groups, or if the training
             loader does not know the prompts of the next cycles.
     """
     if not max_staleness:

@@ -102,14 +102,16 @@ class StepMetrics:
         tally.total = torch.maximum(torch.as_tensor(tally.total), largest)
 
     def add_effective_sample_size(self, name: str, weights: Tensor, mask: Tensor) -> None:
-        """Add importance weights to an effective sample size, a number in (0, 1] (Kish 1965).
+        """Update an effective sample size with the importance weights where the mask is True.
+
+        The effective sample size of n weights w is in (0, 1] (Kish 1965):
 
             ESS = (sum of w)^2 / (n x sum of w^2)
 
         Args:
             name: Name of the metric.
             weights: Importance weights of any shape, none negative.
-            mask: Bool of the same shape. Only the n weights where the mask is True are added.
+            mask: Bool of the same shape.
         """
         tally = self.tallies.setdefault(name, Tally("ess", 0.0))
         kept = weights * mask
@@ -489,8 +491,9 @@ class UpdateLog(L.Callback):
     """Logs `time/update`, `policy/lr` and `policy/grad_norm`, once per optimizer step.
 
     `policy/lr` is the learning rate of the first parameter group during the step. `time/update` is the time in seconds
-    that forward passes, backward passes and optimizer take on the slowest rank, summed over the step's micro-batches.
-    `policy/grad_norm` is the norm of the gradient of the entire step over all ranks, before clipping.
+    of the forward passes, the backward passes and the optimizer: each rank sums this time over the step, and the
+    largest of these sums is logged. `policy/grad_norm` is the norm of the gradient of the entire step over all ranks,
+    before clipping.
     """
 
     def __init__(self) -> None:

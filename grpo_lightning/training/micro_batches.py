@@ -252,8 +252,8 @@ class Cycle:
     def state_dict(self) -> dict[str, Any]:
         """Return what a run needs to resume inside the cycle: ids, masks, log-probs and advantages.
 
-        Images of the data are not included: a resumed run reads them again (`give_images`). Images that environments
-        have shown to the policy are included, encoded as data: URLs.
+        Images of the prompts are not included: a resumed run reads them again. Images that environments have shown to
+        the policy are included, encoded as `data:` URLs.
         """
 
         def save(batch: MicroBatch) -> dict[str, Any]:
@@ -445,7 +445,7 @@ def conversations_of(batch: MicroBatch, prompts: Sequence[PromptVision]) -> Iter
 
 
 def saved_images(images: Sequence[Sequence[ObservedImages]]) -> list[list[dict[str, Any]]]:
-    """Encode the images in completions as data: URLs for a checkpoint, because nothing else stores these images."""
+    """Encode the images in completions as `data:` URLs for a checkpoint, because nothing else stores these images."""
     return [
         [
             {

@@ -75,7 +75,7 @@ class GracefulStop(L.Callback):
 
     At the end of the step, all ranks save a checkpoint together, and Lightning ends the run as it does on SIGTERM. The
     run neither validates nor ends the epoch: if it ended the epoch, a resumed run would skip the rest of the epoch's
-    data. A second signal has the same effect as without this callback.
+    data. The first signal restores the previous signal handlers, which then handle a second signal.
 
     Args:
         folder: Folder of the checkpoint `stopped-step=<N>.ckpt`. The checkpoint of an earlier stop is removed.

@@ -1,4 +1,4 @@
-"""Multi-device strategies, with fixes for Lightning's own strategies.
+"""Multi-device strategies: subclasses that fix faults of Lightning's DeepSpeed and FSDP2 strategies.
 
 trainer: {strategy: zero3}                                        # zero1, zero2, zero3, zero3_offload, fsdp2, ddp
 trainer: {strategy: {class_path: grpo_lightning.GRPODeepSpeedStrategy, init_args: {stage: 3}}}

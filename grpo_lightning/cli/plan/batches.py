@@ -85,8 +85,9 @@ class BatchPlan:
     def shapes(self, prompt_length: int, completion_length: int) -> list[MicroBatchShape]:
         """Shapes of the micro-batches into which a rank's rollout is split, most expensive first.
 
-        This is the worst case: all completions have the maximum length, and the rank is the one with the largest
-        update. Micro-batches without completions are left out.
+        The worst case is assumed: every prompt has `prompt_length` tokens, every completion has `completion_length`
+        tokens, and the rank is the one with the most completions in one optimizer step. Micro-batches without
+        completions are left out.
 
         Args:
             prompt_length: L, tokens.

@@ -334,12 +334,13 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(trainer: Namespace, devices: int | None, nodes: int | None, *, has_server: bool = False) -> Ranks:
-    """Count the ranks from `devices` per node and `nodes`; a value that is None is read from the trainer's config.
+    """Compute the number of ranks: `devices` (per node) x `nodes`. None stands for the value in the trainer's config.
 
-    Devices of vLLM servers are not counted. `has_server` is true if a vLLM server is on this machine.
+    `has_server` is true if a vLLM server runs on this machine. The server needs devices that have no rank.
 
     Raises:
-        ValueError: If there is no device or node, or the cluster's nodes have unequal numbers of devices.
+        ValueError: If the number of devices or nodes is below 1, or the cluster's nodes have unequal numbers of
+            devices.
     """
     import torch
 

@@ -244,9 +244,9 @@ class ImageCounts:
         Args:
             source: The entry's name.
             image_root: The entry's own `image_root`.
-            run_root: `image_root` of the data module. An entry without its own `image_root` is checked with `run_root`
-                only if the entry has image paths in a column that is not read as images. Without such paths, the entry
-                may be text-only on purpose.
+            run_root: `image_root` of the data module. It replaces a missing `image_root` of the entry, but only if the
+                entry has image paths in a column that is not read as images: then images were probably intended.
+                Without such paths, the entry may be text-only on purpose.
 
         Raises:
             ValueError: If the entry has an `image_root` (its own or `run_root`), but none of the rows has an image

@@ -186,8 +186,8 @@ class DetectionMAP(DetectionReward):
     therefore does not lower the reward; `OdLength` penalizes such objects.
 
     VLM-R1 differs in three points. It drops objects whose label is not in the ground truth, so listing such objects
-    costs nothing. It treats an answer that cannot be parsed as an empty list. It does not convert the boxes of an
-    answer to pixels of the original image (the image before it is resized for the policy).
+    costs nothing. It treats an unparsable answer as an empty list. It does not convert the boxes of an answer to pixels
+    of the original image (the image before it is resized for the policy).
 
     Args:
         answer_column: The data column with the ground-truth objects: a list of mappings with `bbox_2d` and `label`, or

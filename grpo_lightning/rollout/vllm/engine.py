@@ -643,7 +643,7 @@ class VLLMEngine(RolloutEngine):
         Args:
             error: The error of this rank, or None.
             failures: Number of attempts to send the weights, including the current one. All earlier attempts have
-                failed. If the current one has failed too, this is the number of failures.
+                failed. The number is used only if the current attempt has failed too.
 
         Returns:
             True if the weights have been sent; False if they have to be sent again.
@@ -721,9 +721,10 @@ class VLLMEngine(RolloutEngine):
         size of the batch in their last bits, because vLLM's kernels round differently in batches of another size.
         `turns` is not needed: vLLM's prefix cache keeps the states of conversations.
 
-        In the thread that has called `sync_weights`, the call is collective: the ranks agree on errors and on servers
-        that need the weights again. A call in another thread raises errors on this rank only, and sends no weights,
-        because training may be changing them.
+        In the thread that has called `sync_weights`, the call is collective. If one rank has an error, all ranks raise
+        an error. If completions are missing because no server has the weights any more, all ranks take part in sending
+        the weights again, and the missing completions are then sampled. A call in another thread raises errors on its
+        own rank only, and sends no weights, because training may be changing them.
 
         In mode "colocate", vLLM may have discarded its weights (`sleep_level: 2`). In this case, `generate` sends the
         policy's weights before it samples.

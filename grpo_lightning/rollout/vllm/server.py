@@ -156,7 +156,7 @@ class Served:
         url: Address of the server.
         timeout: Seconds that a call may take.
         backend: The server's weight transfer backend, "nccl" or "gloo".
-        group_port: Free port of this machine for the group of trainer and server.
+        group_port: Free port of this machine for the process group of the trainer and the server's workers.
     """
 
     def __init__(self, url: str, timeout: float, backend: str, group_port: int) -> None:
@@ -270,7 +270,7 @@ class Served:
     # -------------------------------------------------------------------------------------------------------- weights
 
     def join(self) -> None:
-        """Open the group through which the weights are sent; its rank 0 is the trainer.
+        """Open the process group through which the weights are sent; the trainer is its rank 0.
 
         Raises:
             ServerError: If the server refuses, or its workers do not join, for example because they cannot reach this
@@ -306,7 +306,7 @@ class Served:
         answer.result()
 
     def leave(self) -> None:
-        """Close the group."""
+        """Close the process group."""
         if self.group is not None:
             self.group.close()
             self.group = None
@@ -314,8 +314,9 @@ class Served:
     def begin_update(self) -> None:
         """Begin to send weights. Until `finish_update`, the server samples nothing and reports version `INCOMPLETE`.
 
-        At the first update, the server's workers join a group. At a later update, they join a new group if the server
-        does not report this run's last weights, for example because it has restarted or another run uses it.
+        At the first update, the server's workers join a process group. At a later update, the workers join a new
+        process group if the server does not report this run's last weights, for example because it has restarted or
+        another run uses it.
 
         Raises:
             ServerError: If the server cannot be updated.
@@ -342,10 +343,10 @@ class Served:
 
         There are two cases. If the old update is still active, vLLM refuses to start a new update. If the old update
         failed while weights were received, it is no longer active, but layers that received only some of their weights
-        still wait for the rest: these layers would load some weights of the new update twice. This method requests the
-        start of an empty update, and then the end of the active update. In the first case, vLLM refuses the start, and
-        ends the old update. In the second case, vLLM starts and ends the empty update, and the layers stop waiting.
-        Until new weights are sent, the incomplete layers have arbitrary values.
+        still wait for the rest. If a new update started in this state, these layers would get weights of both updates.
+        This method requests the start of an empty update, and then the end of the active update. In the first case,
+        vLLM refuses the start, and ends the old update. In the second case, vLLM starts and ends the empty update, and
+        the layers stop waiting. Until new weights are sent, the incomplete layers have arbitrary values.
         """
         for route in ("/start_weight_update", "/finish_weight_update", "/finish_weight_update"):
             # The possible errors, in turn: an update is already active; weights are missing; the update has ended.

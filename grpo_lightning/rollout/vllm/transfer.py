@@ -1,9 +1,9 @@
 """Weight transfer: backends that are registered with vLLM, and the trainer's end of a broadcast.
 
-vLLM receives weights through pluggable backends. Its own backend `nccl` needs GPUs. `register` adds two backends:
-`tensors` passes tensors within one process, and `gloo` broadcasts over TCP, also without GPUs. `gloo` and `nccl` use
-the same messages. With both, the server's workers wait for each tensor while the trainer broadcasts it. The trainer's
-code is the same for both, except for the process group.
+vLLM receives weights through pluggable backends. Its own backend `nccl` needs GPUs. `register` adds two backends that
+do not need GPUs: `tensors` passes tensors within one process, and `gloo` broadcasts them over TCP. `gloo` and `nccl`
+use the same messages. With both, the server's workers wait for each tensor while the trainer broadcasts it. The
+trainer's code is the same for both, except for the process group.
 
 vLLM calls `register` in each of its processes, through the entry point `vllm.general_plugins` of this package.
 """
