@@ -99,9 +99,8 @@ class Accuracy(AnswerReward):
     1. The ground truth cannot be parsed as mathematics, or is longer than `max_answer_characters`.
     2. The ground truth has several different numbers, but is neither a set nor a calculation with "=". If such a ground
        truth has several sentences or lines (a worked solution), only an answer with the same words gets a value. If it
-       is a single phrase or sentence ("10 apples (5 red)"), math-verify compares the answer with only one number of the
-       ground truth. An answer that equals this number gets no value. Other answers are wrong, unless they have the
-       words of the ground truth.
+       is a single phrase or sentence ("10 apples (5 red)"), an answer that equals one of its numbers gets no value.
+       Other answers are wrong, unless they have the words of the ground truth.
     3. The comparison fails or times out.
 
     math-verify (install the extra `math`) runs in a separate process, so the reward can be called from any thread. If
