@@ -49,7 +49,7 @@ def test_the_limits_of_workers_are_the_defaults():
     ]
 
 
-FORMS = re.findall(r"^\d\. .*?(?:`(.+?7.*?)`|\"(.+?7\.?)\")", PAGE, re.MULTILINE)
+FORMS = re.findall(r"^\d\. .*?(?:`(.+?7.*?)`|\"([^\"]+7\.?)\")", re.sub(r"\n +", " ", PAGE), re.MULTILINE)
 
 
 @pytest.mark.parametrize("text", FORMS)
