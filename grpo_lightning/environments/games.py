@@ -37,18 +37,21 @@ class GuessTheNumber(Environment):
         """Begin a game. Raises: ValueError if the number is not a whole number."""
         try:
             self.number = int(number)
-        except (TypeError, ValueError):
-            raise ValueError(f"the column 'number' must hold a whole number, got {number!r:.40}") from None
+            is_whole = not isinstance(number, float) or number == self.number
+        except (TypeError, ValueError, OverflowError):
+            is_whole = False
+        if not is_whole:
+            raise ValueError(f"the column 'number' must hold a whole number, got {number!r:.40}")
         self.guesses = 0
 
     def step(self, completion: str) -> Step:
         """Answer a guess."""
         self.guesses += 1
-        numbers = re.findall(r"-?\d+", completion)
-        if numbers and int(numbers[-1]) == self.number:
+        numbers = re.findall(r"-?\d+(?:\.\d+)?", completion)
+        if numbers and float(numbers[-1]) == self.number:
             return Step(done=True, reward=1.0, metrics={"guesses": self.guesses})
         if self.guesses == self.max_guesses:
             return Step(done=True, reward=0.0, metrics={"guesses": self.guesses})
         if not numbers:
             return Step(self.unreadable)
-        return Step(self.higher if int(numbers[-1]) < self.number else self.lower)
+        return Step(self.higher if float(numbers[-1]) < self.number else self.lower)

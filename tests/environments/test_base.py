@@ -78,5 +78,9 @@ def test_the_number_game():
     game.reset(-2)
     assert game.step("what?").observation == "Write a number."
     assert [game.step("-3").observation, game.step("-1").reward] == ["higher", 0.0]
-    with pytest.raises(ValueError, match="must hold a whole number, got 'seven'"):
-        game.reset("seven")
+    game.reset(5.0)
+    assert game.step("5.5").observation == "lower", "one guess, not 5"
+    assert game.step("It is 5.").reward == 1.0
+    for wrong in ("seven", 3.7, None):
+        with pytest.raises(ValueError, match=f"must hold a whole number, got {wrong!r}"):
+            game.reset(wrong)
