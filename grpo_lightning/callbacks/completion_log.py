@@ -356,10 +356,11 @@ def choose(lines: Sequence[Line], count: int) -> list[tuple[str, int]]:
 
 
 def cells(line: Line) -> dict[str, Any]:
-    """Convert a line to a table row: one column per reward, `NUMBERS` as numbers, everything else as text.
+    """Convert a line to a row of a table.
 
-    Weights & Biases raises an error if a column has mixed types. A `log_extra` value may be a number in one row and a
-    list in the next.
+    Each reward has its own column, `rewards/<name>`. The columns of rewards and of the fields in `NUMBERS` contain
+    numbers, and all other columns contain text. Any value may be None. Weights & Biases raises an error if a column has
+    mixed types. A `log_extra` value may be a number in one row and a list in the next.
     """
     flat = {name: as_number(value) if name in NUMBERS else as_text(value) for name, value in line.items()}
     del flat["rewards"]

@@ -23,7 +23,7 @@ class ExportPolicy(L.Callback):
         folder: Output folder, inside the run's folder unless the path is absolute. Files of an earlier export are
             replaced.
         every_n_steps: Number of optimizer steps between two exports during training. Each of these exports has a
-            subfolder `step-<step>`. Null exports only at the end.
+            subfolder `step-<step>`. If null, the policy is exported only when training ends.
     """
 
     def __init__(self, folder: str = "policy", every_n_steps: int | None = None) -> None:

@@ -21,10 +21,12 @@ Trend = Literal["rising", "falling", "level"]
 
 
 def trend_of(values: Sequence[float]) -> Trend | None:
-    """Direction of the latest values of a metric; None if there are too few.
+    """Direction of the latest values of a metric; None if there are fewer than 2 x `MIN_WINDOW` values.
 
-    The mean of the last k of n values is compared with the mean of the k values before them, where k = min(20, n / 2).
-    The difference counts if it is larger than its standard error, sqrt((var_1 + var_2) / k).
+    The mean of the last k of n values is compared with the mean of the k values before them, where k = min(20, n / 2),
+    rounded down. The standard error of the difference is sqrt((var_1 + var_2) / k), where var_1 and var_2 are the
+    variances of these two sets of k values. If the absolute difference is larger than its standard error, the direction
+    is "rising" or "falling"; otherwise, it is "level".
     """
     k = min(len(values) // 2, MAX_WINDOW)
     if k < MIN_WINDOW:

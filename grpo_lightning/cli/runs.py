@@ -210,7 +210,8 @@ class MetricsLogger(CSVLogger):
 
     Args:
         save_dir: Folder of all runs.
-        name: Name of the run. If neither `name` nor `version` is set, the command line chooses both.
+        name: Name of the run. If neither `name` nor `version` is set, the `grpo-lightning` command sets both to the
+            name and version of its run.
         version: Version of the run. If only `name` is set, the version is the next free number.
         prefix: Prefix of every metric name.
         flush_logs_every_n_steps: Write the rows every n steps; with more than 1, a killed run loses the rows that are

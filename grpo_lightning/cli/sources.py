@@ -89,7 +89,7 @@ def check_positions(args: Sequence[str]) -> None:
 
 
 def check(args: Sequence[str]) -> None:
-    """Make the checks of a command line that need no parser.
+    """Check a command line as far as is possible without a parser.
 
     Every argument must belong to a flag, every recipe must exist, and every config file must be valid YAML.
 

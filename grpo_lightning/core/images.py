@@ -75,7 +75,8 @@ class ImageRef:
     def size(self) -> tuple[int, int]:
         """(width, height) of the upright image, in pixels. Raises: ImageError if the image cannot be read.
 
-        The size is read only once: from the header or, for TIFF files, from the decoded image.
+        If the size is not known yet, it is read from the header or, for TIFF files, from the decoded image, and stored
+        in `known_size`.
         """
         if self.known_size is None:
             with self._open() as image:

@@ -296,9 +296,10 @@ class Teams:
 
     @cached_property
     def _process_group(self) -> Any:
-        """The process group of this rank's team. The first access creates the groups of all teams, on all ranks.
+        """The process group of this rank's team.
 
-        The collectives of the team have the timeout of the run's process group (`timeout` of the strategy), because
+        The first access is collective: all ranks must make it, because each rank creates the groups of all teams. The
+        collectives of the team have the timeout of the run's process group (`timeout` of the strategy), because
         waiting for a member of the team may take as much time as waiting for any other rank.
         """
         firsts = range(0, world_size(), self.ranks_per_group)

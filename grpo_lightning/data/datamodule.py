@@ -61,8 +61,9 @@ class PromptDataModule(L.LightningDataModule):
         overlong_prompts: Handling of longer prompts: "error" stops the run, "drop" removes the prompts, "truncate"
             keeps their last tokens.
         num_proc: Worker processes that parse rows and count tokens. The prompts do not depend on this number.
-        num_workers: Threads that check images before the run, decode the images of the next batch while the policy
-            trains, and read the rows of a stream before they are used. The prompts do not depend on this number.
+        num_workers: Number of threads that check images before the run, decode the images of the next batch while the
+            policy trains, and convert the rows of a stream to prompts in advance. The prompts do not depend on this
+            number.
         shuffle_buffer: Number of rows of a stream kept in memory; the next row is sampled from these rows.
         prepare: Called once per machine before the files are read, to download or build them.
         bad_images: Handling of rows with unreadable images or with boxes outside the image. "error" stops the run
@@ -196,7 +197,9 @@ class PromptDataModule(L.LightningDataModule):
         return LengthLimit(encoder, self.max_prompt_length, self.overlong_prompts)
 
     def train_dataloader(self) -> PromptSource:
-        """The source of training prompts, which yields all prompts of a rollout at every micro-step of this rollout.
+        """The source of training prompts.
+
+        Each micro-step gets all of this rank's prompts in the rollout that the micro-step trains on.
 
         Raises:
             ValueError: If there is no trainer, if the prompts are not loaded, or if they are a stream and

@@ -84,7 +84,8 @@ class PromptStream:
     Args:
         parts: Functions that open the datasets.
         shuffle_buffer: Number of rows kept in memory; the next row is sampled from these rows. 1 keeps the order.
-        num_workers: Threads that read rows before they are used.
+        num_workers: Number of threads that convert rows to prompts in advance; one more thread reads the rows. With 0,
+            each row is read and converted when it is needed.
         limit: The length limit that `parts` apply; the stream reports how many prompts exceed the limit.
         sources: Names of the prompts' sources, if they are known before any row is read.
     """

@@ -1,9 +1,9 @@
 """PromptSource: the dataloader that yields the prompts of every cycle.
 
-A cycle consists of the micro-steps that train on one rollout; each micro-step is one batch for Lightning. The source
-yields all prompts of a cycle at every micro-step of this cycle, so that Lightning's batch counting, gradient
-accumulation and checkpointing work unchanged. The source is deliberately not a DataLoader: in a distributed run,
-Lightning would replace the sampler of a DataLoader by a `DistributedSampler`, which would scatter the repeated prompts.
+A cycle consists of the micro-steps that train on one rollout; each micro-step is one batch for Lightning. Each of these
+batches contains all of the rank's prompts for the cycle, so that Lightning's batch counting, gradient accumulation and
+checkpointing work unchanged. The source is deliberately not a DataLoader: in a distributed run, Lightning would replace
+the sampler of a DataLoader by a `DistributedSampler`, which would scatter the repeated prompts.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class PromptSource:
         world_size: Number of ranks; None uses the size of the process group.
         template: Prompt template for texts and rows.
         shuffle_buffer: Number of rows of a stream kept in memory; the next row is sampled from these rows.
-        num_workers: Threads that decode the images of the next cycle while the policy trains on the current cycle, and
-            read the rows of a stream before they are used.
+        num_workers: Number of threads that decode the images of the next cycle while the policy trains on the current
+            cycle, and convert the rows of a stream to prompts in advance.
         takes_more: True if the module uses `dynamic_sampling`, with which a cycle may take further prompts.
         ranks_per_group: `ranks_per_group` of the module. Above 1, the ranks form teams of this size (see
             `core.ranks.Teams`), and all ranks of a team get the same prompts.
@@ -340,7 +340,7 @@ class PromptSource:
         - between two epochs: all settings, and the data;
         - between two cycles of an epoch: `cycle`, the number of ranks, `ranks_per_group` and the batch size, because
           the position then is a number of prompts over all ranks. If a different number of ranks changes the number of
-          prompts per rollout, a warning names the settings that keep the old number of prompts;
+          prompts per rollout, a warning states which settings would restore the old number;
         - inside a cycle: the same four settings, under two conditions. First, the number of prompts per rollout must
           stay the same. Second, if `cycle` changes, the finished fraction of the cycle must be a whole number of the
           new micro-steps: 2 of 4 micro-steps can become 1 of 2, but not 1.5 of 3.

@@ -274,9 +274,11 @@ def learning_rate_share(step: int, num_steps: int, settings: GroundingWarmUp) ->
 
 
 class _Corpus:
-    """The warm-up corpus: questions about the shapes in each image, each question with a worked and a lazy completion.
+    """The warm-up corpus: questions about the shapes in images, and two completions for each question.
 
-    All questions have the same length, and so have all completions of one kind, so no padding is needed.
+    The worked completion writes the color or shape of the thing that the question is about, the left and upper edges of
+    this thing, and then its box as the answer. The lazy completion answers with the box of the whole image. No padding
+    is needed, because all questions have the same number of tokens, and so do all completions of the same kind.
     """
 
     def __init__(

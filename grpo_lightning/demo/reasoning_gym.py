@@ -204,7 +204,9 @@ class GymRecipe(Recipe):
 
 
 class ReasoningGymQuickstart(PrepareDemo):
-    """Builds the demo's model and data for its recipe. Pass an instance to `PromptDataModule` as `prepare`.
+    """Builds the model and data of the recipe `quickstart_reasoning_gym`.
+
+    Pass an instance to `PromptDataModule` as `prepare`.
 
     Args:
         folder: Output folder of `model/`, `train/<task>.jsonl` and `heldout/<task>.jsonl`; these files depend on the

@@ -211,12 +211,12 @@ class SceneTask:
         return f"Where is the {' '.join(describe(thing, naming))}?"
 
     def worked_completion(self, thing: Thing, naming: Naming = "both") -> str:
-        """The worked completion: the color or shape of the thing, its left and upper edge, then its box.
+        """The worked completion: the color or shape of the thing, its left edge, its upper edge, then its box.
 
-        The model computes each number from the preceding text. The model finds the left edge by the color, or by the
-        shape if the question names only the shape. It finds the upper edge by every property that the question names.
-        If the question names the color and the shape, the hidden state of the comma after the left edge combines these
-        two properties.
+        To predict the left edge, the model looks for the thing in the image by its color alone, or by its shape alone
+        if the question names only the shape. To predict the upper edge, the model looks for the thing by all properties
+        that the question names, together. If the question names the color and the shape, the hidden state of the comma
+        between the two edges combines these two properties.
         """
         color, shape = describe(thing, naming)
         left, top, *_ = box = self.pixels(thing.cells)

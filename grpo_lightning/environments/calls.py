@@ -134,7 +134,7 @@ class EnvironmentCalls:
         return environment, replace(step, observation=self._cut(step.observation))
 
     def _cut(self, observation: Any) -> Any:
-        """Cut the texts of an observation, so that an answer of megabytes is not sent to the training process.
+        """Cut each text of an observation to `max_characters`, so that no huge text is sent to the training process.
 
         Images are replaced by copies, because the environment may change an image or its file later.
         """

@@ -9,15 +9,16 @@ from grpo_lightning.environments.base import Environment, Step
 
 
 class GuessTheNumber(Environment):
-    """The policy guesses a whole number, and learns after each guess whether the number is higher or lower.
+    """A game in which the policy guesses a hidden whole number.
 
-    The data column `number` holds the number to guess. The last number in a turn is the guess. The reward is 1 for the
-    right guess, and 0 if all guesses are used up.
+    If a guess is wrong and more guesses are left, the observation states whether the hidden number is higher or lower
+    than the guess. The data column `number` holds the hidden number. The last number in a turn is the guess. The reward
+    is 1 if a guess is right, and 0 if all guesses are wrong.
 
     Args:
-        max_guesses: Number of guesses.
-        higher: The observation if the number is higher than the guess.
-        lower: The observation if the number is lower than the guess.
+        max_guesses: Maximum number of guesses.
+        higher: The observation if the hidden number is higher than the guess.
+        lower: The observation if the hidden number is lower than the guess.
         unreadable: The observation for a turn without a number, which counts as a guess.
     """
 

@@ -134,7 +134,7 @@ class EnvironmentRunner:
         return state if isinstance(state, bytes) else copy_environment(state)
 
     def step(self, state: Any, text: str, seed: int) -> Future[Answer]:
-        """Start a call of `step`.
+        """Start a call of the environment's method `step`.
 
         Args:
             state: The environment.
@@ -146,10 +146,13 @@ class EnvironmentRunner:
         return self._call("step", state, text, seed)
 
     def wait(self, future: Future[Answer], state: Any) -> Result:
-        """Wait for a call of `step`; if the call failed, the environment's `on_failure` may answer instead.
+        """Wait until a call of the environment's method `step` ends, and return its result.
+
+        If the call fails, the environment's method `on_failure` is called. If `on_failure` returns a valid value other
+        than None, the result is that of `on_failure`. Otherwise, the result describes the failure of `step`.
 
         Args:
-            future: The result of `step`.
+            future: The future that `EnvironmentRunner.step` returned for the call.
             state: The environment before the call.
         """
         if math.isinf(self._deadline):
@@ -205,10 +208,10 @@ class EnvironmentRunner:
             return Answer().fail_by(error)
 
     def _result(self, future: Future[Answer], state: Any) -> Result:
-        """Wait for a call.
+        """Wait until a call ends, and return its result.
 
         Args:
-            future: The result of `_call`.
+            future: The future that `_call` returned for the call.
             state: The environment before the call.
         """
         answer = future.result()

@@ -52,9 +52,10 @@ def group_relative_advantages(
             - "length_weighted" is OPO (arXiv:2505.23585), the mean reward of the group, weighted by the lengths of the
               completions. It minimizes the variance of the gradient if the squared norm of a completion's gradient is
               proportional to the completion's length.
-            - "pass_at_k" trains the best of k completions (arXiv:2503.19595): a completion's advantage is how much this
-              completion adds to the best of k - 1 others. With k = None, the best completion gets its lead over the
-              second best, and all others get 0 (verl's `grpo_passk`). With the scale "none", multiply each completion's
+            - "pass_at_k" maximizes the expected maximum of k rewards (arXiv:2503.19595). A completion's gain is how far
+              its reward exceeds the highest reward of k - 1 others (0 if it does not), averaged over all choices of
+              these others. With k = None, only the completion with the highest reward can have a gain above 0: its lead
+              over the second-highest reward (verl's `grpo_passk`). With the scale "none", multiply each completion's
               advantage by the gradient of the completion's log-prob, average the products over the group, and multiply
               the average by k. The result is an unbiased estimate of the gradient of the expected maximum of k rewards.
         scale: The divisor of the gain. Every std is unbiased (K - 1 in the denominator). For "batch_std",

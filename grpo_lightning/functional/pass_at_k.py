@@ -62,10 +62,10 @@ def marginal_gains(rewards: Tensor, k: int | None) -> Tensor:
 
 
 def _chances(n: int, k: int, size: int) -> list[float]:
-    """For each of n - 1 rewards, lowest first, the chance that it is the maximum of a random subset of k - 1.
+    """For each of n - 1 rewards, lowest first, the chance that it is the maximum of k - 1 of these rewards.
 
-    The result has `size` numbers. The first n - 1 are the chances, and the others have no meaning. If n < max(k, 2),
-    all `size` numbers are 0.
+    The k - 1 rewards are chosen at random, without replacement. The result has `size` numbers. The first n - 1 are the
+    chances, and the others have no meaning. If n < max(k, 2), all `size` numbers are 0.
     """
     if n < max(k, 2):
         return [0.0] * size

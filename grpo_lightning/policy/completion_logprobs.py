@@ -612,8 +612,8 @@ def dense_chunks(
 ) -> tuple[ScoreChunk, RouterLoad | None]:
     """Make the function that runs a chunk of rows [prompt | completion] in one forward pass.
 
-    This function is the first of the two values returned. The second value is always None: `extended_chunks` returns
-    the routing of the prompt pass there, and the dense path has no prompt pass.
+    The first of the two values returned is this new function. The second is always None. `extended_chunks` returns the
+    routing of the prompt pass as its second value, but the dense path has no prompt pass.
 
     An image is encoded again for every row of its prompt, unless the features of the image are already stored.
     """

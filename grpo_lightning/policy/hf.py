@@ -1,7 +1,7 @@
 """Helpers for transformers models and configs. Start here when upgrading transformers.
 
-The helpers deal with forward arguments, positions, config fields that differ between model families and releases of
-transformers, and private names of transformers.
+Most helpers deal with what differs between model families or between releases of transformers: forward arguments,
+token positions and config fields. Some use private names of transformers or peft.
 """
 
 from __future__ import annotations

@@ -593,9 +593,10 @@ class SharedPrompts(Cache):
         self.changes += 1
 
     def group(self, prompt_of: list[int]) -> None:
-        """Arrange the rows in N groups by prompt: store the row of each place, and the group and place of each row.
+        """Group the rows by prompt, and give each row a place: its index within its group.
 
-        All groups have as many places as the largest group has rows. An unused place refers to row 0; the attention
+        `row_at` holds the row at each place of each group. `place_of` holds the group and the place of each row. All
+        groups have as many places as the largest group has rows. An unused place refers to row 0; the attention
         computed for an unused place is dropped.
         """
         members: list[list[int]] = [[] for _ in self.prompts[0].keys]

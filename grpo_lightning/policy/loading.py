@@ -100,8 +100,8 @@ class PolicyLoader(PolicySettings):
 
         Args:
             sharding: How the weights will be sharded over the ranks; None if they are not sharded.
-            longest_row: Number of tokens of the run's longest prompt plus those of its longest completion. The
-                frequencies of longrope and dynamic rope are fixed to this length. None means the model's maximum.
+            longest_row: Maximum number of tokens in a row of this run (prompt and completion). The rotary frequencies
+                of longrope and dynamic rope are fixed to this length. None means the model's maximum length.
             compute_dtype: Dtype that the run computes in (`trainable.compute_dtype`); None means the weights' dtype.
             device_type: Device type of the run; None means CUDA if available.
         """

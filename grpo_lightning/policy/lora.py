@@ -33,8 +33,10 @@ class LoRA:
     Args:
         rank: Number of rows of A, which is the number of columns of B.
         alpha: B A is scaled by alpha / rank.
-        dropout: Fraction of A's inputs that is set to 0 during updates. Importance ratios then differ from 1 already
-            before the first update.
+        dropout: Fraction of A's inputs that is set to 0 in the forward passes of updates. Passes for sampling, old and
+            reference log-probs have no dropout, so dropout alone makes importance ratios differ from 1. The first
+            update on a rollout is an exception: it uses its own log-probs as old log-probs, so its ratios are 1, unless
+            `model.old_logprobs` is "rollout".
         target_modules: Suffixes of layer names, for example `q_proj` or `lm_head`; None selects every linear layer of
             the language model except its output head. If the head is tied to the embeddings, its adapter changes the
             head only; merged exports then contain head and embeddings as separate weights.

@@ -148,7 +148,7 @@ def saved_modules(
     Args:
         model: The base model.
         names: Suffixes of module names to select; None selects none.
-        setting: Name of the setting in error messages.
+        setting: How error messages name the setting `modules_to_save`.
 
     Raises:
         ValueError: If a suffix matches no module.
@@ -184,7 +184,7 @@ def check_saved(model: nn.Module, name: str, module: nn.Module, setting: str) ->
         model: The policy.
         name: Name of the module.
         module: The module.
-        setting: Name of the setting in error messages.
+        setting: How error messages name the setting `modules_to_save`.
     """
     own = {id(weight) for weight in module.parameters()}
     if any(not weight.is_floating_point() for weight in module.parameters()):

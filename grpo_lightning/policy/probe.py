@@ -172,8 +172,9 @@ def compare(model: nn.Module, difference: Callable[[], Tensor]) -> Measured:
     Args:
         model: The policy.
         difference: Runs the probe and returns, for each token, the absolute difference between the log-probs of the two
-            ways: [tokens] nats. Exceptions are recorded, not raised, except `OutOfMemoryError` and `FloatingPointError`
-            (logits are NaN).
+            ways: [tokens] nats. If it raises `OutOfMemoryError` or `FloatingPointError` (logits are NaN), `compare`
+            raises the same error. If it raises any other exception, the result of `compare` contains this exception
+            (`failure`).
     """
     failure, device = None, compute_device(model)
     with probe_mode(model):
@@ -321,13 +322,16 @@ def choose_head(scorer: Scorer, model: nn.Module) -> tuple[Scorer, str]:
 
 
 def slices_difference(model: nn.Module, sliced: Scorer) -> Tensor:
-    """Absolute difference between the log-probs of the sliced head and those of the full head: [tokens], nats.
+    """Absolute differences between the log-probs of the sliced head and those of the full head, in nats.
 
     On a GPU, the prompt pass of the sliced head leaves out the mask if two conditions hold: the model allows a pass
     without a mask, and attention is computed in 16 bits (`columns_of_prompts`). The probe may compute in 32 bits
     although the run computes in 16 bits. The prompt pass would then have a mask in the probe but not in the run. On a
-    GPU, the log-probs are therefore compared a second time, without the second condition. The result then contains the
-    differences of both comparisons.
+    GPU, the log-probs are therefore compared a second time. In this second comparison, the prompt pass leaves out the
+    mask in 32 bits too, if the model allows it.
+
+    Returns:
+        [tokens] on a CPU; [2 * tokens] on a GPU, the differences of both comparisons.
     """
     full = Scorer(sliced.path, head_chunk_size=None)
     found = [probe_difference(model, sliced, full)]

@@ -93,15 +93,16 @@ class Accuracy(AnswerReward):
     the same words as the ground truth is right. A set ("3, 4", "3 or 4") equals the same set in any order. Other
     answers with several numbers ("3 and 4") are wrong, unless they have the words of the ground truth.
 
-    The reward does not apply to a row without ground truth. In three cases, the reward gives no value (None) and logs a
-    warning:
+    The reward does not apply to a row without ground truth. The rules above have three exceptions. In each of them,
+    some or all answers get no value (None), and the reward logs a warning:
 
-    1. The ground truth cannot be parsed as mathematics, or is longer than `max_answer_characters`.
-    2. The ground truth has several different numbers, but is neither a set nor a calculation with "=". If such a ground
-       truth has several sentences or lines (a worked solution), only an answer with the same words gets a value. If it
-       is a single phrase or sentence ("10 apples (5 red)"), an answer that equals one of its numbers gets no value.
-       Other answers are wrong, unless they have the words of the ground truth.
-    3. The comparison fails or times out.
+    1. If the ground truth cannot be parsed as mathematics, or is longer than `max_answer_characters`, no answer gets a
+       value, not even an answer with the same words.
+    2. If the ground truth contains no "=", and has several different numbers that do not form one expression (such as a
+       set, an interval or a sum), an answer with the same words is right. If such a ground truth has several sentences
+       or lines (a worked solution), all other answers get no value. If it is a single phrase or sentence ("10 apples (5
+       red)"), another answer gets no value if it equals one of these numbers, and is wrong otherwise.
+    3. If the comparison of an answer fails or times out, this answer gets no value.
 
     math-verify (install the extra `math`) runs in a separate process, so the reward can be called from any thread. If
     four comparisons with the same ground truth fail or time out in one call of the reward, the call makes no further

@@ -164,10 +164,11 @@ def _in_bold(text: str) -> str | None:
 def _last_line(text: str) -> str | None:
     """The text after the last "=" or "is" in the last non-empty line; without "=" or "is", the whole line.
 
-    Some other verbs, such as "equals" and "gives", count as "is". Lines that have only delimiters of formulas or code
-    are skipped. If a clause of the line begins with "so", "thus", "hence" or "therefore", the text after this word
-    takes the place of the line. If the line lists several answers ("x = 1, y = 2"), the result is the whole line. If
-    the answer is negated ("not 7") or ends with "?", the result is None.
+    Some other verbs, such as "equals" and "gives", count as "is". A line that is only a formula delimiter (such as
+    "$$") or only a code fence is skipped. If a later clause of the line begins with "so", "thus", "hence" or
+    "therefore", only the text after the last such word is used as the line. If the line lists several answers ("x = 1,
+    y = 2"), the result is the whole line. If the answer is empty, is negated ("not 7") or ends with "?", the result is
+    None.
     """
     lines = (line.strip() for line in reversed(text.rstrip().split("\n")))
     line = next((line for line in lines if line and not _FENCE.fullmatch(line)), "")

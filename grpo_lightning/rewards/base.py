@@ -46,12 +46,12 @@ the observations. The text of such a completion (`completion_text`) is the polic
 environment answered it with an observation. Every reward can also take the following arguments; a data column of the
 same name takes precedence:
 
-- `turns`: the turns of each conversation, as a list of `core.types.Turn`.
+- `turns`: for each conversation, a list of its turns (`core.types.Turn`).
 - `environment_rewards`: for each conversation, the sum of the environment's rewards; None for a conversation in which
   the environment gave no reward.
-- `environment_metrics`: dicts with the sums of the numbers that the environment logs.
-- `environments`, only if the signature names it: the user's environment object, as it is at the end of the
-  conversation.
+- `environment_metrics`: for each conversation, a dict with the sum of each metric over all turns.
+- `environments`: for each conversation, the user's environment object in its state at the end of the conversation. This
+  argument is passed only if the reward's signature names it; `**kwargs` is not enough.
 
 By default, a call gets the completions of one prompt. Only a call of an async reward, or of a reward with
 `in_process = True`, gets the completions of the whole batch. Worker processes (`rewards/workers.py`) call copies of a

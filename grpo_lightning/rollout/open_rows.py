@@ -256,7 +256,7 @@ class SampledGroups:
 
     Args:
         size: Number of completions per prompt.
-        build: Builds the completions of sampled rows.
+        build: Function that converts the sampled rows of one prompt to completions.
         on_group: Called with the index of a prompt among all prompts, and the completions of the prompt.
     """
 
@@ -329,7 +329,8 @@ class KeptStates:
         The result is None if the model must compute all columns.
 
         Args:
-            wave: The prompts that are prefilled together; each has one completion.
+            wave: The prompts that are prefilled together. If more than one completion is to be sampled per prompt, the
+                result is None.
             width: Columns of the padded prompts.
 
         Returns:

@@ -71,7 +71,8 @@ class Actor:
         """Cut a rollout into micro-batches on the policy's device, with their images.
 
         Args:
-            groups: N groups of this rank, each with K completions: G, or fewer if several ranks share a group.
+            groups: N groups of this rank, each with K completions. K is the group size G, or less if several ranks
+                share a group.
             advantages: [N, K] advantages of the completions; None if they are not known yet.
             shape: Gives the number of updates into which the groups are split, and the number of micro-batches per
                 update.

@@ -510,20 +510,23 @@ def adapter_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
                            in the update                        while sampling
         sums of experts    E b F + E b / L                      E b / L
         norms              k a m n + a n^2                      k a m n
-        outputs            (a + c) x tokens x DoRA outputs      not counted
+        outputs            (a + c) o t                          not counted
 
     - E: number of adapted weights of experts
     - b: bytes per weight
     - L: number of layers
     - F: number of forward passes that are kept for the backward pass
+    - t: number of tokens in these F forward passes
+    - o: number of outputs per token, summed over all linear layers with DoRA
     - a: bytes per LoRA weight
     - c: bytes per number in matrix products
     - m, n: numbers of outputs and inputs of the linear layer whose norms need the most memory
     - k: 3, or 4 if the base has fewer bytes per weight than the adapter, because peft then copies the base weights
 
     In the update, E b / L is the gradient of one layer's sum, and a n^2 is an identity matrix that peft keeps for the
-    backward pass. With `activation_checkpointing: layers`, F is 1 / L, and the outputs are those of one layer. The
-    memory was measured with peft 0.21, which computes DoRA's norms in the dtype of the adapters.
+    backward pass. With `activation_checkpointing: layers`, one layer of one forward pass is kept at a time. F is then
+    1 / L, and t is the number of tokens of the largest forward pass, divided by L. The memory was measured with peft
+    0.21, which computes DoRA's norms in the dtype of the adapters.
     """
     batch, mode, layers = settings.batch, settings.checkpointing, model.num_layers
     a, c = settings.adapter_width, settings.widths.compute

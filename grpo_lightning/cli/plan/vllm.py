@@ -138,9 +138,12 @@ def size_of(
 
 
 def with_vllm(parts: list[Part], model: ModelSizes, settings: MemorySettings, size: VLLMSize | None) -> list[Part]:
-    """Add vLLM to the parts of a device, and remove the phase "sampling" from the parts in `OF_THE_POLICY`.
+    """Adapt `parts`, the memory estimate of a training device, to sampling with vLLM.
 
-    In colocate mode, vLLM has this memory ("the share" is `engine.gpu_memory_utilization` of the device's memory):
+    If the run does not use vLLM (`size` is None), the estimate is returned unchanged. Otherwise, the parts named in
+    `OF_THE_POLICY` no longer count in the phase "sampling". If weights are sharded, the memory of one gathered layer is
+    added, because weights are gathered layer by layer when they are sent to vLLM. In colocate mode, vLLM's own memory
+    is also added ("the share" is `engine.gpu_memory_utilization` of the device's memory):
 
     | engine.sleep_level | while sampling | while training | on the CPU, while training |
     |---|---|---|---|

@@ -32,8 +32,9 @@ def place_images(
         finder: Makes references to the images inside message parts, and names the row in errors.
 
     Returns:
-        The messages, with lists of parts as content, and all images in the order of the image parts. A chat without
-        images is returned unchanged.
+        A pair: the messages, in which every content is a list of parts, and the list of all images, in the order of
+        the image parts in the messages. For a chat without images, the pair is the unchanged messages and an empty
+        list.
 
     Raises:
         ValueError: If the number of images in the image column differs from the number of places for them in the

@@ -1,4 +1,4 @@
-"""Weight transfer: backends that are registered with vLLM, and the trainer's end of a broadcast.
+"""Weight transfer to vLLM: backends that receive weights, and process groups through which the trainer sends them.
 
 vLLM receives weights through pluggable backends. Its own backend `nccl` needs GPUs. `register` adds two backends that
 do not need GPUs: `tensors` passes tensors within one process, and `gloo` broadcasts them over TCP. `gloo` and `nccl`
@@ -73,7 +73,7 @@ class GlooGroup:
 
 
 class NCCLGroup:
-    """The trainer's end of vLLM's backend `nccl`, on the current CUDA device.
+    """The process group through which the trainer broadcasts to vLLM's backend `nccl`, on the current CUDA device.
 
     Args:
         host: Address of the trainer.
