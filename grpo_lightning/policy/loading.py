@@ -535,8 +535,8 @@ def warn_of_dropout(name: str, rate: float) -> None:
     """Warn if adapters have dropout."""
     if rate:
         log.warning(
-            "%s is %g: dropout alone changes the log-probs of the update, so importance ratios are not 1 before the "
-            "first update.",
+            "%s is %g: dropout alone changes the log-probs of updates, so importance ratios differ from 1, except in "
+            "the first update on a rollout (with model.old_logprobs 'rollout', in that update too).",
             name,
             rate,
         )
