@@ -98,10 +98,10 @@ class Accuracy(AnswerReward):
 
     1. If the ground truth cannot be parsed as mathematics, or is longer than `max_answer_characters`, no answer gets a
        value, not even an answer with the same words.
-    2. If the ground truth contains no "=", and has several different numbers that do not form one expression (such as a
-       set, an interval or a sum), an answer with the same words is right. If such a ground truth has several sentences
-       or lines (a worked solution), all other answers get no value. If it is a single phrase or sentence ("10 apples (5
-       red)"), another answer gets no value if it equals one of these numbers, and is wrong otherwise.
+    2. The ground truth has several different numbers, but is not one expression: it has no "=", and is not a set, an
+       interval, a tuple, a sum or the like. An answer with the same words is right. If such a ground truth has several
+       sentences or lines (a worked solution), all other answers get no value. If it is a single phrase or sentence ("10
+       apples (5 red)"), another answer gets no value if it equals one of these numbers, and is wrong otherwise.
     3. If the comparison of an answer fails or times out, this answer gets no value.
 
     math-verify (install the extra `math`) runs in a separate process, so the reward can be called from any thread. If
