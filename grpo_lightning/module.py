@@ -65,7 +65,7 @@ from grpo_lightning.rewards.scoring import Scoring
 from grpo_lightning.rollout import dynamic_sampling
 from grpo_lightning.rollout.asynchronous import InFlight
 from grpo_lightning.rollout.conversations import CHARACTERS_PER_TOKEN, Conversations, ConversationSettings
-from grpo_lightning.rollout.dynamic_sampling import DynamicSampling, resample, source_of
+from grpo_lightning.rollout.dynamic_sampling import DynamicSampling, source_of
 from grpo_lightning.rollout.engine import RolloutEngine
 from grpo_lightning.rollout.groups import (
     GroupSource,
@@ -347,7 +347,7 @@ class GRPOLightningModule(L.LightningModule):
         if self.dynamic_sampling is None:
             return rollout
         source = source_of(self.trainer.train_dataloader)
-        rollout, done = resample(
+        rollout, done = dynamic_sampling.resample(
             rollout, self.dynamic_sampling, self.objective, self.sample_and_score, source, self.teams
         )
         add_resampling(self.metrics, done, self.objective.zero_advantage_reason, self.warn_once)

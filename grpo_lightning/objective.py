@@ -350,7 +350,7 @@ class Objective:
     @property
     def trains_on_zero_advantages(self) -> bool:
         """False if completions of advantage 0 have no gradient and can be skipped in forward and backward passes."""
-        return self.has_kl_loss or self.trains_entropy or self.surrogate == "kl_cov"
+        return self.has_kl_loss or self.trains_entropy or SURROGATES[self.surrogate].trains_on_zero_advantages
 
     @property
     def selection(self) -> Literal["high_entropy", "high_covariance", "random_covariance"] | None:
@@ -446,16 +446,16 @@ class Objective:
                 f"The micro-batch has no selected tokens, which the objective needs ({self.selection}); set `selected` "
                 "of all micro-batches of the optimizer step (training.token_selection.select_tokens)."
             )
-        mask = batch.completion_mask
+        mask = batch.completion_mask  # [B, T]
         tokens = self._tokens(logprobs, batch)
-        ratio = tokens.ratio
-        loss = SURROGATES[self.surrogate].loss(self, tokens)
+        ratio = tokens.ratio  # [B, T] or [B, 1]
+        loss = SURROGATES[self.surrogate].loss(self, tokens)  # [B, T] or [B, 1]
         if self.selection == "high_entropy":
             loss = torch.where(tokens.selected, loss, 0.0)
         correction = self._correction(logprobs, batch)
         if correction is not None:
             loss = torch.where(mask, loss, 0.0) * correction.factor
-        kl, kl_clamped = torch.zeros_like(logprobs), None
+        kl, kl_clamped = torch.zeros_like(logprobs), None  # [B, T]
         if batch.ref_logprobs is not None:
             kl = kl_divergence(logprobs, batch.ref_logprobs, mask, estimator=self.kl)
             kl_clamped = is_k3_clamped(kl.detach()) if self.kl == "k3" else None
@@ -463,7 +463,7 @@ class Objective:
                 kl = ratio * kl
             if self.has_kl_loss:
                 loss = loss + self.beta * kl
-        clipped_low, clipped_high = self._find_clipped(tokens)
+        clipped_low, clipped_high = self._find_clipped(tokens)  # [B, T] each
         mean = functools.partial(
             aggregate,
             mask=mask,
@@ -471,7 +471,7 @@ class Objective:
             num_sequences=counts.num_sequences,
             max_completion_length=max_completion_length,
         )
-        total = mean(loss.expand_as(mask), by=self.aggregate)
+        total = mean(loss.expand_as(mask), by=self.aggregate)  # scalar
         if self.trains_entropy:
             if entropy is None:
                 raise ValueError("objective.entropy_coefficient is set, but no entropy was given; pass `entropy`.")
@@ -482,8 +482,8 @@ class Objective:
             clipped_low=clipped_low,
             clipped_high=clipped_high,
             ratio=ratio.detach().expand_as(mask) * mask,
-            rollout_weight=correction and correction.weight,
-            is_corrected=correction and correction.is_corrected,
+            rollout_weight=None if correction is None else correction.weight,
+            is_corrected=None if correction is None else correction.is_corrected,
             ratio_clamped=is_ratio_clamped(logprobs, batch.old_logprobs, mask, level=self.ratio),
             kl_clamped=kl_clamped,
             selected=None if batch.selected is None else batch.selected & mask,
@@ -570,7 +570,7 @@ class Tokens(NamedTuple):
     """[B, T] bool, True where a token is trained on."""
 
     advantages: Tensor
-    """[B, 1]; or [B, T] if the credit of turns is included, which only the surrogates in `TAKES_TURN_CREDIT` accept."""
+    """[B, 1]; or [B, T] if the credit of turns is included (`Surrogate.takes_turn_credit`)."""
 
     ratio: Tensor
     """[B, T], or [B, 1] if `Objective.ratio` is `sequence`; importance ratios, with gradients."""
@@ -600,6 +600,12 @@ class Surrogate(NamedTuple):
 
     folds_rollout_weights: bool = False
     """True if the loss itself applies the off-policy weights. There must then be one weight per token."""
+
+    takes_turn_credit: bool = False
+    """True if the advantages may differ between the tokens of a completion."""
+
+    trains_on_zero_advantages: bool = False
+    """True if completions of advantage 0 have a gradient."""
 
     is_per_completion: bool = False
     """True if there is one loss per completion, [B, 1]. There must then also be one off-policy weight per
@@ -710,9 +716,21 @@ def _never_clipped(_: Objective, tokens: Tokens) -> tuple[Tensor, Tensor]:
 
 
 SURROGATES = {
-    "clip": Surrogate(_clip, _clip_clipped, frozenset({"ratio", "epsilon", "epsilon_high", "dual_clip"})),
-    "cispo": Surrogate(_cispo, _cispo_clipped, frozenset({"ratio", "epsilon", "epsilon_high", "cispo_lower_bound"})),
-    "sapo": Surrogate(_sapo, _never_clipped, frozenset({"ratio", "sapo_temperature", "sapo_temperature_negative"})),
+    "clip": Surrogate(
+        _clip, _clip_clipped, frozenset({"ratio", "epsilon", "epsilon_high", "dual_clip"}), takes_turn_credit=True
+    ),
+    "cispo": Surrogate(
+        _cispo,
+        _cispo_clipped,
+        frozenset({"ratio", "epsilon", "epsilon_high", "cispo_lower_bound"}),
+        takes_turn_credit=True,
+    ),
+    "sapo": Surrogate(
+        _sapo,
+        _never_clipped,
+        frozenset({"ratio", "sapo_temperature", "sapo_temperature_negative"}),
+        takes_turn_credit=True,
+    ),
     "gmpo": Surrogate(_gmpo, _gmpo_clipped, frozenset({"epsilon", "epsilon_high"}), is_per_completion=True),
     "vespo": Surrogate(
         _vespo,
@@ -722,7 +740,7 @@ SURROGATES = {
     ),
     "dppo_tv": Surrogate(_dppo, _dppo_clipped, frozenset({"epsilon", "epsilon_high", "dppo_max_ratio"})),
     "dppo_kl": Surrogate(_dppo, _dppo_clipped, frozenset({"epsilon", "epsilon_high", "dppo_max_ratio"})),
-    "reinforce": Surrogate(_reinforce, _never_clipped, frozenset()),
+    "reinforce": Surrogate(_reinforce, _never_clipped, frozenset(), takes_turn_credit=True),
     "clip_cov": Surrogate(
         _clip_cov,
         _clip_clipped,
@@ -730,13 +748,14 @@ SURROGATES = {
         "random_covariance",
     ),
     "kl_cov": Surrogate(
-        _kl_cov, _never_clipped, frozenset({"covariance_fraction", "kl_cov_coefficient"}), "high_covariance"
+        _kl_cov,
+        _never_clipped,
+        frozenset({"covariance_fraction", "kl_cov_coefficient"}),
+        "high_covariance",
+        trains_on_zero_advantages=True,
     ),
 }
 """Every surrogate, by its name in `Objective.surrogate`."""
-
-TAKES_TURN_CREDIT = frozenset({"clip", "cispo", "sapo", "reinforce"})
-"""Surrogates whose advantages may differ between the tokens of a completion."""
 
 
 def check_objective(objective: Objective) -> None:

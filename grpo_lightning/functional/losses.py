@@ -16,6 +16,21 @@ from torch import Tensor
 RatioLevel = Literal["token", "sequence", "sequence_token"]
 
 
+MAX_LOG_RATIO = 20.0
+"""Bound of the log-ratio, in nats, as in verl, OpenRLHF and ms-swift. exp overflows float32 above 88.7, and the
+gradient is then nan, even where the loss is clipped to a finite value. At a ratio of exp(20) = 5e8, the two policies
+already have nothing in common."""
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp(clip(log_ratio, -20, 20)), with a gradient of 0 outside.
+
+    Args:
+        log_ratio: [...] nats.
+    """
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
 def importance_ratio(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -125,6 +140,40 @@ def clipped_surrogate(
     if dual_clip is not None:
         ratio = ratio.clamp(max=dual_clip)
     return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def is_clipped_low(ratio: Tensor, advantages: Tensor, *, epsilon: float) -> Tensor:
+    """Find tokens that `clipped_surrogate` clips from below: r < 1 - epsilon and A < 0.
+
+    With A > 0 a low ratio is not clipped: the minimum is r A, and its gradient raises the ratio again.
+
+    Args:
+        ratio: [B, T], or [B, 1] for sequences.
+        advantages: [B, 1], or [B, T].
+        epsilon: As in `clipped_surrogate`.
+
+    Returns:
+        Bool [B, T], or [B, 1] if both inputs have the shape [B, 1]. If `ratio` is [B, T], padding tokens are False,
+        because their ratio is 1.
+    """
+    return (ratio < 1 - epsilon) & (advantages < 0)
+
+
+def is_clipped_high(ratio: Tensor, advantages: Tensor, *, epsilon_high: float) -> Tensor:
+    """Find tokens that `clipped_surrogate` clips from above: r > 1 + epsilon_high and A > 0.
+
+    With A < 0 a high ratio is not clipped: the minimum is r A, and its gradient lowers the ratio again.
+
+    Args:
+        ratio: [B, T], or [B, 1] for sequences.
+        advantages: [B, 1], or [B, T].
+        epsilon_high: As in `clipped_surrogate`.
+
+    Returns:
+        Bool [B, T], or [B, 1] if both inputs have the shape [B, 1]. If `ratio` is [B, T], padding tokens are False,
+        because their ratio is 1.
+    """
+    return (ratio > 1 + epsilon_high) & (advantages > 0)
 
 
 def cispo_surrogate(
@@ -424,55 +473,6 @@ def _check_columns(**tensors: Tensor) -> None:
                 f"{name} must have the shape [B, T] or [B, 1], got {list(tensor.shape)}: with one value per "
                 f"completion, pass {name}[:, None]."
             )
-
-
-def is_clipped_low(ratio: Tensor, advantages: Tensor, *, epsilon: float) -> Tensor:
-    """Find tokens that `clipped_surrogate` clips from below: r < 1 - epsilon and A < 0.
-
-    With A > 0 a low ratio is not clipped: the minimum is r A, and its gradient raises the ratio again.
-
-    Args:
-        ratio: [B, T], or [B, 1] for sequences.
-        advantages: [B, 1], or [B, T].
-        epsilon: As in `clipped_surrogate`.
-
-    Returns:
-        Bool [B, T], or [B, 1] if both inputs have the shape [B, 1]. If `ratio` is [B, T], padding tokens are False,
-        because their ratio is 1.
-    """
-    return (ratio < 1 - epsilon) & (advantages < 0)
-
-
-def is_clipped_high(ratio: Tensor, advantages: Tensor, *, epsilon_high: float) -> Tensor:
-    """Find tokens that `clipped_surrogate` clips from above: r > 1 + epsilon_high and A > 0.
-
-    With A < 0 a high ratio is not clipped: the minimum is r A, and its gradient lowers the ratio again.
-
-    Args:
-        ratio: [B, T], or [B, 1] for sequences.
-        advantages: [B, 1], or [B, T].
-        epsilon_high: As in `clipped_surrogate`.
-
-    Returns:
-        Bool [B, T], or [B, 1] if both inputs have the shape [B, 1]. If `ratio` is [B, T], padding tokens are False,
-        because their ratio is 1.
-    """
-    return (ratio > 1 + epsilon_high) & (advantages > 0)
-
-
-MAX_LOG_RATIO = 20.0
-"""Bound of the log-ratio, in nats, as in verl, OpenRLHF and ms-swift. exp overflows float32 above 88.7, and the
-gradient is then nan, even where the loss is clipped to a finite value. At a ratio of exp(20) = 5e8, the two policies
-already have nothing in common."""
-
-
-def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp(clip(log_ratio, -20, 20)), with a gradient of 0 outside.
-
-    Args:
-        log_ratio: [...] nats.
-    """
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def rollout_weights(

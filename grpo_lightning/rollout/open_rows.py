@@ -63,15 +63,20 @@ class WaitingPrompts:
 
     def take(self, num_open: int) -> Wave:
         """Take the next prompts whose rows fit next to `num_open` open rows; at least one prompt if no row is open."""
-        prompts, seeds, num_generations, part, vision, _, limits = self.wave
-        count = max((self.max_rows - num_open) // len(part), int(not num_open))
-        run = range(len(prompts))[self.num_taken : self.num_taken + count]
+        whole = self.wave
+        count = max((self.max_rows - num_open) // len(whole.part), int(not num_open))
+        run = range(len(whole.prompts))[self.num_taken : self.num_taken + count]
         if not run:
             return self.none
         self.num_taken = run.stop
         chosen = slice(run.start, run.stop)
-        images = vision and vision.select(run)
-        return Wave(prompts[chosen], seeds[chosen], num_generations, part, images, run.start, limits[chosen])
+        return whole._replace(
+            prompts=whole.prompts[chosen],
+            seeds=whole.seeds[chosen],
+            vision=whole.vision and whole.vision.select(run),
+            first=run.start,
+            limits=whole.limits[chosen],
+        )
 
 
 @dataclass

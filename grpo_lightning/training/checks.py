@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.objective import TAKES_TURN_CREDIT
+from grpo_lightning.objective import SURROGATES
 from grpo_lightning.policy.reference import SyncReference
 from grpo_lightning.policy.trainable import check_masters, compute_dtype
 from grpo_lightning.rewards.base import WeightedReward, innermost
@@ -491,10 +491,11 @@ def check_conversation(environment: Any, settings: Any, rewards: Sequence[Weight
 
 def check_turn_credit(turn_credit: float, surrogate: str) -> None:
     """Raise ValueError if turns have their own credit, but the surrogate uses one advantage per completion."""
-    if turn_credit and surrogate not in TAKES_TURN_CREDIT:
+    if turn_credit and not SURROGATES[surrogate].takes_turn_credit:
+        others = ", ".join(sorted(name for name, each in SURROGATES.items() if each.takes_turn_credit))
         raise ValueError(
             f"model.conversation.turn_credit is {turn_credit}, but model.objective.surrogate {surrogate!r} has one "
-            f"advantage per completion: use one of {', '.join(sorted(TAKES_TURN_CREDIT))}, or set turn_credit to 0."
+            f"advantage per completion: use one of {others}, or set turn_credit to 0."
         )
 
 

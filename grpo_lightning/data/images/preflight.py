@@ -249,8 +249,8 @@ class ImageCounts:
                 such paths, the entry may be text-only on purpose.
 
         Raises:
-            ValueError: If one of the two roots is used for the entry, but no row has images (in a column that is read as
-                images, or in a message).
+            ValueError: If one of the two roots is used for the entry, but no row has images (in a column that is read
+                as images, or in a message).
         """
         if source in self.unread:
             image_root = image_root or run_root
