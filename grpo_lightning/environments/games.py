@@ -38,7 +38,7 @@ class GuessTheNumber(Environment):
         """Begin a game. Raises: ValueError if the number is not a whole number."""
         try:
             self.number = int(number)
-            is_whole = not isinstance(number, float) or number == self.number
+            is_whole = isinstance(number, str) or number == self.number
         except (TypeError, ValueError, OverflowError):
             is_whole = False
         if not is_whole:
@@ -49,10 +49,12 @@ class GuessTheNumber(Environment):
         """Answer a guess."""
         self.guesses += 1
         numbers = re.findall(r"-?\d+(?:\.\d+)?", completion)
-        if numbers and float(numbers[-1]) == self.number:
+        # Large whole numbers are not exact as floats.
+        guess = None if not numbers else float(numbers[-1]) if "." in numbers[-1] else int(numbers[-1])
+        if guess == self.number:
             return Step(done=True, reward=1.0, metrics={"guesses": self.guesses})
         if self.guesses == self.max_guesses:
             return Step(done=True, reward=0.0, metrics={"guesses": self.guesses})
-        if not numbers:
+        if guess is None:
             return Step(self.unreadable)
-        return Step(self.higher if float(numbers[-1]) < self.number else self.lower)
+        return Step(self.higher if guess < self.number else self.lower)

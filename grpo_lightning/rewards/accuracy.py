@@ -27,7 +27,6 @@ from grpo_lightning.rewards.answers import (
     in_box,
     numbers_in,
     readable,
-    single_number,
 )
 from grpo_lightning.rewards.base import Content, Reward, WeightedReward, completion_text
 from grpo_lightning.rewards.workers import RewardWorkers, WorkerPool
@@ -65,6 +64,7 @@ _SEPARATOR = re.compile(r"[ \u00a0\u2009\u202f]|\\[,! ;]")
 _GROUPED = re.compile(rf"(?<![0-9.,^_])[0-9]{{1,3}}(?:(?:{_SEPARATOR.pattern})[0-9]{{3}})+(?![0-9])")
 _APART = re.compile(r"\\?\$|\\[()\[\]]|[\n\r\u2028](?![ \t]{0,8}=)|[.?]\s")
 _SENTENCES = re.compile(r"[\n\r\u2028]|[.?!]\s")
+_SEVERAL = re.compile(r"[,;]\s|;|\b(?:and|or)\b")
 _WORDS = re.compile(rf"[A-Za-z]{{2,}}|[{_UNSPACED}]+")
 _LINKED = re.compile(r"=>?|\||&|->|\u2192|\\\\|\\(?:to|rightarrow|Rightarrow|implies|cup)(?![A-Za-z])")
 _EDGES = " \t*:,;.=()"
@@ -98,10 +98,11 @@ class Accuracy(AnswerReward):
 
     1. If the ground truth cannot be parsed as mathematics, or is longer than `max_answer_characters`, no answer gets a
        value, not even an answer with the same words.
-    2. The ground truth has several different numbers, but is not one expression: it has no "=", and is not a set, an
-       interval, a tuple, a sum or the like. An answer with the same words is right. If such a ground truth has several
-       sentences or lines (a worked solution), all other answers get no value. If it is a single phrase or sentence ("10
-       apples (5 red)"), another answer gets no value if it equals one of these numbers, and is wrong otherwise.
+    2. The ground truth has several different numbers, but is not one expression (a set, an interval, a tuple, a sum or
+       the like). An answer with the same words is right. If such a ground truth has several sentences or lines (a
+       worked solution), all other answers get no value. If it is a single phrase or sentence ("10 apples (5 red)"),
+       another answer gets no value if all its numbers are numbers of the ground truth, and is wrong otherwise. However,
+       an answer that equals the result of a calculation ("3x = 12 => x = 4") is right.
     3. If the comparison of an answer fails or times out, this answer gets no value.
 
     math-verify (install the extra `math`) runs in a separate process, so the reward can be called from any thread. If
@@ -223,20 +224,22 @@ class Comparison(Reward):
             return None
         if answer.casefold().split() == gold.casefold().split():
             return True
-        # If the ground truth has several numbers, math-verify compares one of them. For a calculation ("2 x 3 = 6"),
-        # this is the result. Otherwise it may be the wrong number, so answers that equal any of the numbers are left
-        # without a value.
-        is_ambiguous = names_several(gold, expected) and "=" not in gold
-        if is_ambiguous and _SENTENCES.search(gold.strip()):
+        # If the ground truth has several numbers, math-verify compares one of them. For a calculation ("3x = 12 => x =
+        # 4"), this is the result. Otherwise it may be the wrong number.
+        has_several = names_several(gold, expected)
+        if has_several and _SENTENCES.search(gold.strip()):
             return None  # a worked solution
         given = parse_short(answer)
         if names_several(answer, given) or is_negated(answer):
             return False
         # `verify` is not symmetric: the ground truth comes first.
         is_equal = bool(verify(expected, given, timeout_seconds=None, raise_on_error=True))
-        if is_ambiguous and (is_equal or single_number(answer) in numbers_in(gold)):
-            return None
-        return is_equal
+        if not has_several:
+            return is_equal
+        if is_equal:
+            return True if is_calculation(gold) else None
+        numbers = numbers_in(answer)
+        return None if numbers and numbers <= numbers_in(gold) else False
 
 
 def _ready_comparison() -> Comparison:
@@ -385,6 +388,12 @@ def names_several(text: str, expressions: list[Any]) -> bool:
         return True
     linked = [read_number(piece) for part in parts for piece in _LINKED.split(part)]
     return len({piece for piece in linked if isinstance(piece, float)}) > 1
+
+
+def is_calculation(text: str) -> bool:
+    """Whether a ground truth is one calculation with its result ("3x = 12 => x = 4"), not several statements."""
+    text = text.strip()
+    return "=" in text and not _SEVERAL.search(text)
 
 
 def is_negated(text: str) -> bool:

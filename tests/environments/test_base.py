@@ -1,5 +1,8 @@
 """An environment returns a step or a part of it, and `reset` gets the columns that it names."""
 
+import re
+from decimal import Decimal
+
 import numpy as np
 import pytest
 
@@ -81,6 +84,8 @@ def test_the_number_game():
     game.reset(5.0)
     assert game.step("5.5").observation == "lower", "one guess, not 5"
     assert game.step("It is 5.").reward == 1.0
-    for wrong in ("seven", 3.7, None):
-        with pytest.raises(ValueError, match=f"must hold a whole number, got {wrong!r}"):
+    game.reset(2**53 + 1)  # no float is this number
+    assert game.step(f"{2**53 + 1}").reward == 1.0
+    for wrong in ("seven", 3.7, np.float32(3.5), Decimal("3.7"), None):
+        with pytest.raises(ValueError, match=re.escape(f"must hold a whole number, got {wrong!r}")):
             game.reset(wrong)
