@@ -210,6 +210,11 @@ def model_or_config(given: Any) -> Any:
     if is_adapted(model):
         check_given(model)
         return model
+    if isinstance(model, str):
+        raise ValueError(
+            f"model.policy.model takes a transformers model or config in memory, got the text {model!r}: set "
+            "model.policy.name for a name or a folder."
+        )
     if not isinstance(model, PretrainedConfig | PreTrainedModel):
         shown = f"a {type(model).__name__}" if isinstance(model, nn.Module) else f"{model!r:.80}"
         raise ValueError(

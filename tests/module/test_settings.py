@@ -80,6 +80,11 @@ def test_wrong_settings_fail_in_the_constructor(settings, message):
         GRPOLightningModule(**({"policy": NOT_THERE, "rewards": [vowel_share]} | settings))
 
 
+def test_a_folder_is_not_a_model_in_memory():
+    with pytest.raises(ValueError, match=r"policy\.model takes .*, got the text 'a/b': set model.policy.name"):
+        PolicyLoader(model="a/b")
+
+
 def test_a_policy_in_memory_needs_its_tokenizer():
     with pytest.raises(ValueError, match="pass `tokenizer`"):
         make_module(tokenizer=None)
