@@ -143,16 +143,18 @@ class NoNoise(logging.Filter):
 
 
 class WarnOnce:
-    """Logs each warning once per key."""
+    """Logs each message once per key."""
 
     def __init__(self) -> None:
         self.keys: set[str] = set()
 
-    def __call__(self, logger: logging.Logger, key: str, message: str, *values: object) -> None:
-        """Log the warning, unless one with this key was logged before."""
+    def __call__(
+        self, logger: logging.Logger, key: str, message: str, *values: object, level: int = logging.WARNING
+    ) -> None:
+        """Log the message, unless one with this key was logged before."""
         if key not in self.keys:
             self.keys.add(key)
-            logger.warning(message, *values, stacklevel=2)
+            logger.log(level, message, *values, stacklevel=2)
 
 
 def show_messages() -> None:

@@ -24,13 +24,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from grpo_lightning.core.event_loop import wait_for
+from grpo_lightning.core.messages import WarnOnce
 from grpo_lightning.core.types import Message
 from grpo_lightning.environments.base import MOST_MESSAGES, Environment, Step
 
 log = logging.getLogger(__name__)
 
-LOGGED: set[tuple[str, ...]] = set()
-"""Keys of the messages about tools that this process has logged. A tool may fail in each of thousands of calls."""
+warn_once = WarnOnce()
+"""Logs the failures of tools once per process and kind, because a tool may fail in each of thousands of calls."""
 
 ToolFormat = Literal["auto", "json", "python"]
 """The format of calls. `json` is `{"name": ..., "arguments": {...}}`, which Qwen, Hermes, Llama 3.1 and Mistral write.
@@ -139,11 +140,13 @@ class Tools(Environment):
             value = wait_for(function(**call.arguments))
         except Exception as error:  # noqa: BLE001 - a tool may raise anything; the policy gets it, and the log has it
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            log_once(
-                (call.name, type(error).__name__),
+            warn_once(
+                log,
+                f"{call.name} {type(error).__name__}",
                 "The tool %r raised %s: %s (at %s:%d). The policy gets the error as the answer to its call. "
                 "environment/calls/exception counts such calls; this process logs no further errors of this type.",
                 *(call.name, type(error).__name__, error, frame.filename, frame.lineno),
+                level=logging.INFO,
             )
             return "exception", f"Error: {type(error).__name__}: {error}"
         return "ok", value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
@@ -154,13 +157,6 @@ class Tools(Environment):
             return None
         what = "took too long" if kind == "timeout" else "ended unexpectedly"
         return Step([answer("", f"Error: the tool {what}.")], metrics=call_metrics(Counter([kind])))
-
-
-def log_once(key: tuple[str, ...], message: str, *values: object) -> None:
-    """Log a message about a tool, unless this process has logged one with this key."""
-    if key not in LOGGED:
-        LOGGED.add(key)
-        log.info(message, *values)
 
 
 def name_of(tool: Callable[..., Any]) -> str:
@@ -311,10 +307,12 @@ def argument_problem(function: Callable[..., Any], arguments: Mapping[str, Any])
     try:
         hints = typing.get_type_hints(signature_owner(function))
     except Exception as error:  # noqa: BLE001 - hints in quotes are evaluated, and may raise anything; the log has it
-        log_once(
-            (name_of(function), "hints"),
+        warn_once(
+            log,
+            f"{name_of(function)} hints",
             "The type hints of the tool %r cannot be read (%s: %s), so the arguments of its calls are not checked.",
             *(name_of(function), type(error).__name__, error),
+            level=logging.INFO,
         )
         return ""
     for name, value in arguments.items():

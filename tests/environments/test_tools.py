@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_lightning.core.messages import WarnOnce
 from grpo_lightning.environments import Search, Tools, calculator, tools
 from grpo_lightning.environments.tools import ToolCall, argument_problem, read_calls
 from grpo_lightning.rollout.conversations import tool_schemas
@@ -128,7 +129,7 @@ def test_outcomes_are_observations_and_are_counted(text, outcome, told):
 
 def test_an_error_of_a_tool_is_logged_once(caplog, monkeypatch):
     """The policy gets it, so that without a log nobody else would see where a tool is broken."""
-    monkeypatch.setattr(tools, "LOGGED", set())
+    monkeypatch.setattr(tools, "warn_once", WarnOnce())
     with caplog.at_level(logging.INFO, "grpo_lightning"):
         for text in ("this", "that"):
             Tools([broken]).step(f"[broken(text={text!r})]")
@@ -183,7 +184,7 @@ def test_hints_that_cannot_be_read_are_logged_once(caplog, monkeypatch):
     def divided(size: "1 / 0"):  # type: ignore[valid-type]  # a hint in quotes is evaluated, and raises anything
         return size
 
-    monkeypatch.setattr(tools, "LOGGED", set())
+    monkeypatch.setattr(tools, "warn_once", WarnOnce())
     with caplog.at_level(logging.INFO, "grpo_lightning"):
         for tool in (named, named, divided):
             assert argument_problem(tool, {"size": 1}) == ""
