@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple
 from grpo_lightning.core.event_loop import event_loop
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.environments.base import Environment, InvalidStepError
-from grpo_lightning.environments.calls import EnvironmentCalls, Method, copy_environment
+from grpo_lightning.environments.method_calls import EnvironmentCalls, Method, copy_environment
 from grpo_lightning.rewards.workers import Answer, RewardWorkers, WorkerPool, seeded_random
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
-"""The report of a run: `run_files` reads the files of a run, `page` writes their data into one HTML file."""
+"""The report of a run: `run_files` reads the files of a run, `embed_data` writes their data into one HTML file."""
 
-from grpo_lightning.report.page import write_report
+from grpo_lightning.report.embed_data import write_report
 from grpo_lightning.report.run_files import find_run, read_run
 
 __all__ = ["find_run", "read_run", "write_report"]

@@ -66,7 +66,7 @@ CALLERS = frozenset(
         "rewards/scoring.py",
         "rewards/base.py",
         "environments/runner.py",
-        "environments/calls.py",
+        "environments/method_calls.py",
     )
 )
 """Files whose stack frames are left out of the tracebacks of rewards."""

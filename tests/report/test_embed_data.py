@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from grpo_lightning.report import read_run, write_report
-from grpo_lightning.report.page import script_json
+from grpo_lightning.report.embed_data import script_json
 from tests.report.run_folders import HOSTILE, line, write_run
 
 
