@@ -35,7 +35,7 @@ from grpo_lightning import GRPOLightningModule, Objective, PolicyLoader, PromptS
 from grpo_lightning.optimizers import AdamW, AdamW8bit, PagedAdamW8bit
 from grpo_lightning.policy.adapters import adapter_layers, using_adapter
 from grpo_lightning.policy.lora import LoRA
-from grpo_lightning.training.export import export
+from grpo_lightning.training.checkpoint_export import export
 
 SIZES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8,

@@ -40,12 +40,11 @@ from grpo_lightning.data.batch import PromptBatch, as_prompt_batch
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.environments.adapters import as_environment
 from grpo_lightning.environments.base import EnvironmentLike
-from grpo_lightning.environments.runner import EnvironmentRunner
+from grpo_lightning.environments.workers import EnvironmentRunner
 from grpo_lightning.objective import Objective, warn_of_length_weights
 from grpo_lightning.optimizers import AdamW, OptimizerFactory
 from grpo_lightning.policy.completion_logprobs import Scorer, TokenLogprobs
 from grpo_lightning.policy.encoder import Encoder
-from grpo_lightning.policy.hf import is_adapted
 from grpo_lightning.policy.loading import PolicyLike, PolicyLoader
 from grpo_lightning.policy.lora_injection import describe_adapter
 from grpo_lightning.policy.reference import (
@@ -58,6 +57,7 @@ from grpo_lightning.policy.reference import (
 )
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.trainable import dtype_name, keep_frozen_out_of_checkpoints
+from grpo_lightning.policy.transformers_internals import is_adapted
 from grpo_lightning.policy.turns import TurnTokens
 from grpo_lightning.rewards import RewardLike, RewardSet, RewardWorkers, Scores
 from grpo_lightning.rewards.base import TrainerState

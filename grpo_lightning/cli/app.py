@@ -20,7 +20,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from grpo_lightning.cli import config, config_errors, help, resume, runs, sources
+from grpo_lightning.cli import ckpt_path, config, config_errors, help, runs, sources
 from grpo_lightning.cli.errors import ConfigurationError, plain_refusal, rank
 from grpo_lightning.core.messages import quiet_libraries, quiet_loggers, show_messages
 from grpo_lightning.data.datamodule import PromptDataModule
@@ -264,24 +264,24 @@ class GRPOCLI(LightningCLI):
         settings, to_train = self.config[self.config.subcommand], self.config.subcommand == "fit"
         self.continued: Path | None = None
         given = settings.get("ckpt_path")
-        if to_train and given is None and resume.is_requeued():
+        if to_train and given is None and ckpt_path.is_requeued():
             given = "auto"
         if given == "auto":
             settings.ckpt_path = self.newest_checkpoint(settings)
             if settings.ckpt_path and to_train:
                 folder = runs.runs_folder(settings.trainer, settings.run_name)
                 self.continued = runs.version_of(Path(settings.ckpt_path), folder)
-        elif given and (folders := resume.folders_of_run(Path(given))):
-            path, skipped = resume.newest(folders, to_train=to_train)
+        elif given and (folders := ckpt_path.folders_of_run(Path(given))):
+            path, skipped = ckpt_path.newest(folders, to_train=to_train)
             if path is None:
                 reasons = "".join(f"\n  {other}: {why}" for other, why in skipped.items())
                 raise ConfigurationError(f"--ckpt_path: {given} has no checkpoint that can be used.{reasons}")
             self.log_found(path, skipped, Path(given))
             settings.ckpt_path = str(path)
-        resume.check_there(settings.get("ckpt_path"), to_train=to_train)
+        ckpt_path.check_there(settings.get("ckpt_path"), to_train=to_train)
         if settings.get("ckpt_path") and Path(settings.ckpt_path).exists() and rank() == 0:
             self._dump_config()
-            if notice := resume.notice(
+            if notice := ckpt_path.notice(
                 Path(settings.ckpt_path),
                 self.config_dump,
                 config.defaults_of_null(self.subparser.keys()),
@@ -295,8 +295,8 @@ class GRPOCLI(LightningCLI):
             ConfigurationError: If the run has no complete checkpoint and the command is not `fit`.
         """
         folder, to_train = runs.runs_folder(settings.trainer, settings.run_name), self.config.subcommand == "fit"
-        elsewhere = resume.folders_elsewhere(settings.trainer, folder)
-        path, skipped = resume.newest([*resume.folders_of_run(folder), *elsewhere], to_train=to_train)
+        elsewhere = ckpt_path.folders_elsewhere(settings.trainer, folder)
+        path, skipped = ckpt_path.newest([*ckpt_path.folders_of_run(folder), *elsewhere], to_train=to_train)
         self.log_found(path, skipped, folder)
         where = " or ".join([f"{folder}/version_*/checkpoints", *map(str, elsewhere)])
         if path is None and not to_train:

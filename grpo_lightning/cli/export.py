@@ -10,7 +10,7 @@ from grpo_lightning.cli.hub import check_push, push
 
 
 def run(args: list[str]) -> None:
-    """Export a checkpoint. For the errors that it raises, see `grpo_lightning.training.export.export`.
+    """Export a checkpoint. For the errors that it raises, see `grpo_lightning.training.checkpoint_export.export`.
 
     For a quantized run, the printed summary states that the adapter belongs to the full-precision weights of the base
     model, or was merged into these weights.
@@ -19,8 +19,8 @@ def run(args: list[str]) -> None:
     repo, private = options.pop("push"), options.pop("private")
     check_push(repo, private=private)
     from grpo_lightning.report.model_card import write_card
+    from grpo_lightning.training.checkpoint_export import export
     from grpo_lightning.training.checkpoint_files import run_of
-    from grpo_lightning.training.export import export
 
     options["checkpoint"] = checkpoint_of(Path(options["checkpoint"]))
     written = export(**options)
@@ -68,13 +68,13 @@ def checkpoint_of(path: Path) -> Path:
     Raises:
         ConfigurationError: If the run has no complete checkpoint.
     """
-    from grpo_lightning.cli import resume
+    from grpo_lightning.cli import ckpt_path
     from grpo_lightning.cli.errors import ConfigurationError
 
-    folders = resume.folders_of_run(path)
+    folders = ckpt_path.folders_of_run(path)
     if not folders:
         return path
-    newest, skipped = resume.newest(folders)
+    newest, skipped = ckpt_path.newest(folders)
     if newest is None and not skipped:
         raise ConfigurationError(
             f"{path} has no checkpoint. The recipe may turn checkpoints off (trainer.enable_checkpointing: false, as "

@@ -132,7 +132,7 @@ class Ending:
     """The environment, pickled if it runs in workers."""
 
     failure: str = ""
-    """Kind of the failure that ended the conversation (see `environments.runner.FAILURES`); empty if nothing failed."""
+    """Kind of failure that ended the conversation (`environments.workers.FAILURES`); empty if nothing failed."""
 
     is_scorable: bool = True
     """False if the completion gets no reward because of the failure."""

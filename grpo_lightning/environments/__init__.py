@@ -14,10 +14,10 @@ if TYPE_CHECKING:  # for editors and type checkers; the names are those of `_HOM
     from grpo_lightning.environments.base import EnvironmentLike as EnvironmentLike
     from grpo_lightning.environments.base import Step as Step
     from grpo_lightning.environments.games import GuessTheNumber as GuessTheNumber
-    from grpo_lightning.environments.runner import EnvironmentRunner as EnvironmentRunner
     from grpo_lightning.environments.tools import Search as Search
     from grpo_lightning.environments.tools import Tools as Tools
     from grpo_lightning.environments.tools import calculator as calculator
+    from grpo_lightning.environments.workers import EnvironmentRunner as EnvironmentRunner
 
 _HOMES = {
     name: module
@@ -25,7 +25,7 @@ _HOMES = {
         "adapters": "MultiTurnFunction ToolObject as_environment",
         "base": "Environment EnvironmentLike Step",
         "games": "GuessTheNumber",
-        "runner": "EnvironmentRunner",
+        "workers": "EnvironmentRunner",
         "tools": "Search Tools calculator",
     }.items()
     for name in names.split()

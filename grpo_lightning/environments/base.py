@@ -20,7 +20,7 @@ prompt. Then `step` gets the text of each turn of the policy. If a limit of the 
 `max_completion_length`) ends the conversation before the environment does, `end` is called to get a last reward.
 
 By default, the methods of an environment run in worker processes with the limits of `model.reward_workers`
-(`environments/runner.py`). The object is pickled between two calls, so it must hold everything that the environment
+(`environments/workers.py`). The object is pickled between two calls, so it must hold everything that the environment
 needs later. An environment runs in the training process instead if it cannot be pickled, has `in_process = True`, or
 has an async method.
 """
@@ -142,7 +142,7 @@ class Environment(ABC):
         failed call remain.
 
         Args:
-            kind: See `environments.runner.FAILURES`.
+            kind: See `environments.workers.FAILURES`.
             problem: The failure in words.
 
         Returns:

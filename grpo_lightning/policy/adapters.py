@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.policy.hf import is_copied
 from grpo_lightning.policy.precision import NARROW, compute_like
+from grpo_lightning.policy.transformers_internals import is_copied
 
 STARTING = "reference"
 """peft's name of the frozen copy of the initial adapter, which the reference runs with."""

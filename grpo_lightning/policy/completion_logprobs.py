@@ -48,7 +48,10 @@ from torch.utils.checkpoint import checkpoint
 from grpo_lightning.core.types import MicroBatch, PromptVision, VisionInputs
 from grpo_lightning.functional.logprobs import token_entropy, token_logprobs
 from grpo_lightning.functional.routing import RouterLoad, total_load
-from grpo_lightning.policy.hf import (
+from grpo_lightning.policy.kv_cache import PrefixCache, Rows, fan_out
+from grpo_lightning.policy.routers import Routers
+from grpo_lightning.policy.sharding import computes_in_32_bits
+from grpo_lightning.policy.transformers_internals import (
     PlacedPrompts,
     base_model,
     known_arguments,
@@ -56,9 +59,6 @@ from grpo_lightning.policy.hf import (
     text_config,
     text_positions,
 )
-from grpo_lightning.policy.kv_cache import PrefixCache, Rows, fan_out
-from grpo_lightning.policy.routers import Routers
-from grpo_lightning.policy.sharding import computes_in_32_bits
 from grpo_lightning.policy.vision import place_images, showing_images
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_lightning.core.images import ImageError, ImageRef
 from grpo_lightning.core.types import EncodedPrompt, ImageView, Message, Prompt, PromptVision, VisionInputs
 from grpo_lightning.policy.families import family_of
-from grpo_lightning.policy.hf import num_positions, vocabulary_size
+from grpo_lightning.policy.transformers_internals import num_positions, vocabulary_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image

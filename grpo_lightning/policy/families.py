@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import nn
 
 from grpo_lightning.core.types import Coordinates
-from grpo_lightning.policy.hf import base_model
+from grpo_lightning.policy.transformers_internals import base_model
 
 log = logging.getLogger(__name__)
 

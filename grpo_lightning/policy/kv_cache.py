@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from grpo_lightning.policy.hf import base_model, text_config
+from grpo_lightning.policy.transformers_internals import base_model, text_config
 
 log = logging.getLogger(__name__)
 

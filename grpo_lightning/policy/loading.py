@@ -22,7 +22,6 @@ from grpo_lightning.policy.adapters import trained_adapter
 from grpo_lightning.policy.completion_logprobs import AutoChunks, Scorer, auto_chunks
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.families import family_of, is_multimodal, known_family, unknown_reason
-from grpo_lightning.policy.hf import attention_kernel, base_model, is_adapted, naming, num_positions, text_config
 from grpo_lightning.policy.lora import adapter_config
 from grpo_lightning.policy.lora_injection import check_names
 from grpo_lightning.policy.precision import restore_head, use_float32_head
@@ -32,6 +31,14 @@ from grpo_lightning.policy.settings import Attention, PolicySettings, Quantizati
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.tokenizer import check_image_family, load_processor, load_tokenizer
 from grpo_lightning.policy.trainable import check_num_layers, dtype_name, limit_training
+from grpo_lightning.policy.transformers_internals import (
+    attention_kernel,
+    base_model,
+    is_adapted,
+    naming,
+    num_positions,
+    text_config,
+)
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -8,8 +8,8 @@ from typing import Any
 
 from grpo_lightning.core.types import check_ranges
 from grpo_lightning.policy.adapters import STARTING, adapter_layers, layer_weights, switched_modules
-from grpo_lightning.policy.hf import is_copied
 from grpo_lightning.policy.lora_targets import check_saved
+from grpo_lightning.policy.transformers_internals import is_copied
 
 BASE_IS_LOST = ("pissa_niter", "corda", "lora_ga")
 """Initializations (`init_lora_weights`) that change the base's weights in a way that peft cannot repeat when it loads a

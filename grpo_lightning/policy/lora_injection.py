@@ -22,7 +22,6 @@ from grpo_lightning.policy.adapters import (
     widen_copies,
 )
 from grpo_lightning.policy.families import family_of, vision_parts
-from grpo_lightning.policy.hf import is_copied
 from grpo_lightning.policy.lora import LoRA, adapter_config
 from grpo_lightning.policy.lora_targets import (
     expert_targets,
@@ -32,6 +31,7 @@ from grpo_lightning.policy.lora_targets import (
     saved_modules,
     targets,
 )
+from grpo_lightning.policy.transformers_internals import is_copied
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.policy.hf import base_model
+from grpo_lightning.policy.transformers_internals import base_model
 
 NARROW = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Unit roundoff of 16-bit dtypes: the largest update, as a fraction of the weight, that can be lost to rounding."""

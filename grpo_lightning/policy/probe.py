@@ -28,7 +28,10 @@ from grpo_lightning.policy.completion_logprobs import (
     refuse_transformers_checkpointing,
 )
 from grpo_lightning.policy.families import unknown_reason
-from grpo_lightning.policy.hf import (
+from grpo_lightning.policy.kv_cache import PrefixCache, stores_keys
+from grpo_lightning.policy.routers import Routers
+from grpo_lightning.policy.sharding import computes_in_32_bits, is_partitioned
+from grpo_lightning.policy.transformers_internals import (
     attention_kernel,
     base_model,
     cache_argument,
@@ -37,9 +40,6 @@ from grpo_lightning.policy.hf import (
     running_module,
     text_config,
 )
-from grpo_lightning.policy.kv_cache import PrefixCache, stores_keys
-from grpo_lightning.policy.routers import Routers
-from grpo_lightning.policy.sharding import computes_in_32_bits, is_partitioned
 
 
 def no_cache_reason(model: nn.Module) -> str | None:

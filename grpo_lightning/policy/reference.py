@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import check_ranges
 from grpo_lightning.policy.adapters import STARTING, add_starting_adapter, adds_nothing, base_weights, using_adapter
-from grpo_lightning.policy.hf import attention_kernel, is_adapted
 from grpo_lightning.policy.loading import PolicyLoader, disable_dropout, disable_router_loss
 from grpo_lightning.policy.precision import use_float32_head
 from grpo_lightning.policy.rope import fix_frequencies, fixed_length
 from grpo_lightning.policy.sharding import Sharding, is_partitioned
+from grpo_lightning.policy.transformers_internals import attention_kernel, is_adapted
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by size in bytes."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.policy.hf import base_model, rope_entries, rope_type, text_config
+from grpo_lightning.policy.transformers_internals import base_model, rope_entries, rope_type, text_config
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from grpo_lightning.functional.routing import RouterLoad, router_load
-from grpo_lightning.policy.hf import base_model, is_copied, running_module, text_config
+from grpo_lightning.policy.transformers_internals import base_model, is_copied, running_module, text_config
 
 
 class UnsupportedRoutersError(ValueError):

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from grpo_lightning.policy.adapters import trained_adapter
-from grpo_lightning.policy.hf import is_adapted, naming
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.transformers_internals import is_adapted, naming
 
 
 def write_policy(

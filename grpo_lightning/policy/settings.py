@@ -11,8 +11,8 @@ from torch import nn
 
 from grpo_lightning.core.types import check_ranges, optional_settings
 from grpo_lightning.policy.families import refuse_remote_code
-from grpo_lightning.policy.hf import base_model, is_adapted, naming
 from grpo_lightning.policy.lora import LoRA, check_given
+from grpo_lightning.policy.transformers_internals import base_model, is_adapted, naming
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

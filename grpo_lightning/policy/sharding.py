@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.core import ranks
-from grpo_lightning.policy.hf import base_model
+from grpo_lightning.policy.transformers_internals import base_model
 
 
 class Sharding:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.policy.families import FAMILIES, is_multimodal, known_family
-from grpo_lightning.policy.hf import naming, vocabulary_size
+from grpo_lightning.policy.transformers_internals import naming, vocabulary_size
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

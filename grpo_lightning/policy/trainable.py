@@ -13,10 +13,10 @@ from torch import nn
 
 from grpo_lightning.policy.adapters import narrow_copies, trained_adapter
 from grpo_lightning.policy.families import family_of, freeze_unused, freeze_vision, unused_parts, vision_parts
-from grpo_lightning.policy.hf import base_model, is_adapted, text_config
 from grpo_lightning.policy.lora_injection import add_adapters, finish_adapters
 from grpo_lightning.policy.precision import NARROW
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.transformers_internals import base_model, is_adapted, text_config
 
 if TYPE_CHECKING:
     from grpo_lightning.policy.settings import PolicySettings

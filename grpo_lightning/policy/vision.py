@@ -21,7 +21,13 @@ from transformers.utils import ModelOutput
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import ImageFeatures, ObservedImages, PromptVision, VisionInputs
 from grpo_lightning.policy.families import family_of, inner_model, is_tower_trained
-from grpo_lightning.policy.hf import PlacedPrompts, base_model, compute_device, known_arguments, text_positions
+from grpo_lightning.policy.transformers_internals import (
+    PlacedPrompts,
+    base_model,
+    compute_device,
+    known_arguments,
+    text_positions,
+)
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ import torch
 from jinja2 import TemplateError
 
 from grpo_lightning.core.types import Message
-from grpo_lightning.policy.hf import naming, num_positions
 from grpo_lightning.policy.sharding import unpartitioned
+from grpo_lightning.policy.transformers_internals import naming, num_positions
 from grpo_lightning.rewards.base import Content, ImageSize, Reward, completion_text
 
 if TYPE_CHECKING:

@@ -65,7 +65,7 @@ CALLERS = frozenset(
         "rewards/workers.py",
         "rewards/scoring.py",
         "rewards/base.py",
-        "environments/runner.py",
+        "environments/workers.py",
         "environments/method_calls.py",
     )
 )
@@ -289,7 +289,7 @@ class WorkerPool:
     Args:
         rewards: All rewards of the run. Rewards that cannot run in workers run in the training process.
         limits: Settings of the workers; None, or `num_workers` 0, runs all rewards in the training process.
-        kind: The kind of object that runs here, for messages: "Reward", or "Environment" (`environments/runner.py`).
+        kind: The kind of object that runs here, for messages: "Reward", or "Environment" (`environments/workers.py`).
     """
 
     def __init__(self, rewards: Sequence[WeightedReward], limits: RewardWorkers | None, kind: str = "Reward") -> None:

@@ -48,8 +48,8 @@ from grpo_lightning.environments.base import (
     text_of,
     without_image_data,
 )
-from grpo_lightning.environments.runner import EnvironmentRunner, OnError, Result
 from grpo_lightning.environments.tools import name_of
+from grpo_lightning.environments.workers import EnvironmentRunner, OnError, Result
 from grpo_lightning.functional import turn_credits
 from grpo_lightning.policy.turns import TRUNCATED, TurnTokens
 from grpo_lightning.policy.vision import extend_vision, whole

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.policy.hf import ROTARY, norms, rotary_function, rotary_layers
 from grpo_lightning.policy.kv_cache import merge_parts
+from grpo_lightning.policy.transformers_internals import ROTARY, norms, rotary_function, rotary_layers
 from grpo_lightning.rollout.token_sampler import NextToken, SampledTokens, SampleToken, TokenSettings
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from grpo_lightning.core import ranks
-from grpo_lightning.policy.hf import compute_device
 from grpo_lightning.policy.sharding import full_shape
+from grpo_lightning.policy.transformers_internals import compute_device
 
 log = logging.getLogger(__name__)
 

@@ -32,14 +32,6 @@ from grpo_lightning.core.ranks import Lockstep
 from grpo_lightning.core.types import Completion, SamplingParams, VisionInputs, check_ranges
 from grpo_lightning.policy.completion_logprobs import Scorer, place, showing
 from grpo_lightning.policy.families import is_tower_trained
-from grpo_lightning.policy.hf import (
-    PlacedPrompts,
-    compute_device,
-    evaluating,
-    known_arguments,
-    left_pad,
-    text_config,
-)
 from grpo_lightning.policy.kv_cache import (
     KEY_MULTIPLE,
     DecodingCache,
@@ -55,6 +47,14 @@ from grpo_lightning.policy.precision import linear_copies
 from grpo_lightning.policy.probe import compare, model_type, no_cache_reason, probe_batch, scored_alone
 from grpo_lightning.policy.settings import PolicySettings
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.transformers_internals import (
+    PlacedPrompts,
+    compute_device,
+    evaluating,
+    known_arguments,
+    left_pad,
+    text_config,
+)
 from grpo_lightning.rollout.captured import LEAST_LENGTH, Capture, CapturedSteps, CudaCapture
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turns
 from grpo_lightning.rollout.gathered_weights import LARGEST_SHARE, free_bytes, is_gathered, log_gathering

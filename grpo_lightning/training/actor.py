@@ -20,10 +20,10 @@ from grpo_lightning.objective import StepCounts
 from grpo_lightning.policy.adapters import trained_adapter
 from grpo_lightning.policy.completion_logprobs import Scorer, TokenLogprobs
 from grpo_lightning.policy.encoder import Encoder
-from grpo_lightning.policy.hf import is_adapted
 from grpo_lightning.policy.reference import FrozenCopy, Reference
 from grpo_lightning.policy.routers import Routers
 from grpo_lightning.policy.sharding import Sharding, fsdp_modules, own_part
+from grpo_lightning.policy.transformers_internals import is_adapted
 from grpo_lightning.rollout.groups import vision_of
 from grpo_lightning.training.micro_batches import (
     CompletionRow,

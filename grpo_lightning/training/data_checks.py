@@ -18,8 +18,8 @@ from grpo_lightning.data.mixture import as_entries
 from grpo_lightning.data.orders import known_prompts, source_names
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.policy.encoder import check_length
-from grpo_lightning.policy.hf import num_positions
 from grpo_lightning.policy.rope import original_length
+from grpo_lightning.policy.transformers_internals import num_positions
 from grpo_lightning.rewards.by_method import ByMethod
 from grpo_lightning.rollout.conversations import Conversations
 from grpo_lightning.training.lightning_internals import given_loader, reading_loops

@@ -35,7 +35,7 @@ from grpo_lightning.environments.base import load_observation
 from grpo_lightning.objective import StepCounts
 from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.encoder import Encoder
-from grpo_lightning.policy.hf import left_pad
+from grpo_lightning.policy.transformers_internals import left_pad
 from grpo_lightning.policy.vision import whole
 
 Item = TypeVar("Item")

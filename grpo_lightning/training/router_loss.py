@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from grpo_lightning.core import ranks
 from grpo_lightning.functional.routing import RouterLoad, load_balancing_loss, max_expert_load, total_load
 from grpo_lightning.policy.completion_logprobs import Scorer
-from grpo_lightning.policy.hf import base_model
 from grpo_lightning.policy.probe import check_routers
 from grpo_lightning.policy.routers import Routers, UnsupportedRoutersError, find_routers
+from grpo_lightning.policy.transformers_internals import base_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -19,7 +19,7 @@ from grpo_lightning.environments import (
     Tools,
     calculator,
 )
-from grpo_lightning.environments.runner import Result
+from grpo_lightning.environments.workers import Result
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.turns import TurnTokens

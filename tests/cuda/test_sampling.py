@@ -16,9 +16,9 @@ from transformers import DynamicCache
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_pos_emb
 
 from grpo_lightning.core.types import SamplingParams
-from grpo_lightning.policy.hf import known_arguments
 from grpo_lightning.policy.kv_cache import merge_parts
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.transformers_internals import known_arguments
 from grpo_lightning.rollout.fused import compile_sampler, fused_states
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.token_sampler import NextToken, TokenSampler, TokenSettings

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_lightning.cli import resume as resuming
+from grpo_lightning.cli import ckpt_path
 from grpo_lightning.cli.errors import ConfigurationError
 from tests.distributed.kept import cut
 from tests.distributed.resume import CYCLE, FIXED_BUCKETS, MICRO_STEPS_PER_EPOCH, kill_and_resume
@@ -22,14 +22,14 @@ def half_write(newest: Path) -> None:
     """Leave a checkpoint half-written, as a kill does: it is refused by name, and the one before it is used."""
     assert newest.name == NEWEST
     file = cut(newest)
-    path, skipped = resuming.newest([newest.parent], to_train=True)
+    path, skipped = ckpt_path.newest([newest.parent], to_train=True)
     assert path == newest.with_name(BEFORE)
     assert list(skipped) == [newest]
     assert file in skipped[newest] if newest.is_dir() else "it is incomplete" in skipped[newest]
     with pytest.raises(
         ConfigurationError, match=re.escape(f"{newest} is not a complete checkpoint: {skipped[newest]}")
     ):
-        resuming.check_there(str(newest), to_train=True)
+        ckpt_path.check_there(str(newest), to_train=True)
 
 
 @pytest.mark.parametrize(

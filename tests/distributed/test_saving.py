@@ -7,7 +7,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_lightning.training.export import export
+from grpo_lightning.training.checkpoint_export import export
 from tests.distributed import saving
 from tests.distributed.harness import run_ranks
 from tests.distributed.runs import STRATEGIES

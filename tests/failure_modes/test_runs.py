@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_lightning.cli import resume
+from grpo_lightning.cli import ckpt_path
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.training.checkpoint_files import MARK, mark_complete
@@ -88,7 +88,7 @@ def test_11_a_run_goes_on_from_the_newest_checkpoint_that_was_written_to_its_end
         return max(tmp_path.glob("*.ckpt"), key=os.path.getmtime)
 
     def ours() -> Path | None:
-        path, skipped = resume.newest([tmp_path], to_train=True)
+        path, skipped = ckpt_path.newest([tmp_path], to_train=True)
         assert list(skipped) == [half], "and it is said why"
         return path
 

@@ -15,7 +15,7 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_targets import targets
-from grpo_lightning.training.export import export
+from grpo_lightning.training.checkpoint_export import export
 from tests.helpers.exports import difference
 from tests.helpers.module_runs import History, are_equal, fit, make_module, vowel_share, weights_of
 from tests.helpers.tiny_models import tiny_model, tiny_tokenizer

@@ -10,7 +10,6 @@ from torch import nn
 
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy import kv_cache
-from grpo_lightning.policy.hf import text_config
 from grpo_lightning.policy.kv_cache import (
     ATTENTION,
     SamplingCache,
@@ -24,6 +23,7 @@ from grpo_lightning.policy.kv_cache import (
     unshared_reason,
 )
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.transformers_internals import text_config
 from grpo_lightning.rollout import local_engine
 from grpo_lightning.rollout.local_engine import LocalEngine
 from tests.helpers.families import families

@@ -8,7 +8,7 @@ from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.formats import to_prompt
 from grpo_lightning.data.templates import PromptTemplate
 from grpo_lightning.policy.encoder import check_length, tokenize
-from grpo_lightning.policy.hf import num_positions
+from grpo_lightning.policy.transformers_internals import num_positions
 from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 
 

@@ -12,7 +12,7 @@ from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_targets import expert_targets
 from grpo_lightning.policy.reference import make_reference
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.training.export import export
+from grpo_lightning.training.checkpoint_export import export
 from tests.helpers.exports import difference
 from tests.helpers.module_runs import are_equal, fit, make_module, weights_of
 from tests.helpers.tiny_models import tiny_model, tiny_tokenizer

@@ -10,7 +10,7 @@ from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.reference import make_reference
 from grpo_lightning.training.actor import seeded_dropout
-from grpo_lightning.training.export import export
+from grpo_lightning.training.checkpoint_export import export
 from tests.helpers.exports import difference, save_policy
 from tests.helpers.module_runs import fit, make_module
 from tests.helpers.tiny_models import tiny_model

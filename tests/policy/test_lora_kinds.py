@@ -9,13 +9,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.policy.adapters import adapter_layers, adds_nothing, using_adapter
 from grpo_lightning.policy.completion_logprobs import Scorer
-from grpo_lightning.policy.hf import is_copied
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_targets import saved_modules, targets
 from grpo_lightning.policy.reference import make_reference
 from grpo_lightning.policy.saving import whole_weights, write_policy
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.transformers_internals import is_copied
 from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import SLOW, only
 from tests.policy.adapters import loader_of, logits, train

@@ -11,9 +11,9 @@ from grpo_lightning.core.types import Group, Prompt, SamplingParams
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.completion_logprobs import Scorer
-from grpo_lightning.policy.hf import left_pad, num_positions
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.transformers_internals import left_pad, num_positions
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.training.evaluation import Validation
 from grpo_lightning.training.micro_batches import plan_micro_batches

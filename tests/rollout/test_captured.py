@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_lightning.core.types import SamplingParams
-from grpo_lightning.policy import hf, kv_cache, precision
+from grpo_lightning.policy import kv_cache, precision, transformers_internals
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout import local_engine
 from grpo_lightning.rollout.fused import FusedLayers
@@ -223,7 +223,9 @@ def test_no_two_caches_have_a_layout_in_common():
     for _ in range(20):
         prefilled = kv_cache.SamplingCache(config=model.config)
         ids = torch.full((2, 5), 7)
-        model(ids, past_key_values=prefilled) if not hf.accepts(model, "cache") else model(ids, cache=prefilled)
+        model(ids, past_key_values=prefilled) if not transformers_internals.accepts(model, "cache") else model(
+            ids, cache=prefilled
+        )
         cache = kv_cache.SharedPrompts(model, prefilled, torch.ones(2, 5, dtype=torch.bool), torch.tensor([0, 1]), 40)
         cache.has_fixed_shapes = True
         cache.next_token()

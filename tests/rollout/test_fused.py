@@ -15,7 +15,7 @@ from torch import nn
 from transformers.models.qwen3 import modeling_qwen3
 
 from grpo_lightning.core.types import SamplingParams
-from grpo_lightning.policy import hf
+from grpo_lightning.policy import transformers_internals
 from grpo_lightning.policy.kv_cache import merge_parts
 from grpo_lightning.rollout import fused
 from grpo_lightning.rollout.fused import Fused, FusedLayers, fused_sampler, next_token
@@ -318,7 +318,7 @@ def test_forwards_of_others_are_kept():
 def test_decorators_of_a_forward_are_kept(fused_functions):
     """Attention finds its arguments under their former names too, as transformers' decorator provides."""
     attention = tiny_model("qwen3", num_hidden_layers=1).model.layers[0].self_attn
-    ((_, forward),) = hf.rotary_layers(attention)
+    ((_, forward),) = transformers_internals.rotary_layers(attention)
     calls = []
 
     def decorated(function):
@@ -333,10 +333,10 @@ def test_decorators_of_a_forward_are_kept(fused_functions):
         return apply_rotary_pos_emb(states)  # noqa: F821 - a global name that the test provides
 
     twice = decorated(decorated(types.FunctionType(forward_of.__code__, {"apply_rotary_pos_emb": abs})))
-    assert hf.rotary_function(twice) is None  # a built-in function cannot be compiled
+    assert transformers_internals.rotary_function(twice) is None  # a built-in function cannot be compiled
     twice = decorated(decorated(types.FunctionType(forward_of.__code__, {"apply_rotary_pos_emb": usual_rotary})))
-    assert hf.rotary_function(twice) is usual_rotary
-    assert fused.with_name(twice, hf.ROTARY, lambda states: -states)(None, 3) == -3
+    assert transformers_internals.rotary_function(twice) is usual_rotary
+    assert fused.with_name(twice, transformers_internals.ROTARY, lambda states: -states)(None, 3) == -3
     assert twice(None, 3) == 3
     assert calls == ["before"] * 4
     assert fused.fused_rotary(forward).__code__ is forward.__code__

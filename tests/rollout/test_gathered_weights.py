@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from grpo_lightning.policy.hf import compute_device
+from grpo_lightning.policy.transformers_internals import compute_device
 from grpo_lightning.rollout import gathered_weights
 from grpo_lightning.rollout.gathered_weights import free_bytes, full_bytes, is_gathered, log_gathering
 from tests.helpers.tiny_models import tiny_model

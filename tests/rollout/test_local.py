@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_lightning.core.types import Group, Prompt, SamplingParams
 from grpo_lightning.policy.completion_logprobs import Scorer
-from grpo_lightning.policy.hf import left_pad
 from grpo_lightning.policy.probe import choose_path
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.transformers_internals import left_pad
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.training.micro_batches import plan_micro_batches
 from tests.helpers.families import families

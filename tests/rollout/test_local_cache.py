@@ -5,9 +5,9 @@ import torch
 from transformers import DynamicCache
 
 from grpo_lightning.core.types import SamplingParams
-from grpo_lightning.policy.hf import known_arguments, text_config
 from grpo_lightning.policy.kv_cache import SamplingCache
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.transformers_internals import known_arguments, text_config
 from grpo_lightning.rollout import local_engine
 from grpo_lightning.rollout.local_engine import LocalEngine, no_fan_out_reason
 from tests.helpers.families import families

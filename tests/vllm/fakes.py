@@ -36,8 +36,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from grpo_lightning.core.ranks import Teams
 from grpo_lightning.core.types import EncodedPrompt, PromptVision, SamplingParams
 from grpo_lightning.policy.encoder import Encoder
-from grpo_lightning.policy.hf import num_positions
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.transformers_internals import num_positions
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm.requests import SUPPRESSED
 from grpo_lightning.rollout.vllm.transfer import GlooGroup

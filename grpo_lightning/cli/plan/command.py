@@ -486,7 +486,7 @@ def largest_images(prompts: list[Prompt]) -> list[Prompt]:
 
 def positions(loader: PolicyLoader) -> int | None:
     """Number of positions of the policy; None if it is unlimited, or if the policy is not found (reported later)."""
-    from grpo_lightning.policy.hf import num_positions
+    from grpo_lightning.policy.transformers_internals import num_positions
 
     try:
         return num_positions(loader.load_config())

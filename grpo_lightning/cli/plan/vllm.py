@@ -24,7 +24,7 @@ from grpo_lightning.cli.plan.memory import (
 )
 from grpo_lightning.cli.plan.model import ModelSizes, count, linear_weights
 from grpo_lightning.core.types import SamplingParams
-from grpo_lightning.policy.hf import num_positions
+from grpo_lightning.policy.transformers_internals import num_positions
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from grpo_lightning.core import ranks
-from grpo_lightning.policy.hf import base_model
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.transformers_internals import base_model
 from grpo_lightning.rollout.vllm import transfer
 from grpo_lightning.rollout.vllm.adapters import AdapterFolders
 from grpo_lightning.rollout.vllm.requests import Answer, Arrivals, Request

@@ -22,11 +22,11 @@ from grpo_lightning.core.types import Completion, MicroBatch, SamplingParams, Vi
 from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.families import FAMILIES, family_of, is_multimodal
-from grpo_lightning.policy.hf import base_model, compute_device, left_pad, num_positions
 from grpo_lightning.policy.probe import probe_mode
 from grpo_lightning.policy.settings import PolicySettings
 from grpo_lightning.policy.sharding import Sharding, full_shape
 from grpo_lightning.policy.tokenizer import load_processor
+from grpo_lightning.policy.transformers_internals import base_model, compute_device, left_pad, num_positions
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turns
 from grpo_lightning.rollout.local_engine import stop_ids
 from grpo_lightning.rollout.vllm import adapters, colocate, images, servers, weights

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.policy.adapters import adapter_layers, is_adapter_layer, is_expert_adapter, trained_adapter
-from grpo_lightning.policy.hf import base_model, is_adapted, is_copied
 from grpo_lightning.policy.lora_targets import expert_tensors
 from grpo_lightning.policy.reference import BITS
 from grpo_lightning.policy.sharding import Sharding, full_shape, is_partitioned
+from grpo_lightning.policy.transformers_internals import base_model, is_adapted, is_copied
 
 Kind = Literal["merged", "base", "adapter"]
 """The kind of weights that is sent: "merged" for full weights W + s B A, "base" for W, "adapter" for A and B."""

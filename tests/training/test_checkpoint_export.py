@@ -14,8 +14,8 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.training.checkpoint_export import export
 from grpo_lightning.training.checkpoint_files import open_checkpoint
-from grpo_lightning.training.export import export
 from tests.helpers.exports import logprobs, save_policy
 from tests.helpers.module_runs import fit, make_module
 from tests.helpers.tiny_models import tiny_tokenizer

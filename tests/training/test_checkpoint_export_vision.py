@@ -10,7 +10,7 @@ from grpo_lightning.callbacks import ExportPolicy
 from grpo_lightning.cli.export import run as run_command
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.rewards.boxes.rewards import IoU
-from grpo_lightning.training.export import export
+from grpo_lightning.training.checkpoint_export import export
 from tests.helpers import tiny_vlms
 from tests.helpers.grounding_runs import Answers, box_prompt
 from tests.helpers.module_runs import fit, make_module

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from grpo_lightning.policy.adapters import trained_adapter, untie
 from grpo_lightning.policy.families import is_multimodal
-from grpo_lightning.policy.hf import is_adapted, naming
 from grpo_lightning.policy.loading import PolicyLoader, auto_class_of
 from grpo_lightning.policy.lora_injection import rebuild_adapter
 from grpo_lightning.policy.saving import original_tokenizer, write_policy
 from grpo_lightning.policy.settings import Quantization
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.trainable import limit_training
+from grpo_lightning.policy.transformers_internals import is_adapted, naming
 from grpo_lightning.training.checkpoint_files import RankFiles, num_trained, open_checkpoint, policy_weights, run_config
 
 log = logging.getLogger(__name__)

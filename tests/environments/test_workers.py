@@ -99,7 +99,7 @@ class Cancelled(Environment):
 def test_an_async_environment_that_is_cancelled_has_failed():
     (result,) = play(Cancelled(), "a")
     assert result.failure == "exception"
-    assert "CancelledError: by a library, at test_runner.py" in result.problem
+    assert "CancelledError: by a library, at test_workers.py" in result.problem
 
 
 def test_an_environment_that_cannot_be_pickled_is_named(caplog):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
-from grpo_lightning.training.export import export, policy_loader
+from grpo_lightning.training.checkpoint_export import export, policy_loader
 from tests.helpers.exports import difference, logprobs, save_policy
 from tests.helpers.module_runs import fit, make_module
 from tests.marks import SLOW, few, only
