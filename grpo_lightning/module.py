@@ -38,8 +38,8 @@ from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.core.types import Group, MicroBatch, Prompt, SamplingParams, optional_settings, settings_of
 from grpo_lightning.data.batch import PromptBatch, as_prompt_batch
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.environments.adapters import as_environment
 from grpo_lightning.environments.base import EnvironmentLike
+from grpo_lightning.environments.swift_and_trl import as_environment
 from grpo_lightning.environments.workers import EnvironmentRunner
 from grpo_lightning.objective import Objective, warn_of_length_weights
 from grpo_lightning.optimizers import AdamW, OptimizerFactory
@@ -85,13 +85,13 @@ from grpo_lightning.rollout.local_engine import LocalEngine, stop_ids
 from grpo_lightning.schedules import Schedule, SchedulerFactory
 from grpo_lightning.training import checkpoints, checks, data_checks
 from grpo_lightning.training.actor import Actor, Offloadable, OldLogprobs, lacks_ref_logprobs, offloaded, seeded_dropout
+from grpo_lightning.training.completion_records import records
 from grpo_lightning.training.evaluation import (
     Evaluation,
     EvaluationTable,
     Validation,
     evaluation_tables,
     numbers_of,
-    records,
 )
 from grpo_lightning.training.lightning_internals import clipping_unscaled, set_position
 from grpo_lightning.training.metrics import (

@@ -25,7 +25,7 @@ from grpo_lightning.cli.errors import ConfigurationError, plain_refusal, rank
 from grpo_lightning.core.messages import quiet_libraries, quiet_loggers, show_messages
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.report.settings import CLI_DEFAULTS
+from grpo_lightning.report.changed_settings import CLI_DEFAULTS
 from grpo_lightning.training.checkpoints import check_ranks
 from grpo_lightning.training.signals import GracefulStop, end_launched
 

@@ -13,7 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from grpo_lightning.data.images.boxes import Boxes
+from grpo_lightning.data.images.box_checks import Boxes
 
 logger = logging.getLogger(__name__)
 

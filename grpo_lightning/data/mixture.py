@@ -29,7 +29,7 @@ from grpo_lightning.core import unique_keys
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.dataset_entry import DATA_FILES, DatasetEntry, check_keys, parse_strategy, select
 from grpo_lightning.data.formats import log_prompt_columns
-from grpo_lightning.data.images.boxes import Boxes
+from grpo_lightning.data.images.box_checks import Boxes
 from grpo_lightning.data.images.preflight import ImageCounts, Preflight
 from grpo_lightning.data.lengths import LengthLimit, Measured
 from grpo_lightning.data.orders import PromptStream

@@ -7,13 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; the names are those of `_HOMES`
-    from grpo_lightning.environments.adapters import MultiTurnFunction as MultiTurnFunction
-    from grpo_lightning.environments.adapters import ToolObject as ToolObject
-    from grpo_lightning.environments.adapters import as_environment as as_environment
     from grpo_lightning.environments.base import Environment as Environment
     from grpo_lightning.environments.base import EnvironmentLike as EnvironmentLike
     from grpo_lightning.environments.base import Step as Step
     from grpo_lightning.environments.games import GuessTheNumber as GuessTheNumber
+    from grpo_lightning.environments.swift_and_trl import MultiTurnFunction as MultiTurnFunction
+    from grpo_lightning.environments.swift_and_trl import ToolObject as ToolObject
+    from grpo_lightning.environments.swift_and_trl import as_environment as as_environment
     from grpo_lightning.environments.tools import Search as Search
     from grpo_lightning.environments.tools import Tools as Tools
     from grpo_lightning.environments.tools import calculator as calculator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # for editors and type checkers; the names are those of `_HOM
 _HOMES = {
     name: module
     for module, names in {
-        "adapters": "MultiTurnFunction ToolObject as_environment",
+        "swift_and_trl": "MultiTurnFunction ToolObject as_environment",
         "base": "Environment EnvironmentLike Step",
         "games": "GuessTheNumber",
         "workers": "EnvironmentRunner",

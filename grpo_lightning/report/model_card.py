@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
+from grpo_lightning.report.changed_settings import different_settings
 from grpo_lightning.report.run_files import read_config, read_json
-from grpo_lightning.report.settings import different_settings
 
 CURVES = "curves.png"
 """Name of the picture that the callback `LearningCurves` draws in the run's folder, and of its copy in the folder of

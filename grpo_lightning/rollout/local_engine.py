@@ -4,7 +4,7 @@ Every prompt is prefilled once for its G completions, and finished completions l
 batch are called open rows. If the number of rows is limited, waiting prompts are prefilled as soon as enough rows have
 left, and their rows join the open rows (continuous batching; Yu et al. 2022, "Orca"). The KV caches are in
 `policy/kv_cache.py`, the open rows in `open_rows.py`, the gathering of sharded weights in `gathered_weights.py`, the
-CUDA graphs in `captured.py`, and the fused kernels in `fused.py`.
+CUDA graphs in `cuda_graphs.py`, and the fused kernels in `kernel_fusion.py`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from grpo_lightning.policy.transformers_internals import (
     left_pad,
     text_config,
 )
-from grpo_lightning.rollout.captured import LEAST_LENGTH, Capture, CapturedSteps, CudaCapture
+from grpo_lightning.rollout.cuda_graphs import LEAST_LENGTH, Capture, CapturedSteps, CudaCapture
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turns
 from grpo_lightning.rollout.gathered_weights import LARGEST_SHARE, free_bytes, is_gathered, log_gathering
 from grpo_lightning.rollout.open_rows import (
@@ -70,7 +70,7 @@ from grpo_lightning.rollout.open_rows import (
 from grpo_lightning.rollout.token_sampler import ChooseSampler, SampledTokens, TokenSampler, Uniforms, choose_unfused
 
 if TYPE_CHECKING:
-    from grpo_lightning.rollout.fused import FusedLayers
+    from grpo_lightning.rollout.kernel_fusion import FusedLayers
 
 log = logging.getLogger(__name__)
 
@@ -644,7 +644,7 @@ def choose_sampler(device: torch.device) -> ChooseSampler:
     """Choose how the next token is sampled: in fused kernels on CUDA, one operation after the other elsewhere."""
     if device.type != "cuda":
         return choose_unfused
-    from grpo_lightning.rollout.fused import next_token
+    from grpo_lightning.rollout.kernel_fusion import next_token
 
     return next_token
 
@@ -653,7 +653,7 @@ def fused_layers(policy: nn.Module, device: torch.device) -> FusedLayers | None:
     """The norms and rotary embeddings of the policy in fused kernels; None on devices other than CUDA."""
     if device.type != "cuda":
         return None
-    from grpo_lightning.rollout.fused import FusedLayers
+    from grpo_lightning.rollout.kernel_fusion import FusedLayers
 
     return FusedLayers(policy)
 

@@ -6,7 +6,7 @@ on its prompt, its seed and its index in the group, not on the rank or on which 
 
 `NextToken` computes the sampled token from logits and uniform numbers. It keeps no state, draws no random numbers and
 never waits for the device, so that `torch.compile` can fuse the whole computation into a few kernels
-(`rollout/fused.py`).
+(`rollout/kernel_fusion.py`).
 """
 
 from __future__ import annotations

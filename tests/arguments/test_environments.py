@@ -27,7 +27,7 @@ from grpo_lightning.rewards import EnvironmentReward, RewardWorkers
 from grpo_lightning.rollout.conversations import Conversations, ConversationSettings
 from tests.arguments.registry import case
 from tests.environments.games import ByPromptLength, Counted, Faulty, broken, double
-from tests.environments.test_adapters import Wordle, but_wait, recheck
+from tests.environments.test_swift_and_trl import Wordle, but_wait, recheck
 from tests.helpers.conversation_runs import HERE, sample
 from tests.helpers.module_runs import fit, make_module
 from tests.helpers.tiny_models import EOS, tiny_model, tiny_tokenizer

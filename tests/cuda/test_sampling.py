@@ -19,7 +19,7 @@ from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy.kv_cache import merge_parts
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.transformers_internals import known_arguments
-from grpo_lightning.rollout.fused import compile_sampler, fused_states
+from grpo_lightning.rollout.kernel_fusion import compile_sampler, fused_states
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.token_sampler import NextToken, TokenSampler, TokenSettings
 from tests.cuda.compiled import launches_on_cuda

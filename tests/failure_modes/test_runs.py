@@ -17,7 +17,7 @@ from grpo_lightning.cli import ckpt_path
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.training.checkpoint_files import MARK, mark_complete
-from tests.cli.test_resume import WHOLE, cut, saved
+from tests.cli.test_ckpt_path import WHOLE, cut, saved
 from tests.helpers import tiny_vlms
 from tests.helpers.module_runs import are_equal, make_trainer, weights_of
 from tests.marks import SLOW

@@ -21,7 +21,7 @@ from grpo_lightning.policy.completion_logprobs import AutoChunks, Scorer
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.rollout.fused import LEAST_LENGTH
+from grpo_lightning.rollout.kernel_fusion import LEAST_LENGTH
 from grpo_lightning.rollout.local_engine import LocalEngine
 from tests.helpers import tiny_vlms
 from tests.helpers.module_runs import SMALL, History, are_equal, fit, make_module, make_source, make_trainer, weights_of

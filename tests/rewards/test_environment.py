@@ -14,7 +14,7 @@ from grpo_lightning.rewards import ExactMatch, ToolUse
 from grpo_lightning.rewards.base import WeightedReward
 from grpo_lightning.rewards.scoring import CallContext, arguments
 from tests.environments.games import Counted, double
-from tests.environments.test_adapters import Wordle
+from tests.environments.test_swift_and_trl import Wordle
 
 
 def group(state: Any, role: str = "tool", **metrics: float) -> Group:

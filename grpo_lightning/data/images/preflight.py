@@ -12,7 +12,7 @@ from grpo_lightning.core.images import ImageError, ImageRef
 from grpo_lightning.core.messages import bullet_list, progress_bar
 from grpo_lightning.core.ranks import any_over_ranks, gather_objects, rank, world_size
 from grpo_lightning.core.types import Prompt
-from grpo_lightning.data.images.boxes import Boxes, check_solution
+from grpo_lightning.data.images.box_checks import Boxes, check_solution
 from grpo_lightning.data.images.references import IMAGE_COLUMNS, has_empty_column, unread_column
 from grpo_lightning.data.lengths import Measured
 from grpo_lightning.data.parallel import in_threads

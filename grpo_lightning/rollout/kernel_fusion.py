@@ -5,7 +5,8 @@ policy in norms, rotary embeddings, and the merge of attention to the prompt wit
 finishes each of them faster than the host can launch the next one, and in a CUDA graph each kernel still takes a few
 microseconds. Fewer kernels take less time. In three cases, the operations are not fused but run one by one: on devices
 other than CUDA, in short rollouts (`LEAST_LENGTH`), and after a compilation has failed or its kernels have computed
-other numbers than the operations. Layers are fused only in rollouts whose steps run from CUDA graphs (`captured.py`).
+other numbers than the operations. Layers are fused only in rollouts whose steps run from CUDA graphs
+(`cuda_graphs.py`).
 """
 
 from __future__ import annotations

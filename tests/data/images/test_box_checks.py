@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lightning.data.images.boxes import check_solution, looks_like_box
+from grpo_lightning.data.images.box_checks import check_solution, looks_like_box
 from grpo_lightning.rewards import IoU
 
 SIZE = (640, 480)

@@ -12,11 +12,11 @@ from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy import kv_cache, precision, transformers_internals
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout import local_engine
-from grpo_lightning.rollout.fused import FusedLayers
+from grpo_lightning.rollout.kernel_fusion import FusedLayers
 from grpo_lightning.rollout.local_engine import LocalEngine
 from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import SLOW, few
-from tests.rollout.test_fused import NEEDS_COMPILER, graphs_by_name
+from tests.rollout.test_kernel_fusion import NEEDS_COMPILER, graphs_by_name
 
 PROMPTS = [[token] * length for token, length in zip(range(40, 46), [3, 9, 17, 5, 2, 8], strict=True)]
 

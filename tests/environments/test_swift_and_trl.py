@@ -8,7 +8,7 @@ import random
 import pytest
 
 from grpo_lightning.environments import MultiTurnFunction, Tools, as_environment
-from grpo_lightning.environments.adapters import ToolObject
+from grpo_lightning.environments.swift_and_trl import ToolObject
 from tests.environments.games import Counted, Locked, double
 
 

@@ -17,8 +17,8 @@ from transformers.models.qwen3 import modeling_qwen3
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy import transformers_internals
 from grpo_lightning.policy.kv_cache import merge_parts
-from grpo_lightning.rollout import fused
-from grpo_lightning.rollout.fused import Fused, FusedLayers, fused_sampler, next_token
+from grpo_lightning.rollout import kernel_fusion
+from grpo_lightning.rollout.kernel_fusion import Fused, FusedLayers, fused_sampler, next_token
 from grpo_lightning.rollout.token_sampler import NextToken, TokenSettings
 from tests.helpers.tiny_models import tiny_model
 from tests.marks import few, only
@@ -129,7 +129,7 @@ def test_only_long_rollouts_on_cuda_are_fused():
     settings = TokenSettings.of(SamplingParams())
     assert isinstance(next_token(settings, 300, CPU, 512), NextToken)
     assert isinstance(next_token(settings, 300, torch.device("cuda", 0), 512), Fused)
-    assert isinstance(next_token(settings, 300, torch.device("cuda", 0), fused.LEAST_LENGTH - 1), NextToken)
+    assert isinstance(next_token(settings, 300, torch.device("cuda", 0), kernel_fusion.LEAST_LENGTH - 1), NextToken)
     assert next_token(settings, 300, torch.device("cuda", 0), 512) is next_token(
         TokenSettings.of(SamplingParams()), 300, torch.device("cuda", 0), 512
     )
@@ -178,7 +178,7 @@ def wrong_numbers(name, value):
     ],
 )
 def test_what_cannot_be_fused_is_drawn_unfused_and_logged_once(compiler, reason, monkeypatch, caplog):
-    monkeypatch.setattr(fused, "compile_sampler", compiler)
+    monkeypatch.setattr(kernel_fusion, "compile_sampler", compiler)
     draw = next_token_of()
     quick = fused_sampler(draw)
     with caplog.at_level(logging.INFO, "grpo_lightning"):
@@ -191,7 +191,7 @@ def test_what_cannot_be_fused_is_drawn_unfused_and_logged_once(compiler, reason,
 
 
 def test_rounding_is_no_difference(monkeypatch, caplog):
-    monkeypatch.setattr(fused, "compile_sampler", wrong_numbers("logprobs", 1e-5))
+    monkeypatch.setattr(kernel_fusion, "compile_sampler", wrong_numbers("logprobs", 1e-5))
     quick = fused_sampler(next_token_of())
     quick(*inputs(8))
     assert quick.is_fused
@@ -202,12 +202,12 @@ def test_one_other_token_is_rounding():
     for count, is_rounding in ((1, True), (2, False)):
         ids = drawn.ids.clone()
         ids[:count] += 1
-        assert (fused.sampled_difference(drawn._replace(ids=ids), drawn) == "") == is_rounding
+        assert (kernel_fusion.sampled_difference(drawn._replace(ids=ids), drawn) == "") == is_rounding
 
 
 def test_nan_is_no_difference(monkeypatch):
     """Diverged logits are reported by the next look, not as a failed compilation."""
-    monkeypatch.setattr(fused, "compile_sampler", lambda draw: draw)
+    monkeypatch.setattr(kernel_fusion, "compile_sampler", lambda draw: draw)
     history, logits, uniforms = inputs(8)
     logits[2, 4] = torch.nan
     quick = fused_sampler(next_token_of())
@@ -220,7 +220,7 @@ def test_a_lack_of_memory_is_raised(monkeypatch):
     def compiler(draw):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(fused, "compile_sampler", compiler)
+    monkeypatch.setattr(kernel_fusion, "compile_sampler", compiler)
     with pytest.raises(torch.OutOfMemoryError):
         fused_sampler(next_token_of())(*inputs(8))
 
@@ -336,10 +336,10 @@ def test_decorators_of_a_forward_are_kept(fused_functions):
     assert transformers_internals.rotary_function(twice) is None  # a built-in function cannot be compiled
     twice = decorated(decorated(types.FunctionType(forward_of.__code__, {"apply_rotary_pos_emb": usual_rotary})))
     assert transformers_internals.rotary_function(twice) is usual_rotary
-    assert fused.with_name(twice, transformers_internals.ROTARY, lambda states: -states)(None, 3) == -3
+    assert kernel_fusion.with_name(twice, transformers_internals.ROTARY, lambda states: -states)(None, 3) == -3
     assert twice(None, 3) == 3
     assert calls == ["before"] * 4
-    assert fused.fused_rotary(forward).__code__ is forward.__code__
+    assert kernel_fusion.fused_rotary(forward).__code__ is forward.__code__
 
 
 def usual_rotary(states):
@@ -377,7 +377,7 @@ def test_every_graph_is_compared(monkeypatch, caplog, fused_functions):
     def compiler(function):
         return lambda *given: function(*given) * (1 if given[0].dtype == torch.float32 else 2)
 
-    monkeypatch.setattr(fused, "compile_copy", compiler)
+    monkeypatch.setattr(kernel_fusion, "compile_copy", compiler)
     merge = FusedLayers(nn.Linear(1, 1)).merge
     given = torch.ones(2, 3, 4), torch.zeros(2, 3), -torch.ones(2, 3, 4), torch.ones(2, 3)
     assert torch.equal(merge(*given), merge_parts(*given))
@@ -390,8 +390,8 @@ def test_every_graph_is_compared(monkeypatch, caplog, fused_functions):
 def test_kinds_of_calls():
     """Some changes need another graph, and others do not."""
     norm, states = tiny_model("qwen3", num_hidden_layers=1).model.norm, torch.zeros(3, 4, 8)
-    usual = fused.graph_of([norm, states])
-    assert fused.graph_of([copy.deepcopy(norm), torch.zeros(5, 2, 8)]) == usual
+    usual = kernel_fusion.graph_of([norm, states])
+    assert kernel_fusion.graph_of([copy.deepcopy(norm), torch.zeros(5, 2, 8)]) == usual
     wider = copy.deepcopy(norm)
     wider.variance_epsilon *= 2
     for values in (
@@ -401,10 +401,10 @@ def test_kinds_of_calls():
         [norm, states[..., :4]],
         [norm, states, 1],
     ):
-        assert fused.graph_of(values) != usual
-    assert fused.graph_of([norm, torch.zeros(4, 3, 8).transpose(0, 1)]) != usual
+        assert kernel_fusion.graph_of(values) != usual
+    assert kernel_fusion.graph_of([norm, torch.zeros(4, 3, 8).transpose(0, 1)]) != usual
     with torch.inference_mode():
-        assert fused.graph_of([norm, states]) != usual
+        assert kernel_fusion.graph_of([norm, states]) != usual
 
 
 @pytest.mark.parametrize(
@@ -416,7 +416,7 @@ def test_kinds_of_calls():
     ],
 )
 def test_layers_that_cannot_be_fused_run_unfused(compiler, reason, monkeypatch, caplog, fused_functions):
-    monkeypatch.setattr(fused, "compile_copy", compiler)
+    monkeypatch.setattr(kernel_fusion, "compile_copy", compiler)
     layers = FusedLayers(nn.Linear(1, 1))
     given = torch.ones(2, 3, 4), torch.zeros(2, 3), -torch.ones(2, 3, 4), torch.ones(2, 3)
     with caplog.at_level(logging.INFO, "grpo_lightning"):
@@ -429,12 +429,12 @@ def test_layers_that_cannot_be_fused_run_unfused(compiler, reason, monkeypatch, 
 
 
 def test_states_that_are_zero_or_infinite_do_not_differ():
-    assert fused.states_difference(torch.zeros(3), torch.zeros(3)) == ""
+    assert kernel_fusion.states_difference(torch.zeros(3), torch.zeros(3)) == ""
     overflown = torch.tensor([1.0, torch.inf, torch.nan])
-    assert fused.states_difference(overflown, overflown.clone()) == ""
-    assert fused.states_difference(overflown + torch.tensor([0.1, 0.0, 0.0]), overflown) != ""
-    assert fused.states_difference(torch.tensor([1.0, 2.0]), overflown[:2]) != ""
-    assert fused.states_difference((torch.zeros(3), torch.ones(3)), (torch.zeros(3), torch.zeros(3))) != ""
+    assert kernel_fusion.states_difference(overflown, overflown.clone()) == ""
+    assert kernel_fusion.states_difference(overflown + torch.tensor([0.1, 0.0, 0.0]), overflown) != ""
+    assert kernel_fusion.states_difference(torch.tensor([1.0, 2.0]), overflown[:2]) != ""
+    assert kernel_fusion.states_difference((torch.zeros(3), torch.ones(3)), (torch.zeros(3), torch.zeros(3))) != ""
 
 
 @pytest.mark.gpu
