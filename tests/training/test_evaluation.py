@@ -7,13 +7,13 @@ import torch
 
 from grpo_lightning.core.types import Completion, Group, Prompt, SamplingParams
 from grpo_lightning.rewards import ExactMatch, RewardSet, Scores
+from grpo_lightning.training.completion_records import records
 from grpo_lightning.training.evaluation import (
     Evaluation,
     EvaluationTable,
     Validation,
     evaluation_tables,
     means,
-    records,
     warn_never_solved,
 )
 
