@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from grpo_lightning.core.images import ImageRef
@@ -500,9 +500,13 @@ class VisionInputs:
     on the blank image, and the resulting features are discarded. The blank image is needed if all ranks must run the
     tower, because the tower's weights are sharded or their gradients are averaged. None if the tower may be skipped."""
 
+    stores_features: bool = False
+    """True if forward passes store the image features in `PromptVision.features`. Allowed only if the vision tower is
+    frozen, because later passes use the stored features instead of running the tower."""
+
     def select(self, prompts: Sequence[int]) -> VisionInputs:
         """Select prompts by index; indices may repeat."""
-        return VisionInputs([self.prompts[number] for number in prompts], self.blank)
+        return replace(self, prompts=[self.prompts[number] for number in prompts])
 
 
 @dataclass

@@ -505,15 +505,13 @@ def place(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: Vis
     return PlacedPrompts({"position_ids": text_positions(prompt_mask)}, prompt_mask.sum(-1, keepdim=True), 1)
 
 
-def showing(
-    model: nn.Module, vision: VisionInputs | None, *, keeps: bool = False
-) -> AbstractContextManager[dict[str, Any]]:
+def showing(model: nn.Module, vision: VisionInputs | None) -> AbstractContextManager[dict[str, Any]]:
     """Context in which the model's forward runs with the prompts' images; see `vision.showing_images`.
 
     It yields the image arguments of the forward. For a text-only model, `vision` is None and there are no such
     arguments.
     """
-    return contextlib.nullcontext({}) if vision is None else showing_images(model, vision, keeps=keeps)
+    return contextlib.nullcontext({}) if vision is None else showing_images(model, vision)
 
 
 def extended_chunks(
@@ -615,7 +613,7 @@ def dense_chunks(
     The first of the two values returned is this new function. The second is always None. `extended_chunks` returns the
     routing of the prompt pass as its second value, but the dense path has no prompt pass.
 
-    An image is encoded again for every row of its prompt, unless the features of the image are already stored.
+    An image is encoded once per chunk, unless its features are already stored.
     """
     whole = batch.conversation_vision
     placed = None if whole else place(model, batch.prompt_ids, batch.prompt_mask, batch.vision)

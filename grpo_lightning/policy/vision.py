@@ -2,8 +2,9 @@
 
 In transformers, the forward pass of every vision-language model calls the model's method `get_image_features`. This
 method is replaced while a forward pass runs. If the features of all images are stored, the replacement returns them.
-Otherwise it runs the vision tower, and stores the features if `keeps` is true. If no prompt has an image, but
-the vision tower has to run, the replacement runs it on a blank image and discards the features.
+Otherwise it runs the vision tower once per image, even if several rows of the pass have the same prompt, and stores the
+features if `VisionInputs.stores_features` is true. If no prompt has an image, but the vision tower has to run, the
+replacement runs it on a blank image and discards the features.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from grpo_lightning.policy.transformers_internals import (
 
 
 @contextlib.contextmanager
-def showing_images(model: nn.Module, vision: VisionInputs, *, keeps: bool = False) -> Iterator[dict[str, Any]]:
+def showing_images(model: nn.Module, vision: VisionInputs) -> Iterator[dict[str, Any]]:
     """Context for a forward pass with the images of prompts; the caller passes the yielded arguments to the forward.
 
     Inside the context, the method `get_image_features` of models of known families is replaced, so that image features
@@ -39,8 +40,7 @@ def showing_images(model: nn.Module, vision: VisionInputs, *, keeps: bool = Fals
 
     Args:
         model: The policy.
-        vision: Vision inputs of the prompts of the forward pass, in order.
-        keeps: Store the image features in the `PromptVision` of each prompt.
+        vision: Vision inputs of the prompts of the forward pass, in order; a prompt may occur several times.
 
     Yields:
         The image arguments of the model's forward.
@@ -49,10 +49,12 @@ def showing_images(model: nn.Module, vision: VisionInputs, *, keeps: bool = Fals
     if not with_images and vision.blank is None:
         yield {}
         return
-    images = concatenate_images(with_images) if with_images else dict(vision.blank or {})
     if family_of(base_model(model).config) is None:
+        images = concatenate_images(with_images) if with_images else dict(vision.blank or {})
         yield known_arguments(model, **to_model(images, model))
         return
+    distinct = list({id(prompt): prompt for prompt in with_images}.values())
+    images = concatenate_images(distinct) if distinct else dict(vision.blank or {})
     inner = inner_model(model)
     encode: Callable[..., Any] = inner.get_image_features
 
@@ -63,12 +65,16 @@ def showing_images(model: nn.Module, vision: VisionInputs, *, keeps: bool = Fals
     def encode_images(*args: Any, **options: Any) -> Any:
         features = read_features(encode(*args, **options))
         if not with_images:
-            features = features._replace(levels=[level[:0] for level in features.levels])
-        elif keeps:
-            store_features(with_images, features)
+            return make_outputs(features._replace(levels=[level[:0] for level in features.levels]))
+        if vision.stores_features:
+            store_features(distinct, features)
+        if len(distinct) < len(with_images):
+            of_prompt = dict(zip(map(id, distinct), split_features(distinct, features), strict=True))
+            features = concatenate_features([of_prompt[id(prompt)] for prompt in with_images])
         return make_outputs(features)
 
-    is_known = bool(with_images) and all(prompt.features is not None for prompt in with_images)
+    # With a blank image, other ranks may run the tower in this pass, so this rank has to run it, too.
+    is_known = bool(with_images) and vision.blank is None and all(prompt.features is not None for prompt in with_images)
     if is_known:  # with empty tensors, the forward still calls get_image_features
         images = {name: tensor[:0] for name, tensor in images.items()}
     inner.get_image_features = return_known if is_known else encode_images
@@ -104,10 +110,15 @@ def pad_to_largest(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def store_features(prompts: Sequence[PromptVision], features: ImageFeatures) -> None:
     """Store each prompt's part of the features with the prompt."""
+    for prompt, own in zip(prompts, split_features(prompts, features), strict=True):
+        prompt.features = own._replace(levels=[part.detach().clone() for part in own.levels])  # not a view of all
+
+
+def split_features(prompts: Sequence[PromptVision], features: ImageFeatures) -> list[ImageFeatures]:
+    """Split the features of several prompts."""
     counts = [prompt.num_image_tokens for prompt in prompts]
-    parts = [level.detach().split(counts) for level in features.levels]
-    for prompt, own in zip(prompts, zip(*parts, strict=True), strict=True):
-        prompt.features = features._replace(levels=[part.clone() for part in own])  # not a view of all features
+    parts = zip(*(level.split(counts) for level in features.levels), strict=True)
+    return [features._replace(levels=list(own)) for own in parts]
 
 
 def concatenate_features(features: Sequence[ImageFeatures]) -> ImageFeatures:

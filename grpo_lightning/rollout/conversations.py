@@ -737,11 +737,8 @@ def continued_vision(vision: VisionInputs, chosen: Sequence[Conversation], input
         if each.images:
             prompts.append(whole(prompt, ids[:length], each.token_ids, each.images))
             continue
-        more = extend_vision(prompt, each.token_ids, length)
-        # A sharded vision tower is run by all ranks together. Ranks without images run it on the blank image, so this
-        # rank must run it too, instead of using features that it has computed before.
-        prompts.append(more if vision.blank is None else replace(more, features=None))
-    return VisionInputs(prompts, vision.blank)
+        prompts.append(extend_vision(prompt, each.token_ids, length))
+    return replace(vision, prompts=prompts)
 
 
 def tool_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from grpo_lightning.core.ranks import Teams, interleave
 from grpo_lightning.core.types import Completion, Group, Prompt, SamplingParams, VisionInputs
 from grpo_lightning.policy.encoder import Encoder
+from grpo_lightning.policy.families import is_tower_trained
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.vision import needs_blank
 from grpo_lightning.rewards.scoring import Scores, concatenate_scores
@@ -146,7 +147,11 @@ def vision_of(groups: Sequence[Group], encoder: Encoder, policy: nn.Module, shar
     if not encoder.is_multimodal:
         return None
     vision = [group.vision for group in groups]
-    return encoder.vision_inputs(vision, needs_blank=needs_blank(policy, vision, is_sharded=sharding.is_sharded))
+    return encoder.vision_inputs(
+        vision,
+        needs_blank=needs_blank(policy, vision, is_sharded=sharding.is_sharded),
+        stores_features=not is_tower_trained(policy),
+    )
 
 
 OverlongFilter = Literal["none", "loss", "group"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +51,7 @@ class WaitingPrompts:
         self.max_rows = len(wave.prompts) * len(wave.part) if max_rows is None else max_rows
         self.longest_prompt = max(map(len, wave.prompts), default=1)
         # The vision tower of a rank without prompts runs on a blank image.
-        self.none = Wave([], [], 1, range(1), wave.vision and VisionInputs([PromptVision()], wave.vision.blank))
+        self.none = Wave([], [], 1, range(1), wave.vision and replace(wave.vision, prompts=[PromptVision()]))
 
     @property
     def num_waves(self) -> int:

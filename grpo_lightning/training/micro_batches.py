@@ -420,7 +420,7 @@ def give_images(
     for batch in micro_batches if vision else ():
         assert vision is not None
         prompts = [vision.prompts[number] if number >= 0 else PromptVision() for number in batch.groups]
-        batch.vision = VisionInputs(prompts, vision.blank)
+        batch.vision = replace(vision, prompts=prompts)
         if any(batch.images) or blank is not None:
             batch.conversation_vision = VisionInputs(list(conversations_of(batch, prompts)), blank)
 

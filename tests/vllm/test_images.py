@@ -17,12 +17,13 @@ from grpo_lightning.rollout.vllm import images
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from tests.helpers import tiny_vlms
 from tests.helpers.light_rewards import capitals
-from tests.helpers.module_runs import History, fit, make_module
+from tests.helpers.module_runs import History, fit, make_module, make_source, make_trainer
 from tests.helpers.observed_images import Shows, source_of
 from tests.helpers.ports import free_port
 from tests.helpers.tiny_vlms import picture
 from tests.helpers.vision_prompts import SCENARIOS, encoder_of, prompt_of
 from tests.marks import SLOW, few
+from tests.module.test_vision import Counts, Watched, image_files, vision_module, vision_prompts  # noqa: F401
 from tests.vllm.fakes import FakeLLM, fake_vllm, serving  # noqa: F401 - a fixture
 from tests.vllm.real.policies import largest_vision_gap, sampled_groups, step
 
@@ -137,6 +138,27 @@ def test_a_run_trains(fake_vllm, mode):  # noqa: F811
         fit(module, prompts, batch_size=3, max_steps=2, callbacks=[history])
     assert max(map(abs, history.of("policy/rollout_kl"))) < 1e-6
     assert max(history.of("policy/rollout_difference_max")) < EXACT
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("loader", "encoded"),
+    [
+        ({}, [("reference", 2), ("policy", 2)]),
+        ({"freeze_vision_modules": True}, [("reference", 2)]),
+        ({"lora": {"rank": 2}}, [("policy", 2)]),
+    ],
+)
+def test_a_frozen_tower_encodes_each_image_once(fake_vllm, monkeypatch, image_files, loader, encoded):  # noqa: F811
+    """Two images, four completions of each: the pass of the reference, the old log-probs and two updates."""
+    vlm = tiny_vlms.build("qwen2_5_vl")
+    Watched.counts = Counts(monkeypatch, vlm.processor)
+    module = vision_module(
+        vlm, Watched, loader=loader, engine=VLLMEngine("colocate"), num_iterations=2, old_logprobs="recompute"
+    )
+    make_trainer(max_steps=2).fit(module, make_source(module, vision_prompts(image_files[:2]), batch_size=2))
+    passes = [each for each in module.counts.encoded if each[1] == 2]
+    assert passes == encoded if loader else passes[:2] == encoded
 
 
 @few(1, slow=True)
