@@ -150,7 +150,7 @@ def run_decode(options: argparse.Namespace) -> dict[str, Any]:
     floor = (weight_bytes * width + cache) / rate["copy_bytes_per_second"]
     return {
         "passed": True,
-        "way": engine.way,
+        "sampling path": engine.path,
         "completions": prompts * group,
         "tokens_per_second": prompts * group * width / taken,
         "milliseconds_per_step": 1000 * taken / width,

@@ -48,7 +48,7 @@ from torch.utils.checkpoint import checkpoint
 from grpo_lightning.core.types import MicroBatch, PromptVision, VisionInputs
 from grpo_lightning.functional.logprobs import token_entropy, token_logprobs
 from grpo_lightning.functional.routing import RouterLoad, total_load
-from grpo_lightning.policy.kv_cache import PrefixCache, Rows, fan_out
+from grpo_lightning.policy.kv_cache import PrefixCache, Rows, expand_to_rows
 from grpo_lightning.policy.routers import Routers
 from grpo_lightning.policy.sharding import computes_in_32_bits
 from grpo_lightning.policy.transformers_internals import (
@@ -540,26 +540,26 @@ def extended_chunks(
         prompt_load = routers.load(routed, weights if columns is None else weights.gather(1, columns))
 
     def score(rows: Tensor | None) -> tuple[Tensor, RouterLoad | None]:
-        ids, mask, fan = rows_of(batch, rows)  # [B, T], [B, T], prompt of each row
+        ids, mask, prompt_of = rows_of(batch, rows)  # [B, T], [B, T], prompt of each row
         width = ids.shape[1]
         # The last token predicts nothing, so it is left out. There are always at least two input columns, because
         # models use in-place decoding kernels for a single token.
         queries = max(width - 1, 2)
         inputs, seen = (nn.functional.pad(x, (0, max(0, queries - width)))[:, :queries] for x in (ids, mask))
-        seen = torch.cat([fan_out(batch.prompt_mask, fan), seen], 1).long()  # [B, L + queries]
+        seen = torch.cat([expand_to_rows(batch.prompt_mask, prompt_of), seen], 1).long()  # [B, L + queries]
         # If a second column was added, it repeats the last position, so that no position is beyond the row.
         positions = placed.along(
-            fan_out(placed.first, fan) + torch.arange(queries, device=ids.device).clamp(max=width - 1)
+            expand_to_rows(placed.first, prompt_of) + torch.arange(queries, device=ids.device).clamp(max=width - 1)
         )
 
         def align(states: Tensor) -> Tensor:
-            return torch.cat([fan_out(first, fan), states[:, : width - 1]], 1)
+            return torch.cat([expand_to_rows(first, prompt_of), states[:, : width - 1]], 1)
 
         arguments = {
             "input_ids": inputs,
             "attention_mask": seen,
             "use_cache": True,
-        } | known_arguments(model, cache=prefix.extend(fan), position_ids=positions)
+        } | known_arguments(model, cache=prefix.extend(prompt_of), position_ids=positions)
         with recording(routers) as routed:
             scores = head.score(model, arguments, align, ids, mask)
         if routers is None:
@@ -619,19 +619,19 @@ def dense_chunks(
     placed = None if whole else place(model, batch.prompt_ids, batch.prompt_mask, batch.vision)
 
     def score(rows: Tensor | None) -> tuple[Tensor, RouterLoad | None]:
-        ids, mask, fan = rows_of(batch, rows)
+        ids, mask, prompt_of = rows_of(batch, rows)
         width = ids.shape[1]
-        inputs = torch.cat([fan_out(batch.prompt_ids, fan), ids], 1)
-        seen = torch.cat([fan_out(batch.prompt_mask, fan), mask], 1)
+        inputs = torch.cat([expand_to_rows(batch.prompt_ids, prompt_of), ids], 1)
+        seen = torch.cat([expand_to_rows(batch.prompt_mask, prompt_of), mask], 1)
         if placed is None:
             assert whole is not None
             vision: VisionInputs | None = whole if rows is None else whole.select(rows.tolist())
             continued = place(model, inputs, seen, vision).arguments
         else:
             # Positions continue after the prompt, without counting padding; these completions contain no image.
-            after = {"position_ids": placed.along(fan_out(placed.first, fan) + mask.long().cumsum(-1) - 1)}
+            after = {"position_ids": placed.along(expand_to_rows(placed.first, prompt_of) + mask.long().cumsum(-1) - 1)}
             continued = {
-                name: torch.cat([fan_out_last(given, fan), after.get(name, torch.zeros_like(ids))], -1)
+                name: torch.cat([expand_last_to_rows(given, prompt_of), after.get(name, torch.zeros_like(ids))], -1)
                 for name, given in placed.arguments.items()
             }
             prompts = batch.prompt_index if rows is None else batch.prompt_index[rows]
@@ -642,16 +642,20 @@ def dense_chunks(
             scores = head.score(model, arguments | images, lambda states: states[:, -width - 1 : -1], ids, mask)
         if routers is None:
             return scores, None
-        of_prompts = fan_out(batch.prompt_mask, fan) & is_trained(batch, rows)
+        of_prompts = expand_to_rows(batch.prompt_mask, prompt_of) & is_trained(batch, rows)
         weights = torch.cat([of_prompts, completion_weights(batch, rows, mask)], 1)
         return scores, routers.load(routed, weights)
 
     return score, None
 
 
-def fan_out_last(prompts: Tensor, fan: Rows) -> Tensor:
+def expand_last_to_rows(prompts: Tensor, prompt_of: Rows) -> Tensor:
     """Repeat a tensor [..., N, L] of the prompts for their completions: [..., B, L]."""
-    return fan_out(prompts, fan) if prompts.ndim == 2 else torch.stack([fan_out(part, fan) for part in prompts])
+    return (
+        expand_to_rows(prompts, prompt_of)
+        if prompts.ndim == 2
+        else torch.stack([expand_to_rows(part, prompt_of) for part in prompts])
+    )
 
 
 def refuse_transformers_checkpointing(model: nn.Module) -> None:

@@ -56,7 +56,7 @@ class LostCacheError(RuntimeError):
     """The model did not store the prompt: scoring would give wrong log-probs and gradients."""
 
 
-def fan_out(states: Tensor, rows: Rows) -> Tensor:
+def expand_to_rows(states: Tensor, rows: Rows) -> Tensor:
     """Repeat prompt states [N, ...] for their completions: [B, ...].
 
     The backward pass is deterministic if `rows` is an int.
@@ -112,8 +112,8 @@ class ReadAttention(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Prepend the prompt's keys and values to the new keys and values."""
         return (
-            torch.cat([fan_out(self.stored.keys, self.rows), key_states], -2),
-            torch.cat([fan_out(self.stored.values, self.rows), value_states], -2),
+            torch.cat([expand_to_rows(self.stored.keys, self.rows), key_states], -2),
+            torch.cat([expand_to_rows(self.stored.values, self.rows), value_states], -2),
         )
 
 
@@ -178,7 +178,7 @@ if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_sta
         def state(self, kind: str, state_idx: int) -> Tensor | None:
             """The prompts' states of this kind, repeated for the completions."""
             value = getattr(self.stored, kind)[state_idx]
-            return None if value is None else fan_out(value, self.rows)
+            return None if value is None else expand_to_rows(value, self.rows)
 
         def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
             """Prepend the prompt's last columns to the new columns."""

@@ -88,14 +88,14 @@ not listed. On these types, a few more rows hardly slow down a step, and every n
 kernels."""
 
 
-Way = Literal["shared", "repeated", "generate"]
+SamplingPath = Literal["shared", "repeated", "generate"]
 
-WAYS: dict[Way, str] = {
+SAMPLING_PATHS: dict[SamplingPath, str] = {
     "shared": "a KV cache that keeps each prompt once",
     "repeated": "a KV cache that repeats each prompt G times",
     "generate": "transformers' `generate`",
 }
-"""The ways in which the engine can sample, ordered from the fastest to the slowest."""
+"""How the engine can sample, ordered from the fastest path to the slowest."""
 
 
 class LocalEngine(RolloutEngine):
@@ -153,7 +153,7 @@ class LocalEngine(RolloutEngine):
             log.warning(
                 "Neither the generation config nor the tokenizer has a stop token: every completion will be truncated."
             )
-        self.way: Way = "shared"
+        self.path: SamplingPath = "shared"
         self.reason = ""
         self.captured: CapturedSteps | None = None
         self.layers: FusedLayers | None = None
@@ -163,17 +163,17 @@ class LocalEngine(RolloutEngine):
         elif reason := unshared_reason(policy):
             self.use("repeated", reason, logging.INFO)
 
-    def use(self, way: Way, reason: str, level: int = logging.WARNING) -> None:
-        """Choose how to sample, and log why no faster way is used."""
-        self.way, self.reason = way, reason
-        cost = "which prefills each prompt G times" if way == "generate" else "which attends more slowly"
-        log.log(level, "Sampling with %s, %s: %s.", WAYS[way], cost, reason)
+    def use(self, path: SamplingPath, reason: str, level: int = logging.WARNING) -> None:
+        """Choose how to sample, and log why no faster path is used."""
+        self.path, self.reason = path, reason
+        cost = "which prefills each prompt G times" if path == "generate" else "which attends more slowly"
+        log.log(level, "Sampling with %s, %s: %s.", SAMPLING_PATHS[path], cost, reason)
 
     def check_logprobs(self, scorer: Scorer) -> None:
         """Check that the engine's log-probs equal those of training, on a small rollout with prompts of unequal length.
 
-        If sampling fails or its log-probs differ, the engine switches to the next, slower way in `WAYS` and checks
-        again.
+        If sampling fails or its log-probs differ, the engine switches to the next, slower path in `SAMPLING_PATHS`, and
+        checks again.
 
         Args:
             scorer: Computes the policy's log-probs in training.
@@ -182,9 +182,9 @@ class LocalEngine(RolloutEngine):
             ValueError: If transformers' `generate` fails too, or its log-probs differ from the scorer's.
         """
         measured = compare(self.policy, lambda: self.probe_difference(scorer))
-        while measured.is_wrong and self.way != "generate":
-            following: Way = "repeated" if self.way == "shared" else "generate"
-            self.use(following, f"a probe of sampling with {WAYS[self.way]} {measured}")
+        while measured.is_wrong and self.path != "generate":
+            following: SamplingPath = "repeated" if self.path == "shared" else "generate"
+            self.use(following, f"a probe of sampling with {SAMPLING_PATHS[self.path]} {measured}")
             measured = compare(self.policy, lambda: self.probe_difference(scorer))
         kind = model_type(self.policy)
         if measured.failure is not None:
@@ -247,11 +247,11 @@ class LocalEngine(RolloutEngine):
         own = [sampling.max_completion_length] * len(prompts) if limits is None else list(limits)
         rows: list[SampledRow] = []
         groups = SampledGroups(len(part), self.completions, on_group)
-        kept = KeptStates(turns) if turns is not None and self.way == "shared" else None
+        kept = KeptStates(turns) if turns is not None and self.path == "shared" else None
         waiting = WaitingPrompts(Wave(prompts, seeds, num_generations, part, vision, 0, own), self.max_rows)
         with evaluating(self.policy), self.weights() as lockstep, self.quick_steps(sampling.max_completion_length):
             num_waves = lockstep.num_waves(waiting.num_waves)
-            if self.way == "generate":
+            if self.path == "generate":
                 # Ranks with fewer waves than others run dummy waves, to take part in the collectives.
                 for _ in range(num_waves):
                     rows += self.decode_with_generate(waiting.take(0), sampling, lockstep, progress)
@@ -293,7 +293,7 @@ class LocalEngine(RolloutEngine):
                 would take longer than it saves.
         """
         device = compute_device(self.policy)
-        if self.way == "generate" or self.sharding.is_sharded or device.type not in CAPTURES:
+        if self.path == "generate" or self.sharding.is_sharded or device.type not in CAPTURES:
             yield
             return
         if not self.enforce_eager and longest >= LEAST_LENGTH and self.captured is None:
@@ -373,15 +373,15 @@ class LocalEngine(RolloutEngine):
         self, wave: Wave, step: int, longest: int, kept_states: KeptStates | None = None
     ) -> tuple[OpenRows, PlacedPrompts]:
         """Prefill prompts and open their rows: completions of at most `longest` tokens that begin at step `step`."""
-        prompt_ids, prompt_mask, fan = self.prepare(wave)
+        prompt_ids, prompt_mask, prompt_index = self.prepare(wave)
         placed = place(self.policy, prompt_ids, prompt_mask, wave.vision)
         begun = None
         if kept_states is not None and "position_ids" in placed.arguments:
             begun = kept_states.before(wave, prompt_ids.shape[1])
         prefilled, logits = self.prefill(prompt_ids, prompt_mask, placed, wave.vision, begun)
-        decoding_cache = SharedPrompts if self.way == "shared" else RepeatedPrompts
+        decoding_cache = SharedPrompts if self.path == "shared" else RepeatedPrompts
         # the last token is never fed back
-        cache: DecodingCache = decoding_cache(self.policy, prefilled, prompt_mask, fan, longest - 1)
+        cache: DecodingCache = decoding_cache(self.policy, prefilled, prompt_mask, prompt_index, longest - 1)
         if isinstance(cache, SharedPrompts) and self.captured is not None:
             # The shapes are fixed even if no graph can be captured. Otherwise, rounding would depend on whether a
             # capture was tried before.
@@ -390,14 +390,14 @@ class LocalEngine(RolloutEngine):
                 cache.merge = self.layers.merge
         rows = OpenRows(
             cache=cache,
-            start=[step] * len(fan),
+            start=[step] * len(prompt_index),
             end=[step + limit for limit in wave.limits or [1] for _ in wave.part],
             origin=prompt_ids.shape[1] - step,
-            index=wave.first * len(wave.part) + torch.arange(len(fan), device=fan.device),
-            logits=logits[fan],  # [prompts, V] -> [rows, V]: the completions of a prompt share its prefill
-            position=placed.first[fan],
-            history=torch.cat([prompt_ids[fan], prompt_ids.new_zeros(len(fan), longest)], 1),
-            has_ended=torch.zeros(len(fan), dtype=torch.bool, device=fan.device),
+            index=wave.first * len(wave.part) + torch.arange(len(prompt_index), device=prompt_index.device),
+            logits=logits[prompt_index],  # [prompts, V] -> [rows, V]: the completions of a prompt share its prefill
+            position=placed.first[prompt_index],
+            history=torch.cat([prompt_ids[prompt_index], prompt_ids.new_zeros(len(prompt_index), longest)], 1),
+            has_ended=torch.zeros(len(prompt_index), dtype=torch.bool, device=prompt_index.device),
         )
         return rows, placed
 
@@ -441,7 +441,7 @@ class LocalEngine(RolloutEngine):
         sampled.store(rows.index)
         if kept_states is not None:
             kept_states.keep(rows, set(range(len(rows.start))) - set(kept), sampled, waiting.wave)
-        joining = waiting.take(len(kept)) if self.way == "shared" or not kept else waiting.none
+        joining = waiting.take(len(kept)) if self.path == "shared" or not kept else waiting.none
         return (rows.select(pack_rows(kept)) if kept else None), joining
 
     def feed(self, rows: OpenRows | None, step: int, placed: PlacedPrompts) -> None:
@@ -544,7 +544,7 @@ class LocalEngine(RolloutEngine):
         progress: Progress | None,
     ) -> list[SampledRow]:
         """Decode one wave with transformers' `generate`, for models whose prefill cannot be used by G completions."""
-        prompt_ids, prompt_mask, fan = self.prepare(wave)
+        prompt_ids, prompt_mask, prompt_index = self.prepare(wave)
         length = prompt_ids.shape[1]
         uniforms = Uniforms(wave.seeds or [0], wave.num_generations, prompt_ids.device, wave.part)
         sampler = TokenSampler(sampling, self.tokenizer, uniforms)
@@ -565,12 +565,12 @@ class LocalEngine(RolloutEngine):
         def at_stop_string(ids: Tensor, scores: object, **kwargs: Any) -> Tensor | None:
             return sampler.ends_with_stop_string(ids[:, length:])
 
-        rows = wave.vision and wave.vision.select(fan.tolist())
-        types = place(self.policy, prompt_ids[fan], prompt_mask[fan], rows).arguments if rows else {}
+        rows = wave.vision and wave.vision.select(prompt_index.tolist())
+        types = place(self.policy, prompt_ids[prompt_index], prompt_mask[prompt_index], rows).arguments if rows else {}
         with without_suggestions(self.policy), showing(self.policy, rows) as images:
             sequences = self.policy.generate(  # type: ignore[operator]
-                input_ids=prompt_ids[fan],
-                attention_mask=prompt_mask[fan].long(),
+                input_ids=prompt_ids[prompt_index],
+                attention_mask=prompt_mask[prompt_index].long(),
                 generation_config=config,
                 logits_processor=LogitsProcessorList([keep_sampled]),
                 stopping_criteria=StoppingCriteriaList([at_stop_string] if sampler.stop_strings else []),

@@ -31,7 +31,7 @@ def test_decode_and_update_are_measured(monkeypatch, tmp_path):
     options = ["--device", "cpu", "--size", "tiny", "--repeats", "1", "--parts", "decode", "update"]
     assert run(monkeypatch, tmp_path, *options) == 0
     parts = json.loads((tmp_path / "cuda-cpu.json").read_text())["parts"]
-    assert parts["decode"]["way"] == "shared"
+    assert parts["decode"]["sampling path"] == "shared"
     assert parts["decode"]["tokens_per_second"] < parts["decode"]["floor_tokens_per_second"]
     assert parts["update"]["seconds"] > parts["update"]["floor_seconds"] > 0
     assert parts["update"]["planned_gib"] > 0

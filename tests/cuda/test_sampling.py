@@ -71,7 +71,7 @@ class Engine(LocalEngine):
 
 def sample(engine, model, length=64, way="shared", prompts=PROMPTS, **settings):
     engine.connect(model, tiny_tokenizer(), Sharding())
-    engine.way = way
+    engine.path = way
     sampling = SamplingParams(max_completion_length=length, **settings)
     groups = engine.generate(prompts, 4, sampling, seeds=list(range(len(prompts))))
     return [completion.token_ids for group in groups for completion in group]

@@ -161,9 +161,9 @@ def test_06_every_weight_of_a_sharded_policy_is_trained():
 
     def by_weight(model: Any, batch: MicroBatch) -> Tensor:
         """Hidden states of the decoder, times the head's weight: no logits of all tokens."""
-        prompts, fan = batch.prompt_ids, batch.prompt_index
-        ids = torch.cat([prompts[fan], batch.completion_ids], 1)
-        mask = torch.cat([batch.prompt_mask[fan], batch.attention_mask], 1)
+        prompts, prompt_index = batch.prompt_ids, batch.prompt_index
+        ids = torch.cat([prompts[prompt_index], batch.completion_ids], 1)
+        mask = torch.cat([batch.prompt_mask[prompt_index], batch.attention_mask], 1)
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)
         hidden = model.model(input_ids=ids, attention_mask=mask.long(), position_ids=positions).last_hidden_state
         logits = nn.functional.linear(hidden[:, prompts.shape[1] - 1 : -1], model.lm_head.weight)

@@ -99,7 +99,7 @@ PROMPTS = [[5, 6, 7] * 4, [8, 9], [11, 12, 13, 14]]
 def sample(model, way, max_rows=None, enforce_eager=False, **settings):
     engine = LocalEngine(max_rows, enforce_eager=enforce_eager)
     engine.connect(model, tiny_tokenizer(), Sharding())
-    engine.way = way
+    engine.path = way
     groups = engine.generate(PROMPTS, 4, SamplingParams(**settings), seeds=[0, 1, 2])
     return [completion for group in groups for completion in group]
 

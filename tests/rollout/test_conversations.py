@@ -85,7 +85,7 @@ def ways() -> list[Any]:
 
     def connect_and_repeat(*args: Any) -> None:
         connect(*args)
-        engine.way = "repeated"
+        engine.path = "repeated"
 
     engine.connect = connect_and_repeat  # type: ignore[method-assign]
     generates = LocalEngine()
@@ -93,7 +93,7 @@ def ways() -> list[Any]:
 
     def connect_and_generate(*args: Any) -> None:
         connect_first(*args)
-        generates.way = "generate"
+        generates.path = "generate"
 
     generates.connect = connect_and_generate  # type: ignore[method-assign]
     return [

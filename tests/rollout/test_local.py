@@ -675,16 +675,16 @@ def test_sampling_of_every_family_agrees_with_its_scoring(family):
     model = tiny_model(family)
     model.generation_config.eos_token_id = list(range(2, 14))
     engine = connected(model)
-    before = engine.way
+    before = engine.path
     engine.check_logprobs(Scorer(choose_path(model)[0], never=(5, 119)))
-    assert engine.way == before
+    assert engine.path == before
 
 
 def test_a_cache_that_gives_other_logprobs_gives_way_to_generate(monkeypatch, caplog):
     moved(monkeypatch, "decode", 0.01)
     engine = connected(tiny_model("qwen2"))
     engine.check_logprobs(Scorer())
-    assert engine.way == "generate"
+    assert engine.path == "generate"
     assert "a probe of sampling with a KV cache that keeps each prompt once differs by 1.0e-02 nats" in caplog.text
     assert "a probe of sampling with a KV cache that repeats each prompt G times differs by 1.0e-02" in engine.reason
     assert "Sampling with transformers' `generate`" in caplog.text

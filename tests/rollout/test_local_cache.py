@@ -26,7 +26,7 @@ def drawn(monkeypatch, model, cache_class):
     monkeypatch.setattr(local_engine, "SamplingCache", Kept)
     engine = LocalEngine()
     engine.connect(model, tiny_tokenizer(), Sharding())
-    engine.way = "repeated"
+    engine.path = "repeated"
     with torch.autocast("cpu", torch.bfloat16):
         groups = engine.generate([[5, 6, 7] * 4, [8, 9]], 3, SamplingParams(max_completion_length=8), seeds=[0, 1])
     states = [x for layer in caches[-1].layers if hasattr(layer, "keys") for x in (layer.keys, layer.values)]

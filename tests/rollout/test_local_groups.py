@@ -57,7 +57,7 @@ def test_a_group_is_reported_when_its_last_completion_has_ended(interval, max_ro
 
 def test_groups_of_transformers_generate_are_reported_wave_by_wave():
     reports, engine = [], engine_of("mamba2", max_rows=6)
-    assert engine.way == "generate"
+    assert engine.path == "generate"
     groups = engine.generate(
         make_prompts(LENGTHS), 3, SAMPLING, SEEDS, on_group=lambda number, completions: reports.append(completions)
     )

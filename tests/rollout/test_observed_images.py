@@ -324,7 +324,7 @@ def test_the_engine_samples_the_same_without_shared_prompts():
     for each in ("shared", "repeated"):
         engine = LocalEngine(max_rows=4)
         engine.connect(vlm.model, encoder.tokenizer, Sharding())
-        engine.way = each
+        engine.path = each
         source = source_of(vlm, encoder, engine, Shows(), max_turn_length=6)
         groups = source.sample([prompt_of(*parts) for parts in PROMPTS], 2, SAMPLING, [0, 1, 2])
         found.append([completion for group in groups for completion in group.completions])

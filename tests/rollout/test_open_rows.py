@@ -82,7 +82,7 @@ def test_completions_equal_those_without_a_limit(
     sampling = SamplingParams(max_completion_length=longest)
     want = connected(model).generate(prompts, num_generations, sampling, seeds)
     engine, told, shapes = connected(model, max_rows=max_rows), [], []
-    engine.way = "shared" if shared else "repeated"
+    engine.path = "shared" if shared else "repeated"
     hook = model.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
@@ -181,7 +181,7 @@ def test_rows_join_when_there_is_room_for_a_prompt(model):
     sampling, steps = SamplingParams(max_completion_length=60), {}
     for way in ("shared", "repeated"):
         engine, calls = connected(model, max_rows=4), []
-        engine.way = way
+        engine.path = way
         groups = engine.generate(prompts, 2, sampling, seeds, lambda *told, calls=calls: calls.append(told))
         steps[way] = len(calls)
     lengths = [[len(ids) for ids in group] for group in ids_of(groups)]
@@ -243,7 +243,7 @@ def test_what_has_left_is_freed(monkeypatch, model, way):
 
     monkeypatch.setattr(LocalEngine, "open", open_rows)
     engine = connected(model, max_rows=6)
-    engine.way = way
+    engine.path = way
     engine.generate(prompts_of([5] * 9), 3, SamplingParams(max_completion_length=20), list(range(9)))
     assert len(alive) > 3
     assert max(alive) == (1 if way == "shared" else 0)
@@ -334,7 +334,7 @@ def test_ranks_make_the_same_forward_calls(model, lengths, max_rows, longest, in
         meeting.rank.number = rank
         engine = LocalEngine(max_rows=max_rows[rank], gather_for_generation=False)
         engine.connect(models[rank], tiny_tokenizer(), Shards())
-        engine.way = way
+        engine.path = way
         models[rank].register_forward_pre_hook(
             lambda module, args, kwargs: meeting.exchange("forward", None) and None, with_kwargs=True
         )
