@@ -42,7 +42,7 @@ def connected(model):
 
 def sampled(model, way, **settings):
     engine = connected(model)
-    engine.way = way
+    engine.path = way
     prompts = [[5, 6, 7] * 4, [8, 9], [11, 12, 13, 14]]
     groups = engine.generate(prompts, 4, SamplingParams(max_completion_length=90, **settings), seeds=[0, 1, 2])
     return [completion for group in groups for completion in group]
@@ -58,7 +58,7 @@ def test_a_prompt_is_kept_once_or_repeated_with_the_same_completions(family):
     model.generation_config.eos_token_id = list(range(2, 5))
     reason = unshared_reason(model)
     if reason is not None:
-        assert connected(model).way == "repeated" or connected(model).way == "generate"
+        assert connected(model).path == "repeated" or connected(model).path == "generate"
         return
     once, repeated = sampled(model, "shared"), sampled(model, "repeated")
     assert len({len(row.token_ids) for row in once}) > 3
