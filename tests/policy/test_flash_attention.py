@@ -76,7 +76,7 @@ def test_what_is_sampled_has_the_log_probs_of_the_scorer(kernels, family):
     engine = LocalEngine()
     engine.connect(model, tiny_tokenizer(), loading.Sharding())
     engine.check_logprobs(Scorer())
-    assert engine.way == ("repeated" if unshared_reason(model) else "shared")
+    assert engine.path == ("repeated" if unshared_reason(model) else "shared")
     before = dict(kernels.calls)
     with torch.autocast("cpu", torch.bfloat16):
         groups = engine.generate([[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [20, 21]], 2, SamplingParams(), seeds=[0, 1])
