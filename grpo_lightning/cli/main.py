@@ -145,5 +145,25 @@ def find_own_modules() -> None:
 
 
 def entry_point() -> None:
-    """Console script `grpo-lightning`: calls `main` and ignores its result, which would become the exit code."""
-    main()
+    """Console script `grpo-lightning`: calls `main` and ignores its result, which would become the exit code.
+
+    If the reader of the output has left (`grpo-lightning recipes list | head -1`), exits quietly with code 141, as a
+    program does that is ended by SIGPIPE.
+    """
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not has_lost_reader():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports the rest at its exit
+        raise SystemExit(141) from None
+
+
+def has_lost_reader() -> bool:
+    """True if nobody reads the standard output any more; found out by writing an empty line."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        return True
+    return False

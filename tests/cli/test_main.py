@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from grpo_lightning.callbacks import CompletionLog, ProgressBar
 from grpo_lightning.cli import instantiate, main, parse
-from grpo_lightning.cli.main import COMMANDS
+from grpo_lightning.cli.main import COMMANDS, entry_point
 from grpo_lightning.cli.runs import MetricsLogger, ParameterSummary
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
@@ -305,6 +305,25 @@ def test_the_shell_sees_2_for_an_error_and_0_otherwise():
     assert (failed.returncode, failed.stdout) == (2, "")
     assert failed.stderr == "error: There is no command 'fti'. Did you mean fit?\n"
     assert interpreter("-c", start, "--version").returncode == 0
+
+
+@pytest.mark.parametrize("args", [["--help"], ["recipes", "list"], ["recipes", "show", "quickstart"]])
+def test_a_reader_that_leaves_early_is_no_error(args):
+    """`grpo-lightning recipes list | head -1`."""
+    command = [sys.executable, "-c", "from grpo_lightning.cli import entry_point; entry_point()", *args]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(60) == 141
+
+
+def test_a_broken_pipe_of_something_else_is_shown(monkeypatch):
+    def fail(*_):
+        raise BrokenPipeError("a worker has died")
+
+    monkeypatch.setattr(sys.modules[entry_point.__module__], "main", fail)
+    with pytest.raises(BrokenPipeError, match="a worker has died"):
+        entry_point()
 
 
 def test_own_commands_are_handed_their_arguments(monkeypatch):

@@ -15,12 +15,24 @@ from tests.marks import only
 from tests.recipes.test_recipes import WHOLE, flags, logged_steps, tiny_files
 
 RECIPES = (
-    *("quickstart", "quickstart_grounding", "gsm8k_qwen2.5_0.5b", "dapo_qwen2.5_1.5b", "numina_lora_7b"),
-    *("qlora_single_gpu", "lora_zero3_32b", "zero3_qwen2.5_7b", "reward_model_qwen2.5_1.5b", "rec_lora"),
+    *("quickstart", "quickstart_grounding", "gsm8k_qwen2.5_0.5b", "numina_qwen2.5_1.5b_dapo", "numina_qwen2.5_7b_lora"),
+    *(
+        "gsm8k_qwen2.5_7b_qlora",
+        "numina_r1_qwen_32b_lora_zero3",
+        "math_qwen2.5_7b_zero3",
+        "ultrafeedback_qwen2.5_1.5b",
+        "rec_lora",
+    ),
 )
 """The others repeat their settings for other models and data."""
 
-FURTHER = ("gsm8k_qwen2.5_0.5b", "numina_lora_7b", "qlora_single_gpu", "lora_zero3_32b", "zero3_qwen2.5_7b")
+FURTHER = (
+    "gsm8k_qwen2.5_0.5b",
+    "numina_qwen2.5_7b_lora",
+    "gsm8k_qwen2.5_7b_qlora",
+    "numina_r1_qwen_32b_lora_zero3",
+    "math_qwen2.5_7b_zero3",
+)
 """Those of these recipes that have only settings of the others."""
 
 
@@ -44,5 +56,5 @@ def test_recipe_runs_two_steps_without_mixed_devices_and_the_math_kernel(recipe,
     assert gpu.launches["_scaled_dot_product_efficient_attention"] > 0  # sampling
     # In 32 bits no fused kernel has GQA: where attention needs no mask, torch takes the math kernel. The reward model
     # has 32 bits here.
-    has_32_bits = precision == "32-true" or recipe.stem == "reward_model_qwen2.5_1.5b"
+    has_32_bits = precision == "32-true" or recipe.stem == "ultrafeedback_qwen2.5_1.5b"
     assert set(gpu.attention) <= {"flash", "efficient", *(["math"] if has_32_bits else [])}

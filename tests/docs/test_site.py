@@ -289,7 +289,7 @@ def test_files_are_shown_with_what_they_link_to():
     assert {"files/CONTRIBUTING.md", "files/recipes/objectives/index.md", "files/recipes/objectives/gspo.yaml.md"} <= {
         *found
     }
-    line = "- [qlora_single_gpu.yaml](recipes/qlora_single_gpu.yaml): 7B weights on a small device.\n"
+    line = "- [gsm8k_qwen2.5_7b_qlora.yaml](recipes/gsm8k_qwen2.5_7b_qlora.yaml): 7B weights on a small device.\n"
     assert line in site_links.content(ROOT / "recipes")
     notebook = site_links.content(ROOT / "notebooks/quickstart.ipynb")
     assert notebook.startswith("# ")

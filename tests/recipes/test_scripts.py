@@ -198,7 +198,7 @@ SCRIPTS = {
     "4-swift-transformers": Script(
         "ms-swift",
         f"--model Qwen/Qwen2.5-7B {SWIFT} {SMALL}",
-        "numina_lora_7b.yaml",
+        "numina_qwen2.5_7b_lora.yaml",
         numina,
         version="3.3.1",
         defaults=DEFAULTS,
@@ -206,7 +206,7 @@ SCRIPTS = {
     "5-swift-vllm": Script(
         "ms-swift",
         f"--model Qwen/Qwen2.5-7B {SWIFT} {SMALL} --use_vllm true --vllm_gpu_memory_utilization 0.5 {ROOM}",
-        "numina_lora_7b.yaml",
+        "numina_qwen2.5_7b_lora.yaml",
         numina,
         version="3.3.1",
         recipe_flags=("--model.offload=[optimizer]",),
@@ -222,7 +222,7 @@ SCRIPTS = {
         "--save_steps 1000 --save_total_limit 2 --logging_steps 5 --warmup_ratio 0.05 --dataloader_num_workers 4 "
         "--dataset_num_proc 4 --num_generations 8 --temperature 1.0 --top_p 1.0 --deepspeed zero2 "
         "--log_completions true --num_iterations 1 --report_to tensorboard wandb --beta 0.0 --NPROC_PER_NODE 8",
-        "dapo_qwen2.5_1.5b.yaml",
+        "numina_qwen2.5_1.5b_dapo.yaml",
         numina,
         world_size=8,
         version="3.3.1",
@@ -253,7 +253,7 @@ SCRIPTS = {
         "--dataset AI-MO/NuminaMath-TIR#1000 --output_dir /output --max_completion_length 2080 --num_train_epochs 3 "
         "--per_device_train_batch_size 1 --per_device_eval_batch_size 8 --learning_rate 5e-6 "
         "--gradient_accumulation_steps 8 --num_generations 8 --deepspeed zero3 --beta 0.01 --NPROC_PER_NODE 8",
-        "lora_zero3_32b.yaml",
+        "numina_r1_qwen_32b_lora_zero3.yaml",
         numina,
         world_size=8,
         defaults=DEFAULTS
