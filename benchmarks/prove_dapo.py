@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_lightning import GRPOLightningModule, Objective, PromptSource, SamplingParams, Validation
-from grpo_lightning.core.messages import show_messages
+from grpo_lightning.core.log_messages import show_messages
 from grpo_lightning.demo.arithmetic import DemoRecipe
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.rewards import ExactMatch, RewardWorkers

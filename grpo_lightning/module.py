@@ -32,7 +32,7 @@ from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor, nn
 
 from grpo_lightning.core import ranks
-from grpo_lightning.core.messages import WarnOnce, show_messages
+from grpo_lightning.core.log_messages import WarnOnce, show_messages
 from grpo_lightning.core.ranks import Teams
 from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.core.types import Group, MicroBatch, Prompt, SamplingParams, optional_settings, settings_of

@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rich.text import Text
 
 from grpo_lightning.callbacks.trend import ARROWS, LEVELS, sparkline, trend_of
-from grpo_lightning.core.messages import unwrap
+from grpo_lightning.core.log_messages import unwrap
 from grpo_lightning.core.status_line import StatusLine
 from grpo_lightning.training.metrics import logged_this_step
 

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 
 from grpo_lightning.cli import ckpt_path, config, config_errors, help, runs, sources
 from grpo_lightning.cli.errors import ConfigurationError, plain_refusal, rank
-from grpo_lightning.core.messages import quiet_libraries, quiet_loggers, show_messages
+from grpo_lightning.core.log_messages import quiet_libraries, quiet_loggers, show_messages
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.report.changed_settings import CLI_DEFAULTS

@@ -86,7 +86,7 @@ def log_versions() -> None:
 
     They are logged before the packages are imported, because importing takes seconds.
     """
-    from grpo_lightning.core.messages import show_messages
+    from grpo_lightning.core.log_messages import show_messages
 
     show_messages()
     if rank() == 0:

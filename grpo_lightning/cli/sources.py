@@ -17,7 +17,7 @@ import yaml
 from grpo_lightning.cli import recipes
 from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.core import unique_keys
-from grpo_lightning.core.messages import similar_file
+from grpo_lightning.core.log_messages import similar_file
 
 CONFIG_FLAGS = ("--config", "-c")
 SETTINGS_FILES = (".yaml", ".yml", ".json")

@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from grpo_lightning.core.messages import LINE_SECONDS, redraws
+from grpo_lightning.core.log_messages import LINE_SECONDS, redraws
 
 REDRAW_SECONDS = 0.1
 """Minimum seconds between two updates of the line."""

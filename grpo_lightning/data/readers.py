@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.core.messages import similar_file
+from grpo_lightning.core.log_messages import similar_file
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.dataset_entry import DATA_FILES, DatasetEntry
 from grpo_lightning.data.formats import refuse_media, to_prompt

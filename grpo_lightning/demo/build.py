@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from grpo_lightning.core.files import FINGERPRINT, put_whole
-from grpo_lightning.core.messages import progress_bar
+from grpo_lightning.core.log_messages import progress_bar
 from grpo_lightning.core.seeding import run_seed
 
 PAD, EOS = "<pad>", "<eos>"

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from grpo_lightning.core.event_loop import wait_for
-from grpo_lightning.core.messages import WarnOnce
+from grpo_lightning.core.log_messages import WarnOnce
 from grpo_lightning.core.types import Message
 from grpo_lightning.environments.base import MOST_MESSAGES, Environment, Step
 

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_lightning.core.messages import did_you_mean
+from grpo_lightning.core.log_messages import did_you_mean
 from grpo_lightning.rewards.accuracy import Accuracy, UndecidedError
 from grpo_lightning.rewards.answers import (
     AnswerReward,

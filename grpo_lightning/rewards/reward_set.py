@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from grpo_lightning.core.messages import bullet_list, did_you_mean
+from grpo_lightning.core.log_messages import bullet_list, did_you_mean
 from grpo_lightning.core.types import Group, Prompt
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rewards.base import CONTRACT, METHOD_COLUMN, RESERVED_NAMES, RewardLike, WeightedReward

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from grpo_lightning.core import ranks
-from grpo_lightning.core.messages import WarnOnce
+from grpo_lightning.core.log_messages import WarnOnce
 from grpo_lightning.core.seeding import derived_seed
 from grpo_lightning.core.types import (
     Completion,

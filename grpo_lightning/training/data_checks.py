@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_lightning.core.messages import bullet_list
+from grpo_lightning.core.log_messages import bullet_list
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.images.preflight import check_given
 from grpo_lightning.data.mixture import as_entries

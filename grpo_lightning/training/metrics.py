@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.core import ranks
-from grpo_lightning.core.messages import WarnOnce
+from grpo_lightning.core.log_messages import WarnOnce
 from grpo_lightning.core.types import Completion, Group, MicroBatch
 from grpo_lightning.functional import kl_divergence, zero_variance_groups
 from grpo_lightning.objective import Objective, ObjectiveTerms

@@ -1,6 +1,6 @@
 """A message names the first problems and says how many more there are."""
 
-from grpo_lightning.core.messages import MAX_NAMED, bullet_list
+from grpo_lightning.core.log_messages import MAX_NAMED, bullet_list
 
 
 def test_few_are_all_named():

@@ -8,7 +8,7 @@ import pytest
 from rich.text import Text
 
 from grpo_lightning.core import status_line
-from grpo_lightning.core.messages import show_messages
+from grpo_lightning.core.log_messages import show_messages
 from grpo_lightning.core.status_line import StatusLine
 
 ESCAPES = ("\r", "\x1b")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_lightning.core.messages import WarnOnce
+from grpo_lightning.core.log_messages import WarnOnce
 from grpo_lightning.environments import Search, Tools, calculator, tools
 from grpo_lightning.environments.tools import ToolCall, argument_problem, read_calls
 from grpo_lightning.rollout.conversations import tool_schemas

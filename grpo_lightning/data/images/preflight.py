@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, get_args
 
 from grpo_lightning.core.images import ImageError, ImageRef
-from grpo_lightning.core.messages import bullet_list, progress_bar
+from grpo_lightning.core.log_messages import bullet_list, progress_bar
 from grpo_lightning.core.ranks import any_over_ranks, gather_objects, rank, world_size
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.images.box_checks import Boxes, check_solution

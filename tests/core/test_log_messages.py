@@ -12,8 +12,8 @@ import tqdm.std
 from lightning.pytorch.demos.boring_classes import BoringModel
 from transformers.utils import logging as transformers_logging
 
-from grpo_lightning.core import messages
-from grpo_lightning.core.messages import NoNoise, quiet_libraries, show_messages
+from grpo_lightning.core import log_messages
+from grpo_lightning.core.log_messages import NoNoise, quiet_libraries, show_messages
 
 RANK_ZERO = "lightning.pytorch.utilities.rank_zero"
 
@@ -22,7 +22,7 @@ RANK_ZERO = "lightning.pytorch.utilities.rank_zero"
 def restore():
     yield
     transformers_logging.enable_progress_bar()
-    for name in messages.NOISY_LOGGERS:
+    for name in log_messages.NOISY_LOGGERS:
         logger = logging.getLogger(name)
         logger.filters[:] = [known for known in logger.filters if not isinstance(known, NoNoise)]
 
@@ -86,20 +86,20 @@ def test_tips_are_left_out_and_nothing_else(caplog):
     ],
 )
 def test_messages_that_the_run_makes_superfluous_are_dropped_and_no_others(caplog, message, is_shown):
-    messages.quiet_loggers()
-    for name in messages.NOISY_LOGGERS:
+    log_messages.quiet_loggers()
+    for name in log_messages.NOISY_LOGGERS:
         with caplog.at_level("INFO", name):
             logging.getLogger(name).info(message)
             logging.getLogger(name).warning(message)
     levels = [record.levelname for record in caplog.records]
-    expected = (["INFO", "WARNING"] if is_shown else ["WARNING"]) * len(messages.NOISY_LOGGERS)
+    expected = (["INFO", "WARNING"] if is_shown else ["WARNING"]) * len(log_messages.NOISY_LOGGERS)
     assert levels == expected, "a warning is never dropped"
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_logs_these_messages_by_these_loggers(caplog, tmp_path):
     """Another release may word them otherwise, or log them elsewhere."""
-    for name in messages.NOISY_LOGGERS:
+    for name in log_messages.NOISY_LOGGERS:
         caplog.set_level("INFO", name)
 
     def logged():
@@ -110,10 +110,10 @@ def test_lightning_logs_these_messages_by_these_loggers(caplog, tmp_path):
         trainer = L.Trainer(accelerator="cpu", logger=False, max_steps=1, default_root_dir=tmp_path, **options)
         trainer.fit(model, model.train_dataloader())
         trainer.save_checkpoint(tmp_path / "last.ckpt")
-        return [record for record in caplog.records if record.name in messages.NOISY_LOGGERS]
+        return [record for record in caplog.records if record.name in log_messages.NOISY_LOGGERS]
 
-    assert {record.name for record in logged()} == {*messages.NOISY_LOGGERS}
-    messages.quiet_loggers()
+    assert {record.name for record in logged()} == {*log_messages.NOISY_LOGGERS}
+    log_messages.quiet_loggers()
     assert logged() == []
 
 
@@ -123,7 +123,7 @@ def test_a_long_message_is_broken_between_words_in_a_terminal(monkeypatch, is_te
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
     text = "Recipe quickstart: /a/long/path/that-is-not-broken/recipes/quickstart.yaml (copy it to change it)."
     record = logging.LogRecord("grpo_lightning", logging.INFO, "", 0, f"{text}\nshort", None, None)
-    shown = messages.Wrapped("%(levelname)s: %(message)s").format(record)
+    shown = log_messages.Wrapped("%(levelname)s: %(message)s").format(record)
     assert len(shown.splitlines()) == lines + 1
     assert "/a/long/path/that-is-not-broken/recipes/quickstart.yaml" in shown
     assert " ".join(shown.split()) == f"INFO: {text} short"
@@ -155,8 +155,8 @@ def test_progress_is_a_line_a_minute_where_there_is_no_terminal(monkeypatch, cap
     clock = itertools.count()
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     monkeypatch.setattr(tqdm.std, "time", lambda: next(clock) / 2)
-    monkeypatch.setattr(messages, "LINE_SECONDS", 60.0)
-    for _ in messages.progress_bar(range(300), desc="Reading", unit=" rows", dynamic_ncols=False, ncols=80):
+    monkeypatch.setattr(log_messages, "LINE_SECONDS", 60.0)
+    for _ in log_messages.progress_bar(range(300), desc="Reading", unit=" rows", dynamic_ncols=False, ncols=80):
         pass
     drawn = capsys.readouterr().err
     if is_terminal:
@@ -190,6 +190,6 @@ def test_a_bar_redraws_itself_in_terminals_and_notebooks_only():
     class OutStream(io.StringIO):
         pass
 
-    assert not messages.redraws(OutStream())
+    assert not log_messages.redraws(OutStream())
     OutStream.__module__ = "ipykernel.iostream"  # its isatty() is False
-    assert messages.redraws(OutStream())
+    assert log_messages.redraws(OutStream())

@@ -1,4 +1,4 @@
-"""Logging set-up: shows the package's messages by default, and filters noise of other packages."""
+"""Log messages: show them by default, filter the noise of other packages, and format lists, suggestions and progress."""
 
 from __future__ import annotations
 
