@@ -1,4 +1,4 @@
-"""Log messages: show them by default, filter the noise of other packages, and format lists, suggestions and progress."""
+"""Log messages: show them by default, filter other packages' noise, and format lists, suggestions and progress."""
 
 from __future__ import annotations
 
