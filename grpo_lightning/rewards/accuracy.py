@@ -91,7 +91,8 @@ class Accuracy(AnswerReward):
     answer ("the final answer is $x$") or the text after `####`, whichever comes last in the completion; bold text; the
     end of the last line, if the completion is not truncated. A missing or unparsable answer is wrong. An answer with
     the same words as the ground truth is right. A set ("3, 4", "3 or 4") equals the same set in any order. Other
-    answers with several numbers ("3 and 4") are wrong, unless they have the words of the ground truth.
+    answers with several numbers ("3 and 4") are wrong, unless they have the words of the ground truth. If the ground
+    truth is an equation of numbers ("2 + 4 = 6"), its right side is the right answer.
 
     The reward does not apply to a row without ground truth. The rules above have three exceptions. In each of them,
     some or all answers get no value (None), and the reward logs a warning:
@@ -219,7 +220,7 @@ class Comparison(Reward):
         """Compare. Args, Returns: as in the function `compare`."""
         from math_verify import verify
 
-        expected = parse_short(gold)
+        expected = results(parse_short(gold))
         if not expected:
             return None
         if answer.casefold().split() == gold.casefold().split():
@@ -315,6 +316,18 @@ def parse_short(text: str) -> list[Any]:
         text = format(Decimal(text), "f")
     is_bare = is_formula(text) and not _DELIMITED.search(text)
     return list(parse(f"${text}$" if is_bare else text, parsing_timeout=None))
+
+
+def results(expressions: list[Any]) -> list[Any]:
+    """Replace an equation of numbers ("2 + 4 = 6") by its right side; an inequality of numbers has no result.
+
+    `verify` would treat the answer "1 = 1" as equal to "2 + 4 = 6", because both are true, and the answer "6" as wrong.
+
+    Args:
+        expressions: The expressions parsed from a ground truth.
+    """
+    stated = [each for each in expressions if getattr(each, "is_Relational", False) and not each.free_symbols]
+    return [each.rhs for each in stated if each.is_Equality] if stated else expressions
 
 
 def prepare(text: str) -> str:

@@ -128,6 +128,15 @@ def accuracy(completion: str, solution: Any, **settings: Any) -> float | None:
         ("<answer>7</answer>", "10 apples, 5 red", 0),
         # but a calculation has one answer
         ("<answer>6</answer>", r"$2 \cdot 3$ = $6$", 1),
+        ("<answer>6</answer>", "2 + 4 = 6", 1),
+        ("<answer>5 + 1 = 6</answer>", "2 + 4 = 6", 1),
+        ("<answer>7</answer>", "2 + 4 = 6", 0),
+        ("<answer>2 + 4 = 7</answer>", "2 + 4 = 6", 0),
+        ("<answer>1 = 1</answer>", "2 + 4 = 6", 0),
+        ("<answer>6</answer>", r"\frac{12}{2} = 6", 1),
+        ("<answer>6</answer>", "f(2) = 6", 1),
+        ("<answer>7</answer>", "f(2) = 6", 0),
+        ("<answer>1 < 2</answer>", "2 < 3", None),  # a statement without a result
         ("<answer>12</answer>", "3x = 12 => x = 4", None),
         ("<answer>5</answer>", "3x = 12 => x = 4", 0),
         ("<answer>135</answer>", "2 hours and 15 minutes = 135 minutes", None),
