@@ -500,10 +500,6 @@ class VisionInputs:
     on the blank image, and the resulting features are discarded. The blank image is needed if all ranks must run the
     tower, because the tower's weights are sharded or their gradients are averaged. None if the tower may be skipped."""
 
-    stores_features: bool = False
-    """True if forward passes store the image features in `PromptVision.features`. Allowed only if the vision tower is
-    frozen, because later passes use the stored features instead of running the tower."""
-
     def select(self, prompts: Sequence[int]) -> VisionInputs:
         """Select prompts by index; indices may repeat."""
         return replace(self, prompts=[self.prompts[number] for number in prompts])

@@ -505,13 +505,15 @@ def place(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: Vis
     return PlacedPrompts({"position_ids": text_positions(prompt_mask)}, prompt_mask.sum(-1, keepdim=True), 1)
 
 
-def showing(model: nn.Module, vision: VisionInputs | None) -> AbstractContextManager[dict[str, Any]]:
+def showing(
+    model: nn.Module, vision: VisionInputs | None, *, keeps: bool = False
+) -> AbstractContextManager[dict[str, Any]]:
     """Context in which the model's forward runs with the prompts' images; see `vision.showing_images`.
 
     It yields the image arguments of the forward. For a text-only model, `vision` is None and there are no such
     arguments.
     """
-    return contextlib.nullcontext({}) if vision is None else showing_images(model, vision)
+    return contextlib.nullcontext({}) if vision is None else showing_images(model, vision, keeps=keeps)
 
 
 def extended_chunks(

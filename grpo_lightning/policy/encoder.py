@@ -176,20 +176,17 @@ class Encoder:
             check_length(prompt, len(inputs.token_ids), limit, max_completion_length)
         return encoded
 
-    def vision_inputs(
-        self, prompts: Sequence[PromptVision | None], *, needs_blank: bool, stores_features: bool = False
-    ) -> VisionInputs | None:
+    def vision_inputs(self, prompts: Sequence[PromptVision | None], *, needs_blank: bool) -> VisionInputs | None:
         """Collect the vision inputs of encoded prompts, or return None if the policy is text-only.
 
         Args:
             prompts: The vision inputs of N encoded prompts.
             needs_blank: True if the vision tower has to run even without images.
-            stores_features: As in `VisionInputs`.
         """
         if not self.is_multimodal:
             return None
         blank = self.blank if needs_blank and self.family is not None else None
-        return VisionInputs([prompt or PromptVision() for prompt in prompts], blank, stores_features)
+        return VisionInputs([prompt or PromptVision() for prompt in prompts], blank)
 
     # -------------------------------------------------------------------------------------------------------- lengths
 

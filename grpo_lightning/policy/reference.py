@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import check_ranges
 from grpo_lightning.policy.adapters import STARTING, add_starting_adapter, adds_nothing, base_weights, using_adapter
+from grpo_lightning.policy.families import is_tower_trained
 from grpo_lightning.policy.loading import PolicyLoader, disable_dropout, disable_router_loss
 from grpo_lightning.policy.precision import use_float32_head
 from grpo_lightning.policy.rope import fix_frequencies, fixed_length
@@ -40,11 +41,13 @@ class FrozenCopy(nn.Module):
 
     Args:
         model: Model with frozen weights.
+        has_policys_tower: True if the policy's vision tower was frozen when the reference was made, so that both have
+            the same tower as long as the policy's tower stays frozen.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, has_policys_tower: bool = False) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.has_policys_tower = model, has_policys_tower
         self.eval()
         self.has_moved = False
         """True once the reference differs from the initial policy: checkpoints must then contain the reference."""
@@ -64,10 +67,11 @@ class OtherAdapter:
 
     Args:
         adapter: Name of the initial adapter; None if the reference is the base without adapters.
+        has_policys_tower: As in `FrozenCopy`.
     """
 
-    def __init__(self, adapter: str | None) -> None:
-        self.adapter = adapter
+    def __init__(self, adapter: str | None, *, has_policys_tower: bool = False) -> None:
+        self.adapter, self.has_policys_tower = adapter, has_policys_tower
 
     def scoring(self, policy: nn.Module) -> AbstractContextManager[nn.Module]:
         """Yield the policy, running with the reference's adapter."""
@@ -100,17 +104,18 @@ def make_reference(
         converted_dtype: Dtype that the strategy converts all weights to; None if it converts none.
     """
     sharding = sharding or Sharding()
+    has_policys_tower = not is_tower_trained(policy)
     if is_adapted(policy):
         starts_from_adapter = (
             not adds_nothing(policy, converted_dtype) if loader.lora is None else loader.lora.adapter is not None
         )
         if not starts_from_adapter:
-            return OtherAdapter(None)
+            return OtherAdapter(None, has_policys_tower=has_policys_tower)
         with sharding.building():
             add_starting_adapter(policy)
             if loader.head_dtype == "float32":
                 use_float32_head(policy)  # the layers of the new adapter, too
-        return OtherAdapter(STARTING)
+        return OtherAdapter(STARTING, has_policys_tower=has_policys_tower)
     if any(map(is_partitioned, policy.parameters())):
         # The policy was partitioned while it was loaded: there are no full weights to copy.
         model = loader.load_model(sharding, attention_kernel(policy))
@@ -120,8 +125,9 @@ def make_reference(
             fix_frequencies(model, length)
         if loader.head_dtype == "float32":
             use_float32_head(model)
-        return FrozenCopy(model.requires_grad_(False).eval())
-    return FrozenCopy(frozen_copy(policy, shares_frozen=not sharding.is_sharded))
+        return FrozenCopy(model.requires_grad_(False).eval(), has_policys_tower=has_policys_tower)
+    model = frozen_copy(policy, shares_frozen=not sharding.is_sharded)
+    return FrozenCopy(model, has_policys_tower=has_policys_tower)
 
 
 def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:

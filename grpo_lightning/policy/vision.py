@@ -3,8 +3,8 @@
 In transformers, the forward pass of every vision-language model calls the model's method `get_image_features`. This
 method is replaced while a forward pass runs. If the features of all images are stored, the replacement returns them.
 Otherwise it runs the vision tower once per image, even if several rows of the pass have the same prompt, and stores the
-features if `VisionInputs.stores_features` is true. If no prompt has an image, but the vision tower has to run, the
-replacement runs it on a blank image and discards the features.
+features if `keeps` is true. If no prompt has an image, but the vision tower has to run, the replacement runs it on a
+blank image and discards the features.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from grpo_lightning.policy.transformers_internals import (
 
 
 @contextlib.contextmanager
-def showing_images(model: nn.Module, vision: VisionInputs) -> Iterator[dict[str, Any]]:
+def showing_images(model: nn.Module, vision: VisionInputs, *, keeps: bool = False) -> Iterator[dict[str, Any]]:
     """Context for a forward pass with the images of prompts; the caller passes the yielded arguments to the forward.
 
     Inside the context, the method `get_image_features` of models of known families is replaced, so that image features
@@ -41,6 +41,7 @@ def showing_images(model: nn.Module, vision: VisionInputs) -> Iterator[dict[str,
     Args:
         model: The policy.
         vision: Vision inputs of the prompts of the forward pass, in order; a prompt may occur several times.
+        keeps: Store the image features in the `PromptVision` of each prompt.
 
     Yields:
         The image arguments of the model's forward.
@@ -66,7 +67,7 @@ def showing_images(model: nn.Module, vision: VisionInputs) -> Iterator[dict[str,
         features = read_features(encode(*args, **options))
         if not with_images:
             return make_outputs(features._replace(levels=[level[:0] for level in features.levels]))
-        if vision.stores_features:
+        if keeps:
             store_features(distinct, features)
         if len(distinct) < len(with_images):
             of_prompt = dict(zip(map(id, distinct), split_features(distinct, features), strict=True))
@@ -112,6 +113,21 @@ def store_features(prompts: Sequence[PromptVision], features: ImageFeatures) -> 
     """Store each prompt's part of the features with the prompt."""
     for prompt, own in zip(prompts, split_features(prompts, features), strict=True):
         prompt.features = own._replace(levels=[part.detach().clone() for part in own.levels])  # not a view of all
+
+
+@torch.no_grad()
+def encode_missing(model: nn.Module, prompts: Sequence[PromptVision | None]) -> None:
+    """Store the features of prompts with images that have none yet; the model's vision tower must be frozen.
+
+    The tower runs on one prompt at a time. The features of a prompt therefore do not depend on the other prompts, not
+    even in their last bits, so a resumed run computes the same features.
+    """
+    inner = inner_model(model)
+    accepted = inspect.signature(inner.get_image_features).parameters
+    for prompt in prompts:
+        if prompt is not None and prompt.images and prompt.features is None:
+            images = {name: image for name, image in to_model(prompt.images, model).items() if name in accepted}
+            store_features([prompt], read_features(inner.get_image_features(**images, return_dict=True)))
 
 
 def split_features(prompts: Sequence[PromptVision], features: ImageFeatures) -> list[ImageFeatures]:

@@ -16,7 +16,7 @@ from grpo_lightning.core.types import Completion, Group, Prompt, SamplingParams,
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.families import is_tower_trained
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.policy.vision import needs_blank
+from grpo_lightning.policy.vision import encode_missing, needs_blank
 from grpo_lightning.rewards.scoring import Scores, concatenate_scores
 from grpo_lightning.rollout.engine import Progress, RolloutEngine
 
@@ -142,16 +142,34 @@ def _kl(completion: Completion) -> float:
     return sum(sum(differences[turn.start : turn.end]) for turn in completion.turns if turn.is_sampled)
 
 
-def vision_of(groups: Sequence[Group], encoder: Encoder, policy: nn.Module, sharding: Sharding) -> VisionInputs | None:
-    """Vision inputs of a rollout for scoring; None if the policy is text-only. Collective: call it on every rank."""
+def vision_of(
+    groups: Sequence[Group],
+    encoder: Encoder,
+    policy: nn.Module,
+    sharding: Sharding,
+    *,
+    has_policys_tower: bool = True,
+) -> VisionInputs | None:
+    """Vision inputs of a rollout for scoring; None if the policy is text-only. Collective: call it on every rank.
+
+    If the engine has stored no features of a frozen vision tower, they are computed and stored here, unless the weights
+    are sharded.
+
+    Args:
+        groups: N groups of this rank.
+        encoder: Encodes prompts for the policy.
+        policy: The policy.
+        sharding: How the policy's weights are sharded over the ranks.
+        has_policys_tower: False for a reference with another vision tower, which encodes the images itself.
+    """
     if not encoder.is_multimodal:
         return None
     vision = [group.vision for group in groups]
-    return encoder.vision_inputs(
-        vision,
-        needs_blank=needs_blank(policy, vision, is_sharded=sharding.is_sharded),
-        stores_features=not is_tower_trained(policy),
-    )
+    if not has_policys_tower:
+        vision = [prompt and replace(prompt, features=None) for prompt in vision]
+    elif not sharding.is_sharded and not is_tower_trained(policy):
+        encode_missing(policy, vision)
+    return encoder.vision_inputs(vision, needs_blank=needs_blank(policy, vision, is_sharded=sharding.is_sharded))
 
 
 OverlongFilter = Literal["none", "loss", "group"]

@@ -497,9 +497,8 @@ class LocalEngine(RolloutEngine):
                 prompt_ids[:, done:], attention_mask=prompt_mask.long(), cache=prefilled, position_ids=positions
             )
             return prefilled, logits
-        if vision is not None:
-            vision = dataclasses.replace(vision, stores_features=not is_tower_trained(self.policy))
-        with showing(self.policy, vision) as images:
+        keeps = vision is not None and not is_tower_trained(self.policy)
+        with showing(self.policy, vision, keeps=keeps) as images:
             logits = self.forward(
                 prompt_ids,
                 attention_mask=prompt_mask.long(),

@@ -67,6 +67,7 @@ class Actor:
         shape: CycleShape,
         *,
         skip_zero_advantages: bool = False,
+        has_policys_tower: bool = True,
     ) -> tuple[list[MicroBatch], list[StepCounts]]:
         """Cut a rollout into micro-batches on the policy's device, with their images.
 
@@ -77,6 +78,7 @@ class Actor:
             shape: Gives the number of updates into which the groups are split, and the number of micro-batches per
                 update.
             skip_zero_advantages: Leave out completions with advantage 0.
+            has_policys_tower: As in `vision_of`.
 
         Returns:
             This rank's micro-batches of all updates, and the counts of each update, summed over all ranks (see
@@ -100,7 +102,7 @@ class Actor:
                 batch.prompt_keys = [groups[number].prompt.key if number >= 0 else "" for number in batch.groups]
                 if any(value is not None for value in observations.values()):
                     batch.prompt_observations = [save_observation(observations.get(number)) for number in batch.groups]
-        vision = vision_of(groups, self.encoder, self.policy, self.sharding)
+        vision = vision_of(groups, self.encoder, self.policy, self.sharding, has_policys_tower=has_policys_tower)
         give_images(micro_batches, vision, blank_of(micro_batches, self.encoder))
         return [batch.to(self.device) for batch in micro_batches], counts
 
@@ -150,7 +152,8 @@ class Actor:
         if of_masked:
             rows = [replace(group, completions=[replace(c, mask=None) for c in group.completions]) for group in groups]
         with torch.no_grad(), self.phase("ref_logprobs"), self.reference.scoring(self.policy) as model:
-            micro_batches, _ = self.micro_batches(rows, None, shape)
+            has_policys_tower = self.reference.has_policys_tower
+            micro_batches, _ = self.micro_batches(rows, None, shape, has_policys_tower=has_policys_tower)
             agree_on_chunks(micro_batches, self.scorer)
             for batch in micro_batches:
                 logprobs = self.scorer(model, batch, temperature=self.temperature).logprobs.float().tolist()

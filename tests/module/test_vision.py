@@ -1,7 +1,9 @@
 """Training a policy that sees images: what is read, preprocessed and encoded, and what a resumed run does."""
 
 import copy
+from dataclasses import replace
 
+import lightning as L
 import PIL.Image
 import pytest
 import torch
@@ -13,14 +15,23 @@ from grpo_lightning.core.types import Completion, SamplingParams
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
-from grpo_lightning.policy.families import inner_model
+from grpo_lightning.policy.families import freeze_vision, inner_model
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.rewards import RewardWorkers
-from grpo_lightning.training.micro_batches import CompletionRow, collate, find_prompts
+from grpo_lightning.rollout.local_engine import LocalEngine
+from grpo_lightning.rollout.vllm.engine import VLLMEngine
+from grpo_lightning.training.micro_batches import (
+    CompletionRow,
+    collate,
+    find_prompts,
+    give_images,
+    plan_micro_batches,
+)
 from tests.helpers import tiny_vlms
 from tests.helpers.module_runs import make_source, make_trainer, vowel_share
 from tests.helpers.vision_prompts import prompt_of
 from tests.marks import SLOW
+from tests.vllm.fakes import fake_vllm  # noqa: F401 - a fixture
 
 
 def text_vowels(completions):
@@ -154,6 +165,51 @@ def test_what_is_trained(image_files, loader):
     in_tower = {name for name in moved if "vision_tower" in name or "multi_modal_projector" in name}
     assert bool(in_tower) == (not loader)
     assert moved - in_tower
+
+
+class FreezesLater(L.Callback):
+    """Freezes the vision tower after three steps, and compares reference log-probs with those of a pass of its own."""
+
+    def __init__(self):
+        self.differences = []
+
+    def on_train_batch_start(self, trainer, pl_module, *_):
+        if trainer.global_step == 3:
+            freeze_vision(pl_module.policy)
+
+    def on_rollout(self, trainer, pl_module, rollout):
+        groups = [replace(each, vision=replace(each.vision, features=None)) for each in rollout.groups]
+        (batch,), _ = plan_micro_batches(
+            groups, torch.ones(2, 4), updates=1, accumulate=1, pad_id=0, skip_zero_advantages=False
+        )
+        vision = pl_module.encoder.vision_inputs([group.vision for group in groups], needs_blank=False)
+        give_images([batch], vision)
+        with torch.no_grad():
+            want = pl_module.actor.scorer(pl_module.reference.model, batch, temperature=1.0).logprobs
+        for row, (prompt, number) in enumerate(zip(batch.prompt_index.tolist(), batch.numbers, strict=True)):
+            got = torch.tensor(rollout.groups[batch.groups[prompt]].completions[number].ref_logprobs)
+            self.differences.append((want[row, : len(got)] - got).abs().max().item())
+
+
+@SLOW
+@pytest.mark.parametrize("engine", ["local", "vllm"])
+def test_a_reference_with_another_tower_encodes_the_images_itself(engine, image_files, request):
+    """A callback freezes the tower during the run: its features are not those of the reference."""
+    if engine == "vllm":
+        request.getfixturevalue("fake_vllm")
+    callback = FreezesLater()
+    module = vision_module(
+        tiny_vlms.build("qwen2_5_vl"),
+        engine=VLLMEngine("colocate") if engine == "vllm" else LocalEngine(),
+        length=16,
+        optimizer=lambda parameters: AdamW(parameters, lr=5e-3),
+    )
+    source = make_source(module, vision_prompts(image_files), batch_size=2)
+    make_trainer(max_steps=5, callbacks=[callback]).fit(module, source)
+    towers = (inner_model(model).visual.parameters() for model in (module.policy, module.reference.model))
+    assert any((own - first).abs().max() > 1e-3 for own, first in zip(*towers, strict=True))
+    assert len(callback.differences) == 5 * 8
+    assert max(callback.differences) < 1e-4
 
 
 @SLOW

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.probe import choose_path
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.policy.vision import concatenate_images, needs_blank, store_features
+from grpo_lightning.policy.vision import concatenate_images, encode_missing, needs_blank, store_features
 from tests.helpers import tiny_vlms
 from tests.helpers.families import families
 from tests.helpers.tiny_vlms import EXTENDED
@@ -105,7 +104,7 @@ def test_known_features_change_nothing(family):
     batch = vision_batch(encoder, SCENARIOS["mixed"])
     want_loss, want = loss_and_gradients(vlm.model, batch, Scorer(), row_weights(batch))
     encode = counted(vlm.model)
-    with showing(vlm.model, replace(batch.vision, stores_features=True)) as images, torch.no_grad():
+    with showing(vlm.model, batch.vision, keeps=True) as images, torch.no_grad():
         placed = place(vlm.model, batch.prompt_ids, batch.prompt_mask, batch.vision)
         vlm.model(input_ids=batch.prompt_ids, attention_mask=batch.prompt_mask.long(), **placed.arguments, **images)
     assert len(encode) == 1
@@ -116,24 +115,25 @@ def test_known_features_change_nothing(family):
     assert len(encode) == 1  # the tower did not run again
 
 
-@pytest.mark.parametrize(
-    "scorer", [Scorer(), DENSE, Scorer("dense", chunk_size=2)], ids=["extended", "dense", "chunks"]
-)
-def test_the_first_pass_stores_the_features(scorer):
-    """With and without stored features, and with several rows of a prompt in a pass, the results are the same."""
-    vlm = tiny_vlms.build("qwen2_5_vl")
+@pytest.mark.parametrize("family", families(EXTENDED))
+def test_features_encoded_prompt_by_prompt_are_those_of_a_forward_pass(family):
+    vlm = tiny_vlms.build(family)
     encoder = encoder_of(vlm)
     freeze_vision(vlm.model)
     batch = vision_batch(encoder, SCENARIOS["mixed"])
-    want = loss_and_gradients(vlm.model, batch, Scorer(), row_weights(batch))[1]
-    batch.vision.stores_features = True
+    want_loss, want = loss_and_gradients(vlm.model, batch, Scorer(), row_weights(batch))
     calls = counted(vlm.model)
-    for _ in range(3):
-        assert worst_difference(loss_and_gradients(vlm.model, batch, scorer, row_weights(batch))[1], want) < 1e-5
-        assert sum(calls) == 3, "each of the three images once"
-    batch.vision.blank = encoder.blank  # other ranks run the tower, so this one has to
-    loss_and_gradients(vlm.model, batch, scorer, row_weights(batch))
-    assert sum(calls) >= 6
+    encode_missing(vlm.model, [None, *batch.vision.prompts])
+    encode_missing(vlm.model, batch.vision.prompts)
+    assert len(calls) == sum(bool(prompt.images) for prompt in batch.vision.prompts) == 2
+    for scorer in (Scorer(), DENSE, Scorer("dense", chunk_size=2, checkpoint_chunks=True)):
+        loss, got = loss_and_gradients(vlm.model, batch, scorer, row_weights(batch))
+        assert loss == pytest.approx(want_loss, rel=1e-5, abs=1e-5)
+        assert worst_difference(got, want) < FLOOR.get(family, 1e-5)
+    assert len(calls) == 2
+    batch.vision.blank = encoder.blank  # other ranks run the tower, so this rank has to run it, too
+    loss_and_gradients(vlm.model, batch, Scorer(), row_weights(batch))
+    assert len(calls) > 2
 
 
 def counted(model):
