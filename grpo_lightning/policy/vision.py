@@ -10,6 +10,7 @@ blank image and discards the features.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -59,10 +60,13 @@ def showing_images(model: nn.Module, vision: VisionInputs, *, keeps: bool = Fals
     inner = inner_model(model)
     encode: Callable[..., Any] = inner.get_image_features
 
+    # `wraps`, because transformers' `generate` reads the names of the arguments.
+    @functools.wraps(encode)
     def return_known(*args: Any, **options: Any) -> Any:
         known = [prompt.features for prompt in with_images if prompt.features is not None]
         return make_outputs(concatenate_features(known))
 
+    @functools.wraps(encode)
     def encode_images(*args: Any, **options: Any) -> Any:
         features = read_features(encode(*args, **options))
         if not with_images:

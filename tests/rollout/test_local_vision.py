@@ -81,6 +81,28 @@ def test_what_is_drawn_is_what_is_scored(family, is_frozen):
     torch.testing.assert_close(batch.rollout_logprobs[mask], logprobs[mask], rtol=0, atol=CLOSE.get(family, 2e-5))
 
 
+@few(2)
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("family", families(tiny_vlms.FAMILIES))
+def test_generate_samples_the_same_completions(family, is_frozen):
+    """transformers' `generate`, the path for models whose prefill cannot be shared, also shows the images."""
+    vlm = tiny_vlms.build(family)
+    if is_frozen:
+        freeze_vision(vlm.model)
+    prompts = [prompt_of(*parts) for parts in SCENARIOS["mixed"]]
+    found = []
+    for generates in (False, True):
+        source = source_of(vlm)
+        if generates:
+            source.engine.path = "generate"
+        suppressed = list(source.encoder.never_sampled)
+        sampling = SamplingParams(max_completion_length=5, temperature=0.7, suppress_tokens=suppressed)
+        found.append([c for group in source.sample(prompts, 2, sampling, [5, 6, 7]) for c in group.completions])
+    for one, other in zip(*found, strict=True):
+        assert one.token_ids == other.token_ids
+        assert torch.tensor(one.logprobs).allclose(torch.tensor(other.logprobs), atol=CLOSE.get(family, 2e-5))
+
+
 def test_each_prefill_encodes_its_images_once():
     vlm = tiny_vlms.build("qwen2_5_vl")
     calls = []
