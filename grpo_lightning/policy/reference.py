@@ -54,7 +54,18 @@ class FrozenCopy(nn.Module):
 
     @contextlib.contextmanager
     def scoring(self, policy: nn.Module) -> Iterator[nn.Module]:
-        """Yield the model to score with."""
+        """Yield the model to score with.
+
+        Raises:
+            RuntimeError: If weights that the reference shares with the policy, because they were frozen, are trained.
+        """
+        trained = next((name for name, weight in self.model.named_parameters() if weight.requires_grad), None)
+        if trained is not None:
+            raise RuntimeError(
+                f"{trained} was frozen when the reference was made, so the policy and the reference share it. It is "
+                "trained now, which would change the reference. Load it as a trained weight, and freeze it after "
+                "module.configure_model() (docs/lightning.md, BaseFinetuning)."
+            )
         yield self.model
 
     def weights(self, policy: nn.Module) -> Iterator[Tensor]:

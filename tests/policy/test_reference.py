@@ -187,6 +187,18 @@ def test_frozen_layers_share_their_memory():
     assert {name for name in own if own[name] != copied[name]} == trained
 
 
+def test_shared_layers_that_are_trained_later_are_an_error():
+    """The optimizer would change the reference, too."""
+    policy = tiny_model("qwen2")
+    policy.model.embed_tokens.requires_grad_(False)
+    reference = FrozenCopy(frozen_copy(policy))
+    with reference.scoring(policy) as model:
+        assert model is reference.model
+    policy.model.embed_tokens.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"model\.embed_tokens\.weight.*frozen.*configure_model"):
+        reference.scoring(policy).__enter__()
+
+
 def test_sharded_strategies_share_nothing():
     loader, _ = loader_with("frozen layers", None)
     policy = loader.load().model
