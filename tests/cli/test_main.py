@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from lightning.pytorch.callbacks import ModelSummary, RichProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, RichProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from grpo_lightning.callbacks import CompletionLog, ProgressBar
+from grpo_lightning.callbacks.last_checkpoint import LastCheckpoint
 from grpo_lightning.cli import instantiate, main, parse
 from grpo_lightning.cli.main import COMMANDS, entry_point
 from grpo_lightning.cli.runs import MetricsLogger, ParameterSummary
@@ -461,7 +462,42 @@ def test_checkpoints_are_written_by_epoch_and_by_time_unless_the_recipe_says_whe
     assert files(folder) == {"epoch=1-step=3.ckpt", "latest-epoch=1-step=3.ckpt"}
     own = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"every_n_train_steps": 1}}
     cli = main(["fit", "--config", recipe(trainer={"enable_checkpointing": True, "callbacks": [own]})])
-    assert len(cli.trainer.checkpoint_callbacks) == 1
+    assert [type(callback) for callback in cli.trainer.checkpoint_callbacks] == [ModelCheckpoint, LastCheckpoint]
+    folder = Path("runs/recipe/version_1/checkpoints")
+    assert len(files(folder)) == 1, "the last step is saved once"
+
+
+OWN = "lightning.pytorch.callbacks.ModelCheckpoint"
+MONITORS = {"monitor": "val/reward", "mode": "max", "save_last": True}
+
+
+@few(2, slow=True)
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ([], {"epoch=0-step=3.ckpt"}),
+        ([{"init_args": MONITORS}], {"epoch=0-step=2.ckpt", "last.ckpt", "finished-step=3.ckpt"}),
+        ([{"init_args": {"every_n_train_steps": 2}}], {"epoch=0-step=2.ckpt", "finished-step=3.ckpt"}),
+        ([{"class_path": "NewestCheckpoints", "init_args": {"save_steps": 2}}], {"step=2.ckpt", "step=3.ckpt"}),
+        ([{"init_args": {"every_n_train_steps": 2, "save_top_k": 0}}], set()),
+        ([{"init_args": {"every_n_train_steps": 2, "dirpath": "mine"}}], set()),
+    ],
+    ids=["default", "monitor", "steps", "newest", "none", "elsewhere"],
+)
+def test_the_last_step_is_saved_although_no_validation_follows_it(recipe, own, expected):
+    own = [{"class_path": OWN, **each} for each in own]
+    trainer = {"enable_checkpointing": True, "callbacks": own, "val_check_interval": 2}
+    name = recipe(trainer=trainer, data={"batch_size": 2})
+    cli = main(["fit", "--config", name, "--trainer.max_steps=3"])
+    folder = Path("runs/recipe/version_0/checkpoints")
+    assert (files(folder) if folder.exists() else set()) == expected
+    if "dirpath" in str(own):
+        assert files("mine") == {"epoch=0-step=2.ckpt", "finished-step=3.ckpt"}
+    if expected:
+        again = main(["fit", "--config", name, "--trainer.max_steps=3", "--ckpt_path=auto"])
+        assert again.trainer.global_step == 3
+        expected_weights, got = (dict(c.model.policy.named_parameters()) for c in (cli, again))
+        assert all(torch.equal(weight, got[name]) for name, weight in expected_weights.items()), "nothing to train"
 
 
 @SLOW
@@ -533,7 +569,6 @@ def test_validate_takes_the_newest_checkpoint_or_refuses(recipe, capsys):
     assert files("runs/recipe/version_1") >= {"metrics.csv", "config.yaml"}
 
 
-OWN = "lightning.pytorch.callbacks.ModelCheckpoint"
 ELSEWHERE = {
     "dirpath": {"callbacks": [{"class_path": OWN, "init_args": {"dirpath": "mine"}}]},
     "logger": {"logger": {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "logs", "name": "n"}}},

@@ -1,0 +1,37 @@
+"""A callback that saves the last step of a run, if no other callback has saved it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from grpo_lightning.callbacks.newest_checkpoints import is_last_epoch
+
+
+class LastCheckpoint(ModelCheckpoint):
+    """Saves `finished-step=<N>.ckpt` after the last step of a run, if `others` have not saved this step.
+
+    A `ModelCheckpoint` that monitors a validation metric saves only after a validation, so without this callback the
+    steps after the last validation would be lost.
+
+    Args:
+        others: The run's other checkpoint callbacks, at least one. The checkpoint is saved in the folder of the first
+            one, and without optimizer and schedule if all of them save only weights.
+    """
+
+    def __init__(self, others: Sequence[ModelCheckpoint]) -> None:
+        super().__init__(
+            others[0].dirpath,
+            filename="finished-{step}",
+            save_weights_only=all(other.save_weights_only for other in others),
+            save_on_train_epoch_end=True,
+        )
+        self.others = others
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save the last step. `on_train_end` would be too late, see `NewestCheckpoints`."""
+        is_saved = any(other._last_global_step_saved == trainer.global_step for other in self.others)
+        if is_last_epoch(trainer) and not is_saved:
+            super().on_train_epoch_end(trainer, pl_module)
