@@ -266,6 +266,8 @@ class GRPOCLI(LightningCLI):
         given = settings.get("ckpt_path")
         if to_train and given is None and ckpt_path.is_requeued():
             given = "auto"
+        if not to_train and given is None:
+            self.log_unused(settings)
         if given == "auto":
             settings.ckpt_path = self.newest_checkpoint(settings)
             if settings.ckpt_path and to_train:
@@ -305,8 +307,21 @@ class GRPOCLI(LightningCLI):
                 "(--run_name), or remove --ckpt_path to use the untrained policy."
             )
         if path is None and rank() == 0:
-            log.info(f"No checkpoint in {where} yet: starting a new run.")
+            lacks = " This run saves none either (trainer.enable_checkpointing is false), so it cannot be resumed."
+            log.info(
+                f"No checkpoint in {where} yet: starting a new run.{'' if runs.is_saving(settings.trainer) else lacks}"
+            )
         return None if path is None else str(path)
+
+    def log_unused(self, settings: Namespace) -> None:
+        """Log that the initial policy is evaluated, although the run has checkpoints."""
+        folder = runs.runs_folder(settings.trainer, settings.run_name)
+        path, _ = ckpt_path.newest(ckpt_path.folders_of_run(folder))
+        if path is not None and rank() == 0:
+            log.info(
+                f"Using the policy as it was before training. To use the newest checkpoint of {folder}, add "
+                "--ckpt_path auto."
+            )
 
     def log_found(self, path: Path | None, skipped: Mapping[Path, str], folder: Path) -> None:
         """Log which checkpoint is used, and why newer ones are skipped."""

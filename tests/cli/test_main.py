@@ -509,6 +509,32 @@ def test_fast_dev_run_leaves_nothing(recipe):
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
+@SLOW
+def test_the_log_says_which_weights_are_evaluated(recipe, caplog):
+    name = recipe(trainer={"enable_checkpointing": True, "enable_progress_bar": False, "max_steps": 1})
+    hint = (
+        "Using the policy as it was before training. To use the newest checkpoint of runs/recipe, add --ckpt_path auto."
+    )
+    with caplog.at_level("INFO", "grpo_lightning"):
+        main(["validate", "--config", name])
+        assert hint not in caplog.messages, "there is no other"
+        main(["fit", "--config", name])
+        assert hint not in caplog.messages
+        main(["validate", "--config", name])
+        assert hint in caplog.messages
+        caplog.clear()
+        main(["validate", "--config", name, "--ckpt_path=auto"])
+        assert hint not in caplog.messages
+
+
+@SLOW
+def test_auto_says_that_a_run_without_checkpoints_cannot_resume(recipe, caplog):
+    with caplog.at_level("INFO", "grpo_lightning"):
+        main(["fit", "--config", recipe(), "--trainer.max_steps=1", "--ckpt_path=auto"])
+    (message,) = [message for message in caplog.messages if "starting a new run" in message]
+    assert "trainer.enable_checkpointing is false" in message
+
+
 def test_auto_begins_goes_on_and_skips_what_is_half_written(recipe, caplog):
     name = recipe(trainer={"enable_checkpointing": True})
     flags = ["fit", "--config", name, "--ckpt_path=auto"]
