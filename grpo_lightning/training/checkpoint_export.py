@@ -183,7 +183,11 @@ def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | No
         kept = (*KEPT, "revision") if policy == trained.get("name") else KEPT
         return PolicyLoader(policy, **{name: trained[name] for name in kept if name in trained})
     if not named:
-        raise ValueError(f"{checkpoint} does not name the policy it was trained from: set --policy NAME.")
+        raise ValueError(
+            f"{checkpoint} does not name the policy it was trained from: set --policy NAME. NAME is a hub name, or a "
+            "folder that `save_pretrained` wrote. If the policy was a config or a model in memory, save this model and "
+            "its tokenizer to a folder."
+        )
     has_tokenizer = isinstance(named, dict) and "tokenizer" in named
     return PolicyLoader.of(named, None if has_tokenizer else settings.get("tokenizer"))
 
