@@ -28,6 +28,7 @@ def run(args: list[str]) -> None:
         written.folder,
         run_of(options["checkpoint"]),
         policy=written.policy,
+        num_steps=written.num_steps,
         is_adapter=written.is_adapter,
         is_multimodal=written.is_multimodal,
     )
@@ -36,7 +37,8 @@ def run(args: list[str]) -> None:
     print(f"Exported {written.num_weights:,} {what} ({dtype}) to {folder}:")
     for path in written.files:
         print(f"  {path.name}  {path.stat().st_size / 2**20:,.1f} MiB")
-    print(f"  {card.name}  the model's card: settings, data, rewards, results and versions of the run")
+    sections = f": {', '.join(title[0].lower() + title[1:] for title in card.titles)}" if card.titles else ""
+    print(f"  {card.path.name}  the model's card{sections}")
     is_multimodal = written.is_multimodal
     tokenizer, model = ("processor", "ImageTextToText") if is_multimodal else ("tokenizer", "CausalLM")
     limits = "; the image size limits of the processor are those of the run" if is_multimodal else ""

@@ -50,7 +50,9 @@ def parser() -> argparse.ArgumentParser:
         "network. The run may still be training, or may have crashed.",
         ["report runs/quickstart", "report runs/my_run/version_1 runs/my_run/version_0"],
     )
-    parser.add_argument("run", help="folder of a run: runs/<run name>/version_<N>, or runs/<run name> for the newest")
+    parser.add_argument(
+        "run", help="folder of a run: runs/<run name>/version_<N>, or runs/<run name> for its newest training run"
+    )
     parser.add_argument("other", nargs="?", help="folder of a second run, to compare")
     parser.add_argument("--output", help="file to write; default: report.html in the folder of the first run")
     parser.add_argument(

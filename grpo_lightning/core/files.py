@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -74,6 +75,21 @@ def atomic_write(path: Path) -> Iterator[Path]:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def set_default_modes(folder: Path) -> None:
+    """Set the mode of all files below a folder to that of a new file, which the umask gives.
+
+    Without this, some files would be readable only by their owner. For example, safetensors writes weights to a
+    temporary file, which has mode 600, and then renames it.
+    """
+    new = folder / ".mode"
+    new.touch()  # os.umask can read the umask only by changing it, also for other threads
+    mode = stat.S_IMODE(new.stat().st_mode)
+    new.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def run_folder(trainer: Any, dirpath: str | None) -> Path:

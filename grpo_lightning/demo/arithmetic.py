@@ -27,6 +27,7 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_lightning.demo.build import EOS, PrepareDemo, Recipe, Teacher, character_tokenizer, progress
+from grpo_lightning.policy.saving import write_policy
 
 Digits = tuple[int, ...]
 
@@ -149,8 +150,7 @@ class DemoRecipe(Recipe):
         tokenizer = build_tokenizer()
         model = build_model(tokenizer, self.model, seed=self.task.seed)
         warm_up(model, tokenizer, self.task, self.warm_up, show_progress=show_progress)
-        model.save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
+        write_policy(model, tokenizer, folder / "model")
 
 
 class Quickstart(PrepareDemo):

@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLFo
 
 from grpo_lightning.demo.build import EOS, PrepareDemo, Recipe, Teacher, character_tokenizer, progress
 from grpo_lightning.demo.scenes import ANY_COLOR, ANY_SHAPE, COLORS, SHAPES, Scene, SceneTask, namings, vary
+from grpo_lightning.policy.saving import write_policy
 
 if TYPE_CHECKING:
     from transformers import Qwen2_5_VLProcessor
@@ -459,8 +460,7 @@ class GroundingRecipe(Recipe):
         processor = build_processor(self.task, build_tokenizer(self.task))
         model = build_model(self.task, processor.tokenizer, self.model)
         warm_up(model, processor, self.task, self.warm_up, show_progress=show_progress)
-        model.save_pretrained(folder / "model")
-        processor.save_pretrained(folder / "model")
+        write_policy(model, processor, folder / "model")
 
 
 class GroundingQuickstart(PrepareDemo):

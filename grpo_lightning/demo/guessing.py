@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from grpo_lightning.demo.arithmetic import DemoModel, build_model, build_tokenizer
 from grpo_lightning.demo.build import EOS, PrepareDemo, Recipe, Teacher, progress
+from grpo_lightning.policy.saving import write_policy
 
 PROMPT = "guess:"
 
@@ -86,8 +87,7 @@ class GuessingRecipe(Recipe):
         tokenizer = build_tokenizer()
         model = build_model(tokenizer, self.model, seed=self.task.seed)
         learn_the_form(model, tokenizer, self.task, self.warm_up, show_progress=show_progress)
-        model.save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
+        write_policy(model, tokenizer, folder / "model")
 
 
 class GuessingGame(PrepareDemo):

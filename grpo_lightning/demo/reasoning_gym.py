@@ -29,6 +29,7 @@ from grpo_lightning.data.reasoning_gym import Entry, entries, new_questions, pac
 from grpo_lightning.demo import arithmetic
 from grpo_lightning.demo.arithmetic import build_model
 from grpo_lightning.demo.build import EOS, PrepareDemo, Recipe, Teacher, progress
+from grpo_lightning.policy.saving import write_policy
 
 TASKS: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1},
@@ -199,8 +200,7 @@ class GymRecipe(Recipe):
         tokenizer = build_tokenizer()
         model = build_model(tokenizer, seed=self.seed)
         warm_up(model, tokenizer, self, show_progress=show_progress)
-        model.save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
+        write_policy(model, tokenizer, folder / "model")
 
 
 class ReasoningGymQuickstart(PrepareDemo):

@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from grpo_lightning.demo.arithmetic import DemoModel, build_model, build_tokenizer
 from grpo_lightning.demo.build import EOS, PrepareDemo, Recipe, Teacher, progress
+from grpo_lightning.policy.saving import write_policy
 
 CHAT_TEMPLATE = (
     "{% if tools %}T:{% for tool in tools %}{{ tool.function.name }} {% endfor %}{{ '\n' }}{% endif %}"
@@ -115,8 +116,7 @@ class ToolRecipe(Recipe):
         tokenizer.chat_template = CHAT_TEMPLATE
         model = build_model(tokenizer, self.model, seed=self.task.seed)
         learn_both_kinds(model, tokenizer, self.task, self.warm_up, show_progress=show_progress)
-        model.save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
+        write_policy(model, tokenizer, folder / "model")
 
 
 class CalculatorSums(PrepareDemo):

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from grpo_lightning.core.files import set_default_modes
 from grpo_lightning.policy.adapters import trained_adapter
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.sharding import Sharding
@@ -45,6 +46,7 @@ def write_policy(
             for path in (Path(scratch) / adapter).iterdir():
                 os.replace(path, Path(scratch) / path.name)
             (Path(scratch) / adapter).rmdir()
+        set_default_modes(Path(scratch))
         for old in folder.glob("*model*.safetensors*"):  # old shards would be loaded with the new ones
             old.unlink()
         for path in Path(scratch).iterdir():

@@ -8,15 +8,19 @@ run.
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from grpo_lightning.report.changed_settings import different_settings
+from grpo_lightning.report.changed_settings import different_settings, import_class
 from grpo_lightning.report.run_files import read_config, read_json
+from grpo_lightning.rewards.base import WeightedReward
 
 CURVES = "curves.png"
 """Name of the picture that the callback `LearningCurves` draws in the run's folder, and of its copy in the folder of
@@ -26,7 +30,27 @@ SECTIONS = ("trainer.callbacks", "data.prepare")
 """Settings that the card leaves out, because they contain no information about the model."""
 
 
-def write_card(folder: Path, run: Path | None, *, policy: str, is_adapter: bool, is_multimodal: bool) -> Path:
+FILE_SUFFIXES = re.compile(
+    r"\.(bin|ckpt|csv|jinja|jpe?g|jsonl?|parquet|png|pt|py|safetensors|txt|ya?ml)$", re.IGNORECASE
+)
+"""Suffixes by which a setting is recognized as the path of a file, even if the file is not on this machine."""
+
+DEEP_PATH = re.compile(r"[\w.@=+-]+(/[\w.@=+#:-]+){2,}")
+"""A relative path with at least three parts. A hub name has two parts."""
+
+
+@dataclass
+class Card:
+    """The card of an exported model."""
+
+    path: Path
+    titles: list[str]
+    """Titles of its sections."""
+
+
+def write_card(
+    folder: Path, run: Path | None, *, policy: str, num_steps: int | None, is_adapter: bool, is_multimodal: bool
+) -> Card:
     """Write the README.md of an exported model, and copy the picture of the learning curves into the model's folder.
 
     Args:
@@ -34,11 +58,9 @@ def write_card(folder: Path, run: Path | None, *, policy: str, is_adapter: bool,
         run: Folder of the run. If the checkpoint is not in the folder of a run, this is None, and the card names only
             the base model.
         policy: Name or folder of the policy before training.
+        num_steps: Number of optimizer steps that the model was trained for; None if unknown.
         is_adapter: Whether the folder holds an adapter for peft.
         is_multimodal: Whether the model is a vision-language model.
-
-    Returns:
-        Path of the card.
     """
     config: dict[str, Any] = {}
     summary: dict[str, Any] = {}
@@ -49,20 +71,22 @@ def write_card(folder: Path, run: Path | None, *, policy: str, is_adapter: bool,
         if (run / CURVES).is_file():
             shutil.copyfile(run / CURVES, folder / CURVES)
     name = str(config.get("run_name") or folder.resolve().name)
-    head = front_matter(name, config, summary, policy, is_adapter=is_adapter, is_multimodal=is_multimodal)
-    parts = [
-        f"# {name}",
-        f"{of_policy(policy)} trained with [GRPO](https://arxiv.org/abs/2402.03300) by grpo-lightning"
-        + (f", {record['step']:,} optimizer steps." if record.get("step") else "."),
-        *results(summary),
+    # The hub may get only results of this model, and not those of a later step of its run.
+    own_results = summary if other_steps(summary, num_steps) is None else {}
+    head = front_matter(name, config, own_results, policy, is_adapter=is_adapter, is_multimodal=is_multimodal)
+    sections = [
+        *results(summary, num_steps),
         *([f"## Learning curves\n\n![Learning curves]({CURVES})"] if (folder / CURVES).is_file() else []),
         *data_and_rewards(config),
         *settings(config),
         *versions(record),
     ]
+    steps = "" if num_steps is None else f", {num_steps:,} optimizer steps"
+    link = "[GRPO](https://arxiv.org/abs/2402.03300)"
+    title = f"# {name}\n\n{of_policy(policy)} trained with {link} by grpo-lightning{steps}."
     path = folder / "README.md"
-    path.write_text(f"---\n{head}\n---\n\n" + "\n\n".join(parts) + "\n", encoding="utf-8")
-    return path
+    path.write_text(f"---\n{head}\n---\n\n" + "\n\n".join([title, *sections]) + "\n", encoding="utf-8")
+    return Card(path, [section.partition("\n")[0].removeprefix("## ") for section in sections])
 
 
 def is_hub_name(name: str) -> bool:
@@ -122,7 +146,7 @@ def hub_datasets(config: Mapping[str, Any], key: str) -> list[str]:
 def data_and_rewards(config: Mapping[str, Any]) -> Iterator[str]:
     """The sections about data and rewards."""
     sources = [
-        f"- {kind}: `{entry.get('dataset') or Path(str(entry.get('json_path'))).name}`"
+        f"- {kind}: `{hide_folders(entry.get('dataset')) or Path(str(entry.get('json_path'))).name}`"
         + (f", {entry['sampling_strategy']}" if entry.get("sampling_strategy") else "")
         for kind, key in (("trained on", "datasets"), ("held out", "val_datasets"))
         for entry in entries(config, key)
@@ -130,17 +154,50 @@ def data_and_rewards(config: Mapping[str, Any]) -> Iterator[str]:
     if sources:
         yield "## Data\n\n" + "\n".join(sources)
     model = config.get("model") or {}
-    rewards = [reward for reward in model.get("rewards") or [] if isinstance(reward, Mapping)]
-    weights = model.get("reward_weights") or [1.0] * len(rewards)
-    lines = [
-        f"- {weight:g} x `{str(reward.get('class_path')).rpartition('.')[2]}`"
-        for weight, reward in zip(weights, rewards, strict=False)
-    ]
+    rewards = model.get("rewards") or []
+    weights = model.get("reward_weights") or [own_weight(reward) for reward in rewards]
+    lines = [f"- {weight:g} x {reward_name(reward)}" for weight, reward in zip(weights, rewards, strict=False)]
     if lines:
         yield "## Rewards\n\n" + "\n".join(lines)
 
 
-def results(summary: Mapping[str, Any]) -> Iterator[str]:
+def weighted_settings(reward: Any) -> Mapping[str, Any] | None:
+    """The arguments of a `WeightedReward` or of a subclass; None for a function or another class."""
+    if not isinstance(reward, Mapping):
+        return None
+    owner = import_class(str(reward.get("class_path")))
+    is_weighted = isinstance(owner, type) and issubclass(owner, WeightedReward)
+    return (reward.get("init_args") or {}) if is_weighted else None
+
+
+def own_weight(reward: Any) -> float:
+    """The weight of a reward if `model.reward_weights` is not set."""
+    return float((weighted_settings(reward) or {}).get("weight", 1.0))
+
+
+def reward_name(reward: Any) -> str:
+    """A reward in Markdown: its function or class, after the name that a `WeightedReward` gives it.
+
+    Args:
+        reward: An item of `model.rewards` in config.yaml: the path of a function, or `class_path` and `init_args`.
+    """
+    settings = weighted_settings(reward)
+    if settings is not None and "reward" in settings:
+        inner, name = reward_name(settings["reward"]), settings.get("name")
+        return f"`{name}` ({inner})" if name else inner
+    if settings is not None and (name := settings.get("log_name") or settings.get("name")):
+        return f"`{name}`"
+    path = reward.get("class_path") if isinstance(reward, Mapping) else reward
+    return f"`{str(path).rpartition('.')[2]}`"
+
+
+def other_steps(summary: Mapping[str, Any], num_steps: int | None) -> int | None:
+    """The number of steps after which the run was evaluated, if the model has another number; otherwise None."""
+    evaluated = summary.get("steps")
+    return None if num_steps is None or evaluated == num_steps else evaluated
+
+
+def results(summary: Mapping[str, Any], num_steps: int | None) -> Iterator[str]:
     """The section with the results on held-out prompts before and after training."""
     stages = [(stage, kind) for kind in ("sampled", "greedy") for stage in ("before", "after")]
     values = {(stage, kind): (summary.get(stage) or {}).get(kind) or {} for stage, kind in stages}
@@ -150,9 +207,13 @@ def results(summary: Mapping[str, Any]) -> Iterator[str]:
     head = ["", *(f"{kind}, {stage}" for stage, kind in stages)]
     rows = [[name, *(cell(values[stage], name) for stage in stages)] for name in names]
     table = "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
+    evaluated = other_steps(summary, num_steps)
+    after = (
+        f"the {evaluated:,} optimizer steps of the whole run; this model has {num_steps:,}" if evaluated else "training"
+    )
     yield (
         f"## Results on {summary.get('num_prompts', 'the')} held-out prompts\n\n{table}\n\n"
-        "Before and after training; in brackets, confidence intervals over the prompts."
+        f"Before and after {after}. In brackets: confidence intervals over the prompts."
     )
 
 
@@ -173,14 +234,28 @@ def settings(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def hide_folders(value: Any) -> Any:
-    """A setting without the folders of this machine: only the last part of an absolute path is kept."""
-    if isinstance(value, str) and value.startswith(("/", "~")):
-        return Path(value).name
+    """A setting without the folders of this machine: only the last part of a path is kept."""
+    if isinstance(value, str) and is_path(value):
+        return Path(value).name or value
     if isinstance(value, Mapping):
         return {key: hide_folders(each) for key, each in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [hide_folders(each) for each in value]
     return value
+
+
+def is_path(text: str) -> bool:
+    """Whether a setting is a path on a machine.
+
+    A relative path may be on another machine, or below another folder than the current one. Then it is recognized only
+    by the suffix of a file, or by its number of parts.
+    """
+    if "/" not in text or "://" in text or "\n" in text:  # a URL, or a prompt
+        return False
+    # A local dataset may be followed by a subset or a number of rows: `rows:subset#1000`.
+    if text.startswith(("/", "~", "./", "../")) or any(map(os.path.exists, (text, re.split("[#:]", text)[0]))):
+        return True
+    return bool(FILE_SUFFIXES.search(text) or DEEP_PATH.fullmatch(text))
 
 
 def versions(record: Mapping[str, Any]) -> Iterator[str]:

@@ -27,6 +27,9 @@ Line = dict[str, Any]
 FILES = ("completions.jsonl", "metrics.csv", "config.yaml", "run.json", "summary.json")
 """Files by which the folder of a run is recognized."""
 
+TRAINING_OUTPUTS = ("completions.jsonl", "run.json", "checkpoints")
+"""Files and a folder that only training writes. `validate`, `test` and `predict` write none of them."""
+
 NUM_BINS = 20
 """Bins of a histogram."""
 
@@ -46,7 +49,9 @@ FIELDS = frozenset(
 
 
 def find_run(path: Path) -> Path:
-    """Folder of a run: `path` itself, or its newest `version_<N>`.
+    """Folder of a run: `path` itself, or the newest `version_<N>` below `path` that is a training run.
+
+    If none is a training run, the newest `version_<N>` is returned.
 
     Raises:
         ValueError: If there is no run; the message names the files that were searched for.
@@ -59,13 +64,18 @@ def find_run(path: Path) -> Path:
         return path
     matches = ((re.fullmatch(r"version_(\d+)", folder.name), folder) for folder in path.glob("version_*"))
     versions = sorted((int(match[1]), folder) for match, folder in matches if match and is_run(folder))
+    trained = [
+        (number, folder) for number, folder in versions if any((folder / name).exists() for name in TRAINING_OUTPUTS)
+    ]
     if versions:
-        return versions[-1][1]
+        return (trained or versions)[-1][1]
     if not path.exists():
         raise ValueError(f"There is no folder {path}. Give the folder of a run, for example runs/quickstart/version_0.")
     raise ValueError(
         f"{path} is not the folder of a run: it has none of the files {', '.join(FILES)}, and no folder version_<N> "
-        "with one of them. Give the folder of a run, for example runs/quickstart/version_0."
+        "with one of them. Give the folder of a run, for example runs/quickstart/version_0. If the run is from your "
+        "own script, train again with Trainer(callbacks=[CompletionLog()], logger=CSVLogger(...)), which writes the "
+        "first two of these files."
     )
 
 

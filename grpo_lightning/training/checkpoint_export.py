@@ -57,6 +57,9 @@ class Export:
     num_from_policy: int
     """Number of parameters that the checkpoint lacks, and that were therefore taken from the initial policy."""
 
+    num_steps: int | None
+    """Number of optimizer steps before the checkpoint was saved; None if the checkpoint does not contain it."""
+
     dtype: torch.dtype
     files: list[Path]
     is_adapter: bool = False
@@ -105,7 +108,7 @@ def export(
     folder = Path(folder)
     check_target(folder, force=force)
     with open_checkpoint(Path(checkpoint)) as content:
-        weights = policy_weights(content, checkpoint)
+        weights, num_steps = policy_weights(content, checkpoint), content.get("global_step")
         if why := RankFiles(Path(checkpoint)).why_missing(content.get("grpo")):
             log.warning("No run can resume from %s: %s. Exporting its weights, which are complete.", checkpoint, why)
         loader = policy_loader(content, Path(checkpoint), policy)
@@ -143,6 +146,7 @@ def export(
         policy=str(loader.name),
         num_weights=sum(weight.numel() for weight in written),
         num_from_policy=0 if adapter else num_from_policy,
+        num_steps=num_steps,
         dtype=written[0].dtype,
         files=sorted(path for path in folder.iterdir() if path.is_file()),
         is_adapter=adapter,
@@ -179,7 +183,11 @@ def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | No
         kept = (*KEPT, "revision") if policy == trained.get("name") else KEPT
         return PolicyLoader(policy, **{name: trained[name] for name in kept if name in trained})
     if not named:
-        raise ValueError(f"{checkpoint} does not name the policy it was trained from: set --policy NAME.")
+        raise ValueError(
+            f"{checkpoint} does not name the policy it was trained from: set --policy NAME. NAME is a hub name, or a "
+            "folder that `save_pretrained` wrote. If the policy was a config or a model in memory, save this model and "
+            "its tokenizer to a folder."
+        )
     has_tokenizer = isinstance(named, dict) and "tokenizer" in named
     return PolicyLoader.of(named, None if has_tokenizer else settings.get("tokenizer"))
 

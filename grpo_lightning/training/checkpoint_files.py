@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 PREFIX = "policy."
 """Prefix of the policy's weights in the module's state dict."""
 
+ZIP_START = b"PK\x03\x04"
+"""First bytes of a checkpoint file, which is a zip archive. An incomplete checkpoint starts with them, too."""
+
 CONFIG_PARENTS = 3
 """Number of parent folders of a checkpoint that are searched for the `config.yaml` of its run."""
 
@@ -65,6 +68,12 @@ def scratch_folder(path: Path) -> tempfile.TemporaryDirectory[str]:
 
 def read_file(path: Path) -> dict[str, Any]:
     """Read a checkpoint file of plain values and tensors. No code in the file is executed."""
+    with path.open("rb") as file:
+        if file.read(len(ZIP_START)) != ZIP_START:
+            raise ValueError(
+                f"{path} is not a checkpoint. A checkpoint is a file *.ckpt, or a folder *.ckpt of shards, that the "
+                "Trainer saved: look in the folder checkpoints of the run."
+            )
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:

@@ -129,6 +129,17 @@ def test_the_folder_has_a_card(checkpoint, tmp_path, capsys):
     text = (tmp_path / "model" / "README.md").read_text()
     assert text.startswith("---\n")
     assert "library_name: transformers" in text
+    assert ", 1 optimizer steps." in text
+
+
+def test_the_sections_that_the_card_has_are_printed(checkpoint, tmp_path, capsys):
+    run([str(checkpoint[1]), str(tmp_path / "alone")])
+    assert "  README.md  the model's card\n" in capsys.readouterr().out
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    path = shutil.copy(checkpoint[1], tmp_path / "run" / "checkpoints" / "last.ckpt")
+    (tmp_path / "run" / "config.yaml").write_text("model: {rewards: [my_rewards.brief]}")
+    run([str(path), str(tmp_path / "model")])
+    assert "  README.md  the model's card: rewards, settings\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

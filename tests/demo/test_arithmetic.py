@@ -173,6 +173,7 @@ def test_warm_up_shows_its_progress(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_prepared_files_load(tmp_path: Path) -> None:
     files = build(tmp_path)
+    assert len({path.stat().st_mode for path in files.folder.rglob("*") if path.is_file()}) == 1, "the umask's mode"
     model = Qwen2ForCausalLM.from_pretrained(files.model)
     tokenizer = AutoTokenizer.from_pretrained(files.model)
     assert GenerationConfig.from_pretrained(files.model).eos_token_id == tokenizer.eos_token_id

@@ -1,7 +1,9 @@
 """Folders of policies: what is gathered, once, and what is left in place."""
 
 import json
+import os
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -53,6 +55,19 @@ def test_the_weights_given_are_written(tmp_path):
     assert all(torch.equal(value, weights[name]) for name, value in loaded.state_dict().items())
     assert AutoTokenizer.from_pretrained(tmp_path / "a" / "b")("ab")["input_ids"]
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"], "the scratch folder stayed"
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_the_umask_gives_the_modes_of_the_files(tmp_path, mask):
+    model = tiny_model("qwen2")
+    before = os.umask(mask)
+    try:
+        write_policy(model, tiny_tokenizer(), tmp_path / "model")
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "model").iterdir()}
+    assert "model.safetensors" in modes
+    assert set(modes.values()) == {oct(0o666 & ~mask)}, modes
 
 
 def test_another_config_and_stale_shards(tmp_path):

@@ -1,6 +1,7 @@
 """The card of an exported model: what the hub reads from it, and what a reader does."""
 
 import json
+import re
 
 import pytest
 import yaml
@@ -31,6 +32,7 @@ CONFIG = {
 }
 SUMMARY = {
     "num_prompts": 200,
+    "steps": 1200,
     "before": {"sampled": {"reward": 0.25, "avg@1": 0.2, "avg@1/low": 0.15, "avg@1/high": 0.26}},
     "after": {
         "sampled": {"reward": 0.75, "avg@1": 0.7, "avg@1/low": 0.63, "avg@1/high": 0.76},
@@ -55,12 +57,20 @@ def run(tmp_path):
     return folder
 
 
-def card_of(tmp_path, run, policy="Qwen/Qwen2.5-0.5B-Instruct", *, is_adapter=False, is_multimodal=False):
+def card_of(tmp_path, run, policy="Qwen/Qwen2.5-0.5B-Instruct", **settings):
     folder = tmp_path / "model"
     folder.mkdir(exist_ok=True)
-    path = write_card(folder, run, policy=policy, is_adapter=is_adapter, is_multimodal=is_multimodal)
-    assert path == folder / "README.md"
-    return ModelCard.load(path)
+    settings = {"num_steps": 1200, "is_adapter": False, "is_multimodal": False} | settings
+    card = write_card(folder, run, policy=policy, **settings)
+    assert card.path == folder / "README.md"
+    assert [f"## {title}" for title in card.titles] == re.findall("^## .*", card.path.read_text(), re.MULTILINE)
+    return ModelCard.load(card.path)
+
+
+def rewrite_config(run, **sections):
+    """Replace settings in sections of the run's config.yaml."""
+    config = CONFIG | {name: CONFIG.get(name, {}) | settings for name, settings in sections.items()}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
 
 
 def test_the_hub_reads_base_model_data_task_and_results(tmp_path, run):
@@ -105,11 +115,82 @@ def test_folders_of_this_machine_are_not_told(tmp_path, run):
 
 
 def test_without_a_run_the_card_names_the_base_model_alone(tmp_path):
-    card = card_of(tmp_path, None, "org/base")
+    card = card_of(tmp_path, None, "org/base", num_steps=None)
     assert card.data.base_model == "org/base"
     assert card.data.eval_results is None
     assert card.text.strip().startswith("# model\n\n[org/base](https://huggingface.co/org/base) trained with [GRPO]")
     assert "##" not in card.text
+
+
+def weighted(reward, **settings):
+    """The settings of a `WeightedReward`, as in config.yaml."""
+    own = {"reward": reward, "weight": 1.0, "name": None} | settings
+    return {"class_path": "grpo_lightning.rewards.WeightedReward", "init_args": own}
+
+
+EXACT = {"class_path": "grpo_lightning.rewards.ExactMatch", "init_args": {"extract": "auto"}}
+PLUGIN = {"class_path": "grpo_lightning.rewards.Plugin", "init_args": {"name": "format", "weight": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "weights", "lines"),
+    [
+        ([EXACT, "my_rewards.brief"], None, ["1 x `ExactMatch`", "1 x `brief`"]),
+        (["my_rewards.brief", EXACT], [0.1, 2], ["0.1 x `brief`", "2 x `ExactMatch`"]),
+        (
+            [weighted(EXACT, name="accuracy"), weighted("my_rewards.brief", weight=0.0, name="short")],
+            None,
+            ["1 x `accuracy` (`ExactMatch`)", "0 x `short` (`brief`)"],
+        ),
+        ([weighted(EXACT, weight=0.25), PLUGIN], None, ["0.25 x `ExactMatch`", "0.5 x `format`"]),
+        ([weighted(EXACT, weight=0.25), PLUGIN], [3.0, 4.0], ["3 x `ExactMatch`", "4 x `format`"]),
+        # The argument `weight` of any other reward is not its weight in the total.
+        ([{"class_path": "my_rewards.Mine", "init_args": {"weight": 9.0}}], None, ["1 x `Mine`"]),
+    ],
+)
+def test_every_reward_has_its_name_and_its_weight(tmp_path, run, rewards, weights, lines):
+    rewrite_config(run, model={"rewards": rewards, "reward_weights": weights})
+    section = card_of(tmp_path, run).text.partition("## Rewards\n\n")[2].partition("\n\n")[0]
+    assert section.splitlines() == [f"- {line}" for line in lines]
+
+
+def test_the_steps_are_those_of_the_checkpoint(tmp_path, run):
+    card = card_of(tmp_path, run, num_steps=800)
+    assert ", 800 optimizer steps." in card.text
+    assert "after the 1,200 optimizer steps of the whole run; this model has 800" in card.text
+    assert card.data.eval_results is None, "the results are those of another model"
+    assert "this model has" not in card_of(tmp_path, run, num_steps=1200).text
+
+
+def test_of_paths_only_the_last_part_is_told(tmp_path, run, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "policies" / "tiny").mkdir(parents=True)
+    (tmp_path / "local" / "rows").mkdir(parents=True)
+    rows = [{"json_path": "secret/rows.jsonl"}, {"dataset": "local/rows#10"}, {"dataset": "openai/gsm8k#main"}]
+    rewrite_config(
+        run,
+        model={"policy": "policies/tiny", "sampling": {"guided_regex": "a/b/c|<x>/d/e</x>"}},
+        data={"datasets": rows, "val_datasets": [], "image_root": "another/machine/images"},
+    )
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config + "ckpt_path: ../other/run/step=3.ckpt\nurl: http://host:80/v1/x\n")
+    text = card_of(tmp_path, run, "policies/tiny").content
+    for line in ("model.policy: tiny", "json_path: rows.jsonl", "dataset: rows#10", "dataset: openai/gsm8k#main"):
+        assert line in text
+    for line in (
+        "data.image_root: images",
+        "ckpt_path: step=3.ckpt",
+        "guided_regex: a/b/c|<x>",
+        "url: http://host:80/v1",
+    ):
+        assert line in text
+    for folder in ("policies", "secret", "local", "another", "other/"):
+        assert folder not in text
+    assert "- trained on: `rows#10`" in text
+
+
+def test_names_of_the_hub_are_told_in_full(tmp_path, run):
+    assert "model.policy: Qwen/Qwen2.5-0.5B-Instruct" in card_of(tmp_path, run).text
 
 
 def test_results_on_local_rows_are_not_reported_to_the_hub(tmp_path, run):

@@ -182,10 +182,25 @@ def test_the_newest_version_of_a_run_is_found(tmp_path):
     assert find_run(tmp_path / "runs") == find_run(newest) == newest
 
 
+@pytest.mark.parametrize("mark", ["completions.jsonl", "run.json", "checkpoints"])
+def test_the_newest_run_that_trained_is_found(tmp_path, mark):
+    """`validate`, `test` and `predict` also make folders `version_<N>`."""
+    for number in (0, 1, 2, 3):
+        write_run(tmp_path / f"version_{number}", [], config={"run_name": "r"})
+    assert find_run(tmp_path) == tmp_path / "version_3", "no run has trained"
+    for number in (0, 1):
+        path = tmp_path / f"version_{number}" / mark
+        path.touch() if path.suffix else path.mkdir()
+    assert find_run(tmp_path) == tmp_path / "version_1"
+    assert find_run(tmp_path / "version_2") == tmp_path / "version_2"
+
+
 def test_a_folder_that_is_no_run_says_what_was_searched_for(tmp_path):
     with pytest.raises(
         ValueError, match=r"is not the folder of a run: it has none of the files completions\.jsonl, metr"
     ):
+        find_run(tmp_path)
+    with pytest.raises(ValueError, match=r"Trainer\(callbacks=\[CompletionLog\(\)\], logger=CSVLogger\(\.\.\.\)\)"):
         find_run(tmp_path)
     with pytest.raises(ValueError, match="There is no folder"):
         find_run(tmp_path / "missing")

@@ -183,7 +183,8 @@ def test_the_policy_is_found_in_the_runs_config(untied, tmp_path):
 def test_a_policy_that_is_not_named_must_be_given(untied, tmp_path):
     folder, _ = untied
     checkpoint = changed(untied, forget)
-    with pytest.raises(ValueError, match="does not name the policy it was trained from: set --policy NAME"):
+    said = r"does not name the policy it was trained from: set --policy NAME.* a folder that `save_pretrained` wrote"
+    with pytest.raises(ValueError, match=said):
         export(checkpoint, tmp_path / "model")
     assert not (tmp_path / "model").exists()
     export(checkpoint, tmp_path / "model", policy=str(folder / "policy"))
@@ -288,6 +289,11 @@ def test_what_is_no_checkpoint(tmp_path, untied):
     (tmp_path / "half.ckpt").write_bytes(half[: len(half) // 2])
     with pytest.raises(ValueError, match=r"half\.ckpt cannot be read as a checkpoint; it may be incomplete"):
         export(tmp_path / "half.ckpt", tmp_path / "model")
+    for content in (b"step,reward\n1,0.5\n", b""):
+        (tmp_path / "metrics.csv").write_bytes(content)
+        with pytest.raises(ValueError, match=r"metrics\.csv is not a checkpoint\. A checkpoint is a file") as stopped:
+            export(tmp_path / "metrics.csv", tmp_path / "model")
+        assert "torch" not in str(stopped.value)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"is a folder, but not a checkpoint"):
         export(tmp_path / "empty", tmp_path / "model")
