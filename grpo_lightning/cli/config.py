@@ -52,9 +52,11 @@ def unset_argument(settings: Any, key: str = "") -> str | None:
     if not isinstance(settings, Namespace | Mapping):
         return None
     values = vars(settings) if isinstance(settings, Namespace) else settings
-    if isinstance(kind := locate(str(values.get("class_path"))), type):
+    if callable(kind := locate(str(values.get("class_path")))):
         for name, value in vars(values.get("init_args") or Namespace()).items():
             if value is None and (owner := owner_of_untyped(kind, name)):
+                if not inspect.isclass(kind):
+                    return function_is_called(key, values["class_path"], name)
                 return (
                     f"{key}: {values['class_path']} requires the argument {name!r}, which has no value. Set it: "
                     f"init_args: {{{name}: ...}}. If null is meant, annotate the argument in "
@@ -64,10 +66,22 @@ def unset_argument(settings: Any, key: str = "") -> str | None:
     return next(filter(None, found), None)
 
 
-def owner_of_untyped(kind: type, name: str) -> type | None:
-    """The class (`kind` or one of its bases) in which this argument is required and has no annotation; else None."""
-    for own in kind.__mro__:
-        if "__init__" in vars(own) and (argument := inspect.signature(vars(own)["__init__"]).parameters.get(name)):
+def function_is_called(key: str, path: str, argument: str) -> str:
+    """Error message for a function given by `class_path`, for example a reward, if an argument has no value."""
+    return (
+        f"{key}: {path} is a function: write `{f'- {path}' if key.endswith(']') else path}`. With class_path, it would "
+        f"be called when the run starts, without its argument {argument!r}."
+    )
+
+
+def owner_of_untyped(kind: Callable[..., Any], name: str) -> Callable[..., Any] | None:
+    """The class or function in which this argument is required and has no annotation; None if there is none.
+
+    A class is `kind` or one of its bases. A function is `kind` itself.
+    """
+    for own in inspect.getmro(kind) if inspect.isclass(kind) else (kind,):
+        function = vars(own).get("__init__") if inspect.isclass(own) else own
+        if function is not None and (argument := inspect.signature(function).parameters.get(name)):
             return own if argument.default is argument.empty and argument.annotation is argument.empty else None
     return None
 

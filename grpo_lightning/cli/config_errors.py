@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pydoc import locate
 from typing import Any, NamedTuple
 
 import yaml
@@ -25,6 +26,7 @@ from grpo_lightning.cli.config import (
     NAMED,
     Key,
     arguments,
+    function_is_called,
     members,
     named_classes,
     nested_keys,
@@ -150,7 +152,10 @@ def read_problem(message: str) -> Problem:
 def explain(message: str, keys: Mapping[str, Key], sources: Sequence[Source]) -> str:
     """Replace the parser's message by file, key, value and what is allowed. A message of unknown form is shortened."""
     if missing := re.search(r'following arguments are required: (.+)|Key "([^"]+)" is required', message):
-        return missing_keys((missing[1] or missing[2]).split(", "), keys)
+        names, owner = (missing[1] or missing[2]).split(", "), read_problem(message)
+        if given := re.search(r"Given value: Namespace\(class_path='([^']+)'", owner.text):
+            owner = owner._replace(kind=given[1])  # a function, which the message does not call a class
+        return missing_below(owner, names, sources) if owner.names else missing_keys(names, keys)
     if top := re.match(
         r"unrecognized arguments: --([^\s=]+)|Option '([^']+)' is|.*not accept .*option '([^']+)'", message
     ):
@@ -424,6 +429,34 @@ def missing_keys(names: Iterable[str], keys: Mapping[str, Key]) -> str:
         "Required settings are missing:\n" + "\n".join(lines) + "\nSet them in a recipe (--config quickstart; "
         "`grpo-lightning recipes list`) or as flags (--model.policy=...)."
     )
+
+
+def missing_below(owner: Problem, names: Sequence[str], sources: Iterable[Source]) -> str:
+    """Error message for missing required arguments of an object: `owner` names its key and its class.
+
+    If `owner` names a function, it is usually meant as a value, not to be called.
+    """
+    place, key = object_without(owner, names, sources)
+    if owner.kind and not inspect.isclass(locate(owner.kind)):
+        return place.say(function_is_called(key, owner.kind, names[0]))
+    found = ", ".join(f"{key}.init_args.{name}" for name in names)
+    by = f" {owner.kind.rpartition('.')[2]} requires {'it' if len(names) == 1 else 'them'}." if owner.kind else ""
+    example = ", ".join(f"{name}: ..." for name in names)
+    return place.say(f"{found} {'is' if len(names) == 1 else 'are'} missing.{by} Write init_args: {{{example}}}.")
+
+
+def object_without(owner: Problem, names: Sequence[str], sources: Iterable[Source]) -> tuple[Place, str]:
+    """Where an object is given without all of these arguments, and its key. Objects in lists have their own keys."""
+    for place in places(sources, owner.names):
+        for key, value in leaves(place.value, place.key):
+            is_object = isinstance(value, Mapping) and "class_path" in value
+            settings = value if is_object else {"class_path": value}
+            is_owner = str(settings["class_path"]).rpartition(".")[2] == owner.kind.rpartition(".")[2]
+            has_all = set(names) <= set(settings.get("init_args") or ())
+            if is_owner and not has_all and not key.endswith(".class_path"):
+                return place, key
+    key = ".".join(owner.names)
+    return next(places(sources, owner.names), Place("", key, None)), key
 
 
 def below_one_value(keys: Mapping[str, Key], sources: Iterable[Source]) -> str | None:

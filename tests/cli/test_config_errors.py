@@ -69,6 +69,10 @@ def prepare():
     pass
 
 
+def brief(completions: list, **columns):
+    """As a reward function; with an annotation, the parser itself refuses a missing argument."""
+
+
 class Factory:
     def __init__(self, params: list, rate: float = 0.1):
         pass
@@ -307,6 +311,34 @@ def test_missing_keys_are_listed_with_their_purpose(parser):
         parser.parse_args([])
     said = explain(error.value.message, parser.keys(), [])
     assert said.startswith("Required settings are missing:\n  model.name: Who it is.\n")
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ([{"class_path": "Weighted", "init_args": {"weight": 2}}], "[0].init_args.rule is missing. Weighted req"),
+        (["Bare", "Weighted"], "[1].init_args.rule is missing. Weighted requires it. Write init_args: {rule: ...}."),
+        (
+            [
+                {"class_path": "Weighted", "init_args": {"rule": "paints.Bare"}},
+                {"class_path": "paints.Weighted", "init_args": {"rule": {"class_path": "Weighted"}}},
+            ],
+            "[1].init_args.rule.init_args.rule is missing. Weighted requires it. Write init_args: {rule: ...}.",
+        ),
+    ],
+)
+def test_a_missing_argument_of_an_object_is_named_with_its_key(parser, rules, said):
+    assert found(parser, model={"rules": rules}).startswith(f"s.yaml: model.rules{said}")
+
+
+@pytest.mark.parametrize("key", ["rules", "rules+"])
+def test_a_function_given_as_a_class_is_named_as_a_function(parser, key):
+    text = found(parser, model={key: [{"class_path": "Bare"}, {"class_path": "paints.brief"}]})
+    assert text.startswith("s.yaml: model.rules[1]: paints.brief is a function: write `- paints.brief`. ")
+    inner = {"class_path": "Weighted", "init_args": {"rule": {"class_path": "paints.brief"}}}
+    text = found(parser, model={key: [inner]})
+    assert text.startswith("s.yaml: model.rules[0].init_args.rule: paints.brief is a function: write `paints.brief`. ")
+    assert text.endswith("it would be called when the run starts, without its argument 'completions'.")
 
 
 def test_a_message_that_is_not_understood_is_shortened(parser):

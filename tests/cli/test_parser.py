@@ -499,3 +499,35 @@ def test_a_given_value_or_an_annotated_null_is_taken(kind, given, values):
     rewards = json.dumps([{"class_path": path_of(kind), "init_args": given}])
     (reward,) = parsed(f"--model.rewards={rewards}").model.rewards
     assert plain(reward)["init_args"] == values
+
+
+def brief(completions, **columns):
+    """A reward that is a function."""
+    return [1.0 for _ in completions]
+
+
+def reward_maker(value=1.0):
+    """A function that creates a reward."""
+    return lambda completions, **columns: [value for _ in completions]
+
+
+@pytest.mark.parametrize("form", ["flag", "config"])
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_a_reward_function_given_as_a_class_is_named_with_what_to_write(form, is_weighted):
+    path = path_of(brief)
+    reward, key, alone = {"class_path": path}, "model.rewards[1]", f"- {path}"
+    if is_weighted:
+        reward, key, alone = {"class_path": WEIGHTED, "init_args": {"reward": reward}}, f"{key}.init_args.reward", path
+    rewards = [FIRST[1], reward]
+    write("second", model={"rewards": rewards})
+    args = {"flag": [f"--model.rewards={json.dumps(rewards)}"], "config": ["--config", "second.yaml"]}[form]
+    with pytest.raises(ConfigurationError) as error:
+        parsed(*args)
+    where = {"flag": "on the command line", "config": "second.yaml"}[form]
+    assert str(error.value).startswith(f"{where}: {key}: {path} is a function: write `{alone}`. ")
+
+
+def test_a_function_that_creates_a_reward_is_taken():
+    rewards = json.dumps([{"class_path": path_of(reward_maker), "init_args": {"value": 2.0}}])
+    (reward,) = parsed(f"--model.rewards={rewards}").model.rewards
+    assert plain(reward) == {"class_path": path_of(reward_maker), "init_args": {"value": 2.0}}
