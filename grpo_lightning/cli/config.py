@@ -2,9 +2,9 @@
 
 A short name is a class name without its module, as in `optimizer: AdamW` and `scheduler: {class_path: Cosine}`.
 Other short forms are expanded too: for example, `logger: true` becomes the list of default loggers, and in a list of
-datasets, the path `a.jsonl` becomes `{json_path: a.jsonl}`. The parser itself accepts a class name without its module
-only if the name is unique. The name AdamW is not unique: here it means `grpo_lightning.optimizers.AdamW`, not
-`torch.optim.AdamW`.
+datasets, the path `a.jsonl` becomes `{json_path: a.jsonl}`. `datasets: a.jsonl` becomes a list with this one dataset.
+The parser itself accepts a class name without its module only if the name is unique. The name AdamW is not unique: here
+it means `grpo_lightning.optimizers.AdamW`, not `torch.optim.AdamW`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from grpo_lightning import optimizers, schedules
 from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.cli.runs import default_loggers
 from grpo_lightning.cli.sources import load_settings, nest_value, pairs
-from grpo_lightning.data.dataset_entry import DatasetEntry
+from grpo_lightning.data.dataset_entry import DatasetEntry, is_data_file
 from grpo_lightning.rewards import registry  # noqa: F401 - loads the rewards, so that the parser knows their names
 
 CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
@@ -105,7 +105,9 @@ def in_flags(args: Sequence[str], *, expands_policy: bool = False) -> list[str]:
         *sections, key = flag.removeprefix("--").split(".")
         if not flag.startswith("--") or not sections or not value:
             continue
-        given = load_settings(value)
+        # The parser and `load_settings` would read the rows of a data file as settings.
+        is_data = sections == ["data"] and key.removesuffix("+") in MIXTURES and is_data_file(value)
+        given = value if is_data else load_settings(value)
         tree = nest_value([*sections, key], given)
         new = value_at(in_tree(tree, expands_policy=expands_policy), [*sections, key])
         if new == given:
@@ -147,12 +149,14 @@ def in_tree(tree: Any, *, expands_policy: bool = False) -> Any:
 
 
 def mixture_in_full(mixture: Any, key: str, *, is_appended: bool) -> Any:
-    """Convert paths in a list of datasets to dataset entries. An appended value (`datasets+`) may be a single path.
+    """Convert the path of a data file, or paths in a list of datasets, to dataset entries.
+
+    The path of a YAML file is kept, unless the value is appended (`datasets+`): a list has only data files.
 
     Raises:
         ConfigurationError: If an item is neither settings nor the path of a data file.
     """
-    if is_appended and isinstance(mixture, str):
+    if isinstance(mixture, str) and (is_appended or is_data_file(mixture)):
         mixture = [mixture]
     if not isinstance(mixture, list):
         return mixture

@@ -390,7 +390,34 @@ def test_a_file_that_is_a_value_is_no_settings():
     Path("mix.yaml").write_text("datasets: [{json_path: x.jsonl}]\n")
     assert parsed("--data.datasets", "mix.yaml").data.datasets == "mix.yaml"
     Path("train.jsonl").write_text('{"a": 1}\n{"a": 1}\n')
-    assert parsed("--data.datasets=train.jsonl").data.datasets == "train.jsonl"
+    assert parsed("--data.datasets=train.jsonl").data.datasets == [{"json_path": "train.jsonl"}]
+
+
+@few(6, slow=True)
+@pytest.mark.parametrize("key", ["datasets", "val_datasets", "test_datasets"])
+@pytest.mark.parametrize("form", ["flag", "flag with a space", "appended", "section", "file", "config"])
+def test_the_path_of_a_data_file_is_never_read_as_settings(key, form):
+    rows = {"a.csv": "question,answer\nq,1\n", "a.json": '[{"question": "q"}]', "a.jsonl": '{"question": "q"}'}
+    for path, text in rows.items():
+        Path(path).write_text(text)
+        Path("section.yaml").write_text(f"{key}: {path}\n")
+        args = {
+            "flag": [f"--data.{key}={path}"],
+            "flag with a space": [f"--data.{key}", path],
+            "appended": [f"--data.{key}=[b.csv]", f"--data.{key}+={path}"],
+            "section": ["--data", f"{{{key}: {path}}}"],
+            "file": ["--data", "section.yaml"],
+            "config": ["--config", f"{{data: {{{key}: {path}}}}}"],
+        }[form]
+        before = [{"json_path": "b.csv"}] if form == "appended" else []
+        assert parsed(*args).data[key] == [*before, {"json_path": path}]
+
+
+@pytest.mark.parametrize("key", ["datasets", "val_datasets", "test_datasets"])
+def test_what_is_wrong_in_an_entry_is_named_with_its_own_list(key):
+    config = parsed(f"--data.{key}=[{{json_path: x.jsonl, nmae: train}}]")
+    with pytest.raises(ValueError, match=rf"^{key}, entry 1: unknown keys 'nmae' \(did you mean 'name'\?\)"):
+        instantiate(config, "data")
 
 
 @SLOW
