@@ -6,7 +6,6 @@ module extracts key and value from the parser's message, and finds the file or f
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import re
@@ -32,7 +31,10 @@ from grpo_lightning.cli.config import (
     nested_keys,
     settings_class,
 )
+from grpo_lightning.cli.help import first_sentence
+from grpo_lightning.cli.recipes import find_fragment
 from grpo_lightning.cli.sources import Source
+from grpo_lightning.core.log_messages import nearest
 
 MAX_LISTED = 60
 
@@ -285,7 +287,7 @@ def unknown_key(key: str, allowed: Iterable[str], keys: Mapping[str, Key] | None
     """Error message for an unknown key, with suggestions and the allowed keys (the arguments of `kind`, if given)."""
     group, _, name = key.rpartition(".")
     allowed = sorted(allowed)
-    near = [f"{group}.{other}" if group else other for other in difflib.get_close_matches(name, allowed)]
+    near = [f"{group}.{other}" if group else other for other in nearest(name, allowed)]
     # The key may belong to another section, or be another trainer's name for a setting.
     known = [
         *(keys or ()),
@@ -309,10 +311,19 @@ def wrong_import(problem: Problem, own: Key, sources: Iterable[Source]) -> str |
     paths = {path for found in re.findall(named, problem.text, re.MULTILINE) for path in found}
     for place in places(sources, problem.names):
         for key, value in leaves(place.value, place.key):
-            is_path = isinstance(value, str) and value in paths
-            if is_path and (text := import_problem(value, own.hint) or refusal(value, problem.text)):
+            if not isinstance(value, str) or value not in paths:
+                continue
+            if text := name_of_fragment(key, value) or import_problem(value, own.hint) or refusal(value, problem.text):
                 return place.say(f"{key}: {text}")
     return None
+
+
+def name_of_fragment(key: str, name: str) -> str | None:
+    """Error message if an objective is given by the name of a recipe of the folder `objectives`; else None."""
+    is_objective = key.removesuffix(".class_path") == "model.objective"
+    if not is_objective or (fragment := find_fragment("objectives", name)) is None:
+        return None
+    return f"{name!r} is the name of a recipe: remove this setting, and add --config {fragment}."
 
 
 def refusal(path: str, text: str) -> str | None:
@@ -341,7 +352,7 @@ def import_problem(path: str, hint: Any) -> str | None:
     module_name, _, name = path.rpartition(".")
     if not module_name:
         names = {kind.__name__ for kind in named_classes(hint) if not inspect.isabstract(kind)}
-        near = difflib.get_close_matches(path, sorted(names))
+        near = nearest(path, sorted(names))
         known = f"Did you mean {' or '.join(near)}?" if near else "Write module.name."
         return f"{path!r} is neither an import path nor a name of the package. {known}"
     try:
@@ -363,7 +374,7 @@ def import_problem(path: str, hint: Any) -> str | None:
         value = getattr(module, name)
         return None if callable(value) else f"{path} is {value!r}, not a function."
     public = [other for other in dir(module) if not other.startswith("_")]
-    near = difflib.get_close_matches(name, public)
+    near = nearest(name, public)
     choices = f"It has: {', '.join(public[:MAX_LISTED])}."
     known = f"Did you mean {' or '.join(f'{module_name}.{other}' for other in near)}?" if near else choices
     return f"{module_name} has no {name!r}. {known}"
@@ -405,16 +416,24 @@ def wrong_value(problem: Problem, sources: Iterable[Source]) -> str | None:
     )
     if not expected:
         return None
-    texts = [
-        text for word in expected if word.startswith("one of ") for text in word.removeprefix("one of ").split(", ")
+    lists = [word.removeprefix("one of ").split(", ") for word in expected if word.startswith("one of ")]
+    texts = list(dict.fromkeys(text for values in lists for text in values))
+    listed = [f"one of {', '.join(texts)}"] if texts else []
+    words = listed + [word for word in expected if not word.startswith("one of ")]
+    found = [
+        (place, key, value)
+        for place in places(sources, problem.names)
+        for key, value in leaves(place.value, place.key)
+        if str(value) == got[1]
     ]
-    for place in places(sources, problem.names):
-        for key, value in leaves(place.value, place.key):
-            if str(value) == got[1]:
-                other = OTHER_VALUES.get(key, {}).get(got[1])
-                near = [other] if other else difflib.get_close_matches(got[1], texts, n=1)
-                hint = f" Did you mean {near[0]}?" if near else ""
-                return place.say(f"{key} must be {' or '.join(expected)}, got {in_yaml(value)}.{hint}")
+    if any(word.startswith("a list") for word in expected):
+        # An item of a list may have the same value, but is not what must be a list.
+        found.sort(key=lambda each: each[1] != each[0].key)
+    for place, key, value in found:
+        other = OTHER_VALUES.get(key, {}).get(got[1])
+        near = [other] if other else nearest(got[1], texts, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        return place.say(f"{key} must be {' or '.join(words)}, got {in_yaml(value)}.{hint}")
     return None
 
 
@@ -423,7 +442,7 @@ def missing_keys(names: Iterable[str], keys: Mapping[str, Key]) -> str:
     lines = []
     for name in names:
         key = re.sub(r"^(fit|validate|test|predict)\.", "", name)
-        purpose = keys[key].help.partition("\n")[0] if key in keys else ""
+        purpose = first_sentence(keys[key].help) if key in keys else ""
         lines.append(f"  {key}: {purpose}".removesuffix(": "))
     return (
         "Required settings are missing:\n" + "\n".join(lines) + "\nSet them in a recipe (--config quickstart; "
@@ -483,7 +502,7 @@ def unknown_name(trainer: Any) -> str | None:
     for key, registered in {"strategy": [*strategies, "auto"], "accelerator": accelerators}.items():
         value = trainer.get(key)
         if isinstance(value, str) and value not in registered:
-            near = difflib.get_close_matches(value, usable[key])
+            near = nearest(value, usable[key])
             hint = f"Did you mean {' or '.join(near)}? " if near else ""
             return f"trainer.{key} {value!r} is not known. {hint}Known: {', '.join(sorted(usable[key]))}."
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 import os
@@ -14,6 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from grpo_lightning.core.log_messages import nearest
 from grpo_lightning.data.images.box_checks import Boxes
 
 logger = logging.getLogger(__name__)
@@ -243,7 +243,7 @@ def check_keys(found: Iterable[Any], allowed: list[str], *, where: str) -> None:
 def _nearest(key: str, allowed: list[str]) -> str | None:
     """The first allowed key that starts with `key`, else the key of most similar spelling; None if none is similar."""
     longer = [name for name in allowed if key and name.startswith(key)]
-    return next(iter(longer + difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)), None)
+    return next(iter(longer + nearest(key, allowed, n=1, cutoff=0.5)), None)
 
 
 @dataclass(frozen=True)
