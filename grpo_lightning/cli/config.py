@@ -2,9 +2,9 @@
 
 A short name is a class name without its module, as in `optimizer: AdamW` and `scheduler: {class_path: Cosine}`.
 Other short forms are expanded too: for example, `logger: true` becomes the list of default loggers, and in a list of
-datasets, the path `a.jsonl` becomes `{json_path: a.jsonl}`. The parser itself accepts a class name without its module
-only if the name is unique. The name AdamW is not unique: here it means `grpo_lightning.optimizers.AdamW`, not
-`torch.optim.AdamW`.
+datasets, the path `a.jsonl` becomes `{json_path: a.jsonl}`. `datasets: a.jsonl` becomes a list with this one dataset.
+The parser itself accepts a class name without its module only if the name is unique. The name AdamW is not unique: here
+it means `grpo_lightning.optimizers.AdamW`, not `torch.optim.AdamW`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from grpo_lightning import optimizers, schedules
 from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.cli.runs import default_loggers
 from grpo_lightning.cli.sources import load_settings, nest_value, pairs
-from grpo_lightning.data.dataset_entry import DatasetEntry
+from grpo_lightning.data.dataset_entry import DatasetEntry, is_data_file
 from grpo_lightning.rewards import registry  # noqa: F401 - loads the rewards, so that the parser knows their names
 
 CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
@@ -52,9 +52,11 @@ def unset_argument(settings: Any, key: str = "") -> str | None:
     if not isinstance(settings, Namespace | Mapping):
         return None
     values = vars(settings) if isinstance(settings, Namespace) else settings
-    if isinstance(kind := locate(str(values.get("class_path"))), type):
+    if callable(kind := locate(str(values.get("class_path")))):
         for name, value in vars(values.get("init_args") or Namespace()).items():
             if value is None and (owner := owner_of_untyped(kind, name)):
+                if not inspect.isclass(kind):
+                    return function_is_called(key, values["class_path"], name)
                 return (
                     f"{key}: {values['class_path']} requires the argument {name!r}, which has no value. Set it: "
                     f"init_args: {{{name}: ...}}. If null is meant, annotate the argument in "
@@ -64,10 +66,22 @@ def unset_argument(settings: Any, key: str = "") -> str | None:
     return next(filter(None, found), None)
 
 
-def owner_of_untyped(kind: type, name: str) -> type | None:
-    """The class (`kind` or one of its bases) in which this argument is required and has no annotation; else None."""
-    for own in kind.__mro__:
-        if "__init__" in vars(own) and (argument := inspect.signature(vars(own)["__init__"]).parameters.get(name)):
+def function_is_called(key: str, path: str, argument: str) -> str:
+    """Error message for a function given by `class_path`, for example a reward, if an argument has no value."""
+    return (
+        f"{key}: {path} is a function: write `{f'- {path}' if key.endswith(']') else path}`. With class_path, it would "
+        f"be called when the run starts, without its argument {argument!r}."
+    )
+
+
+def owner_of_untyped(kind: Callable[..., Any], name: str) -> Callable[..., Any] | None:
+    """The class or function in which this argument is required and has no annotation; None if there is none.
+
+    A class is `kind` or one of its bases. A function is `kind` itself.
+    """
+    for own in inspect.getmro(kind) if inspect.isclass(kind) else (kind,):
+        function = vars(own).get("__init__") if inspect.isclass(own) else own
+        if function is not None and (argument := inspect.signature(function).parameters.get(name)):
             return own if argument.default is argument.empty and argument.annotation is argument.empty else None
     return None
 
@@ -91,7 +105,9 @@ def in_flags(args: Sequence[str], *, expands_policy: bool = False) -> list[str]:
         *sections, key = flag.removeprefix("--").split(".")
         if not flag.startswith("--") or not sections or not value:
             continue
-        given = load_settings(value)
+        # The parser and `load_settings` would read the rows of a data file as settings.
+        is_data = sections == ["data"] and key.removesuffix("+") in MIXTURES and is_data_file(value)
+        given = value if is_data else load_settings(value)
         tree = nest_value([*sections, key], given)
         new = value_at(in_tree(tree, expands_policy=expands_policy), [*sections, key])
         if new == given:
@@ -133,12 +149,14 @@ def in_tree(tree: Any, *, expands_policy: bool = False) -> Any:
 
 
 def mixture_in_full(mixture: Any, key: str, *, is_appended: bool) -> Any:
-    """Convert paths in a list of datasets to dataset entries. An appended value (`datasets+`) may be a single path.
+    """Convert the path of a data file, or paths in a list of datasets, to dataset entries.
+
+    The path of a YAML file is kept, unless the value is appended (`datasets+`): a list has only data files.
 
     Raises:
         ConfigurationError: If an item is neither settings nor the path of a data file.
     """
-    if is_appended and isinstance(mixture, str):
+    if isinstance(mixture, str) and (is_appended or is_data_file(mixture)):
         mixture = [mixture]
     if not isinstance(mixture, list):
         return mixture

@@ -6,7 +6,6 @@ module extracts key and value from the parser's message, and finds the file or f
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import re
@@ -14,6 +13,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pydoc import locate
 from typing import Any, NamedTuple
 
 import yaml
@@ -25,12 +25,16 @@ from grpo_lightning.cli.config import (
     NAMED,
     Key,
     arguments,
+    function_is_called,
     members,
     named_classes,
     nested_keys,
     settings_class,
 )
+from grpo_lightning.cli.help import first_sentence
+from grpo_lightning.cli.recipes import find_fragment
 from grpo_lightning.cli.sources import Source
+from grpo_lightning.core.log_messages import nearest
 
 MAX_LISTED = 60
 
@@ -150,7 +154,10 @@ def read_problem(message: str) -> Problem:
 def explain(message: str, keys: Mapping[str, Key], sources: Sequence[Source]) -> str:
     """Replace the parser's message by file, key, value and what is allowed. A message of unknown form is shortened."""
     if missing := re.search(r'following arguments are required: (.+)|Key "([^"]+)" is required', message):
-        return missing_keys((missing[1] or missing[2]).split(", "), keys)
+        names, owner = (missing[1] or missing[2]).split(", "), read_problem(message)
+        if given := re.search(r"Given value: Namespace\(class_path='([^']+)'", owner.text):
+            owner = owner._replace(kind=given[1])  # a function, which the message does not call a class
+        return missing_below(owner, names, sources) if owner.names else missing_keys(names, keys)
     if top := re.match(
         r"unrecognized arguments: --([^\s=]+)|Option '([^']+)' is|.*not accept .*option '([^']+)'", message
     ):
@@ -280,7 +287,7 @@ def unknown_key(key: str, allowed: Iterable[str], keys: Mapping[str, Key] | None
     """Error message for an unknown key, with suggestions and the allowed keys (the arguments of `kind`, if given)."""
     group, _, name = key.rpartition(".")
     allowed = sorted(allowed)
-    near = [f"{group}.{other}" if group else other for other in difflib.get_close_matches(name, allowed)]
+    near = [f"{group}.{other}" if group else other for other in nearest(name, allowed)]
     # The key may belong to another section, or be another trainer's name for a setting.
     known = [
         *(keys or ()),
@@ -304,10 +311,19 @@ def wrong_import(problem: Problem, own: Key, sources: Iterable[Source]) -> str |
     paths = {path for found in re.findall(named, problem.text, re.MULTILINE) for path in found}
     for place in places(sources, problem.names):
         for key, value in leaves(place.value, place.key):
-            is_path = isinstance(value, str) and value in paths
-            if is_path and (text := import_problem(value, own.hint) or refusal(value, problem.text)):
+            if not isinstance(value, str) or value not in paths:
+                continue
+            if text := name_of_fragment(key, value) or import_problem(value, own.hint) or refusal(value, problem.text):
                 return place.say(f"{key}: {text}")
     return None
+
+
+def name_of_fragment(key: str, name: str) -> str | None:
+    """Error message if an objective is given by the name of a recipe of the folder `objectives`; else None."""
+    is_objective = key.removesuffix(".class_path") == "model.objective"
+    if not is_objective or (fragment := find_fragment("objectives", name)) is None:
+        return None
+    return f"{name!r} is the name of a recipe: remove this setting, and add --config {fragment}."
 
 
 def refusal(path: str, text: str) -> str | None:
@@ -336,7 +352,7 @@ def import_problem(path: str, hint: Any) -> str | None:
     module_name, _, name = path.rpartition(".")
     if not module_name:
         names = {kind.__name__ for kind in named_classes(hint) if not inspect.isabstract(kind)}
-        near = difflib.get_close_matches(path, sorted(names))
+        near = nearest(path, sorted(names))
         known = f"Did you mean {' or '.join(near)}?" if near else "Write module.name."
         return f"{path!r} is neither an import path nor a name of the package. {known}"
     try:
@@ -358,7 +374,7 @@ def import_problem(path: str, hint: Any) -> str | None:
         value = getattr(module, name)
         return None if callable(value) else f"{path} is {value!r}, not a function."
     public = [other for other in dir(module) if not other.startswith("_")]
-    near = difflib.get_close_matches(name, public)
+    near = nearest(name, public)
     choices = f"It has: {', '.join(public[:MAX_LISTED])}."
     known = f"Did you mean {' or '.join(f'{module_name}.{other}' for other in near)}?" if near else choices
     return f"{module_name} has no {name!r}. {known}"
@@ -400,16 +416,24 @@ def wrong_value(problem: Problem, sources: Iterable[Source]) -> str | None:
     )
     if not expected:
         return None
-    texts = [
-        text for word in expected if word.startswith("one of ") for text in word.removeprefix("one of ").split(", ")
+    lists = [word.removeprefix("one of ").split(", ") for word in expected if word.startswith("one of ")]
+    texts = list(dict.fromkeys(text for values in lists for text in values))
+    listed = [f"one of {', '.join(texts)}"] if texts else []
+    words = listed + [word for word in expected if not word.startswith("one of ")]
+    found = [
+        (place, key, value)
+        for place in places(sources, problem.names)
+        for key, value in leaves(place.value, place.key)
+        if str(value) == got[1]
     ]
-    for place in places(sources, problem.names):
-        for key, value in leaves(place.value, place.key):
-            if str(value) == got[1]:
-                other = OTHER_VALUES.get(key, {}).get(got[1])
-                near = [other] if other else difflib.get_close_matches(got[1], texts, n=1)
-                hint = f" Did you mean {near[0]}?" if near else ""
-                return place.say(f"{key} must be {' or '.join(expected)}, got {in_yaml(value)}.{hint}")
+    if any(word.startswith("a list") for word in expected):
+        # An item of a list may have the same value, but is not what must be a list.
+        found.sort(key=lambda each: each[1] != each[0].key)
+    for place, key, value in found:
+        other = OTHER_VALUES.get(key, {}).get(got[1])
+        near = [other] if other else nearest(got[1], texts, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        return place.say(f"{key} must be {' or '.join(words)}, got {in_yaml(value)}.{hint}")
     return None
 
 
@@ -418,12 +442,40 @@ def missing_keys(names: Iterable[str], keys: Mapping[str, Key]) -> str:
     lines = []
     for name in names:
         key = re.sub(r"^(fit|validate|test|predict)\.", "", name)
-        purpose = keys[key].help.partition("\n")[0] if key in keys else ""
+        purpose = first_sentence(keys[key].help) if key in keys else ""
         lines.append(f"  {key}: {purpose}".removesuffix(": "))
     return (
         "Required settings are missing:\n" + "\n".join(lines) + "\nSet them in a recipe (--config quickstart; "
         "`grpo-lightning recipes list`) or as flags (--model.policy=...)."
     )
+
+
+def missing_below(owner: Problem, names: Sequence[str], sources: Iterable[Source]) -> str:
+    """Error message for missing required arguments of an object: `owner` names its key and its class.
+
+    If `owner` names a function, it is usually meant as a value, not to be called.
+    """
+    place, key = object_without(owner, names, sources)
+    if owner.kind and not inspect.isclass(locate(owner.kind)):
+        return place.say(function_is_called(key, owner.kind, names[0]))
+    found = ", ".join(f"{key}.init_args.{name}" for name in names)
+    by = f" {owner.kind.rpartition('.')[2]} requires {'it' if len(names) == 1 else 'them'}." if owner.kind else ""
+    example = ", ".join(f"{name}: ..." for name in names)
+    return place.say(f"{found} {'is' if len(names) == 1 else 'are'} missing.{by} Write init_args: {{{example}}}.")
+
+
+def object_without(owner: Problem, names: Sequence[str], sources: Iterable[Source]) -> tuple[Place, str]:
+    """Where an object is given without all of these arguments, and its key. Objects in lists have their own keys."""
+    for place in places(sources, owner.names):
+        for key, value in leaves(place.value, place.key):
+            is_object = isinstance(value, Mapping) and "class_path" in value
+            settings = value if is_object else {"class_path": value}
+            is_owner = str(settings["class_path"]).rpartition(".")[2] == owner.kind.rpartition(".")[2]
+            has_all = set(names) <= set(settings.get("init_args") or ())
+            if is_owner and not has_all and not key.endswith(".class_path"):
+                return place, key
+    key = ".".join(owner.names)
+    return next(places(sources, owner.names), Place("", key, None)), key
 
 
 def below_one_value(keys: Mapping[str, Key], sources: Iterable[Source]) -> str | None:
@@ -450,7 +502,7 @@ def unknown_name(trainer: Any) -> str | None:
     for key, registered in {"strategy": [*strategies, "auto"], "accelerator": accelerators}.items():
         value = trainer.get(key)
         if isinstance(value, str) and value not in registered:
-            near = difflib.get_close_matches(value, usable[key])
+            near = nearest(value, usable[key])
             hint = f"Did you mean {' or '.join(near)}? " if near else ""
             return f"trainer.{key} {value!r} is not known. {hint}Known: {', '.join(sorted(usable[key]))}."
     return None

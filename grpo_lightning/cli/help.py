@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import inspect
 import os
 import re
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from grpo_lightning.cli.errors import ConfigurationError
+from grpo_lightning.core.log_messages import nearest
 
 ALL = "--help-all"
 
@@ -177,7 +177,7 @@ def settings_below(text: str, key: str) -> str:
             entries[flag[1]] = entry.partition("\n\n")[0].rstrip()  # without the title of the next group
     found = [entry for name, entry in entries.items() if name == key or name.startswith(f"{key}.")]
     if not found:
-        near = difflib.get_close_matches(key, entries) or [name for name in entries if name.endswith(f".{key}")]
+        near = nearest(key, entries) or [name for name in entries if name.endswith(f".{key}")]
         hint = f"Did you mean {' or '.join(near)}?" if near else f"{ALL} without a key prints all."
         raise ConfigurationError(f"{ALL}: there is no key {key}. {hint}")
     return "\n".join(found)
@@ -252,9 +252,14 @@ def more(name: str) -> list[str]:
     return [f"{title:18}{text}" for title, text in texts.items()]
 
 
+def first_sentence(text: str) -> str:
+    """First sentence of a description, on one line."""
+    return FIRST_SENTENCE.split(" ".join(text.split()), maxsplit=1)[0]
+
+
 def brief(text: str, width: int) -> str:
     """First sentence of a description; if it is too long, its first clauses, or its first words and "..."."""
-    sentence = FIRST_SENTENCE.split(" ".join(text.split()), maxsplit=1)[0]
+    sentence = first_sentence(text)
     if len(sentence) <= width:
         return sentence
     ends = [match for match in CLAUSES.finditer(sentence) if LEAST <= match.start() <= width - len(", ...")]

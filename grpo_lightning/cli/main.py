@@ -5,7 +5,6 @@ torch and Lightning are imported only by the commands that need them.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import sys
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_lightning.cli import sources
 from grpo_lightning.cli.errors import ConfigurationError, rank, short_errors
 from grpo_lightning.cli.help import ALL, asks_for_short_help, short_help
+from grpo_lightning.core.log_messages import nearest
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -113,7 +113,7 @@ def unknown_command(name: str) -> str:
     """Error message for an unknown command, with suggestions."""
     if name.startswith("-"):
         return f"The command comes first, got {name!r}. For example: grpo-lightning fit {name} ..."
-    near = difflib.get_close_matches(name, COMMANDS)
+    near = nearest(name, COMMANDS)
     hint = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(COMMANDS)}."
     return f"There is no command {name!r}. {hint}"
 

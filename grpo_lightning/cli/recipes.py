@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import shutil
 from pathlib import Path
 
 from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.cli.help import command_parser
+from grpo_lightning.core.log_messages import nearest
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -53,13 +53,24 @@ def recipe_path(name: str) -> Path:
     return path
 
 
+def find_fragment(folder_name: str, name: str) -> str | None:
+    """Find the recipe in a folder by its name in the literature ("DAPO", "Dr. GRPO"); None if there is none."""
+    return next(
+        (known for known in names() if plain_name(known) == plain_name(name) and known.startswith(f"{folder_name}/")),
+        None,
+    )
+
+
+def plain_name(name: str) -> str:
+    """Name of a recipe without its folder, in letters and digits only ("Dr. GRPO" and "dr_grpo" become "drgrpo")."""
+    return re.sub(r"[^a-z0-9]", "", name.rpartition("/")[2].lower().replace("+", "plus"))
+
+
 def unknown(name: str) -> str:
     """Error message for an unknown recipe, with suggestions."""
     plain = re.sub(r"\.ya?ml$", "", re.sub(r"^(\./)?recipes/", "", name))
     by_last = {known.rpartition("/")[2]: known for known in names()}
-    near = difflib.get_close_matches(plain, names()) or [
-        by_last[last] for last in difflib.get_close_matches(plain, by_last)
-    ]
+    near = nearest(plain, names()) or [by_last[last] for last in nearest(plain, by_last)]
     hint = f"Did you mean {' or '.join(near)}?" if near else f"Recipes: {', '.join(names())}."
     return f"There is no recipe {name!r}. {hint} (`grpo-lightning recipes list` shows all.)"
 

@@ -118,8 +118,8 @@ def read(args: Sequence[str], settings_flags: Collection[str] = ()) -> list[Sour
         settings_flags: Flags whose value may be a file of settings.
 
     Raises:
-        ConfigurationError: If a file is not a YAML mapping, or contains a key twice. For invalid YAML, the message
-            names the line.
+        ConfigurationError: If a file is empty or is not a YAML mapping, or contains a key twice. For invalid YAML, the
+            message names the line.
     """
     sources = []
     for _, flag, value in pairs(args):
@@ -128,7 +128,10 @@ def read(args: Sequence[str], settings_flags: Collection[str] = ()) -> list[Sour
             name = value if is_file else "--config"
             tree = load(Path(value).read_text(encoding="utf-8") if is_file else value, name, is_strict=True)
             if tree is None:
-                continue
+                raise ConfigurationError(
+                    f"{name} is empty: it has no settings. Write settings (key: value) into the file, or remove "
+                    f"--config {name}."
+                )
             if not isinstance(tree, dict):
                 raise ConfigurationError(
                     f"{name} must hold settings (key: value), got {type(tree).__name__}: {tree!r}."

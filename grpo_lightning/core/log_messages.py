@@ -199,16 +199,23 @@ def quiet_loggers() -> None:
             logger.addFilter(NoNoise())
 
 
+def nearest(name: str, known: Iterable[str], n: int = 3, cutoff: float = 0.6) -> list[str]:
+    """Known names for a misspelled one: those that differ only in case, else up to `n` of the most similar spelling."""
+    names = list(known)
+    same = [other for other in names if other.casefold() == name.casefold()]
+    return same[:n] or difflib.get_close_matches(name, names, n=n, cutoff=cutoff)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Suggest the known name that is closest to a misspelled one: " Did you mean 'x'?", or "" if none is close."""
-    close = difflib.get_close_matches(name, sorted(known), n=1)
+    close = nearest(name, sorted(known), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def similar_file(path: Path, suffixes: Sequence[str]) -> str:
     """Suggest a file in the folder of a missing file: the one with the most similar name; "" if no name is close."""
     names = sorted(other.name for other in path.parent.glob("*") if other.suffix.lower() in suffixes)
-    close = difflib.get_close_matches(path.name, names, n=1)
+    close = nearest(path.name, names, n=1)
     return f" Did you mean {str(path.with_name(close[0]))!r}?" if close else ""
 
 

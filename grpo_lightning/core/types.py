@@ -7,12 +7,12 @@ cycle is one rollout and the micro-steps that train on it.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from grpo_lightning.core.images import ImageRef
+from grpo_lightning.core.log_messages import nearest
 
 if TYPE_CHECKING:  # reward worker processes do not import torch
     import torch
@@ -553,7 +553,7 @@ def settings_of(kind: type[Settings], value: Settings | Mapping[str, Any] | None
     if not isinstance(value, Mapping | None):
         raise ValueError(f"{key} must be of {kind.__name__}, got {value!r:.80}: write {kind.__name__}(...).")
     if unknown := [name for name in value or {} if name not in names]:
-        close = difflib.get_close_matches(unknown[0], names, n=1)
+        close = nearest(unknown[0], names, n=1)
         meant = f"did you mean {close[0]}? " if close else ""
         raise ValueError(f"{key} has no field {unknown[0]!r}: {meant}There are: {', '.join(names)}.")
     return kind(**(value or {}))

@@ -109,8 +109,12 @@ class PromptDataModule(L.LightningDataModule):
         _check_val_split(val_split, has_val_datasets=val_datasets is not None)
         # Entries are checked now. A YAML file of entries is read later, because `prepare` may create the files in it.
         self.datasets, self.val_datasets, self.test_datasets = (
-            mixture if mixture is None or isinstance(mixture, str) else as_entries(mixture)
-            for mixture in (datasets, val_datasets, test_datasets)
+            mixture if mixture is None or isinstance(mixture, str) else as_entries(mixture, key)
+            for key, mixture in (
+                ("datasets", datasets),
+                ("val_datasets", val_datasets),
+                ("test_datasets", test_datasets),
+            )
         )
         self.val_split = val_split
         self.batch_size = batch_size

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
+import os
 import random
 import re
 from collections.abc import Iterable, Mapping
@@ -13,6 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from grpo_lightning.core.log_messages import nearest
 from grpo_lightning.data.images.box_checks import Boxes
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,11 @@ DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")
 
 _STRATEGY = re.compile(r"(?P<take>first|end|random):(?P<amount>[0-9]+(?:\.[0-9]+)?)(?P<percent>%?)")
 _ALLOWED = "all, first:N, end:N or random:N, with N rows (first:100) or a percentage (first:12.5%)"
+
+
+def is_data_file(path: str | os.PathLike[str]) -> bool:
+    """True if a path has the suffix of a data file; the file need not exist."""
+    return Path(path).suffix.lower() in DATA_FILES
 
 
 @dataclass
@@ -171,7 +177,7 @@ class DatasetEntry:
         if isinstance(item, cls):
             return item
         if isinstance(item, str):
-            if Path(item).suffix.lower() not in DATA_FILES:
+            if not is_data_file(item):
                 raise ValueError(
                     f"{where}: {item!r} is not a data file ({', '.join(DATA_FILES)}). For a hub dataset or a folder, "
                     f"write {{dataset: {item}}}; give a YAML file of entries on its own, not in a list."
@@ -237,7 +243,7 @@ def check_keys(found: Iterable[Any], allowed: list[str], *, where: str) -> None:
 def _nearest(key: str, allowed: list[str]) -> str | None:
     """The first allowed key that starts with `key`, else the key of most similar spelling; None if none is similar."""
     longer = [name for name in allowed if key and name.startswith(key)]
-    return next(iter(longer + difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)), None)
+    return next(iter(longer + nearest(key, allowed, n=1, cutoff=0.5)), None)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,14 @@ import yaml
 
 from grpo_lightning.core import unique_keys
 from grpo_lightning.core.types import Prompt
-from grpo_lightning.data.dataset_entry import DATA_FILES, DatasetEntry, check_keys, parse_strategy, select
+from grpo_lightning.data.dataset_entry import (
+    DATA_FILES,
+    DatasetEntry,
+    check_keys,
+    is_data_file,
+    parse_strategy,
+    select,
+)
 from grpo_lightning.data.formats import log_prompt_columns
 from grpo_lightning.data.images.box_checks import Boxes
 from grpo_lightning.data.images.preflight import ImageCounts, Preflight
@@ -158,19 +165,22 @@ def download(entries: Entries) -> None:
             open_dataset(entry)
 
 
-def as_entries(entries: Entries) -> list[DatasetEntry]:
+def as_entries(entries: Entries, key: str = "datasets") -> list[DatasetEntry]:
     """Parse the entries of a mixture.
+
+    Args:
+        entries: The entries, or the path of one data file or of a YAML file with entries.
+        key: The setting that holds the entries, for messages.
 
     Raises:
         FileNotFoundError: For the same reasons as in `read_mixture_yaml`.
         ValueError: If an entry is invalid, and for the same reasons as in `read_mixture_yaml`.
     """
     if isinstance(entries, str | os.PathLike):
-        is_data = Path(entries).suffix.lower() in DATA_FILES
-        return [DatasetEntry(os.fspath(entries))] if is_data else read_mixture_yaml(entries)
+        return [DatasetEntry(os.fspath(entries))] if is_data_file(entries) else read_mixture_yaml(entries)
     if not isinstance(entries, Sequence):
-        raise ValueError(f"datasets must be a list of entries or the path of a YAML file, got {entries!r:.80}.")
-    return [DatasetEntry.of(item, where=f"datasets, entry {number}") for number, item in enumerate(entries, start=1)]
+        raise ValueError(f"{key} must be a list of entries or the path of a YAML file, got {entries!r:.80}.")
+    return [DatasetEntry.of(item, where=f"{key}, entry {number}") for number, item in enumerate(entries, start=1)]
 
 
 def read_mixture_yaml(path: str | os.PathLike[str]) -> list[DatasetEntry]:

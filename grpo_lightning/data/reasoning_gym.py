@@ -10,7 +10,6 @@ import ast
 import contextlib
 import dataclasses
 import datetime
-import difflib
 import enum
 import functools
 import json
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lightning.core.files import put_whole
+from grpo_lightning.core.log_messages import nearest
 from grpo_lightning.core.seeding import derived_seed, run_seed
 
 logger = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ def _as_kind_of(default: Any, value: Any) -> Any:
 
 def _nearest(name: str, allowed: list[str]) -> str:
     """A hint with the closest names, or with all names if there are few."""
-    close = difflib.get_close_matches(name, allowed, n=3, cutoff=0.5)
+    close = nearest(name, allowed, n=3, cutoff=0.5)
     if close:
         return f" (did you mean {' or '.join(map(repr, close))}?)"
     return f"; there are {', '.join(allowed)}" if len(allowed) <= 20 else ""

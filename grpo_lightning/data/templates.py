@@ -6,13 +6,13 @@ per name.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from grpo_lightning.core.log_messages import nearest
 from grpo_lightning.core.types import Message
 from grpo_lightning.policy.encoder import check_template_settings
 
@@ -196,7 +196,7 @@ def named_text(value: str, *, kind: str, key: str) -> str:
                 f"instructions in other words: {ours!r}. A model trained with one of them may answer worse when "
                 "prompted with the other."
             )
-        near = difflib.get_close_matches(value, shipped_names(kind), n=1, cutoff=0.5)
+        near = nearest(value, shipped_names(kind), n=1, cutoff=0.5)
         likely = TASKS[kind].get(value) or next(iter(near), None)
         raise ValueError(
             f"{key} {value!r} is not a shipped text{f', did you mean {likely!r}?' if likely else '.'} The shipped ones "

@@ -8,11 +8,11 @@ A package registers a reward with an entry point of the group `grpo_lightning.re
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from grpo_lightning.core.log_messages import nearest
 from grpo_lightning.rewards.accuracy import Accuracy
 from grpo_lightning.rewards.base import CompletionsAs, OnError, RewardLike, WeightedReward
 from grpo_lightning.rewards.boxes.rewards import BoxRepetition, DetectionMAP, FormatRec, IoU, OdLength, WeightedSum
@@ -169,7 +169,7 @@ def _package(point: EntryPoint) -> str:
 
 def _unknown(name: str, names: list[str]) -> str:
     """Format the error for an unknown name."""
-    close = difflib.get_close_matches(name.rpartition(".")[2].lower(), names, n=2)
+    close = nearest(name.rpartition(".")[2].lower(), names, n=2)
     hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     return (
         f"Unknown reward {name!r}; available: {', '.join(names)}.{hint} Name your own rewards by their import path, "

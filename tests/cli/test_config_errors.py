@@ -69,6 +69,10 @@ def prepare():
     pass
 
 
+def brief(completions: list, **columns):
+    """As a reward function; with an annotation, the parser itself refuses a missing argument."""
+
+
 class Factory:
     def __init__(self, params: list, rate: float = 0.1):
         pass
@@ -80,7 +84,7 @@ def parser(monkeypatch):
     parser = Parser(exit_on_error=False)
     parser.add_argument("--config", action=ActionConfigFile)
     parser.add_argument("--model.count", type=int, default=1, help="How many.")
-    parser.add_argument("--model.name", type=str, required=True, help="Who it is.\nMore.")
+    parser.add_argument("--model.name", type=str, required=True, help="Who it is,\nor who it was. More.")
     parser.add_argument("--model.color", type=Color | None, default=None)
     parser.add_argument("--model.brushes", type=list[Base | Callable[..., float]])
     parser.add_argument("--model.factory", type=Callable[[list], Factory], default={"class_path": "paints.Factory"})
@@ -128,6 +132,10 @@ def found(parser, **tree):
         ({"model": {"count": [1]}}, "model.count must be a whole number, got [1]."),
         ({"model": {"brushes": ["nowhere.f"]}}, "model.brushes[0]: there is no module 'nowhere' for nowhere.f"),
         ({"model": {"brushes": ["paints.Brsh"]}}, "paints has no 'Brsh'. Did you mean paints.Brush?"),
+        (
+            {"model": {"base": "BRUSH"}},
+            "'BRUSH' is neither an import path nor a name of the package. Did you mean Brush?",
+        ),
         ({"model": {"brushes": ["Brsh"]}}, "model.brushes[0]: 'Brsh' is neither an import path"),
         ({"model": {"brushes": [{"class_path": "paints.Brush", "init_args": {"widthh": 1}}]}}, "init_args.widthh. Did"),
         ({"model": {"brushes": [{"class_path": "paints.Brush", "args": {}}]}}, "no key model.brushes[0].args."),
@@ -254,9 +262,14 @@ def test_the_value_of_a_section_is_shown_as_in_yaml(parser):
     assert text == "s.yaml: data takes settings (key: value) or a file of them, got true."
 
 
+def test_a_value_that_two_types_allow_is_listed_once(parser):
+    parser.add_argument("--model.level", type=Literal[64, 16] | Literal["64", "bf16"], default=64)
+    assert found(parser, model={"level": "high"}) == "s.yaml: model.level must be one of 64, 16, bf16, got 'high'."
+
+
 @pytest.mark.parametrize("value", ["fp16", 17])
 def test_the_numbers_that_are_allowed_are_listed(parser, value):
-    said = f"precision must be one of 64, 32 or one of 16-mixed or null, got {value!r}."
+    said = f"precision must be one of 64, 32, 16-mixed or null, got {value!r}."
     assert found(parser, precision=value).startswith(f"s.yaml: {said}")
 
 
@@ -276,6 +289,25 @@ def test_an_argument_of_an_appended_object_is_named(parser, flags, said):
     text = explain(error.value.message, parser.keys(), read(flags))
     assert text.startswith("on the command line: there is no key")
     assert said in text
+
+
+def test_what_must_be_a_list_is_named_and_not_an_equal_item_of_an_earlier_list(parser):
+    with pytest.raises(ArgumentError) as error:
+        parser.parse_args(["--model.name=x", "--model.rules=paints.Bare"])
+    earlier = Source("in r.yaml", {"model": {"rules": ["paints.Bare"]}})
+    text = explain(error.value.message, parser.keys(), [earlier, *read(["--model.rules=paints.Bare"])])
+    assert text == "on the command line: model.rules must be a list, got 'paints.Bare'."
+
+
+@pytest.mark.parametrize(
+    ("value", "fragment"), [("DAPO", "dapo"), ("dr_grpo", "dr_grpo"), ({"class_path": "Dr.GRPO"}, "dr_grpo")]
+)
+def test_the_name_of_a_recipe_in_place_of_an_objective_is_told_what_to_write(parser, value, fragment):
+    parser.add_argument("--model.objective", type=Base | None, default=None)
+    text = found(parser, model={"objective": value})
+    assert text.endswith(f"is the name of a recipe: remove this setting, and add --config objectives/{fragment}.")
+    assert "a name of the package" in found(parser, model={"objective": "nothing"})
+    assert "a name of the package" in found(parser, model={"base": "dapo"})
 
 
 def test_what_a_factory_is_called_with_is_no_setting(parser):
@@ -306,7 +338,35 @@ def test_missing_keys_are_listed_with_their_purpose(parser):
     with pytest.raises(ArgumentError, match="required") as error:
         parser.parse_args([])
     said = explain(error.value.message, parser.keys(), [])
-    assert said.startswith("Required settings are missing:\n  model.name: Who it is.\n")
+    assert said.startswith("Required settings are missing:\n  model.name: Who it is, or who it was.\n")
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ([{"class_path": "Weighted", "init_args": {"weight": 2}}], "[0].init_args.rule is missing. Weighted req"),
+        (["Bare", "Weighted"], "[1].init_args.rule is missing. Weighted requires it. Write init_args: {rule: ...}."),
+        (
+            [
+                {"class_path": "Weighted", "init_args": {"rule": "paints.Bare"}},
+                {"class_path": "paints.Weighted", "init_args": {"rule": {"class_path": "Weighted"}}},
+            ],
+            "[1].init_args.rule.init_args.rule is missing. Weighted requires it. Write init_args: {rule: ...}.",
+        ),
+    ],
+)
+def test_a_missing_argument_of_an_object_is_named_with_its_key(parser, rules, said):
+    assert found(parser, model={"rules": rules}).startswith(f"s.yaml: model.rules{said}")
+
+
+@pytest.mark.parametrize("key", ["rules", "rules+"])
+def test_a_function_given_as_a_class_is_named_as_a_function(parser, key):
+    text = found(parser, model={key: [{"class_path": "Bare"}, {"class_path": "paints.brief"}]})
+    assert text.startswith("s.yaml: model.rules[1]: paints.brief is a function: write `- paints.brief`. ")
+    inner = {"class_path": "Weighted", "init_args": {"rule": {"class_path": "paints.brief"}}}
+    text = found(parser, model={key: [inner]})
+    assert text.startswith("s.yaml: model.rules[0].init_args.rule: paints.brief is a function: write `paints.brief`. ")
+    assert text.endswith("it would be called when the run starts, without its argument 'completions'.")
 
 
 def test_a_message_that_is_not_understood_is_shortened(parser):

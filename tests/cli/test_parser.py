@@ -390,7 +390,34 @@ def test_a_file_that_is_a_value_is_no_settings():
     Path("mix.yaml").write_text("datasets: [{json_path: x.jsonl}]\n")
     assert parsed("--data.datasets", "mix.yaml").data.datasets == "mix.yaml"
     Path("train.jsonl").write_text('{"a": 1}\n{"a": 1}\n')
-    assert parsed("--data.datasets=train.jsonl").data.datasets == "train.jsonl"
+    assert parsed("--data.datasets=train.jsonl").data.datasets == [{"json_path": "train.jsonl"}]
+
+
+@few(6, slow=True)
+@pytest.mark.parametrize("key", ["datasets", "val_datasets", "test_datasets"])
+@pytest.mark.parametrize("form", ["flag", "flag with a space", "appended", "section", "file", "config"])
+def test_the_path_of_a_data_file_is_never_read_as_settings(key, form):
+    rows = {"a.csv": "question,answer\nq,1\n", "a.json": '[{"question": "q"}]', "a.jsonl": '{"question": "q"}'}
+    for path, text in rows.items():
+        Path(path).write_text(text)
+        Path("section.yaml").write_text(f"{key}: {path}\n")
+        args = {
+            "flag": [f"--data.{key}={path}"],
+            "flag with a space": [f"--data.{key}", path],
+            "appended": [f"--data.{key}=[b.csv]", f"--data.{key}+={path}"],
+            "section": ["--data", f"{{{key}: {path}}}"],
+            "file": ["--data", "section.yaml"],
+            "config": ["--config", f"{{data: {{{key}: {path}}}}}"],
+        }[form]
+        before = [{"json_path": "b.csv"}] if form == "appended" else []
+        assert parsed(*args).data[key] == [*before, {"json_path": path}]
+
+
+@pytest.mark.parametrize("key", ["datasets", "val_datasets", "test_datasets"])
+def test_what_is_wrong_in_an_entry_is_named_with_its_own_list(key):
+    config = parsed(f"--data.{key}=[{{json_path: x.jsonl, nmae: train}}]")
+    with pytest.raises(ValueError, match=rf"^{key}, entry 1: unknown keys 'nmae' \(did you mean 'name'\?\)"):
+        instantiate(config, "data")
 
 
 @SLOW
@@ -499,3 +526,35 @@ def test_a_given_value_or_an_annotated_null_is_taken(kind, given, values):
     rewards = json.dumps([{"class_path": path_of(kind), "init_args": given}])
     (reward,) = parsed(f"--model.rewards={rewards}").model.rewards
     assert plain(reward)["init_args"] == values
+
+
+def brief(completions, **columns):
+    """A reward that is a function."""
+    return [1.0 for _ in completions]
+
+
+def reward_maker(value=1.0):
+    """A function that creates a reward."""
+    return lambda completions, **columns: [value for _ in completions]
+
+
+@pytest.mark.parametrize("form", ["flag", "config"])
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_a_reward_function_given_as_a_class_is_named_with_what_to_write(form, is_weighted):
+    path = path_of(brief)
+    reward, key, alone = {"class_path": path}, "model.rewards[1]", f"- {path}"
+    if is_weighted:
+        reward, key, alone = {"class_path": WEIGHTED, "init_args": {"reward": reward}}, f"{key}.init_args.reward", path
+    rewards = [FIRST[1], reward]
+    write("second", model={"rewards": rewards})
+    args = {"flag": [f"--model.rewards={json.dumps(rewards)}"], "config": ["--config", "second.yaml"]}[form]
+    with pytest.raises(ConfigurationError) as error:
+        parsed(*args)
+    where = {"flag": "on the command line", "config": "second.yaml"}[form]
+    assert str(error.value).startswith(f"{where}: {key}: {path} is a function: write `{alone}`. ")
+
+
+def test_a_function_that_creates_a_reward_is_taken():
+    rewards = json.dumps([{"class_path": path_of(reward_maker), "init_args": {"value": 2.0}}])
+    (reward,) = parsed(f"--model.rewards={rewards}").model.rewards
+    assert plain(reward) == {"class_path": path_of(reward_maker), "init_args": {"value": 2.0}}

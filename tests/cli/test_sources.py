@@ -81,9 +81,13 @@ def test_a_file_without_keys_is_refused(text):
         sources.read(["--config", "r.yaml"])
 
 
-def test_an_empty_file_is_no_error():
-    Path("r.yaml").write_text("# nothing yet\n")
-    assert sources.read(["--config", "r.yaml"]) == []
+@pytest.mark.parametrize("text", ["", "# nothing yet\n"])
+def test_an_empty_file_is_named_with_what_to_do(text):
+    Path("r.yaml").write_text(text)
+    with pytest.raises(
+        ConfigurationError, match=r"^r\.yaml is empty: .*Write settings .*or remove --config r\.yaml\.$"
+    ):
+        sources.read(["--config", "r.yaml"])
 
 
 PASTED = """\

@@ -129,6 +129,15 @@ def test_a_long_message_is_broken_between_words_in_a_terminal(monkeypatch, is_te
     assert " ".join(shown.split()) == f"INFO: {text} short"
 
 
+def test_a_name_that_differs_only_in_case_is_the_nearest():
+    names = ["Adam", "RAdam", "NAdam", "AdamW"]
+    assert log_messages.nearest("Adamw", names) == ["AdamW"]
+    assert log_messages.nearest("ADAM", names) == ["Adam"]
+    assert log_messages.nearest("Adm", names, n=1) == ["Adam"]
+    assert log_messages.nearest("Muon", names) == []
+    assert log_messages.did_you_mean("adamw", names) == " Did you mean 'AdamW'?"
+
+
 def test_importing_the_module_leaves_other_programs_alone():
     import grpo_lightning.module  # noqa: F401
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import logging
 import os
 import re
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from grpo_lightning.cli import sources
 from grpo_lightning.cli.help import command_parser
+from grpo_lightning.core.log_messages import nearest
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -253,7 +253,7 @@ def parse_own(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
             raise ValueError(f"--{name} must be above 0, got {value:g}.")
     flags = [f"--{name}" for name in vars(own)]
     for arg in fit_args:
-        if near := difflib.get_close_matches(arg.partition("=")[0], flags, n=1, cutoff=0.8):
+        if near := nearest(arg.partition("=")[0], flags, n=1, cutoff=0.8):
             raise ValueError(f"There is no flag {arg.partition('=')[0]}. Did you mean {near[0]}?")
     return own, fit_args
 
