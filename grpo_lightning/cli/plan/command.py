@@ -155,6 +155,7 @@ def set_up_run(
         num_iterations=module.num_iterations,
         world_size=ranks.world_size,
         ranks_per_group=module.ranks_per_group,
+        num_prompts=None if prompts.train is None else len(prompts.train),
     )
     checks.check_teams(module.ranks_per_group, module.num_generations, engine, ranks.world_size)
     checks.check_asynchronous(module.max_staleness, engine, module.ranks_per_group, None)
@@ -607,7 +608,7 @@ def sampling_size(engine: Any, batches: BatchPlan, *, shares_prompts: bool) -> S
 
     if not isinstance(engine, LocalEngine):
         return SamplingSize()
-    prompts = batches.batch_size
+    prompts = batches.prompts_per_team[0]
     of_prompt = batches.completions_per_rank // prompts
     if engine.max_rows is None:
         return SamplingSize(prompts * of_prompt, prompts, prompts)
