@@ -56,12 +56,12 @@ def batch_lines(batches: BatchPlan, why_world_size: str) -> list[str]:
             f"The {b.ranks_per_group} ranks of a team share their prompts: each samples and trains on {each} of the "
             f"{b.num_generations} completions (model.ranks_per_group)."
         ]
-    size = f"x {b.num_generations} completions = {b.completions_per_rollout:,} completions"
+    size = f"x {b.num_generations} completions = {b.completions_per_rollout:,} completions per rollout"
     full = b.batch_size * b.num_teams
-    rollout = f"{where} {size} per rollout (ranks: {why_world_size})."
+    rollout = f"{where} {size} (ranks: {why_world_size})."
     if b.prompts_per_rollout < full:
         rollout = (
-            f"{where} = {full:,} prompts, but the data have only {b.prompts_per_rollout:,}, so a rollout has "
+            f"{where} = {full:,} prompts, but the data have only {b.prompts_per_rollout:,}: "
             f"{count(b.prompts_per_rollout, 'prompt')} {size} (ranks: {why_world_size}). "
             f"{remedy_for_few_prompts(b.prompts_per_rollout, b.num_teams)}"
         )

@@ -105,7 +105,7 @@ def test_data_smaller_than_a_rollout(recipe, said):
     data = {"datasets": [{"json_path": "rows.jsonl", "sampling_strategy": "first:1"}]}
     out = said(recipe(trainer={"max_steps": 3}, data=data))
     assert "2 prompts per rank x 1 rank = 2 prompts, but the data have only 1" in out
-    assert "so a rollout has 1 prompt x 4 completions = 4 completions" in out
+    assert "only 1: 1 prompt x 4 completions = 4 completions per rollout" in out
     assert "Give more data, or lower data.batch_size to at most 1." in out
     assert "splits its 4 into" in out
     assert "each on 4 completions over all ranks" in out
@@ -118,7 +118,7 @@ def test_overrides_of_fit_and_ranks(recipe, said):
     data = {"val_datasets": [{"json_path": "rows.jsonl", "sampling_strategy": "first:3"}]}
     out = said([*recipe(data=data), *flags])
     assert "2 prompts per rank x 6 ranks = 12 prompts, but the data have only 10" in out
-    assert "10 prompts x 8 completions = 80 completions" in out
+    assert "only 10: 10 prompts x 8 completions = 80 completions per rollout" in out
     assert "2 per node x 3 node(s)" in out
     assert "10 prompts: 1 rollout = 1 optimizer step per epoch" in out
     assert "Validation on 3 prompts every epoch." in out
