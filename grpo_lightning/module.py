@@ -954,6 +954,7 @@ class GRPOLightningModule(L.LightningModule):
     def on_train_start(self) -> None:
         """Set the schedule's length and a resumed run's data position, now that the length of an epoch is known."""
         checks.check_loader_teams(self.trainer.train_dataloader, self.ranks_per_group)  # also for a user's data module
+        checks.warn_of_few_prompts(self.trainer.train_dataloader)
         checkpoints.restore_data_position(self.run, self.trainer)
         if self.run.cycle is not None:
             self.run.cycle.to(self.device)  # a checkpoint is loaded before the module moves to its device

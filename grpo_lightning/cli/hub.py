@@ -1,10 +1,15 @@
-"""Upload of an exported model to the Hugging Face Hub."""
+"""The Hugging Face Hub: upload of an exported model, and offline mode if the hub cannot be reached."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from grpo_lightning.cli.errors import ConfigurationError
+
+HUB_SECONDS = 10.0
+"""Seconds to wait for an answer of the hub before it counts as unreachable."""
 
 
 def check_push(repo: str | None, *, private: bool) -> None:
@@ -62,3 +67,35 @@ def push(folder: Path, repo: str, *, private: bool) -> str:
             f"{folder}"
         ) from error
     return f"https://huggingface.co/{repo}"
+
+
+@contextlib.contextmanager
+def restored_mode() -> Iterator[None]:
+    """Context that restores the offline mode of `huggingface_hub` at its end."""
+    from huggingface_hub import constants
+
+    mode = constants.HF_HUB_OFFLINE
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = mode
+
+
+def go_offline_if_unreachable() -> None:
+    """Switch `huggingface_hub` to offline mode if the hub cannot be reached, and print a line that says so.
+
+    Without a network, `huggingface_hub` repeats the request for every file several times, with pauses in between. This
+    function sends a single request, so that a command which loads several files does not wait for each of them.
+    """
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
+    except Exception as error:  # noqa: BLE001 (the kind of error depends on the HTTP library of huggingface_hub)
+        constants.HF_HUB_OFFLINE = True
+        print(
+            f"The hub ({constants.ENDPOINT}) cannot be reached ({error}): only folders and the hub's cache are used. "
+            "HF_HUB_OFFLINE=1 skips the wait for the hub."
+        )

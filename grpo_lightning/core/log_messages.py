@@ -32,6 +32,12 @@ NOISE = (
 )
 """Patterns of Lightning's log messages that are dropped."""
 
+HARMLESS_LOG_WARNINGS = {
+    # bitsandbytes logs it when it is imported on a CPU: it then quantizes with its own, slower code.
+    "bitsandbytes.backends.cpu.ops": r"^Failed to load CPU gemm_4bit_forward from kernels-community",
+}
+"""For each logger of another package, the pattern of its warnings that are dropped."""
+
 NOISY_LOGGERS = (
     "lightning.pytorch.utilities.rank_zero",
     "lightning.fabric.utilities.seed",
@@ -190,13 +196,25 @@ def quiet_libraries(*, has_validation: bool) -> None:
     transformers_logging.disable_progress_bar()
 
 
+class NoHarmlessWarning(logging.Filter):
+    """Drops the warnings of a logger that `HARMLESS_LOG_WARNINGS` lists."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """True if the record is to be shown."""
+        return not re.search(HARMLESS_LOG_WARNINGS[record.name], record.getMessage())
+
+
 def quiet_loggers() -> None:
-    """Drop the `NOISE` among Lightning's log messages."""
+    """Drop the `NOISE` among Lightning's log messages, and the warnings in `HARMLESS_LOG_WARNINGS`."""
     # Filters of parent loggers do not apply to child loggers, so the filter goes to the loggers of these messages.
     for name in NOISY_LOGGERS:
         logger = logging.getLogger(name)
         if not any(isinstance(known, NoNoise) for known in logger.filters):
             logger.addFilter(NoNoise())
+    for name in HARMLESS_LOG_WARNINGS:
+        logger = logging.getLogger(name)
+        if not any(isinstance(known, NoHarmlessWarning) for known in logger.filters):
+            logger.addFilter(NoHarmlessWarning())
 
 
 def nearest(name: str, known: Iterable[str], n: int = 3, cutoff: float = 0.6) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,8 @@ def to_prompt(
     the system prompt.
 
     Args:
-        row: The values of the row by column name. A prompt column whose value is None counts as absent.
+        row: The values of the row by column name. A prompt column whose value is None counts as absent. NaN counts as
+            None.
         where: File and line, for error messages.
         index: The prompt's position in the dataset.
         source: Name of the row's mixture entry.
@@ -63,6 +65,7 @@ def to_prompt(
         ValueError: If the row has none of `PROMPT_COLUMNS`, all of them are null, the prompt is invalid, or the number
             of images does not match the placeholders in the prompt.
     """
+    row = nan_to_null(row)
     found = [column for column in PROMPT_COLUMNS if row.get(column) is not None]
     if not found:
         if empty := [repr(column) for column in PROMPT_COLUMNS if column in row]:
@@ -100,6 +103,11 @@ def to_prompt(
         where=where,
         prompt_column=found[0],
     )
+
+
+def nan_to_null(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace NaN in a column by None: pandas writes NaN for an empty cell, and `json.dumps` keeps it."""
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in row.items()}
 
 
 def unused_prompt_columns(prompt: Prompt) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from grpo_lightning.core.log_messages import similar_file
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.dataset_entry import DATA_FILES, DatasetEntry
-from grpo_lightning.data.formats import refuse_media, to_prompt
+from grpo_lightning.data.formats import nan_to_null, refuse_media, to_prompt
 from grpo_lightning.data.images.preflight import Preflight
 from grpo_lightning.data.images.references import with_cells, without_decoding
 from grpo_lightning.data.lengths import LengthLimit, Measured
@@ -92,7 +92,7 @@ class RowReader:
             ValueError: If the row is invalid, has video or audio, or lacks a column that `entry.columns` renames or
                 drops. The message contains the file and the line.
         """
-        content = self._rename_columns(row.parse(), row.where)
+        content = nan_to_null(self._rename_columns(row.parse(), row.where))
         # In a CSV file, an empty cell is the only way to write null.
         if self.entry.accu_reward_method is not None and content.get("accu_reward_method") in (None, ""):
             content["accu_reward_method"] = self.entry.accu_reward_method

@@ -29,9 +29,10 @@ log = logging.getLogger(__name__)
 class PromptSource:
     """Yields prompts, cycle by cycle, in a seeded order.
 
-    An epoch is one pass over the data. It ends when all prompts are used, so its last cycle may have fewer prompts. The
-    number of cycles in an epoch is not known in advance in two cases: a stream has no known length, and with dynamic
-    sampling, a cycle may use more prompts than `batch_size`. A run on a stream needs `trainer.max_steps`.
+    An epoch is one pass over the data. It ends when all prompts are used, so its last cycle may have fewer prompts. If
+    the data have fewer prompts than a cycle takes, every cycle has all prompts of the data. The number of cycles in an
+    epoch is not known in advance in two cases: a stream has no known length, and with dynamic sampling, a cycle may use
+    more prompts than `batch_size`. A run on a stream needs `trainer.max_steps`.
 
     An image shared by several prompts of a cycle is read once. Before a run loads any weights, it checks that images
     can be read: all images if the prompts are a list, otherwise only the images of the first prompts. A
@@ -441,6 +442,18 @@ class PromptSource:
         if isinstance(self.prompts, PromptStream):
             return {"shuffle_buffer": self.prompts.shuffle_buffer, "seed": self.seed}
         return {"num_prompts": len(self.prompts), "seed": self.seed}
+
+
+def remedy_for_few_prompts(num_prompts: int, num_teams: int) -> str:
+    """Remedy if the data have fewer prompts than a rollout.
+
+    Args:
+        num_prompts: Number of prompts in the data.
+        num_teams: Number of teams of ranks that get different prompts; without shared groups, the number of ranks.
+    """
+    if num_prompts < num_teams:
+        return "Give more data, or use fewer ranks."
+    return f"Give more data, or lower data.batch_size to at most {num_prompts // num_teams}."
 
 
 def _is_inside(state: Mapping[str, Any]) -> bool:

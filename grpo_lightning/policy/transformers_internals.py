@@ -149,8 +149,7 @@ def naming(key: str, name: str) -> Iterator[None]:
 
     The error of transformers does not name the setting, and only suggests logging in to the hub.
     """
-    # Hub names are `name` or `owner/name`: anything else can only be a folder.
-    if (name.count("/") > 1 or name.startswith((".", "/", "~"))) and not Path(name).is_dir():
+    if not may_be_on_hub(name) and not Path(name).is_dir():
         raise FileNotFoundError(
             f"{key} {name!r}: there is no folder {Path(name).resolve()}. The current folder is {Path.cwd()}."
         )
@@ -165,6 +164,14 @@ def naming(key: str, name: str) -> Iterator[None]:
             f"{key} {name!r} cannot be loaded ({source}): {reason} Check the name; without a network only folders and "
             "models in the hub's cache can be loaded."
         ) from error
+
+
+def may_be_on_hub(name: Any) -> bool:
+    """True if a policy or tokenizer is a name that can only be loaded from the hub or from the hub's cache."""
+    # Hub names are `name` or `owner/name`: anything else can only be a folder.
+    return (
+        isinstance(name, str) and name.count("/") <= 1 and not (name.startswith((".", "/", "~")) or Path(name).is_dir())
+    )
 
 
 def num_positions(config: PretrainedConfig) -> int | None:

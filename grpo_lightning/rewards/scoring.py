@@ -37,7 +37,7 @@ from grpo_lightning.rewards.base import (
     completion_in_form,
     message_text,
 )
-from grpo_lightning.rewards.workers import Answer, WorkerPool, call_reward, describe_error
+from grpo_lightning.rewards.workers import Answer, WorkerPool, call_reward, describe_error, describe_value
 
 logger = logging.getLogger(__name__)
 
@@ -403,7 +403,7 @@ class RewardCall:
             if rows is not None and not wrong:
                 return rows
             expected = f"{len(groups)} lists of {size} values" if self.reward.per_group else f"{count} values"
-            problem = f"must return a list of {expected}, but returned {_describe(answer.result)}"
+            problem = f"must return a list of {expected}, but returned {describe_value(answer.result)}"
             if rows is not None:
                 column, length = next(iter(wrong.items()))
                 problem = f"must pass {count} values to log_extra({column!r}), but passed {length}"
@@ -475,12 +475,6 @@ def _as_list(values: Any) -> list[Any] | None:
     """Convert a sequence, tensor or array to a list; None for other types."""
     values = values.tolist() if hasattr(values, "tolist") else values
     return list(values) if isinstance(values, Sequence) and not isinstance(values, str | bytes) else None
-
-
-def _describe(result: Any) -> str:
-    """Format a returned value for an error message."""
-    size = f" of {len(result)}" if hasattr(result, "__len__") and not isinstance(result, Tensor) else ""
-    return f"a {type(result).__name__}{size}: {result!r:.80}"
 
 
 async def _finish(answer: Answer) -> Answer:

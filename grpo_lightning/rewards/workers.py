@@ -34,7 +34,7 @@ import traceback
 import types
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -217,6 +217,25 @@ def call_reward(reward: WeightedReward, arguments: Mapping[str, Any], catch: typ
     except catch as error:  # a user's function may raise anything; `on_error` decides
         answer.fail_by(error)
     return answer
+
+
+@dataclass
+class DescribedValue:
+    """Stands for a returned value that cannot be sent to the training process, such as a generator."""
+
+    text: str
+    """The result of `describe_value`."""
+
+
+def describe_value(value: Any) -> str:
+    """Format a returned value for an error message."""
+    if isinstance(value, DescribedValue):
+        return value.text
+    size = f" of {len(value)}" if hasattr(value, "__len__") and not hasattr(value, "tolist") else ""
+    text = f"a {type(value).__name__}{size}: {value!r:.80}"
+    if isinstance(value, Generator | AsyncGenerator):
+        text += "; collect the values in a list and return the list, instead of yielding them"
+    return text
 
 
 def describe_error(error: BaseException) -> tuple[str, str]:
@@ -850,6 +869,8 @@ def _answer(request: bytes, rewards: Sequence[Any], called: set[int]) -> Answer:
         return answer.fail("stays", "its state changes when it is called, and every worker would have its own copy")
     if hasattr(answer.result, "tolist"):
         answer.result = answer.result.tolist()
+    if isinstance(answer.result, Iterator | AsyncIterator):  # cannot be pickled
+        answer.result = DescribedValue(describe_value(answer.result))
     return answer
 
 

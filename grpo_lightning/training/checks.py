@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from grpo_lightning.core.types import SamplingParams
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.source import PromptSource, remedy_for_few_prompts
 from grpo_lightning.objective import SURROGATES
 from grpo_lightning.policy.reference import SyncReference
 from grpo_lightning.policy.trainable import check_masters, compute_dtype
@@ -584,3 +584,19 @@ def check_loader(
             f"(trainer.accumulate_grad_batches {shape.accumulate_grad_batches} x model.updates_per_rollout "
             f"{shape.updates_per_rollout}): some would be empty. Lower trainer.accumulate_grad_batches."
         )
+
+
+def warn_of_few_prompts(loader: Any) -> None:
+    """Warn if a prompt source has fewer prompts than a rollout; only the last rollout of an epoch should be smaller."""
+    if not isinstance(loader, PromptSource) or loader.is_stream:
+        return
+    num_prompts, per_group = len(loader.prompts), loader.ranks_per_group  # type: ignore[arg-type]
+    if num_prompts >= loader.prompts_per_rollout:
+        return
+    shared = f" / ranks_per_group {per_group}" if per_group > 1 else ""
+    log.warning(
+        "A rollout has at most %d prompts (data.batch_size %d x %d rank(s)%s), but the training data have only %d "
+        "prompt(s), so every rollout has all of them and is a complete epoch. %s",
+        *(loader.prompts_per_rollout, loader.batch_size, loader.world_size * per_group, shared, num_prompts),
+        remedy_for_few_prompts(num_prompts, loader.world_size),
+    )

@@ -96,6 +96,18 @@ def test_messages_that_the_run_makes_superfluous_are_dropped_and_no_others(caplo
     assert levels == expected, "a warning is never dropped"
 
 
+def test_the_warning_of_bitsandbytes_about_a_faster_kernel_is_dropped_and_no_other(caplog):
+    log_messages.quiet_loggers()
+    log_messages.quiet_loggers()
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    assert len(logger.filters) == 1
+    logger.warning(
+        "Failed to load CPU gemm_4bit_forward from kernels-community: %s. Please", "No module named 'kernels'"
+    )
+    logger.warning("This CPU is not supported.")
+    assert [record.getMessage() for record in caplog.records] == ["This CPU is not supported."]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_logs_these_messages_by_these_loggers(caplog, tmp_path):
     """Another release may word them otherwise, or log them elsewhere."""

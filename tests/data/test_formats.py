@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ GPT = {"from": "gpt", "value": "<answer>2</answer>"}
         ({"prompt": None, "question": "Hi"}, HI, {"prompt": None, "question": "Hi"}),
         ({"prompt": "Hi", "question": None}, "Hi", {"question": None}),
         ({"query": "Hi", "label": 2}, HI, {"query": "Hi", "label": 2}),
+        ({"query": "Hi", "label": math.nan}, HI, {"query": "Hi", "label": None}),
+        ({"prompt": math.nan, "question": "Hi"}, HI, {"prompt": None, "question": "Hi"}),
         ({"conversations": [HUMAN]}, [USER], {}),
         ({"conversations": [HUMAN, GPT], "id": 7}, [USER], {"id": 7, "solution": "<answer> 2 </answer>"}),
         ({"conversations": [HUMAN, {"from": "gpt", "value": " 2\n"}]}, [USER], {"solution": "<answer> 2 </answer>"}),

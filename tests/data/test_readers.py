@@ -1,5 +1,7 @@
 """A row is parsed when it is chosen, and says its place when it is wrong."""
 
+import json
+import math
 import pickle
 
 import pyarrow
@@ -54,6 +56,19 @@ def test_an_empty_cell_says_no_reward_method(cell, method):
         reader.prompt(Row("f:2", {"prompt": "a", "accu_reward_method": cell}), 0).columns["accu_reward_method"]
         == method
     )
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_a_nan_is_null_in_every_format(folder, name):
+    """Python's json.dumps writes NaN, and pandas writes it for an empty cell."""
+    row = {"prompt": "a", "answer": math.nan, "accu_reward_method": math.nan}
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), folder / name)
+    else:
+        (folder / name).write_text(json.dumps([row] if name == "a.json" else row))
+    (read_row,) = read_file(folder / name)
+    reader = RowReader("s", DatasetEntry(name, accu_reward_method="math"))
+    assert reader.prompt(read_row, 0).columns == {"answer": None, "accu_reward_method": "math"}
 
 
 def test_a_missing_brace_is_said_at_its_column():

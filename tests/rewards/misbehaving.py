@@ -43,6 +43,12 @@ def dies(completions, prompts):
     return [1.0] * len(completions)
 
 
+def yields(completions, prompts):
+    """Yields its values if the prompt says so, instead of returning them."""
+    values = [1.0] * len(completions)
+    return (value for value in values) if "yield" in prompts[0] else values
+
+
 class LoadedInWorkers:
     """A value that the training process cannot load."""
 

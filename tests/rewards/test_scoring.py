@@ -340,6 +340,7 @@ def test_an_interrupt_is_no_failure():
         ([[1.0] * 2] * 2, "a list"),
         (torch.tensor(1.0), "returned a Tensor"),
         (iter([1.0] * 4), "returned a list_iterator"),
+        ((value for value in [1.0] * 4), "returned a generator: <generator object .*; collect the values in a list"),
     ],
 )
 def test_a_wrong_length_follows_the_policy(returned: Any, described: str):

@@ -69,6 +69,12 @@ def reward_set(*rewards, workers: RewardWorkers = LIMITS, on_error="none") -> Re
         (misbehaving.dies, "exits", "exception", "raised SystemExit: enough"),
         (misbehaving.wrong, "raise", "exception", "raised ValueError: no such luck"),
         (misbehaving.wrong, "short", "wrong_length", "must return a list of 2 values"),
+        (
+            misbehaving.yields,
+            "yield",
+            "wrong_length",
+            "must return a list of 2 values, but returned a generator: <generator object .*; collect the values",
+        ),
         (misbehaving.wrong, "nan", "invalid_value", "returned nan for completion 0"),
         (misbehaving.wrong, "unsendable", "exception", "returned values that cannot be pickled"),
         (misbehaving.wrong, "unloadable", "exception", "values that the training process cannot load: OSError: not he"),

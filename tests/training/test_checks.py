@@ -13,7 +13,7 @@ from grpo_lightning.data.mixture import DatasetEntry
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards import Format
-from grpo_lightning.training.checks import round_up_limits
+from grpo_lightning.training.checks import round_up_limits, warn_of_few_prompts
 from tests.helpers.lightning_rows import Count
 from tests.helpers.module_runs import PROMPTS, fit, make_module, make_source, make_trainer
 from tests.marks import SLOW, few
@@ -36,6 +36,40 @@ def run(caplog, **trainer):
 def test_max_steps(caplog, asked, steps):
     said = [f"max_steps {asked} ends inside a cycle of 4 optimizer steps: running {steps}."] if asked != steps else []
     assert run(caplog, max_steps=asked, max_epochs=9) == (steps, 2 * steps, steps // 4, said)
+
+
+@few(3)
+@pytest.mark.parametrize(
+    ("num_prompts", "options", "remedy"),
+    [
+        (2, {"batch_size": 16}, "lower data.batch_size to at most 2"),
+        (3, {"batch_size": 2, "rank": 0, "world_size": 2}, "lower data.batch_size to at most 1"),
+        (1, {"batch_size": 2, "rank": 0, "world_size": 4, "ranks_per_group": 2}, "use fewer ranks"),
+        (3, {"batch_size": 2}, ""),
+        (4, {"batch_size": 2, "rank": 0, "world_size": 2}, ""),
+    ],
+)
+def test_a_warning_names_data_that_are_smaller_than_a_rollout(caplog, num_prompts, options, remedy):
+    caplog.set_level(logging.WARNING, logger="grpo_lightning")
+    source = PromptSource(PROMPTS[:num_prompts], **options)
+    warn_of_few_prompts(source)
+    said = [record.getMessage() for record in caplog.records]
+    if not remedy:
+        assert said == []
+        return
+    (message,) = said
+    size, ranks = options["batch_size"], options.get("world_size", 1)
+    assert f"data.batch_size {size} x {ranks} rank(s)" in message
+    assert f"only {num_prompts} prompt(s)" in message
+    assert remedy in message
+
+
+def test_a_run_warns_once_of_data_that_are_smaller_than_a_rollout(caplog):
+    caplog.set_level(logging.WARNING, logger="grpo_lightning")
+    fit(make_module(length=2, num_generations=2), PROMPTS[:2], batch_size=16, max_epochs=2)
+    said = [record.getMessage() for record in caplog.records if "data.batch_size" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("A rollout has at most 16 prompts (data.batch_size 16 x 1 rank(s))")
 
 
 @SLOW

@@ -32,6 +32,7 @@ class BatchPlan:
         num_iterations: Epochs over each rollout.
         world_size: Number of ranks.
         ranks_per_group: Number of ranks that share the completions of a prompt.
+        num_prompts: Number of prompts in the training data, which a rollout cannot exceed; None if unknown.
     """
 
     batch_size: int
@@ -41,6 +42,7 @@ class BatchPlan:
     num_iterations: int = 1
     world_size: int = 1
     ranks_per_group: int = 1
+    num_prompts: int | None = None
 
     @property
     def num_teams(self) -> int:
@@ -49,13 +51,19 @@ class BatchPlan:
 
     @property
     def prompts_per_rollout(self) -> int:
-        """Prompts per rollout over all ranks."""
-        return self.batch_size * self.num_teams
+        """Prompts per rollout over all ranks. The last rollout of an epoch may be smaller."""
+        full = self.batch_size * self.num_teams
+        return full if self.num_prompts is None else min(full, self.num_prompts)
+
+    @property
+    def prompts_per_team(self) -> list[int]:
+        """Prompts per rollout of each team. They differ only if the data have fewer prompts than a full rollout."""
+        return [len(range(team, self.prompts_per_rollout, self.num_teams)) for team in range(self.num_teams)]
 
     @property
     def completions_per_rank(self) -> int:
         """Completions that a rank samples and trains on per rollout; if ranks differ, the largest number."""
-        return self.batch_size * -(-self.num_generations // self.ranks_per_group)
+        return self.prompts_per_team[0] * -(-self.num_generations // self.ranks_per_group)
 
     @property
     def completions_per_rollout(self) -> int:
@@ -94,12 +102,11 @@ class BatchPlan:
             completion_length: T, tokens.
         """
         prompt, completion = [0] * prompt_length, Completion([0] * completion_length, [], "length")
-        plans = []
+        plans, counts = [], self.prompts_per_team
         for member in range(self.ranks_per_group):
             part = part_of_group(self.num_generations, member, self.ranks_per_group)
-            rows = [[CompletionRow(index, prompt, completion, 1.0)] * len(part) for index in range(self.batch_size)]
-            for team in range(self.num_teams):
-                counts = [self.batch_size] * self.num_teams
+            for team, num_prompts in enumerate(counts):
+                rows = [[CompletionRow(index, prompt, completion, 1.0)] * len(part) for index in range(num_prompts)]
                 share = Share(counts, team, member, self.ranks_per_group, self.num_generations)
                 plans.append(split_updates(rows, self.updates_per_rollout, share))
         updates = max(plans, key=lambda updates: max(map(len, updates)))

@@ -58,6 +58,14 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
         return
     own, fit_args = parse_own(args)
     sources.check(["plan", *fit_args])
+    from grpo_lightning.cli import hub
+
+    with hub.restored_mode():
+        print_plan(own, fit_args, module_class)
+
+
+def print_plan(own: argparse.Namespace, fit_args: list[str], module_class: type[GRPOLightningModule] | None) -> None:
+    """Print the plan of a `fit` command line. The arguments are those of `set_up_run`, the errors those of `run`."""
     from rich.console import Console
 
     from grpo_lightning.cli.plan.report import print_lines
@@ -96,6 +104,9 @@ class PlannedRun(NamedTuple):
     why_tokens: str
     """How this number was found."""
 
+    tokenizer_problem: str
+    """Why the prompts were not tokenized; empty if they were, or need not be."""
+
     @property
     def loader(self) -> PolicyLoader:
         """The loader of the policy."""
@@ -121,16 +132,22 @@ def set_up_run(
         ValueError: As in `run`.
         FileNotFoundError: As in `run`.
     """
+    from grpo_lightning.cli import hub
     from grpo_lightning.cli.main import instantiate, parse
     from grpo_lightning.cli.plan import vllm
     from grpo_lightning.cli.plan.batches import BatchPlan
+    from grpo_lightning.core.log_messages import quiet_loggers
+    from grpo_lightning.policy.transformers_internals import may_be_on_hub
     from grpo_lightning.training import checks
 
     config = parse(fit_args, module_class)
     logging.getLogger("grpo_lightning").setLevel(logging.WARNING)  # the plan itself reports everything, in order
+    quiet_loggers()
     seed(config)
     module, data = instantiate(config, "model", "data", module_class=module_class)
     loader, engine = module.loader, module.engine
+    if may_be_on_hub(loader.name) or may_be_on_hub(loader.tokenizer):
+        hub.go_offline_if_unreachable()
     use_known_config(loader)
 
     ranks = ranks_of(config.trainer, own.devices, own.nodes, has_server=vllm.is_on_this_machine(engine))
@@ -144,8 +161,8 @@ def set_up_run(
     completion_tokens = module.sampling.max_completion_length
     if own.prompt_tokens is not None:
         check_given_length(loader, own.prompt_tokens, completion_tokens)
-    prompt_tokens, why_tokens = longest_prompt(loader, data.max_prompt_length, prompts.train, own.prompt_tokens)
-    vllm.check_length(engine, prompt_tokens, completion_tokens, why_tokens)
+    longest = longest_prompt(loader, data.max_prompt_length, prompts.train, own.prompt_tokens)
+    vllm.check_length(engine, longest.tokens, completion_tokens, longest.why)
 
     batches = BatchPlan(
         batch_size=data.batch_size,
@@ -155,10 +172,11 @@ def set_up_run(
         num_iterations=module.num_iterations,
         world_size=ranks.world_size,
         ranks_per_group=module.ranks_per_group,
+        num_prompts=None if prompts.train is None else len(prompts.train),
     )
     checks.check_teams(module.ranks_per_group, module.num_generations, engine, ranks.world_size)
     checks.check_asynchronous(module.max_staleness, engine, module.ranks_per_group, None)
-    return PlannedRun(config, module, data, ranks, prompts, batches, prompt_tokens, why_tokens)
+    return PlannedRun(config, module, data, ranks, prompts, batches, *longest)
 
 
 def print_batches(console: Console, planned: PlannedRun) -> None:
@@ -203,13 +221,14 @@ def print_device_memory(console: Console, planned: PlannedRun, model: Any, given
     sizes = sizes_of(model, loader)
     settings, remarks = memory_settings(planned, model, sizes)
     device = report.device_bytes(given_gib)
-    device_gib = ASSUMED_DEVICE_GIB if device is None else device / memory.GIB
-    settings, more = resolve_gathering(settings, sizes, engine, None if planned.is_on_cpu else device_gib)
+    capacity = Capacity(ASSUMED_DEVICE_GIB, is_assumed=True) if device is None else Capacity(device / memory.GIB)
+    settings, more = resolve_gathering(settings, sizes, engine, None if planned.is_on_cpu else capacity)
     reward_parts, not_counted = memory.reward_parts(module.reward_set.rewards)
     size = vllm.size_of(engine, model, sizes, settings, batches, device)
     parts = vllm.with_vllm(memory.memory_parts(sizes, settings), sizes, settings, size)
     remarks = [*model_remarks(sizes, loader), *vllm.remarks(engine, size), *remarks, *more, *not_counted]
-    report.print_lines(console, "Tokens", report.token_lines(settings, planned.why_tokens))
+    lines = [*report.token_lines(settings, planned.why_tokens), *filter(None, [planned.tokenizer_problem])]
+    report.print_lines(console, "Tokens", lines)
     return report.print_memory(console, sizes, settings, parts + reward_parts, remarks, given_gib, size)
 
 
@@ -422,7 +441,8 @@ def find_prompts(data: PromptDataModule, own: argparse.Namespace) -> Prompts:
     """Set up the data as `fit` does.
 
     Raises:
-        FileNotFoundError: If the data do not exist, and neither --prompt_tokens nor data.prepare is set.
+        FileNotFoundError: If the data or the tokenizer that measures them do not exist, and neither --prompt_tokens nor
+            data.prepare is set.
     """
     why = "the data are streamed"
     if own.prepare:
@@ -430,45 +450,74 @@ def find_prompts(data: PromptDataModule, own: argparse.Namespace) -> Prompts:
     try:
         data.setup("fit")
     except FileNotFoundError as error:
+        missing, reason = "the data", "the data do not exist"
+        if not has_tokenizer(data):
+            missing = "the tokenizer"
+            reason = f"data.max_prompt_length {data.max_prompt_length} needs a tokenizer to measure the prompts"
         if data.prepare is None and own.prompt_tokens is None:
             raise FileNotFoundError(
-                f"{error} To plan without the data, set --prompt_tokens: --prompt_tokens 300."
+                f"{str(error).rstrip('.')}. To plan without {missing}, set --prompt_tokens: --prompt_tokens 300."
             ) from error
-        why = f"the data do not exist ({error})"
+        why = f"{reason} ({str(error).rstrip('.')})"
         if data.prepare is not None:
             why = f"data.prepare has not built the files yet ({error}) Add --prepare to build them now."
     train, val = (prompts if isinstance(prompts, list) else None for prompts in (data.train_prompts, data.val_prompts))
     return Prompts(train, val, why)
 
 
+def has_tokenizer(data: PromptDataModule) -> bool:
+    """True if the tokenizer for `max_prompt_length` can be loaded, or if there is no such limit."""
+    try:
+        data.length_limit()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+class PromptLength(NamedTuple):
+    """Number of tokens of the longest training prompt."""
+
+    tokens: int
+    why: str
+    """How this number was found."""
+
+    tokenizer_problem: str = ""
+    """Why the prompts were not tokenized; empty if they were, or need not be."""
+
+
 def longest_prompt(
     loader: PolicyLoader, max_prompt_length: int | None, prompts: list[Prompt] | None, given: int | None
-) -> tuple[int, str]:
-    """Return the number of tokens of the longest training prompt, and how this number was found.
+) -> PromptLength:
+    """Find the number of tokens of the longest training prompt.
 
     The number is `given`, if `given` is not None. Otherwise, it is measured on the prompts if possible. Else it is
     `max_prompt_length`, or an assumed number if `max_prompt_length` is None.
     """
     if given is not None:
-        return given, "set by --prompt_tokens"
-    why = "the prompts are not known yet"
+        return PromptLength(given, "set by --prompt_tokens")
+    why, problem = "the prompts are not known yet", ""
     try:
         encoder = loader.load_encoder()
         if prompts:
             return measure_longest(prompts, encoder)
     except (OSError, ImportError) as error:  # a folder with only a config can be planned for, too
-        why = f"the policy's tokenizer cannot be loaded: {str(error).strip().partition(chr(10))[0].rstrip('.')}"
+        why = "the policy's tokenizer cannot be loaded"
+        problem = f"The tokenizer: {str(error).strip().partition(chr(10))[0]}"
     if max_prompt_length is not None:
-        return max_prompt_length, "data.max_prompt_length"
-    return ASSUMED_PROMPT_TOKENS, f"assumed, without images, because {why}; set it with --prompt_tokens N"
+        return PromptLength(max_prompt_length, "data.max_prompt_length", problem)
+    return PromptLength(
+        ASSUMED_PROMPT_TOKENS,
+        f"assumed, without images, because {why}; set another length with --prompt_tokens N",
+        problem,
+    )
 
 
-def measure_longest(prompts: list[Prompt], encoder: Encoder) -> tuple[int, str]:
-    """Tokenize the prompts with the longest texts and the largest images. Returns: see `longest_prompt`."""
+def measure_longest(prompts: list[Prompt], encoder: Encoder) -> PromptLength:
+    """Tokenize the prompts with the longest texts and the largest images."""
     chosen, largest = longest_texts(prompts), largest_images(prompts)
     tokens = max(encoder.num_tokens(prompt) for prompt in [*chosen, *largest])
     among = f", among the {len(chosen)} longest texts and {len(largest)} largest images" * (len(chosen) < len(prompts))
-    return tokens, f"the longest of all {len(prompts):,} prompts, with the policy's tokenizer{among}"
+    return PromptLength(tokens, f"the longest of all {len(prompts):,} prompts, with the policy's tokenizer{among}")
 
 
 def longest_texts(prompts: list[Prompt]) -> list[Prompt]:
@@ -607,7 +656,7 @@ def sampling_size(engine: Any, batches: BatchPlan, *, shares_prompts: bool) -> S
 
     if not isinstance(engine, LocalEngine):
         return SamplingSize()
-    prompts = batches.batch_size
+    prompts = batches.prompts_per_team[0]
     of_prompt = batches.completions_per_rank // prompts
     if engine.max_rows is None:
         return SamplingSize(prompts * of_prompt, prompts, prompts)
@@ -618,12 +667,23 @@ def sampling_size(engine: Any, batches: BatchPlan, *, shares_prompts: bool) -> S
     return SamplingSize(rows, min(prompts, 1 + rows - of_prompt), prefilled)
 
 
+class Capacity(NamedTuple):
+    """Memory capacity of a device."""
+
+    gib: float
+    is_assumed: bool = False
+
+    def __str__(self) -> str:
+        """Format the capacity."""
+        return f"{self.gib:,.0f} GiB{' (assumed; set it with --device_gib N)' * self.is_assumed}"
+
+
 def resolve_gathering(
-    settings: MemorySettings, model: ModelSizes, engine: Any, device_gib: float | None
+    settings: MemorySettings, model: ModelSizes, engine: Any, device: Capacity | None
 ) -> tuple[MemorySettings, list[str]]:
     """Decide whether sharded weights are gathered for sampling. Returns: (settings, remarks).
 
-    If `device_gib` is None, the memory capacity of a device counts as unlimited.
+    If `device` is None, the memory capacity of a device counts as unlimited.
     """
     import dataclasses
 
@@ -634,16 +694,16 @@ def resolve_gathering(
         return settings, []
     choice, remarks = engine.gather_for_generation, []
     everything = model.num_weights * settings.widths.compute / GIB
-    if choice == "auto" and device_gib is None:
+    if choice == "auto" and device is None:
         choice = True
     elif choice == "auto":
-        assert device_gib is not None
-        free = max(0.0, device_gib - peak(state_parts(model, settings), "sampling") / GIB)
+        assert device is not None
+        free = max(0.0, device.gib - peak(state_parts(model, settings), "sampling") / GIB)
         choice = everything <= LARGEST_SHARE * free
         remarks = [
             f"the full weights, {everything:,.1f} GiB, {'are gathered' if choice else 'stay sharded'} while sampling "
-            f"(engine.gather_for_generation auto), because about {free:,.0f} of a device's {device_gib:,.0f} GiB are "
-            "free then; the run decides by the measured free memory"
+            f"(engine.gather_for_generation auto), because about {free:,.0f} of a device's {device} are free then; "
+            "the run decides by the measured free memory"
         ]
     if not choice:
         remarks.append(

@@ -16,6 +16,7 @@ from grpo_lightning.cli.plan import vllm
 from grpo_lightning.cli.plan.batches import BatchPlan, RunPlan
 from grpo_lightning.cli.plan.memory import ALWAYS, GIB, MOMENTS, SAMPLING, TRAINING, UPDATE, MemorySettings, Part, peak
 from grpo_lightning.cli.plan.model import ModelSizes
+from grpo_lightning.data.source import remedy_for_few_prompts
 from grpo_lightning.policy.completion_logprobs import AutoChunks
 
 if TYPE_CHECKING:
@@ -55,9 +56,17 @@ def batch_lines(batches: BatchPlan, why_world_size: str) -> list[str]:
             f"The {b.ranks_per_group} ranks of a team share their prompts: each samples and trains on {each} of the "
             f"{b.num_generations} completions (model.ranks_per_group)."
         ]
+    size = f"x {b.num_generations} completions = {b.completions_per_rollout:,} completions per rollout"
+    full = b.batch_size * b.num_teams
+    rollout = f"{where} {size} (ranks: {why_world_size})."
+    if b.prompts_per_rollout < full:
+        rollout = (
+            f"{where} = {full:,} prompts, but the data have only {b.prompts_per_rollout:,}: "
+            f"{count(b.prompts_per_rollout, 'prompt')} {size} (ranks: {why_world_size}). "
+            f"{remedy_for_few_prompts(b.prompts_per_rollout, b.num_teams)}"
+        )
     return [
-        f"{where} x {b.num_generations} completions = {b.completions_per_rollout:,} completions per rollout (ranks: "
-        f"{why_world_size}).",
+        rollout,
         *shared,
         f"Each rank splits its {b.completions_per_rank:,} into {b.accumulate_grad_batches} x "
         f"{b.updates_per_rollout} = {count(b.micro_batches, 'micro-batch', 'es')} (accumulate_grad_batches x "

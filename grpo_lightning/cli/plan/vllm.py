@@ -116,7 +116,7 @@ def size_of(
     asked = batch.prompt_length + batch.completion_length
     longest = engine.max_model_len or (engine.mode == "colocate" and num_positions(model.config)) or asked
     num_completions = min(batches.completions_per_rank * ranks, engine.max_num_seqs)
-    num_prompts = min(batches.batch_size * max(1, ranks // batches.ranks_per_group), num_completions)
+    num_prompts = min(batches.prompts_per_team[0] * max(1, ranks // batches.ranks_per_group), num_completions)
     positions = num_completions * cached_positions(sizes, asked)
     if engine.enable_prefix_caching:
         repeated = num_completions - num_prompts

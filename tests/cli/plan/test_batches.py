@@ -55,6 +55,19 @@ def test_a_run_by_hand():
     assert plan_run(plan, 10, max_steps=400, max_epochs=2).total_steps == 24
 
 
+def test_data_smaller_than_a_rollout_by_hand():
+    """3 prompts on 2 ranks: rank 0 gets 2 and rank 1 gets 1, although each rank has room for 4."""
+    plan = BatchPlan(4, 8, world_size=2, num_prompts=3)
+    assert (plan.prompts_per_rollout, plan.prompts_per_team) == (3, [2, 1])
+    assert (plan.completions_per_rollout, plan.completions_per_rank) == (24, 16)
+    assert plan.shapes(10, 20) == [MicroBatchShape(2, 16)]
+    run = plan_run(plan, 3, max_steps=5)
+    assert (run.steps_per_epoch, run.num_prompts, run.epochs) == (1, 15, 5.0)
+    assert BatchPlan(4, 8, world_size=2, num_prompts=1).shapes(10, 20) == [MicroBatchShape(1, 8)]
+    full = BatchPlan(2, 8, world_size=2, num_prompts=10)
+    assert (full.prompts_per_rollout, full.prompts_per_team, full.completions_per_rank) == (4, [2, 2], 16)
+
+
 def test_without_the_number_of_prompts():
     plan = BatchPlan(2, 8, world_size=2)
     run = plan_run(plan, None, max_steps=5)

@@ -1,10 +1,14 @@
 """`grpo-lightning plan`: without weights, from a configuration or another trainer's flags."""
 
 import json
+import logging
 import re
+import socket
 import sys
+import time
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import yaml
@@ -96,11 +100,25 @@ def test_what_dynamic_sampling_leaves_open_is_not_stated_as_known(recipe, said):
     assert "The run: up to 10 optimizer steps, 20 prompts trained on, 80 completions, 2 epochs (max_epochs 2)" in out
 
 
+def test_data_smaller_than_a_rollout(recipe, said):
+    """The lines about batches and about the length name the same numbers."""
+    data = {"datasets": [{"json_path": "rows.jsonl", "sampling_strategy": "first:1"}]}
+    out = said(recipe(trainer={"max_steps": 3}, data=data))
+    assert "2 prompts per rank x 1 rank = 2 prompts, but the data have only 1" in out
+    assert "only 1: 1 prompt x 4 completions = 4 completions per rollout" in out
+    assert "Give more data, or lower data.batch_size to at most 1." in out
+    assert "splits its 4 into" in out
+    assert "each on 4 completions over all ranks" in out
+    assert "3 optimizer steps, 3 prompts sampled for, 12 completions, 3 epochs" in out
+    assert "8 completions" not in out
+
+
 def test_overrides_of_fit_and_ranks(recipe, said):
     flags = ["--model.num_generations=8", "--devices=2", "--nodes=3", "--prompt_tokens=33"]
     data = {"val_datasets": [{"json_path": "rows.jsonl", "sampling_strategy": "first:3"}]}
     out = said([*recipe(data=data), *flags])
-    assert "2 prompts per rank x 6 ranks x 8 completions = 96 completions per rollout" in out
+    assert "2 prompts per rank x 6 ranks = 12 prompts, but the data have only 10" in out
+    assert "only 10: 10 prompts x 8 completions = 80 completions per rollout" in out
     assert "2 per node x 3 node(s)" in out
     assert "10 prompts: 1 rollout = 1 optimizer step per epoch" in out
     assert "Validation on 3 prompts every epoch." in out
@@ -401,6 +419,24 @@ def test_usage(args, capsys):
     assert "usage: grpo-lightning plan" in printed.out + printed.err
 
 
+def test_a_harmless_warning_of_another_package_does_not_break_the_plan(recipe, said, monkeypatch, caplog):
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    monkeypatch.setattr(logger, "filters", [])
+    said(recipe())
+    logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: No module named 'kernels'.")
+    assert "gemm_4bit_forward" not in caplog.text
+
+
+def test_an_assumed_capacity_is_called_assumed(recipe, said, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    args = recipe(trainer={"accelerator": "gpu", "devices": 2, "strategy": "zero3", "precision": "bf16-mixed"})
+    out = said(args)
+    assert "of a device's 80 GiB (assumed; set it with --device_gib N) are free then" in out
+    out = said([*args, "--device_gib=40"])
+    assert "of a device's 40 GiB are free then" in out
+    assert "assumed" not in out
+
+
 # ------------------------------------------------------------------------------------------- without hub, without data
 
 
@@ -413,6 +449,54 @@ def test_a_published_policy_is_planned_without_hub_and_data(recipe, said):
     assert "The number of prompts is unknown: the data do not exist (dataset 'openai/gsm8k'" in out
     assert "Longest prompt: 300 tokens (set by --prompt_tokens)." in out
     assert "1,543,714,304 weights, 28 layers" in out
+
+
+def without_network(monkeypatch):
+    """Let every connection fail as it does without a network. Returns: the list of the hosts that were looked up."""
+    hosts = []
+
+    def refuse(host, *args, **kwargs):
+        hosts.append(host)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    return hosts
+
+
+def test_without_a_network_the_hub_is_asked_once(recipe, said, monkeypatch, capsys):
+    hosts = without_network(monkeypatch)
+    with pytest.raises(FileNotFoundError, match=r"model\.policy 'nobody/knows-7B' cannot be loaded"):
+        said(recipe(policy="nobody/knows-7B"))
+    out = " ".join(capsys.readouterr().out.split())
+    assert len(hosts) == 1
+    assert out.count("cannot be reached ([Errno -2] Name or service not known)") == 1
+    assert "HF_HUB_OFFLINE=1 skips the wait" in out
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE, "the mode of later commands in this process is unchanged"
+
+
+def test_a_policy_in_a_folder_needs_no_hub(recipe, said, monkeypatch):
+    hosts = without_network(monkeypatch)
+    said(recipe())
+    assert hosts == []
+
+
+def test_a_missing_tokenizer_is_the_reason_that_prompts_are_not_measured(recipe, said):
+    data = {"max_prompt_length": 64}
+    args = recipe(policy="Qwen/Qwen2.5-7B-Instruct", data=data)
+    out = said([*args, "--prompt_tokens", "300"])
+    assert "The number of prompts is unknown: data.max_prompt_length 64 needs a tokenizer" in out
+    assert "the data do not exist" not in out
+    with pytest.raises(FileNotFoundError, match=r"[^.]\. To plan without the tokenizer, set --prompt_tokens"):
+        said(args)
+
+
+def test_an_assumed_length_is_followed_by_the_error_of_the_tokenizer(recipe, said):
+    out = said(recipe(policy="Qwen/Qwen2.5-1.5B-Instruct"))
+    assert "(assumed, without images, because the policy's tokenizer cannot be loaded; set another length with" in out
+    assert "--prompt_tokens N). Longest completion: 6." in out
+    assert "The tokenizer: model.policy 'Qwen/Qwen2.5-1.5B-Instruct' cannot be loaded" in out
 
 
 def test_data_that_are_not_there_are_an_error_without_a_length(recipe, said):

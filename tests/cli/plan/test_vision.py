@@ -89,7 +89,7 @@ def test_the_longest_prompt_is_the_one_with_the_largest_image(monkeypatch):
     assert plan.measure_longest(prompts, encoder)[0] == tokens
     monkeypatch.setattr(plan, "MEASURED_PROMPTS", 1)
     monkeypatch.setattr(plan, "LARGEST_IMAGES", 1)
-    found, why = plan.measure_longest(prompts, encoder)
+    found, why, _ = plan.measure_longest(prompts, encoder)
     assert found == tokens
     assert why == (
         "the longest of all 4 prompts, with the policy's tokenizer, among the 1 longest texts and 1 largest images"

@@ -228,12 +228,14 @@ def test_a_share_that_is_too_small_is_an_error(recipe, said, capsys):  # noqa: F
 @SLOW
 def test_devices_of_servers_change_no_number_of_the_batches(recipe, said):  # noqa: F811
     trainer = {"devices": 7, "strategy": "ddp"}
-    alone = said(recipe(trainer=trainer))
+    data = {"batch_size": 1}
+    alone = said(recipe(trainer=trainer, data=data))
     batches = alone.partition("Batches ")[2].partition(" Length")[0]
-    assert "2 prompts per rank x 7 ranks x 4 completions = 56 completions per rollout" in batches
+    assert "1 prompt per rank x 7 ranks x 4 completions = 28 completions per rollout" in batches
     urls = ["http://a:8000", "http://b:8000"]
     for base_url, words in ((urls[0], "A vLLM server samples"), (urls, "2 vLLM servers sample")):
-        out = said(recipe(trainer=trainer, engine=engine_of(mode="server", base_url=base_url), max_staleness=1))
+        engine = engine_of(mode="server", base_url=base_url)
+        out = said(recipe(trainer=trainer, data=data, engine=engine, max_staleness=1))
         assert f"{batches} {words} (http://a:8000" in out
         assert "on devices that are no ranks: they change none of these numbers." in out
         assert "Sampling is one rollout ahead of training (model.max_staleness)." in out
