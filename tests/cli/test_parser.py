@@ -415,8 +415,8 @@ def test_the_path_of_a_data_file_is_never_read_as_settings(key, form):
 
 @pytest.mark.parametrize("key", ["datasets", "val_datasets", "test_datasets"])
 def test_what_is_wrong_in_an_entry_is_named_with_its_own_list(key):
-    config = parsed(f"--data.{key}=[{{json_path: x.jsonl, nam: train}}]")
-    with pytest.raises(ValueError, match=rf"^{key}, entry 1: unknown keys 'nmae' \(did you mean 'name'\?\)"):
+    config = parsed(f"--data.{key}=[{{json_path: x.jsonl, spilt: train}}]")
+    with pytest.raises(ValueError, match=rf"^{key}, entry 1: unknown keys 'spilt' \(did you mean 'split'\?\)"):
         instantiate(config, "data")
 
 
