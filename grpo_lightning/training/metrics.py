@@ -310,10 +310,10 @@ def add_padding(metrics: StepMetrics, scorer: Scorer, micro_batches: Sequence[Mi
 def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -> None:
     """Add loss, KL, ratio and clip fractions of a micro-batch, over its trained tokens.
 
-    The KL to the reference and the fraction of selected tokens are means over all completions. Completions with
-    advantage 0 do not contribute to the policy loss. All other means describe the policy loss, and are therefore means
-    over the tokens whose advantage is not 0. Completions with advantage 0 are left out of the micro-batches only if no
-    mean over all completions is logged (`GRPOLightningModule.split_rollout`).
+    The KL to the reference and the fraction of selected tokens are means over the trained tokens of all completions.
+    Completions with advantage 0 do not contribute to the policy loss. All other means describe the policy loss, and are
+    therefore means over the tokens whose advantage is not 0. Completions with advantage 0 are left out of the
+    micro-batches only if no mean over all completions is logged (`GRPOLightningModule.split_rollout`).
 
     `policy/rollout_kl` is KL(engine || policy before the rollout's first update) in nats per token. It measures how
     much the distribution that the engine sampled from differs from the distribution that training computes.
