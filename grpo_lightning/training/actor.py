@@ -145,7 +145,7 @@ class Actor:
             groups: N groups, of this rank.
             shape: Gives the number of updates into which the groups are split, and the number of micro-batches per
                 update.
-            of_masked: If true, fully masked completions get log-probs too, because a KL term in the rewards needs them.
+            of_masked: If true, fully masked completions get log-probs too. A KL term in the rewards needs these log-probs.
         """
         assert self.reference is not None
         rows: Sequence[Group] = groups

@@ -565,7 +565,7 @@ def split_update(rows: list[CompletionRow], parts: int, cost: RowsCost | None = 
 
     The two ways measure the size of a part differently. In the first, the size is the number of tokens without padding,
     because the scorer's chunks (`AutoChunks`) contain little padding. In the second, the size is the number of tokens
-    with all completions padded to the longest, as in a single forward pass. The best split has the smallest
+    after each completion of the part is padded to the longest completion of the part. The best split has the smallest
 
         (sum of the costs of all micro-batches) + parts * (largest cost of a micro-batch)
 
