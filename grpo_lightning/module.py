@@ -84,7 +84,7 @@ from grpo_lightning.rollout.groups import (
 from grpo_lightning.rollout.local_engine import LocalEngine, stop_ids
 from grpo_lightning.schedules import Schedule, SchedulerFactory
 from grpo_lightning.training import checkpoints, checks, data_checks
-from grpo_lightning.training.actor import Actor, Offloadable, OldLogprobs, lacks_ref_logprobs, offloaded, seeded_dropout
+from grpo_lightning.training.actor import Actor, OldLogprobs, lacks_ref_logprobs, seeded_dropout
 from grpo_lightning.training.completion_records import records
 from grpo_lightning.training.evaluation import (
     Evaluation,
@@ -121,6 +121,7 @@ from grpo_lightning.training.micro_batches import (
     known_observations,
     restore_observed,
 )
+from grpo_lightning.training.offload import Offloadable, offloaded
 from grpo_lightning.training.router_loss import RouterLoss, make_router_loss, router_coefficient
 from grpo_lightning.training.run_state import RunState
 from grpo_lightning.training.signals import RequeueAtStepEnd
@@ -428,7 +429,12 @@ class GRPOLightningModule(L.LightningModule):
             ValueError: If `score_rewards` did not return one reward per completion.
         """
         with self.early_rewards(prompts):
-            with self.phase("rollout"), offloaded(self.offload, self.policy, self.reference, self.trainer.optimizers):
+            offloading = (
+                offloaded(self.offload, self.policy, self.reference, self.trainer.optimizers)
+                if self.offload
+                else contextlib.nullcontext()
+            )
+            with self.phase("rollout"), offloading:
                 rollout = self.sample(prompts) if indices is None else self.sample(prompts, indices)
             add_rollout(self.metrics, rollout.groups, self.run.rollout_index, is_asynchronous=self.max_staleness > 0)
             if self.conversations is not None:

@@ -31,7 +31,19 @@ class LastCheckpoint(ModelCheckpoint):
         self.others = others
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save the last step. `on_train_end` would be too late, see `NewestCheckpoints`."""
-        is_saved = any(other._last_global_step_saved == trainer.global_step for other in self.others)
-        if is_last_epoch(trainer) and not is_saved:
+        """At the end of the last epoch, save the last step, unless only weights are saved.
+
+        `on_train_end` would be too late for a checkpoint from which a run can resume, see `NewestCheckpoints`.
+        """
+        if not self.save_weights_only and is_last_epoch(trainer):
+            self.save_last_step(trainer, pl_module)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save the last weights, which `WeightAveraging` may have replaced by their average."""
+        if self.save_weights_only:
+            self.save_last_step(trainer, pl_module)
+
+    def save_last_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save the last step, if the other callbacks have not saved it."""
+        if not any(other._last_global_step_saved == trainer.global_step for other in self.others):
             super().on_train_epoch_end(trainer, pl_module)

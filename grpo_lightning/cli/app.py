@@ -307,19 +307,19 @@ class GRPOCLI(LightningCLI):
                 "(--run_name), or remove --ckpt_path to use the untrained policy."
             )
         if path is None and rank() == 0:
-            lacks = " This run saves none either (trainer.enable_checkpointing is false), so it cannot be resumed."
+            lacks = " This run saves none either (enable_checkpointing or fast_dev_run), so it cannot be resumed."
             log.info(
                 f"No checkpoint in {where} yet: starting a new run.{'' if runs.is_saving(settings.trainer) else lacks}"
             )
         return None if path is None else str(path)
 
     def log_unused(self, settings: Namespace) -> None:
-        """Log that the initial policy is evaluated, although the run has checkpoints."""
+        """Log that no checkpoint is used, although the run has checkpoints."""
         folder = runs.runs_folder(settings.trainer, settings.run_name)
         path, _ = ckpt_path.newest(ckpt_path.folders_of_run(folder))
         if path is not None and rank() == 0:
             log.info(
-                f"Using the policy as it was before training. To use the newest checkpoint of {folder}, add "
+                f"Using model.policy without a checkpoint. To use the newest checkpoint of {folder}, add "
                 "--ckpt_path auto."
             )
 

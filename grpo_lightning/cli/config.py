@@ -70,7 +70,8 @@ def function_is_called(key: str, path: str, argument: str) -> str:
     """Error message for a function given by `class_path`, for example a reward, if an argument has no value."""
     return (
         f"{key}: {path} is a function: write `{f'- {path}' if key.endswith(']') else path}`. With class_path, it would "
-        f"be called when the run starts, without its argument {argument!r}."
+        f"be called when the run starts, without its argument {argument!r}. If this call is meant, write "
+        f"init_args: {{{argument}: ...}}."
     )
 
 

@@ -151,8 +151,10 @@ def entry_point() -> None:
     program does that is ended by SIGPIPE.
     """
     try:
-        main()
-        sys.stdout.flush()
+        try:
+            main()
+        finally:
+            sys.stdout.flush()
     except BrokenPipeError:
         if not has_lost_reader():
             raise

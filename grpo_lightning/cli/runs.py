@@ -33,6 +33,7 @@ from torch import nn
 from grpo_lightning.callbacks import CompletionLog, ProgressBar, RunRecord, RunSummary, Watchdog, WritePredictions
 from grpo_lightning.callbacks.before_after import cell, is_bound
 from grpo_lightning.callbacks.last_checkpoint import LastCheckpoint
+from grpo_lightning.callbacks.newest_checkpoints import NewestCheckpoints
 from grpo_lightning.cli.errors import ConfigurationError, rank
 from grpo_lightning.core.files import atomic_write
 
@@ -335,7 +336,7 @@ def default_callbacks(subcommand: str, settings: Namespace, own: Sequence[L.Call
 
     Two checkpoints are kept: the newest that was saved at the end of an epoch, and the newest that was saved during an
     epoch. Checkpoints are saved during an epoch because an epoch may take days. The last step of a run is saved, too,
-    if the recipe has a `ModelCheckpoint` of its own.
+    if the recipe has a `ModelCheckpoint` of its own; `NewestCheckpoints` does this itself.
     """
     callbacks: list[L.Callback] = [WritePredictions()] if subcommand == "predict" else [CompletionLog()]
     # Lightning raises an error for a progress bar callback if enable_progress_bar is false.
@@ -350,9 +351,9 @@ def default_callbacks(subcommand: str, settings: Namespace, own: Sequence[L.Call
             ModelCheckpoint(save_on_train_epoch_end=True),  # otherwise only after a validation
             ModelCheckpoint(filename="latest-{epoch}-{step}", train_time_interval=CHECKPOINT_INTERVAL),
         ]
-        own_checkpoints = [callback for callback in own if isinstance(callback, ModelCheckpoint)]
-        if any(callback.save_top_k != 0 for callback in own_checkpoints):
-            callbacks.append(LastCheckpoint(own_checkpoints))
+        saving = [callback for callback in own if isinstance(callback, ModelCheckpoint) and callback.save_top_k != 0]
+        if saving and not any(isinstance(callback, NewestCheckpoints) for callback in saving):
+            callbacks.append(LastCheckpoint(saving))
     kinds = {ProgressBar: AnyProgressBar, ModelCheckpoint: Checkpoint, ParameterSummary: ModelSummary}
     return [
         callback

@@ -319,15 +319,15 @@ def parse_short(text: str) -> list[Any]:
 
 
 def results(expressions: list[Any]) -> list[Any]:
-    """Replace an equation of numbers ("2 + 4 = 6") by its right side; an inequality of numbers has no result.
+    """Replace an equation of numbers ("2 + 4 = 6") by its right side.
 
     `verify` would treat the answer "1 = 1" as equal to "2 + 4 = 6", because both are true, and the answer "6" as wrong.
 
     Args:
         expressions: The expressions parsed from a ground truth.
     """
-    stated = [each for each in expressions if getattr(each, "is_Relational", False) and not each.free_symbols]
-    return [each.rhs for each in stated if each.is_Equality] if stated else expressions
+    equations = [each for each in expressions if getattr(each, "is_Equality", False) and not each.free_symbols]
+    return [each.rhs for each in equations] or expressions
 
 
 def prepare(text: str) -> str:

@@ -1,9 +1,9 @@
-"""Run policy and reference on a rollout: make micro-batches, compute log-probs, offload tensors while sampling."""
+"""Run policy and reference on a rollout: make micro-batches and compute log-probs."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -20,9 +20,9 @@ from grpo_lightning.objective import StepCounts
 from grpo_lightning.policy.adapters import trained_adapter
 from grpo_lightning.policy.completion_logprobs import Scorer, TokenLogprobs
 from grpo_lightning.policy.encoder import Encoder
-from grpo_lightning.policy.reference import FrozenCopy, Reference
+from grpo_lightning.policy.reference import Reference
 from grpo_lightning.policy.routers import Routers
-from grpo_lightning.policy.sharding import Sharding, fsdp_modules, own_part
+from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.transformers_internals import is_adapted
 from grpo_lightning.rollout.groups import vision_of
 from grpo_lightning.training.micro_batches import (
@@ -145,7 +145,7 @@ class Actor:
             groups: N groups, of this rank.
             shape: Gives the number of updates into which the groups are split, and the number of micro-batches per
                 update.
-            of_masked: If true, fully masked completions get log-probs too. A KL term in the rewards needs these log-probs.
+            of_masked: If true, fully masked completions get log-probs too, which a KL term in the rewards needs.
         """
         assert self.reference is not None
         rows: Sequence[Group] = groups
@@ -176,80 +176,6 @@ def lacks_ref_logprobs(groups: Sequence[Group], *, of_masked: bool) -> bool:
 
 OldLogprobs = Literal["recompute", "rollout"]
 """Where the old policy's log-probs come from: a forward pass of the policy, or the engine that sampled the tokens."""
-
-Offloadable = Literal["reference", "optimizer"]
-CPU = torch.device("cpu")
-
-
-@contextlib.contextmanager
-def offloaded(
-    names: Sequence[str], policy: nn.Module, reference: Any, optimizers: Sequence[torch.optim.Optimizer]
-) -> Iterator[None]:
-    """Keep the reference or the optimizer states on the CPU inside the `with` block, while completions are sampled.
-
-    A run does this only if `model.offload` requests it, because every rollout then copies the tensors to the CPU and
-    back. Tensors that the strategy always keeps on the CPU stay there.
-
-    Args:
-        names: Tensors to offload: "reference", "optimizer".
-        policy: The policy. Its weights stay on their device, including those that the reference shares with it.
-        reference: The reference; must be a `FrozenCopy` if `names` contains "reference".
-        optimizers: Optimizers of the trainer. The states of the first optimizer are offloaded; the list may be empty.
-    """
-    with contextlib.ExitStack() as stack:
-        if "reference" in names:
-            stack.enter_context(reference_offloaded(reference, policy))
-        if "optimizer" in names and optimizers:
-            stack.enter_context(offloaded_tensors(states(optimizers[0])))
-        if names and torch.cuda.is_available():
-            torch.cuda.empty_cache()  # otherwise the allocator keeps the memory, in fragments
-        yield
-
-
-@contextlib.contextmanager
-def reference_offloaded(reference: FrozenCopy, policy: nn.Module) -> Iterator[None]:
-    """Keep the reference's weights on the CPU inside the `with` block, except those shared with the policy."""
-    if fsdp_modules(reference.model):  # FSDP2 keeps track of its shards' storage
-        device = next(reference.model.parameters()).device
-        reference.model.to(CPU)
-        try:
-            yield
-        finally:
-            reference.model.to(device)
-        return
-    own = {id(parameter) for parameter in policy.parameters()}
-    weights = [parameter for parameter in reference.model.parameters() if id(parameter) not in own]
-    with offloaded_tensors(map(own_part, weights)):
-        yield
-
-
-@contextlib.contextmanager
-def offloaded_tensors(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Keep the data of these tensors on the CPU inside the `with` block."""
-    devices = [(tensor, tensor.device) for tensor in tensors]
-    for tensor, _ in devices:
-        tensor.data = to_host(tensor.data)
-    for device in {device for _, device in devices if device.type == "cuda"}:
-        torch.cuda.synchronize(device)  # the copies must be complete if a checkpoint is saved
-    try:
-        yield
-    finally:
-        for tensor, device in devices:
-            tensor.data = tensor.data.to(device, non_blocking=True)
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the CPU. From a GPU, copy to pinned memory without waiting, which is several times as fast."""
-    if tensor.device.type != "cuda":
-        return tensor.to(CPU)
-    return torch.empty_like(tensor, device=CPU, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-def states(optimizer: Any) -> Iterator[Tensor]:
-    """Iterate over the state tensors of an optimizer or of DeepSpeed's wrapper, without DeepSpeed's float32 masters."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    for state in inner.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 @contextlib.contextmanager

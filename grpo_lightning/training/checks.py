@@ -26,7 +26,7 @@ from grpo_lightning.rewards.scoring import Scores
 from grpo_lightning.rollout import dynamic_sampling
 from grpo_lightning.rollout.groups import OverlongFilter, Rollout
 from grpo_lightning.training import data_checks
-from grpo_lightning.training.actor import Offloadable, OldLogprobs
+from grpo_lightning.training.actor import OldLogprobs
 from grpo_lightning.training.lightning_internals import (
     given_loader,
     has_validation_data,
@@ -34,6 +34,7 @@ from grpo_lightning.training.lightning_internals import (
     validation_seconds,
 )
 from grpo_lightning.training.micro_batches import Cycle, CycleShape
+from grpo_lightning.training.offload import Offloadable
 from grpo_lightning.training.strategies import check_strategy, has_masters, sharding_of
 
 if TYPE_CHECKING:

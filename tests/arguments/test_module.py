@@ -17,7 +17,7 @@ from grpo_lightning.policy.reference import SyncReference
 from grpo_lightning.rewards import WeightedReward
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.schedules import Linear
-from grpo_lightning.training import actor
+from grpo_lightning.training import offload
 from grpo_lightning.training.evaluation import Validation
 from tests.arguments.registry import case
 from tests.helpers.background_engine import BackgroundEngine
@@ -309,8 +309,8 @@ def test_ranks_per_group_divides_the_ranks():
 @SLOW
 @case(GRPOLightningModule, "offload")
 def test_what_waits_elsewhere(monkeypatch):
-    monkeypatch.setattr(actor, "reference_offloaded", lambda *models: contextlib.nullcontext(names.append("r")))
-    monkeypatch.setattr(actor, "offloaded_tensors", lambda states: contextlib.nullcontext(names.append("o")))
+    monkeypatch.setattr(offload, "reference_offloaded", lambda *models: contextlib.nullcontext(names.append("r")))
+    monkeypatch.setattr(offload, "offloaded_tensors", lambda states: contextlib.nullcontext(names.append("o")))
     for asked, seen in ((None, []), (["reference"], ["r", "r"]), (["reference", "optimizer"], ["r", "o", "r", "o"])):
         names: list[str] = []
         fit(make_module(objective=Objective(beta=0.04), offload=asked), max_steps=2, max_epochs=-1)

@@ -366,7 +366,8 @@ def test_a_function_given_as_a_class_is_named_as_a_function(parser, key):
     inner = {"class_path": "Weighted", "init_args": {"rule": {"class_path": "paints.brief"}}}
     text = found(parser, model={key: [inner]})
     assert text.startswith("s.yaml: model.rules[0].init_args.rule: paints.brief is a function: write `paints.brief`. ")
-    assert text.endswith("it would be called when the run starts, without its argument 'completions'.")
+    assert "it would be called when the run starts, without its argument 'completions'." in text
+    assert text.endswith("If this call is meant, write init_args: {completions: ...}.")
 
 
 def test_a_message_that_is_not_understood_is_shortened(parser):

@@ -308,7 +308,10 @@ def test_the_shell_sees_2_for_an_error_and_0_otherwise():
     assert interpreter("-c", start, "--version").returncode == 0
 
 
-@pytest.mark.parametrize("args", [["--help"], ["recipes", "list"], ["recipes", "show", "quickstart"]])
+@pytest.mark.parametrize(
+    "args",
+    [["--help"], ["recipes", "list"], ["recipes", "--help"], ["fit", "--help"], ["recipes", "show", "quickstart"]],
+)
 def test_a_reader_that_leaves_early_is_no_error(args):
     """`grpo-lightning recipes list | head -1`."""
     command = [sys.executable, "-c", "from grpo_lightning.cli import entry_point; entry_point()", *args]
@@ -479,10 +482,14 @@ MONITORS = {"monitor": "val/reward", "mode": "max", "save_last": True}
         ([{"init_args": MONITORS}], {"epoch=0-step=2.ckpt", "last.ckpt", "finished-step=3.ckpt"}),
         ([{"init_args": {"every_n_train_steps": 2}}], {"epoch=0-step=2.ckpt", "finished-step=3.ckpt"}),
         ([{"class_path": "NewestCheckpoints", "init_args": {"save_steps": 2}}], {"step=2.ckpt", "step=3.ckpt"}),
+        (
+            [{"init_args": {"every_n_train_steps": 2, "save_weights_only": True}}],
+            {"epoch=0-step=2.ckpt", "finished-step=3.ckpt"},
+        ),
         ([{"init_args": {"every_n_train_steps": 2, "save_top_k": 0}}], set()),
         ([{"init_args": {"every_n_train_steps": 2, "dirpath": "mine"}}], set()),
     ],
-    ids=["default", "monitor", "steps", "newest", "none", "elsewhere"],
+    ids=["default", "monitor", "steps", "newest", "weights", "none", "elsewhere"],
 )
 def test_the_last_step_is_saved_although_no_validation_follows_it(recipe, own, expected):
     own = [{"class_path": OWN, **each} for each in own]
@@ -493,7 +500,7 @@ def test_the_last_step_is_saved_although_no_validation_follows_it(recipe, own, e
     assert (files(folder) if folder.exists() else set()) == expected
     if "dirpath" in str(own):
         assert files("mine") == {"epoch=0-step=2.ckpt", "finished-step=3.ckpt"}
-    if expected:
+    if expected and "save_weights_only" not in str(own):
         again = main(["fit", "--config", name, "--trainer.max_steps=3", "--ckpt_path=auto"])
         assert again.trainer.global_step == 3
         expected_weights, got = (dict(c.model.policy.named_parameters()) for c in (cli, again))
@@ -532,7 +539,7 @@ def test_auto_says_that_a_run_without_checkpoints_cannot_resume(recipe, caplog):
     with caplog.at_level("INFO", "grpo_lightning"):
         main(["fit", "--config", recipe(), "--trainer.max_steps=1", "--ckpt_path=auto"])
     (message,) = [message for message in caplog.messages if "starting a new run" in message]
-    assert "trainer.enable_checkpointing is false" in message
+    assert "This run saves none either (enable_checkpointing or fast_dev_run)" in message
 
 
 def test_auto_begins_goes_on_and_skips_what_is_half_written(recipe, caplog):

@@ -144,8 +144,8 @@ def test_what_a_run_on_a_gpu_does_on_top():
             module = make_module(length=3, policy=loader, tokenizer=None, offload=["optimizer"])
             fit(module, max_steps=2, accelerator="gpu")
             assert gpu.syncs[WAIT] >= 2 * 3  # of a rollout, its rewards and its update
-            assert gpu.syncs["torch.cuda.synchronize: training/actor.py offloaded_tensors"] == 1  # no states at first
-            assert not [place for place in gpu.syncs if "actor.py to_host" in place]
+            assert gpu.syncs["torch.cuda.synchronize: training/offload.py offloaded_tensors"] == 1  # no states at first
+            assert not [place for place in gpu.syncs if "offload.py to_host" in place]
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(usual)

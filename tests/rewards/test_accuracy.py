@@ -136,7 +136,8 @@ def accuracy(completion: str, solution: Any, **settings: Any) -> float | None:
         ("<answer>6</answer>", r"\frac{12}{2} = 6", 1),
         ("<answer>6</answer>", "f(2) = 6", 1),
         ("<answer>7</answer>", "f(2) = 6", 0),
-        ("<answer>1 < 2</answer>", "2 < 3", None),  # a statement without a result
+        ("<answer>2 < 3</answer>", "2 < 3", 1),
+        ("<answer>2<3</answer>", "2 < 3", 1),
         ("<answer>12</answer>", "3x = 12 => x = 4", None),
         ("<answer>5</answer>", "3x = 12 => x = 4", 0),
         ("<answer>135</answer>", "2 hours and 15 minutes = 135 minutes", None),
