@@ -64,7 +64,8 @@ QLORA = [*LORA, "--model.policy.init_args.quantization=4bit", "--model.optimizer
 def folder(tmp_path, monkeypatch):
     """An empty current folder with data."""
     monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_text(json.dumps({"prompt": "1+1="}) + "\n")
+    row = json.dumps({"prompt": "1+1="}) + "\n"
+    Path("rows.jsonl").write_text(row * 64)  # a rollout of 8 devices
     return tmp_path
 
 
