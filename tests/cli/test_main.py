@@ -310,7 +310,7 @@ def test_the_shell_sees_2_for_an_error_and_0_otherwise():
 
 @pytest.mark.parametrize(
     "args",
-    [["--help"], ["recipes", "list"], ["recipes", "--help"], ["fit", "--help"], ["recipes", "show", "quickstart"]],
+    [["--help"], ["recipes", "list"], ["fit", "--help"], ["recipes", "show", "quickstart"]],
 )
 def test_a_reader_that_leaves_early_is_no_error(args):
     """`grpo-lightning recipes list | head -1`."""
@@ -519,9 +519,7 @@ def test_fast_dev_run_leaves_nothing(recipe):
 @SLOW
 def test_the_log_says_which_weights_are_evaluated(recipe, caplog):
     name = recipe(trainer={"enable_checkpointing": True, "enable_progress_bar": False, "max_steps": 1})
-    hint = (
-        "Using the policy as it was before training. To use the newest checkpoint of runs/recipe, add --ckpt_path auto."
-    )
+    hint = "Using model.policy without a checkpoint. To use the newest checkpoint of runs/recipe, add --ckpt_path auto."
     with caplog.at_level("INFO", "grpo_lightning"):
         main(["validate", "--config", name])
         assert hint not in caplog.messages, "there is no other"
