@@ -164,6 +164,29 @@ def name_of(tool: Callable[..., Any]) -> str:
     return str(getattr(tool, "__name__", type(tool).__name__))
 
 
+def tool_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Describe tools as JSON, from their type hints and docstrings, as transformers does for chat templates.
+
+    Raises:
+        ValueError: If a tool lacks type hints or a docstring. The message names the tool.
+    """
+    from transformers.utils import get_json_schema
+
+    schemas = []
+    for tool in tools:
+        is_function = inspect.isroutine(tool)
+        try:
+            schema = get_json_schema(tool if is_function else type(tool).__call__.__get__(tool))
+        except Exception as error:  # transformers has its own exceptions, for hints and docstrings
+            raise ValueError(
+                f"The tool {name_of(tool)!r} cannot be described: {error} Give each argument a type hint and a line "
+                "under `Args:` of the docstring."
+            ) from error
+        schema["function"]["name"] = name_of(tool)
+        schemas.append(schema)
+    return schemas
+
+
 def answer(name: str, text: str) -> Message:
     """The message with what a tool returned."""
     return {"role": "tool", "content": text} | ({"name": name} if name else {})

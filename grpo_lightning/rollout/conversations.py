@@ -48,7 +48,7 @@ from grpo_lightning.environments.base import (
     text_of,
     without_image_data,
 )
-from grpo_lightning.environments.tools import name_of
+from grpo_lightning.environments.tools import tool_schemas
 from grpo_lightning.environments.workers import EnvironmentRunner, OnError, Result
 from grpo_lightning.functional import turn_credits
 from grpo_lightning.policy.turns import TRUNCATED, TurnTokens
@@ -739,26 +739,3 @@ def continued_vision(vision: VisionInputs, chosen: Sequence[Conversation], input
             continue
         prompts.append(extend_vision(prompt, each.token_ids, length))
     return replace(vision, prompts=prompts)
-
-
-def tool_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Describe tools as JSON, from their type hints and docstrings, as transformers does for chat templates.
-
-    Raises:
-        ValueError: If a tool lacks type hints or a docstring. The message names the tool.
-    """
-    from transformers.utils import get_json_schema
-
-    schemas = []
-    for tool in tools:
-        is_function = inspect.isroutine(tool)
-        try:
-            schema = get_json_schema(tool if is_function else type(tool).__call__.__get__(tool))
-        except Exception as error:  # transformers has its own exceptions, for hints and docstrings
-            raise ValueError(
-                f"The tool {name_of(tool)!r} cannot be described: {error} Give each argument a type hint and a line "
-                "under `Args:` of the docstring."
-            ) from error
-        schema["function"]["name"] = name_of(tool)
-        schemas.append(schema)
-    return schemas

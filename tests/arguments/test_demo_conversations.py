@@ -17,7 +17,7 @@ from grpo_lightning.demo.guessing import GuessingGame, GuessingRecipe, GuessingT
 from grpo_lightning.demo.number_games import NumberGames
 from grpo_lightning.demo.tool_use import CHAT_TEMPLATE, CalculatorSums, ToolRecipe, ToolTask, ToolWarmUp
 from grpo_lightning.environments import calculator
-from grpo_lightning.rollout.conversations import tool_schemas
+from grpo_lightning.environments.tools import tool_schemas
 from tests.arguments.registry import case
 
 MODEL = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 2}

@@ -244,13 +244,13 @@ class ImageCounts:
         Args:
             source: The entry's name.
             image_root: The entry's own `image_root`.
-            run_root: `image_root` of the data module. It is used for an entry without its own `image_root`, but only if
-                a column that is not read as images has image paths, because images were then probably intended. Without
+            run_root: `image_root` of the data module. For an entry without its own `image_root`, this root is checked
+                only if a column that is not read as images has image paths: then images were probably intended. Without
                 such paths, the entry may be text-only on purpose.
 
         Raises:
-            ValueError: If one of the two roots is used for the entry, but no row has images (in a column that is read
-                as images, or in a message).
+            ValueError: If a root is checked for the entry, but no row has images (in a column that is read as images,
+                or in a message).
         """
         if source in self.unread:
             image_root = image_root or run_root
