@@ -8,6 +8,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from grpo_lightning.callbacks.newest_checkpoints import is_last_epoch
+from grpo_lightning.training.lightning_internals import last_saved_step
 
 
 class LastCheckpoint(ModelCheckpoint):
@@ -45,5 +46,5 @@ class LastCheckpoint(ModelCheckpoint):
 
     def save_last_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save the last step, if the other callbacks have not saved it."""
-        if not any(other._last_global_step_saved == trainer.global_step for other in self.others):
+        if not any(last_saved_step(other) == trainer.global_step for other in self.others):
             super().on_train_epoch_end(trainer, pl_module)

@@ -13,7 +13,7 @@ from typing import Any
 from grpo_lightning.core.log_messages import similar_file
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.dataset_entry import DATA_FILES, DatasetEntry
-from grpo_lightning.data.formats import nan_to_null, refuse_media, to_prompt
+from grpo_lightning.data.formats import refuse_media, to_prompt
 from grpo_lightning.data.images.preflight import Preflight
 from grpo_lightning.data.images.references import with_cells, without_decoding
 from grpo_lightning.data.lengths import LengthLimit, Measured
@@ -92,14 +92,15 @@ class RowReader:
             ValueError: If the row is invalid, has video or audio, or lacks a column that `entry.columns` renames or
                 drops. The message contains the file and the line.
         """
-        content = nan_to_null(self._rename_columns(row.parse(), row.where))
-        # In a CSV file, an empty cell is the only way to write null.
-        if self.entry.accu_reward_method is not None and content.get("accu_reward_method") in (None, ""):
-            content["accu_reward_method"] = self.entry.accu_reward_method
+        content = self._rename_columns(row.parse(), row.where)
         prompt = to_prompt(
             content, where=row.where, index=index, source=self.source, template=self.template, folder=self.folder
         )
         refuse_media(prompt, row.where)
+        method = self.entry.accu_reward_method
+        # In a CSV file, an empty cell is the only way to write null.
+        if method is not None and prompt.columns.get("accu_reward_method") in (None, ""):
+            prompt = replace(prompt, columns={**prompt.columns, "accu_reward_method": method})
         return prompt if self.entry.rewards is None else replace(prompt, rewards=list(self.entry.rewards))
 
     def _rename_columns(self, content: dict[str, Any], where: str) -> dict[str, Any]:

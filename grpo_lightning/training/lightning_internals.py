@@ -108,6 +108,11 @@ def remember_saved_step(callback: ModelCheckpoint, step: int) -> None:
     callback._last_global_step_saved = step
 
 
+def last_saved_step(callback: ModelCheckpoint) -> int:
+    """The step of the last checkpoint that a callback has saved; 0 if it has saved none."""
+    return callback._last_global_step_saved
+
+
 def set_position(loops: dict[str, Any]) -> None:
     """Set Lightning's counters in a checkpoint to a position from which Lightning resumes exactly.
 
