@@ -69,19 +69,17 @@ from grpo_lightning.rollout.dynamic_sampling import DynamicSampling, source_of
 from grpo_lightning.rollout.engine import RolloutEngine
 from grpo_lightning.rollout.groups import (
     GroupSource,
-    OverlongFilter,
     Rollout,
     SharedGroups,
-    are_excluded,
     check_finite,
-    has_failed,
+    have_failed,
     kl_to_reference,
-    mask_truncated,
     per_completion,
     trained_lengths,
     vision_of,
 )
 from grpo_lightning.rollout.local_engine import LocalEngine, stop_ids
+from grpo_lightning.rollout.overlong_filter import OverlongFilter, are_truncated, mask_truncated
 from grpo_lightning.schedules import Schedule, SchedulerFactory
 from grpo_lightning.training import checkpoints, checks, data_checks
 from grpo_lightning.training.actor import Actor, OldLogprobs, lacks_ref_logprobs, seeded_dropout
@@ -440,7 +438,8 @@ class GRPOLightningModule(L.LightningModule):
             if self.conversations is not None:
                 add_conversations(self.metrics, rollout.groups)
                 self.conversations.warn_of_unread_rewards(rollout.groups, self.reward_set.rewards)
-            mask_truncated(rollout.groups, self.overlong_filter)
+            if self.overlong_filter != "none":
+                mask_truncated(rollout.groups)
             rollout = self.score_rewards(rollout)
         groups = rollout.groups
         rewards = per_completion(rollout.rewards, groups, name="rewards", verb="score_rewards")
@@ -451,7 +450,9 @@ class GRPOLightningModule(L.LightningModule):
         if self.reference is not None and self.objective.has_kl_reward:
             self.add_ref_logprobs(rollout)
             rewards = rewards - self.objective.beta * kl_to_reference(groups).view_as(rewards)
-        excluded = are_excluded(groups, self.overlong_filter).view_as(rewards)
+        excluded = have_failed(groups).view_as(rewards)
+        if self.overlong_filter == "group":
+            excluded |= are_truncated(groups).view_as(rewards)
         if self.conversations is not None:
             self.conversations.add_turn_credit(groups, excluded)
         return Rollout(groups, scores, rewards.masked_fill(excluded, torch.nan))
@@ -740,8 +741,7 @@ class GRPOLightningModule(L.LightningModule):
         with self.early_rewards(prompts):
             groups = self.generate(prompts, num_generations, sampling, seeds, shared=False)
             scores = self.begin_rewards(groups, num_generations).finish()
-        failed = [[has_failed(completion) for completion in group.completions] for group in groups]
-        return Evaluation(groups, scores.without(torch.tensor(failed, dtype=torch.bool).view_as(scores.total)))
+        return Evaluation(groups, scores.without(have_failed(groups).view_as(scores.total)))
 
     def on_validation_epoch_start(self) -> None:
         """Create the evaluation tables of each loader, one per kind of completion (sampled, greedy)."""

@@ -193,6 +193,11 @@ class Completion:
         return self.finish_reason != "stop"
 
     @property
+    def has_failed(self) -> bool:
+        """True if the environment of the completion failed, and `on_error` is "none"."""
+        return self.ending is not None and not self.ending.is_scorable
+
+    @property
     def environment_reward(self) -> float | None:
         """Sum of the environment's rewards for the turns; None if the environment gave no reward."""
         rewards = [turn.reward for turn in self.turns or () if turn.reward is not None]

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -172,43 +172,9 @@ def vision_of(
     return encoder.vision_inputs(vision, needs_blank=needs_blank(policy, vision, is_sharded=sharding.is_sharded))
 
 
-OverlongFilter = Literal["none", "loss", "group"]
-"""How truncated completions are treated (DAPO's overlong filtering, arXiv:2503.14476, sec. 3.4).
-
-The rewards of truncated completions are noisy: correct reasoning that was truncated scores like wrong reasoning. `none`
-trains on truncated completions normally. `loss` masks their tokens, but their rewards still count in the mean and std
-of their groups. `group` masks their tokens and excludes their rewards from the mean and std."""
-
-
-def mask_truncated(groups: Sequence[Group], overlong_filter: OverlongFilter) -> None:
-    """Mask all tokens of truncated completions, unless the filter is "none"."""
-    if overlong_filter == "none":
-        return
-    for group in groups:
-        for completion in group.completions:
-            if completion.is_truncated:
-                completion.mask = [False] * len(completion.token_ids)
-
-
-def are_excluded(groups: Sequence[Group], overlong_filter: OverlongFilter) -> Tensor:
-    """Whether each completion is excluded from the mean and std of its group: [N, G] bool.
-
-    A completion is excluded if it is truncated and the filter is "group", or if its environment failed and `on_error`
-    is "none".
-    """
-    excluded = [
-        [
-            (completion.is_truncated and overlong_filter == "group") or has_failed(completion)
-            for completion in group.completions
-        ]
-        for group in groups
-    ]
-    return torch.tensor(excluded, dtype=torch.bool)
-
-
-def has_failed(completion: Completion) -> bool:
-    """Whether the environment of a completion failed, and `on_error` is "none"."""
-    return completion.ending is not None and not completion.ending.is_scorable
+def have_failed(groups: Sequence[Group]) -> Tensor:
+    """Whether the environment of each completion failed, and `on_error` is "none": [N, G] bool."""
+    return torch.tensor([[c.has_failed for c in group.completions] for group in groups], dtype=torch.bool)
 
 
 def trained_lengths(groups: Sequence[Group]) -> Tensor:

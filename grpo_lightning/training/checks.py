@@ -24,7 +24,8 @@ from grpo_lightning.rewards.base import WeightedReward, innermost
 from grpo_lightning.rewards.environment import EnvironmentReward
 from grpo_lightning.rewards.scoring import Scores
 from grpo_lightning.rollout import dynamic_sampling
-from grpo_lightning.rollout.groups import OverlongFilter, Rollout
+from grpo_lightning.rollout.groups import Rollout
+from grpo_lightning.rollout.overlong_filter import OverlongFilter
 from grpo_lightning.training import data_checks
 from grpo_lightning.training.actor import OldLogprobs
 from grpo_lightning.training.lightning_internals import (

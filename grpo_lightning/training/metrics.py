@@ -28,7 +28,8 @@ from grpo_lightning.objective import Objective, ObjectiveTerms
 from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.rewards import Scores
 from grpo_lightning.rollout.dynamic_sampling import Resampling
-from grpo_lightning.rollout.groups import OverlongFilter, Rollout, has_failed
+from grpo_lightning.rollout.groups import Rollout
+from grpo_lightning.rollout.overlong_filter import OverlongFilter
 from grpo_lightning.training.lightning_internals import last_value, logged_items
 
 log = logging.getLogger(__name__)
@@ -414,7 +415,7 @@ maximum length or number of turns; its environment failed; or something else has
 
 def untrained_cause(completion: Completion, overlong_filter: OverlongFilter) -> Untrained | None:
     """Why a completion is not trained on; None if it is trained on."""
-    if has_failed(completion):
+    if completion.has_failed:
         return "failure"
     if completion.mask is None or any(completion.mask):
         return None

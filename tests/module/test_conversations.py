@@ -21,7 +21,8 @@ from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.rewards import EnvironmentReward, RewardWorkers, ToolUse, WeightedReward
 from grpo_lightning.rollout.conversations import ConversationSettings
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
-from grpo_lightning.rollout.groups import kl_to_reference, mask_truncated
+from grpo_lightning.rollout.groups import kl_to_reference
+from grpo_lightning.rollout.overlong_filter import mask_truncated
 from tests.environments.games import ByPromptLength, Counted, Faulty, double
 from tests.helpers.module_runs import SMALL, History, are_equal, fit, make_module, make_trainer, vowel_share, weights_of
 from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
@@ -188,7 +189,7 @@ def test_the_kl_of_a_filtered_conversation_leaves_out_observations():
     completion.ref_logprobs = ref_logprobs
     group = Group(Prompt("p"), [1], [completion])
     assert kl_to_reference([group]).tolist() == [[-0.5]]
-    mask_truncated([group], "loss")
+    mask_truncated([group])
     assert kl_to_reference([group]).tolist() == [[-0.5]]
 
 
