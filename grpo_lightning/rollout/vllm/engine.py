@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import itertools
 import logging
@@ -18,18 +17,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from grpo_lightning.core import ranks
-from grpo_lightning.core.types import Completion, MicroBatch, SamplingParams, VisionInputs, check_ranges
+from grpo_lightning.core.types import Completion, SamplingParams, VisionInputs, check_ranges
 from grpo_lightning.policy.completion_logprobs import Scorer
-from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.families import FAMILIES, family_of, is_multimodal
-from grpo_lightning.policy.probe import probe_mode
 from grpo_lightning.policy.settings import PolicySettings
-from grpo_lightning.policy.sharding import Sharding, full_shape
+from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.tokenizer import load_processor
-from grpo_lightning.policy.transformers_internals import base_model, compute_device, left_pad, num_positions
+from grpo_lightning.policy.transformers_internals import base_model, num_positions
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turns
 from grpo_lightning.rollout.local_engine import stop_ids
 from grpo_lightning.rollout.vllm import adapters, colocate, images, servers, weights
+from grpo_lightning.rollout.vllm.logprob_check import LogprobProbe, check_difference
 from grpo_lightning.rollout.vllm.requests import (
     Answer,
     Arrivals,
@@ -68,17 +66,6 @@ OF_MODE: dict[str, tuple[str, ...]] = {
 }
 """For each mode, the settings that apply only to this mode. In mode `server`, flags of `vllm serve` replace the
 settings of `colocate`."""
-
-PROBE_TEMPERATURE = 0.5
-"""Temperature of the probe. It is not 1, so that log-probs with and without the temperature differ."""
-
-LARGEST_DIFFERENCE = {torch.float32: 0.01, torch.bfloat16: 0.1, torch.float16: 0.1}
-"""Largest accepted mean |difference| between vLLM's and the policy's log-probs in the probe, in nats, by the dtype of
-the weights. If vLLM's dtype and the policy's differ, the coarser one counts."""
-
-
-QUANTIZED_DIFFERENCE = 0.5
-"""Largest accepted mean |difference| if `quantization` is set, in nats."""
 
 
 class Backend(Protocol):
@@ -932,8 +919,7 @@ class VLLMEngine(RolloutEngine):
     def check_logprobs(self, scorer: Scorer) -> None:
         """Check that vLLM's log-probs equal those of training, on a small rollout.
 
-        This finds servers that report log-probs without the temperature, weights that vLLM loads differently, and
-        kernels that compute different results. `policy/rollout_kl` measures the difference in every rollout.
+        See `rollout/vllm/logprob_check.py`. Collective: every rank must call it.
 
         Args:
             scorer: Computes the policy's log-probs in training.
@@ -942,62 +928,13 @@ class VLLMEngine(RolloutEngine):
             ValueError: If the log-probs differ by more than rounding.
         """
         self.sync_weights(self.policy)
-        with probe_mode(self.policy):
-            difference = float(ranks.max_over_ranks(self.probe_difference(scorer).mean()))
+        probe = LogprobProbe(self, self.policy, self.tokenizer, self.processor, self.stop_ids, scorer)
         dtypes = {self.sharding.gathered_dtype or parameter.dtype for parameter in self.policy.parameters()}
         if self.mode == "colocate" and self.dtype != "auto":
             dtypes.add(getattr(torch, self.dtype))
-        is_server = self.mode == "server"  # the server's dtype is not known
-        tolerance = max(
-            LARGEST_DIFFERENCE.get(dtype, 0.1) for dtype in dtypes | ({torch.bfloat16} if is_server else set())
+        check_difference(
+            probe.mean_difference(),
+            dtypes,
+            is_server=self.mode == "server",
+            is_quantized=self.quantization is not None,
         )
-        if self.quantization is not None:
-            tolerance = max(tolerance, QUANTIZED_DIFFERENCE)
-        if not difference <= tolerance:
-            remedy = "Start the server with --logprobs-mode processed_logprobs." if is_server else "Use LocalEngine."
-            raise ValueError(
-                f"vLLM's log-probs of sampled tokens differ from the policy's by {difference:.2g} nats on average, "
-                f"more than rounding explains ({tolerance:g}). {remedy}"
-            )
-        log.info("vLLM's log-probs differ from the policy's by %.1e nats on average (probe).", difference)
-
-    @torch.no_grad()
-    def probe_difference(self, scorer: Scorer) -> Tensor:
-        """|vLLM's log-probs - scorer's log-probs| for 2 prompts x 2 completions: [sampled tokens], nats."""
-        device = compute_device(self.policy)
-        prompts, vision = self.probe_prompts(scorer)
-        ids, mask = left_pad(prompts, pad_id=0)
-        # Stop tokens are suppressed, so that all completions have the same length.
-        never = tuple(sorted({*scorer.never, *self.stop_ids}))
-        sampling = SamplingParams(max_completion_length=8, temperature=PROBE_TEMPERATURE, suppress_tokens=list(never))
-        groups = self.generate(prompts, 2, sampling, seeds=[0, 1], vision=vision)
-        rows = [completion for group in groups for completion in group]
-        everything = torch.ones(len(rows), 8, dtype=torch.bool, device=device)
-        logprobs = torch.tensor([row.logprobs for row in rows], device=device)
-        batch = MicroBatch(
-            prompt_ids=ids.to(device),
-            prompt_mask=mask.to(device),
-            prompt_index=torch.tensor([0, 0, 1, 1], device=device),
-            completion_ids=torch.tensor([row.token_ids for row in rows], device=device),
-            attention_mask=everything,
-            completion_mask=everything,
-            advantages=logprobs.new_ones(len(rows)),
-            rollout_logprobs=logprobs,
-            vision=vision,
-        )
-        scores = dataclasses.replace(scorer, never=never)(self.policy, batch, temperature=PROBE_TEMPERATURE).logprobs
-        return (logprobs - scores).abs().flatten()
-
-    def probe_prompts(self, scorer: Scorer) -> tuple[list[list[int]], VisionInputs | None]:
-        """Make two prompts of random tokens; for a multimodal policy, the second one is an image and a word."""
-        size = full_shape(self.policy.get_input_embeddings().weight)[0]  # type: ignore[operator,union-attr]
-        # A prompt without images must not contain image tokens.
-        known = torch.tensor(sorted(set(range(size)) - set(scorer.never)), device="cpu")
-        generator = torch.Generator().manual_seed(0)
-        prompts = known[torch.randint(len(known), (2, 8), generator=generator, device="cpu")].tolist()
-        if self.processor is None:
-            return prompts, None
-        encoder = Encoder(self.tokenizer, self.processor, base_model(self.policy).config)
-        encoded = encoder(images.probe_prompt())
-        vision = encoder.vision_inputs([None, encoded.vision], needs_blank=False)
-        return [prompts[0], encoded.token_ids], vision
