@@ -23,6 +23,7 @@ from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.rewards import Accuracy, ExactMatch, Reward, RewardSet, RewardWorkers, WeightedReward
 from grpo_lightning.rewards import workers as workers_module
 from grpo_lightning.rewards.base import TrainerState
+from grpo_lightning.rewards.worker_processes import MOST_RECORDS
 from tests.marks import SLOW, few
 from tests.rewards import misbehaving
 
@@ -192,12 +193,11 @@ def test_what_a_call_logs_is_in_the_log_of_the_run(caplog):
 
 @pytest.mark.parametrize("num_dropped", [0, 5])
 def test_the_first_messages_of_a_call_are_kept_and_the_others_are_counted(num_dropped, caplog):
-    most = workers_module.MOST_RECORDS
-    reward_set(misbehaving.logs_often).score(groups(str(most + num_dropped)))
+    reward_set(misbehaving.logs_often).score(groups(str(MOST_RECORDS + num_dropped)))
     dropped = "Reward 'logs_often': 5 more log messages of this call were dropped; the limit is 10,000 per call."
     assert [(r.name, r.levelname, r.message) for r in caplog.records] == [
-        ("my.rewards", "WARNING", f"Reward 'logs_often': look at this ({most} times)"),
-        *[("grpo_lightning.rewards.workers", "WARNING", dropped)] * (num_dropped > 0),
+        ("my.rewards", "WARNING", f"Reward 'logs_often': look at this ({MOST_RECORDS} times)"),
+        *[("grpo_lightning.rewards.worker_processes", "WARNING", dropped)] * (num_dropped > 0),
     ]
 
 
