@@ -7,7 +7,8 @@ from grpo_lightning.callbacks.export_policy import ExportPolicy
 from grpo_lightning.callbacks.learning_curves import LearningCurves
 from grpo_lightning.callbacks.newest_checkpoints import NewestCheckpoints
 from grpo_lightning.callbacks.progress import ProgressBar
-from grpo_lightning.callbacks.run_report import RunRecord, RunReport
+from grpo_lightning.callbacks.run_record import RunRecord
+from grpo_lightning.callbacks.run_report import RunReport
 from grpo_lightning.callbacks.run_summary import RunSummary
 from grpo_lightning.callbacks.watchdog import Watchdog
 from grpo_lightning.callbacks.write_predictions import WritePredictions

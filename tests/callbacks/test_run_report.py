@@ -1,7 +1,6 @@
-"""Every run is recorded, and writes its report at its end, whatever ended it."""
+"""A run writes its report at its end, whatever ended it."""
 
 import json
-import subprocess
 
 import pytest
 
@@ -44,17 +43,6 @@ def test_a_run_that_fails(tmp_path, kind):
     assert (tmp_path / "report.html").exists() == (kind is RunReport)
 
 
-def test_while_the_run_goes_on_it_is_running(tmp_path):
-    seen = []
-
-    def noted(completions):
-        seen.append(record_of(tmp_path)["status"])
-        return [float(len(text)) for text in completions]
-
-    fit(make_module(length=3, rewards=[noted]), max_steps=1, callbacks=[RunRecord(dirpath=str(tmp_path))])
-    assert set(seen) == {"running"}
-
-
 def test_a_report_that_cannot_be_written_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
     def broken(*args, **options):
         raise OSError("no space left")
@@ -63,24 +51,6 @@ def test_a_report_that_cannot_be_written_does_not_stop_the_run(tmp_path, monkeyp
     fit(make_module(length=3), max_steps=1, callbacks=[RunReport(dirpath=str(tmp_path))])
     assert record_of(tmp_path)["status"] == "finished"
     assert "The report of the run was not written: no space left" in caplog.text
-
-
-def test_the_commit_is_that_of_the_current_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert module_of_callback.commit() == {}
-
-    def git(*arguments):
-        options = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-        return subprocess.run(["git", *options, *arguments], check=True, capture_output=True, text=True).stdout.strip()
-
-    git("init")
-    (tmp_path / "a.txt").write_text("one")
-    git("add", "a.txt")
-    git("commit", "-m", "first")
-    assert module_of_callback.commit() == {"commit": git("rev-parse", "HEAD"), "has_changes": False}
-    (tmp_path / "a.txt").write_text("two")
-    assert module_of_callback.commit()["has_changes"] is True
 
 
 def test_sizes_are_checked():

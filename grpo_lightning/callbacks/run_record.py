@@ -1,0 +1,120 @@
+"""A callback that records what a run is in `run.json`: command, versions, device, commit, and how the run ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import subprocess
+import sys
+import time
+import traceback
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from grpo_lightning.core.files import atomic_write, run_folder
+from grpo_lightning.core.seeding import run_seed
+from grpo_lightning.module import GRPOLightningModule
+
+PACKAGES = ("grpo-lightning", "torch", "lightning", "transformers", "peft", "deepspeed", "vllm")
+"""Packages whose versions are recorded."""
+
+
+class RunRecord(L.Callback):
+    """Writes `run.json` in the run's folder: command, versions and devices of the run, and how the run ended.
+
+    `fit` adds this callback by default.
+
+    The file has the fields command, started, ended (seconds since 1970), status (`running`, `finished`, `interrupted`
+    or `failed`), error, step (optimizer steps done), resumed_at_step (null for a new run), seed, versions and device
+    (accelerator, name, strategy, precision; numbers of devices, nodes, ranks and CPU threads). If the current folder is
+    in a git repository, the file also has the fields commit and has_changes (true if files differ from the commit). The
+    status of a killed run stays `running`.
+
+    Args:
+        dirpath: Output folder; null is the run's folder.
+    """
+
+    def __init__(self, dirpath: str | None = None) -> None:
+        self.dirpath = dirpath
+        self.folder: Path | None = None
+        self.record: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the record of a run that begins or resumes."""
+        assert isinstance(pl_module, GRPOLightningModule)
+        self.folder = run_folder(trainer, self.dirpath)
+        self.record = {
+            "command": sys.argv,
+            "started": time.time(),
+            "resumed_at_step": trainer.global_step or None,
+            "seed": run_seed(pl_module.seed),
+            "versions": versions(),
+            "device": device_of(trainer),
+            **commit(),
+        }
+        self.write(trainer, "running")
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Record the end of the run."""
+        self.write(trainer, "interrupted" if trainer.interrupted else "finished")
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Record the error that ended the run."""
+        is_stopped = isinstance(exception, KeyboardInterrupt | SystemExit)
+        trace = "".join(traceback.format_exception(exception))
+        error = {"type": type(exception).__name__, "message": str(exception), "traceback": trace[-20_000:]}
+        self.record["error"] = error
+        self.write(trainer, "interrupted" if is_stopped else "failed")
+
+    def write(self, trainer: L.Trainer, status: str) -> None:
+        """Write the file on rank 0 (atomic write)."""
+        if self.folder is None or not trainer.is_global_zero:  # an error before training started
+            return
+        ended = None if status == "running" else time.time()
+        record = {"status": status, "ended": ended, "step": trainer.global_step, **self.record}
+        with atomic_write(self.folder / "run.json") as unfinished:
+            unfinished.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of those `PACKAGES` that are installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def device_of(trainer: L.Trainer) -> dict[str, Any]:
+    """The devices of the run, for the report."""
+    root = trainer.strategy.root_device
+    is_cuda = root.type == "cuda"
+    return {
+        "accelerator": root.type,
+        "name": torch.cuda.get_device_name(root) if is_cuda else platform.processor() or platform.machine(),
+        "num_devices": trainer.num_devices,
+        "num_nodes": trainer.num_nodes,
+        "world_size": trainer.world_size,
+        "strategy": type(trainer.strategy).__name__,
+        "precision": str(trainer.precision),
+        "num_threads": torch.get_num_threads(),
+    }
+
+
+def commit() -> dict[str, Any]:
+    """Commit of the current folder's git repository, and whether its files have changes; {} without a repository."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)  # noqa: S603
+        return result.stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "has_changes": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):  # no git, or no repository
+        return {}
