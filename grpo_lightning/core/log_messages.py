@@ -16,7 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-NOISE = (
+LIGHTNING_NOISE = (
     # Advertisements for optional packages, which Lightning prints on every run.
     r"Tip.*(litlogger|litmodels)",
     # The command line logs the devices in use. Lightning still warns of a GPU that is available but not used.
@@ -32,17 +32,21 @@ NOISE = (
 )
 """Patterns of Lightning's log messages that are dropped."""
 
-HARMLESS_LOG_WARNINGS = {
-    # bitsandbytes logs it when it is imported on a CPU: it then quantizes with its own, slower code.
-    "bitsandbytes.backends.cpu.ops": r"^Failed to load CPU gemm_4bit_forward from kernels-community",
-}
-"""For each logger of another package, the pattern of its warnings that are dropped."""
-
-NOISY_LOGGERS = (
+LIGHTNING_LOGGERS = (
     "lightning.pytorch.utilities.rank_zero",
     "lightning.fabric.utilities.seed",
     "lightning.pytorch.trainer.connectors.checkpoint_connector",
 )
+
+NOISE: dict[str, tuple[int, tuple[str, ...]]] = {
+    **dict.fromkeys(LIGHTNING_LOGGERS, (logging.INFO, LIGHTNING_NOISE)),
+    # bitsandbytes logs it when it is imported on a CPU: it then quantizes with its own, slower code.
+    "bitsandbytes.backends.cpu.ops": (
+        logging.WARNING,
+        (r"^Failed to load CPU gemm_4bit_forward from kernels-community",),
+    ),
+}
+"""For each logger of another package, the messages that are dropped: their highest level, and their patterns."""
 
 HARMLESS_WARNINGS = (
     # Lightning's own use of torch's pytrees.
@@ -144,8 +148,8 @@ class NoNoise(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """True if the record is to be shown."""
-        message = record.getMessage()
-        return record.levelno > logging.INFO or not any(re.search(pattern, message) for pattern in NOISE)
+        level, patterns = NOISE[record.name]
+        return record.levelno > level or not any(re.search(pattern, record.getMessage()) for pattern in patterns)
 
 
 class WarnOnce:
@@ -196,25 +200,13 @@ def quiet_libraries(*, has_validation: bool) -> None:
     transformers_logging.disable_progress_bar()
 
 
-class NoHarmlessWarning(logging.Filter):
-    """Drops the warnings of a logger that `HARMLESS_LOG_WARNINGS` lists."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """True if the record is to be shown."""
-        return not re.search(HARMLESS_LOG_WARNINGS[record.name], record.getMessage())
-
-
 def quiet_loggers() -> None:
-    """Drop the `NOISE` among Lightning's log messages, and the warnings in `HARMLESS_LOG_WARNINGS`."""
+    """Drop the `NOISE` among the log messages of Lightning and bitsandbytes."""
     # Filters of parent loggers do not apply to child loggers, so the filter goes to the loggers of these messages.
-    for name in NOISY_LOGGERS:
+    for name in NOISE:
         logger = logging.getLogger(name)
         if not any(isinstance(known, NoNoise) for known in logger.filters):
             logger.addFilter(NoNoise())
-    for name in HARMLESS_LOG_WARNINGS:
-        logger = logging.getLogger(name)
-        if not any(isinstance(known, NoHarmlessWarning) for known in logger.filters):
-            logger.addFilter(NoHarmlessWarning())
 
 
 def nearest(name: str, known: Iterable[str], n: int = 3, cutoff: float = 0.6) -> list[str]:

@@ -22,7 +22,7 @@ RANK_ZERO = "lightning.pytorch.utilities.rank_zero"
 def restore():
     yield
     transformers_logging.enable_progress_bar()
-    for name in log_messages.NOISY_LOGGERS:
+    for name in log_messages.NOISE:
         logger = logging.getLogger(name)
         logger.filters[:] = [known for known in logger.filters if not isinstance(known, NoNoise)]
 
@@ -87,12 +87,12 @@ def test_tips_are_left_out_and_nothing_else(caplog):
 )
 def test_messages_that_the_run_makes_superfluous_are_dropped_and_no_others(caplog, message, is_shown):
     log_messages.quiet_loggers()
-    for name in log_messages.NOISY_LOGGERS:
+    for name in log_messages.LIGHTNING_LOGGERS:
         with caplog.at_level("INFO", name):
             logging.getLogger(name).info(message)
             logging.getLogger(name).warning(message)
     levels = [record.levelname for record in caplog.records]
-    expected = (["INFO", "WARNING"] if is_shown else ["WARNING"]) * len(log_messages.NOISY_LOGGERS)
+    expected = (["INFO", "WARNING"] if is_shown else ["WARNING"]) * len(log_messages.LIGHTNING_LOGGERS)
     assert levels == expected, "a warning is never dropped"
 
 
@@ -111,7 +111,7 @@ def test_the_warning_of_bitsandbytes_about_a_faster_kernel_is_dropped_and_no_oth
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_logs_these_messages_by_these_loggers(caplog, tmp_path):
     """Another release may word them otherwise, or log them elsewhere."""
-    for name in log_messages.NOISY_LOGGERS:
+    for name in log_messages.LIGHTNING_LOGGERS:
         caplog.set_level("INFO", name)
 
     def logged():
@@ -122,9 +122,9 @@ def test_lightning_logs_these_messages_by_these_loggers(caplog, tmp_path):
         trainer = L.Trainer(accelerator="cpu", logger=False, max_steps=1, default_root_dir=tmp_path, **options)
         trainer.fit(model, model.train_dataloader())
         trainer.save_checkpoint(tmp_path / "last.ckpt")
-        return [record for record in caplog.records if record.name in log_messages.NOISY_LOGGERS]
+        return [record for record in caplog.records if record.name in log_messages.LIGHTNING_LOGGERS]
 
-    assert {record.name for record in logged()} == {*log_messages.NOISY_LOGGERS}
+    assert {record.name for record in logged()} == {*log_messages.LIGHTNING_LOGGERS}
     log_messages.quiet_loggers()
     assert logged() == []
 
