@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from grpo_lightning.callbacks.newest_checkpoints import is_last_epoch
+from grpo_lightning.callbacks.newest_checkpoints import is_last_step_due
 from grpo_lightning.training.lightning_internals import last_saved_step
 
 
@@ -32,11 +32,8 @@ class LastCheckpoint(ModelCheckpoint):
         self.others = others
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """At the end of the last epoch, save the last step, unless only weights are saved.
-
-        `on_train_end` would be too late for a checkpoint from which a run can resume, see `NewestCheckpoints`.
-        """
-        if not self.save_weights_only and is_last_epoch(trainer):
+        """At the end of the last epoch, save the last step, unless only weights are saved (`is_last_step_due`)."""
+        if is_last_step_due(self, trainer):
             self.save_last_step(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -58,14 +58,9 @@ class NewestCheckpoints(ModelCheckpoint):
         super().setup(trainer, pl_module, stage)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """At the end of the last epoch, save a checkpoint of the last step, as Hugging Face's Trainer does.
-
-        `on_train_end` would be too late: by then, `WeightAveraging` has replaced the weights by their average, from
-        which no run could resume. With `save_only_model`, no run resumes from the checkpoint in any case, so
-        `on_train_end` saves the average.
-        """
+        """At the end of the last epoch, save a checkpoint of the last step, as Hugging Face's Trainer does."""
         super().on_train_epoch_end(trainer, pl_module)
-        if not self.save_weights_only and is_last_epoch(trainer):
+        if is_last_step_due(self, trainer):
             self.save_last_step(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -78,6 +73,16 @@ class NewestCheckpoints(ModelCheckpoint):
         if trainer.global_step != self._last_global_step_saved and not self._should_skip_saving_checkpoint(trainer):
             candidates: dict[str, Any] = self._monitor_candidates(trainer)
             self._save_topk_checkpoint(trainer, candidates)
+
+
+def is_last_step_due(callback: ModelCheckpoint, trainer: L.Trainer) -> bool:
+    """True if a callback must save the last step at the end of this epoch, instead of in `on_train_end`.
+
+    For a checkpoint from which a run can resume, `on_train_end` would be too late: by then, `WeightAveraging` has
+    replaced the weights by their average, from which no run could resume. If a callback saves only weights, no run
+    resumes from its checkpoint in any case, so `on_train_end` saves the average.
+    """
+    return not callback.save_weights_only and is_last_epoch(trainer)
 
 
 def is_last_epoch(trainer: L.Trainer) -> bool:
