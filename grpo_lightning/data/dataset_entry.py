@@ -16,7 +16,7 @@ from typing import Any, Literal, cast, get_args
 from grpo_lightning.core.log_messages import nearest
 from grpo_lightning.data.images.box_checks import Boxes
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")
 """Suffixes of data files; `readers.READERS` has a reader for each."""
@@ -307,7 +307,7 @@ def select(rows_count: int, strategy: str, *, seed: int, name: str) -> list[int]
     parsed = parse_strategy(strategy, name=name)
     wanted = parsed.num_rows(rows_count)
     if wanted > rows_count:
-        logger.warning("%s: %s requests more than the %d available rows; all are used.", name, strategy, rows_count)
+        log.warning("%s: %s requests more than the %d available rows; all are used.", name, strategy, rows_count)
     rows = range(rows_count)
     if parsed.take == "end":
         rows = rows[max(rows_count - wanted, 0) :]

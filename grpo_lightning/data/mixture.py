@@ -44,7 +44,7 @@ from grpo_lightning.data.parallel import in_processes
 from grpo_lightning.data.readers import DatasetRows, Row, RowReader, find_file, open_dataset, read_file, stream_dataset
 from grpo_lightning.data.templates import PromptTemplate
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 Entries: TypeAlias = Sequence[DatasetEntry | Mapping[str, Any] | str] | str | os.PathLike[str]
 """A list of the entries of a mixture, or the path of one data file or of a YAML file with entries. Each entry is a
@@ -87,7 +87,7 @@ def load_mixture(
     for source, entry in named:
         rows = _all_rows(entry)
         chosen = select(len(rows), entry.strategy, seed=seed, name=source)
-        logger.info("%s: %d of %d rows of %s (%s)", source, len(chosen), len(rows), entry.label, entry.strategy)
+        log.info("%s: %d of %d rows of %s (%s)", source, len(chosen), len(rows), entry.label, entry.strategy)
         reader = RowReader(source, entry, template or PromptTemplate(), entry.image_folder(image_root), limit)
         boxes[source] = entry.boxes
         items = [(rows[number], len(measured) + place) for place, number in enumerate(chosen)]

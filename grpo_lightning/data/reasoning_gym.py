@@ -26,7 +26,7 @@ from grpo_lightning.core.files import put_whole
 from grpo_lightning.core.log_messages import nearest
 from grpo_lightning.core.seeding import derived_seed, run_seed
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 CODE_VERSION = 2
 """Version of the files that this module writes. Increase it when a code change changes the files: existing output
@@ -276,7 +276,7 @@ class ReasoningGymTasks:
                     "questions. Change its settings to allow more, or lower size."
                 )
             if len(heldout) < len(later):
-                logger.info(
+                log.info(
                     "%s: %d of %d held-out questions are dropped: they are also trained on, or are duplicates.",
                     *(task, len(later) - len(heldout), len(later)),
                 )

@@ -31,7 +31,7 @@ from grpo_lightning.rewards.answers import (
 from grpo_lightning.rewards.base import Content, Reward, WeightedReward, completion_text
 from grpo_lightning.rewards.workers import RewardWorkers, WorkerPool
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 MOST_UNDECIDED = 4
 """Maximum number of failed or timed-out comparisons per ground-truth answer in a call."""
@@ -191,10 +191,10 @@ class Accuracy(AnswerReward):
         except UndecidedError as error:
             undecided[gold] += 1
             last = " Further answers to this question are not compared." if undecided[gold] == MOST_UNDECIDED else ""
-            logger.warning("Accuracy: %.80r could not be compared with %.80r: %s.%s", answer, gold, error, last)
+            log.warning("Accuracy: %.80r could not be compared with %.80r: %s.%s", answer, gold, error, last)
             return None
         if is_right is None:
-            logger.warning(
+            log.warning(
                 "Accuracy: the ground truth %.80r cannot be parsed as one mathematical answer. If it is a worked "
                 "solution, put the answer into \\boxed{}.",
                 gold,

@@ -80,7 +80,7 @@ from grpo_lightning.core.types import Message
 if TYPE_CHECKING:  # worker processes must not import torch, which only type hints need here
     import torch
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 SHARED = ("max_completion_length", "trainer_state", "log_extra", "log_metric")
 """Arguments with one value per call instead of one per completion."""
@@ -525,7 +525,7 @@ def _name(reward: RewardLike) -> str:
 @functools.cache  # logged once
 def _rename_reward(name: str) -> str:
     """Rename a reward whose name is reserved in the logs."""
-    logger.warning(
+    log.warning(
         "The reward %r is called %r in logs and settings, because the logs use %r for another metric. "
         "Set another name with WeightedReward(reward, name=...).",
         name,

@@ -39,7 +39,7 @@ from grpo_lightning.rewards.base import (
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _YES_NO = re.compile(r"\b(?:yes|no)\b", re.IGNORECASE)
 _WORD = re.compile(r"[A-Za-z]{3}")
@@ -176,7 +176,7 @@ class AnyAnswer(Method):
             try:
                 is_right = self.accuracy.compare(right, given)
             except UndecidedError as error:
-                logger.warning("AnyAnswer: %.80r could not be compared with %.80r: %s.", given, right, error)
+                log.warning("AnyAnswer: %.80r could not be compared with %.80r: %s.", given, right, error)
                 return None
             if is_right is not None:
                 return float(is_right)

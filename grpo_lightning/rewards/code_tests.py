@@ -35,7 +35,7 @@ from grpo_lightning.rewards.code_rows import (
 )
 from grpo_lightning.rewards.sandbox.client import Limits, Sandbox, SandboxError, check_sandbox
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 Score = Literal["fraction", "all"]
 
@@ -184,7 +184,7 @@ class CodeTests(Reward):
         results = self._run_all(programs, rows)
         scored = [result for result in results if result is not None]
         if problems := [result.problem for result in scored if result.problem]:
-            logger.warning("CodeTests: %d programs are not scorable. First: %s.", len(problems), problems[0])
+            log.warning("CodeTests: %d programs are not scorable. First: %s.", len(problems), problems[0])
         if log_extra is not None:
             log_extra("code_tests", [None if result is None else result.text for result in results])
         if log_metric is not None and scored:
@@ -200,7 +200,7 @@ class CodeTests(Reward):
         except SandboxError as error:
             raise ValueError(str(error)) from error
         if possible:
-            logger.warning(
+            log.warning(
                 "CodeTests: the kernel has no Landlock, so programs can %s: every file of this user, the data and keys "
                 "too. They cannot write files, open sockets or start processes.",
                 " and ".join(possible),

@@ -10,7 +10,7 @@ from grpo_lightning.data.reasoning_gym import EVALUATES_ANSWERS, Entry, package,
 from grpo_lightning.rewards.answers import given_answer
 from grpo_lightning.rewards.base import Content, ImageSize, Reward, completion_text
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 COLUMNS = ("task", "task_config", "entry")
 """The columns written by `ReasoningGymTasks` that the reward reads."""
@@ -79,7 +79,7 @@ class ReasoningGym(Reward):
             problems += [f"{name}: {problem}"] if problem else []
             values.append(self.failed_value if problem else value)
         if problems:
-            logger.warning(
+            log.warning(
                 "The verifiers of reasoning-gym failed on %d of %d completions, which get the value %r. First: %s",
                 *(len(problems), len(values), self.failed_value, problems[0]),
             )

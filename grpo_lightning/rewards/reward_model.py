@@ -20,7 +20,7 @@ from grpo_lightning.rewards.base import Content, ImageSize, Reward, completion_t
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 Tokens = tuple[int, ...]
@@ -241,7 +241,7 @@ class RewardModel(Reward):
         self.source.check()
         limit = longest(self.source.load_config(), self.tokenizer, self.max_length)
         if limit is not None and limit <= max_completion_length:
-            logger.warning(
+            log.warning(
                 "RewardModel: the model takes %d tokens, but a completion may have %d (sampling.max_completion_length) "
                 "in addition to its prompt: the longest completions will not be scorable.",
                 limit,
@@ -303,7 +303,7 @@ class RewardModel(Reward):
         fitting = {tokens for tokens in sequences if tokens and (limit is None or len(tokens) <= limit)}
         too_long = sum(limit is not None and len(tokens) > limit for tokens in sequences)
         if too_long:
-            logger.warning(
+            log.warning(
                 "RewardModel: %d of %d sequences exceed the model's limit of %d tokens (longest: %d); their "
                 "completions are not scorable.",
                 too_long,

@@ -19,6 +19,8 @@ from grpo_lightning.rewards.base import CONTRACT, METHOD_COLUMN, RESERVED_NAMES,
 from grpo_lightning.rewards.scoring import CallContext, EarlyCalls, Scores, Scoring, applies
 from grpo_lightning.rewards.workers import RewardWorkers, WorkerPool
 
+log = logging.getLogger(__name__)
+
 
 class RewardSet:
     """The rewards of a run.
@@ -246,9 +248,6 @@ def _check_weights(weights: Sequence[float], rewards: Sequence[WeightedReward]) 
         if not math.isfinite(weight):
             raise ValueError(f"reward_weights must be finite, got {weight} for {reward.name!r}.")
     return [float(weight) for weight in weights]
-
-
-log = logging.getLogger(__name__)
 
 
 def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> None:

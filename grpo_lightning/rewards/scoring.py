@@ -39,7 +39,7 @@ from grpo_lightning.rewards.base import (
 )
 from grpo_lightning.rewards.workers import Answer, WorkerPool, call_reward, describe_error, describe_value
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 FAILURES = ("exception", "timeout", "crash", "wrong_length", "invalid_value", "not_scorable")
 """Kinds of failures, in this order: the call raised an error; the call timed out; the worker process of the call died;
@@ -163,7 +163,7 @@ class EarlyCalls:
         num_unused = self.pool.cancel_early()
         for reward, future in self._prefetches:
             if not future.cancel() and (error := future.exception()) is not None:
-                logger.warning("Reward %r: `prefetch` raised %s.", reward.name, describe_error(error)[0])
+                log.warning("Reward %r: `prefetch` raised %s.", reward.name, describe_error(error)[0])
         is_used = self.is_scored and (self._num_calls == 0 or num_unused < self._num_calls)
         return is_used or not (self._num_calls or self._prefetches)
 
@@ -457,7 +457,7 @@ class RewardCall:
         for kind, messages in self._warnings.items():
             repeats = f" The first of {len(messages)} such failures, {self.failures[kind]} completions in total."
             repeats = repeats if len(messages) > 1 else ""
-            logger.warning("%s Continuing with %r.%s", messages[0], self.reward.error_value, repeats)
+            log.warning("%s Continuing with %r.%s", messages[0], self.reward.error_value, repeats)
 
 
 def _as_rows(result: Any, num_groups: int, group_size: int, *, per_group: bool) -> list[list[Any]] | None:

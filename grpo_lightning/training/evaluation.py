@@ -20,7 +20,7 @@ from grpo_lightning.core.types import Completion, Group, SamplingParams, check_r
 from grpo_lightning.functional.pass_at_k import interval, pass_at_k
 from grpo_lightning.rewards import RewardSet, Scores
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -297,7 +297,7 @@ def failures(completion: Completion) -> float:
 @functools.cache  # once per process
 def warn_never_solved(reward: str, success_value: float) -> None:
     """Warn that no completion counts as solved."""
-    logger.warning(
+    log.warning(
         "Reward %r decides what counts as solved, but none of its values reached success_value %g. If it never can, "
         "avg@G and pass@G stay 0: lower model.validation.success_value, or set model.validation.success to another "
         "reward.",
