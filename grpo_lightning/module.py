@@ -91,7 +91,7 @@ from grpo_lightning.training.evaluation import (
     evaluation_tables,
     numbers_of,
 )
-from grpo_lightning.training.lightning_internals import clipping_unscaled, set_position
+from grpo_lightning.training.lightning_internals import clipping_unscaled, num_training_steps, set_position
 from grpo_lightning.training.metrics import (
     PeakMemory,
     StepLog,
@@ -255,6 +255,8 @@ class GRPOLightningModule(L.LightningModule):
         """This rank's latest rollout, for callbacks to inspect. Training reads `run.cycle` instead."""
         self.run = RunState(self.teams)
         self.is_connected = False
+        self.requested_max_steps = -1
+        """`trainer.max_steps` before it was rounded up to complete cycles."""
         self.in_flight: InFlight | None = None
         """Groups that are sampled in the background; None if `max_staleness` is 0, and before training starts."""
         self.router_loss: RouterLoss | None = None
@@ -338,7 +340,11 @@ class GRPOLightningModule(L.LightningModule):
             self.add_ref_logprobs(rollout)  # overlaps with the reward workers
         with self.phase("reward"):
             scores = scoring.finish()
-        rewards = self.objective.combine_rewards(scores.total, scores.by_reward, self.reward_set.weights)
+        # Excluded completions are left out before rewards are combined, because `normalize_then_sum` compares each
+        # reward with the mean of its group.
+        excluded = are_excluded(rollout.groups, self.overlong_filter).view_as(scores.total)
+        total = scores.total.masked_fill(excluded, torch.nan)
+        rewards = self.objective.combine_rewards(total, scores.by_reward, self.reward_set.weights)
         return replace(rollout, scores=scores, rewards=rewards)
 
     def resample(self, rollout: Rollout) -> Rollout:
@@ -393,7 +399,7 @@ class GRPOLightningModule(L.LightningModule):
             entropy=tokens.entropy,
             router_loss=None if self.router_loss is None else self.router_loss.share(tokens.load),
         )
-        add_update(self.metrics, batch, terms)
+        add_update(self.metrics, batch, terms, is_engine_compared=self.old_logprobs == "recompute")
         return terms.loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
 
     # ------------------------------------------------------------------------------------------------------ the cycle
@@ -788,6 +794,7 @@ class GRPOLightningModule(L.LightningModule):
         self.check_data()
         if stage == "fit":
             self.run.cycle = None  # removes the cycle of an earlier run; a checkpoint, loaded later, sets its own cycle
+            self.requested_max_steps = self.trainer.max_steps
             checks.round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
 
     def check_settings(self) -> None:
@@ -809,7 +816,7 @@ class GRPOLightningModule(L.LightningModule):
         checks.check_sync_reference(self.sync_reference, beta=self.objective.beta, has_lora=has_lora)
         checks.check_offload(self.offload, has_copy=self.objective.needs_reference and not has_lora)
         if self.conversations is not None:
-            checks.check_turn_credit(self.conversations.settings.turn_credit, self.objective.surrogate)
+            checks.check_turn_credit(self.conversations.settings.turn_credit, self.objective)
         dynamic_sampling.check(self.dynamic_sampling, names, is_kl_in_reward=self.objective.has_kl_reward)
         with contextlib.suppress(FileNotFoundError):  # `plan` builds modules without the files of a reward model
             self.reward_set.check(self.sampling.max_completion_length)
@@ -962,12 +969,15 @@ class GRPOLightningModule(L.LightningModule):
         checks.check_loader_teams(self.trainer.train_dataloader, self.ranks_per_group)  # also for a user's data module
         checks.warn_of_few_prompts(self.trainer.train_dataloader)
         checkpoints.restore_data_position(self.run, self.trainer)
+        cycle_length = self.cycle_length(self.trainer.accumulate_grad_batches)
+        checks.round_up_max_steps(self.trainer, cycle_length, self.requested_max_steps)
         if self.run.cycle is not None:
             self.run.cycle.to(self.device)  # a checkpoint is loaded before the module moves to its device
             # The cycle may have been split again for a different number of ranks, and this run may have a different
             # `policy.chunk_size`.
             agree_on_chunks(self.run.cycle.micro_batches, self.scorer)
         self.run.record(self.trainer)
+        self.metrics = StepMetrics()  # without what a failed step of an earlier `fit` has left
         self.in_flight = InFlight() if self.max_staleness else None
         loader = self.trainer.train_dataloader
         if self.trainer.overfit_batches and isinstance(loader, PromptSource):  # type: ignore[attr-defined]
@@ -977,7 +987,7 @@ class GRPOLightningModule(L.LightningModule):
         # A subclass may have overridden `configure_optimizers`.
         checkpoints.restore_optimizer_settings(self.trainer, getattr(self, "optimizer_settings", []), schedule)
         if isinstance(schedule, Schedule):
-            schedule.set_length(self.trainer.estimated_stepping_batches)
+            schedule.set_length(num_training_steps(self.trainer))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the run state, so that a run killed within a cycle resumes bit-exactly."""

@@ -373,17 +373,18 @@ class Objective:
         """Combine several rewards into one reward, from which the advantages are computed.
 
         Args:
-            total: [N, G] the weighted sum of the rewards; nan where a completion is not scorable.
+            total: [N, G] the weighted sum of the rewards; nan where a completion is not scorable, or is excluded.
             by_reward: Name of each reward, and its values [N, G].
             weights: One per reward.
 
         Returns:
-            [N, G], nan where `total` is nan.
+            [N, G], nan where `total` is nan. These completions do not change the values of the others.
         """
         if self.multi_objective_aggregation == "sum_then_normalize":
             return total
-        summed = normalized_sum(torch.stack(list(by_reward.values())), torch.tensor(weights))
-        return summed.masked_fill(total.isnan(), torch.nan)
+        is_left_out = total.isnan()
+        values = torch.stack(list(by_reward.values())).masked_fill(is_left_out, torch.nan)
+        return normalized_sum(values, torch.tensor(weights)).masked_fill(is_left_out, torch.nan)
 
     def compute_advantages(self, rewards: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Compute advantages [N, G] from rewards [N, G] and, for `length_weighted`, trained lengths [N, G]."""

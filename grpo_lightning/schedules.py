@@ -9,6 +9,7 @@ training module knows. Any class of `torch.optim.lr_scheduler` works as well.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -17,6 +18,8 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+log = logging.getLogger(__name__)
 
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 """Callable that builds a schedule for an optimizer; the schedule is stepped after every optimizer step."""
@@ -59,10 +62,17 @@ class Schedule(LambdaLR):
             raise ValueError("The schedule needs the length of the run: set trainer.max_steps or trainer.max_epochs.")
         warmup = math.ceil(num_training_steps * self.warmup_ratio) if self.warmup_steps is None else self.warmup_steps
         num_steps = int(num_training_steps)
+        if warmup > num_steps:
+            log.warning(
+                "The learning rate never reaches its peak: the warm-up takes %d steps, and the run has %d.",
+                warmup,
+                num_steps,
+            )
         # `get_scheduler` needs an optimizer, so it gets a placeholder. Only the function that computes the factor is
         # kept.
         placeholder = torch.optim.SGD([Parameter(torch.zeros(1))], lr=1.0)
-        factor = get_scheduler(self.kind, placeholder, warmup, num_steps, self.settings(num_steps)).lr_lambdas[0]
+        settings = self.settings(num_steps, warmup)
+        factor = get_scheduler(self.kind, placeholder, warmup, num_steps, settings).lr_lambdas[0]
         self.lr_lambdas = [factor] * len(self.base_lrs)
         self._last_lr = [float(lr) * factor(self.last_epoch) for lr in self.base_lrs]
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
@@ -72,7 +82,7 @@ class Schedule(LambdaLR):
         """Restore only the position in the schedule. The schedule's shape and rates come from this run's settings."""
         self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["_step_count"]
 
-    def settings(self, num_training_steps: int) -> dict[str, Any]:
+    def settings(self, num_training_steps: int, num_warmup_steps: int) -> dict[str, Any]:
         """Extra arguments that the subclass passes to `transformers.get_scheduler`."""
         return {}
 
@@ -111,7 +121,7 @@ class Cosine(Schedule):
         self.min_lr_ratio = min_lr_ratio
         super().__init__(optimizer, warmup_ratio, warmup_steps)
 
-    def settings(self, num_training_steps: int) -> dict[str, Any]:
+    def settings(self, num_training_steps: int, num_warmup_steps: int) -> dict[str, Any]:
         """The minimum rate."""
         return {"min_lr_rate": self.min_lr_ratio}
 
@@ -134,7 +144,7 @@ class CosineWithRestarts(Schedule):
         self.num_cycles = num_cycles
         super().__init__(optimizer, warmup_ratio, warmup_steps)
 
-    def settings(self, num_training_steps: int) -> dict[str, Any]:
+    def settings(self, num_training_steps: int, num_warmup_steps: int) -> dict[str, Any]:
         """The number of cycles."""
         return {"num_cycles": self.num_cycles}
 
@@ -168,12 +178,18 @@ class WarmupStableDecay(Schedule):
     ) -> None:
         if not 0 < decay_ratio <= 1:
             raise ValueError(f"decay_ratio must be above 0 and at most 1, got {decay_ratio}.")
+        if warmup_ratio + decay_ratio > 1:
+            raise ValueError(
+                f"warmup_ratio and decay_ratio must add up to at most 1, got {warmup_ratio} and {decay_ratio}: the "
+                "decay would begin before the end of the warm-up."
+            )
         self.decay_ratio, self.min_lr_ratio = decay_ratio, min_lr_ratio
         super().__init__(optimizer, warmup_ratio, warmup_steps)
 
-    def settings(self, num_training_steps: int) -> dict[str, Any]:
-        """The length of the decay and the minimum rate."""
+    def settings(self, num_training_steps: int, num_warmup_steps: int) -> dict[str, Any]:
+        """The length of the decay, which begins after the warm-up at the earliest, and the minimum rate."""
+        longest = max(0, num_training_steps - num_warmup_steps)
         return {
-            "num_decay_steps": math.ceil(num_training_steps * self.decay_ratio),
+            "num_decay_steps": min(math.ceil(num_training_steps * self.decay_ratio), longest),
             "min_lr_ratio": self.min_lr_ratio,
         }

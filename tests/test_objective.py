@@ -818,6 +818,14 @@ def test_rewards_are_compared_one_by_one():
     torch.testing.assert_close(each[1], torch.tensor([1.0, -1.0, 0.0]), atol=1e-3, rtol=0)
 
 
+def test_what_is_left_out_of_a_group_changes_no_normalized_reward():
+    nan = float("nan")
+    a, b = torch.tensor([[1.0, 0.0, 10.0]]), torch.tensor([[0.0, 1.0, nan]])
+    objective = Objective(multi_objective_aggregation="normalize_then_sum")
+    combined = objective.combine_rewards(torch.tensor([[1.0, 1.0, nan]]), {"a": a, "b": b}, [1.0, 1.0])
+    torch.testing.assert_close(combined, torch.tensor([[0.0, 0.0, nan]]), equal_nan=True)
+
+
 def test_the_lines_on_the_page_of_the_maths_are_the_default_loss():
     logprobs, batch = make_batch()
     lines = [line for line in functional.__doc__.splitlines() if line.startswith("    ")]

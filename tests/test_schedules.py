@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from grpo_lightning.optimizers import AdamW, OptimizerFactory
-from grpo_lightning.schedules import Constant, Cosine, Linear, Schedule, SchedulerFactory
+from grpo_lightning.schedules import Constant, Cosine, Linear, Schedule, SchedulerFactory, WarmupStableDecay
 
 LR = 0.4
 
@@ -68,6 +68,30 @@ def test_values_are_those_of_transformers(warmup):
     for schedule_class, function in functions.items():
         got = rates(fitted(schedule_class, 17, warmup_steps=warmup), 17)
         assert got == pytest.approx(rates(function(make_optimizer()), 17), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("options", "want"),
+    [
+        ({"warmup_ratio": 0.5, "decay_ratio": 0.5}, [0, 1 / 3, 2 / 3, 1, 0.5, 0]),  # both are rounded up to 3 steps
+        ({"warmup_steps": 4, "decay_ratio": 0.6}, [0, 0.25, 0.5, 0.75, 1, 0]),
+        ({"warmup_steps": 1, "decay_ratio": 0.4}, [0, 1, 1, 1, 0.5, 0]),
+    ],
+)
+def test_the_decay_begins_after_the_warm_up(options, want):
+    got = rates(fitted(WarmupStableDecay, 5, **options), 5)
+    assert got == pytest.approx([LR * factor for factor in want], abs=1e-9)
+
+
+def test_a_warm_up_and_a_decay_that_overlap_are_refused():
+    with pytest.raises(ValueError, match=r"must add up to at most 1, got 0\.5 and 0\.8"):
+        WarmupStableDecay(make_optimizer(), warmup_ratio=0.5, decay_ratio=0.8)
+
+
+@pytest.mark.parametrize("schedule_class", [Constant, Linear, Cosine, WarmupStableDecay])
+def test_a_warm_up_that_is_longer_than_the_run_is_said(schedule_class, caplog):
+    assert max(rates(fitted(schedule_class, 4, warmup_steps=10), 4)) < LR / 2
+    assert "never reaches its peak: the warm-up takes 10 steps, and the run has 4." in caplog.text
 
 
 def test_groups_keep_their_own_rates():

@@ -17,6 +17,7 @@ from rich.text import Text
 from grpo_lightning.callbacks.trend import ARROWS, LEVELS, sparkline, trend_of
 from grpo_lightning.core.log_messages import unwrap
 from grpo_lightning.core.status_line import StatusLine
+from grpo_lightning.training.lightning_internals import num_training_steps
 from grpo_lightning.training.metrics import logged_this_step
 
 REWARD = "reward/mean"
@@ -120,7 +121,7 @@ class ProgressBar(LightningProgressBar):
     def start(self, trainer: L.Trainer) -> None:
         """Start the clock, unless it already runs."""
         if self.started is None:
-            steps = trainer.estimated_stepping_batches
+            steps = num_training_steps(trainer)
             self.total = int(steps) if 0 <= steps < math.inf else None
             self.started = time.monotonic()
             self.marks.append((trainer.global_step, self.started))

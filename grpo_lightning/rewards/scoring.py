@@ -103,17 +103,17 @@ class Scores:
 def concatenate_scores(parts: Sequence[Scores]) -> Scores:
     """Concatenate the scores of groups that were scored separately.
 
-    A metric is the mean over the parts that logged it.
+    A metric is the mean over the parts that logged it, weighted by their numbers of completions.
     """
     columns = dict.fromkeys(name for part in parts for name in part.extras)
-    metrics: dict[str, list[float]] = {}
-    for part in parts:
-        for name, value in part.metrics.items():
-            metrics.setdefault(name, []).append(value)
+    metrics: dict[str, float] = {}
+    for name in dict.fromkeys(name for part in parts for name in part.metrics):
+        logged = [(part.metrics[name], part.total.numel()) for part in parts if name in part.metrics]
+        metrics[name] = sum(value * size for value, size in logged) / max(1, sum(size for _, size in logged))
     return Scores(
         total=torch.cat([part.total for part in parts]),
         by_reward={name: torch.cat([part.by_reward[name] for part in parts]) for name in parts[0].by_reward},
-        metrics={name: statistics.fmean(values) for name, values in metrics.items()},
+        metrics=metrics,
         extras={
             name: [value for part in parts for value in part.extras.get(name, [None] * part.total.numel())]
             for name in columns

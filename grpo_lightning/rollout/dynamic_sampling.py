@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.core.ranks import Teams
-from grpo_lightning.core.types import Prompt, check_ranges
+from grpo_lightning.core.types import Completion, Prompt, check_ranges
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.objective import Objective
 from grpo_lightning.rollout.groups import Rollout, concatenate, trained_lengths
@@ -59,7 +59,7 @@ class DynamicSampling:
         assert rollout.rewards is not None
         assert rollout.scores is not None
         lengths = trained_lengths(rollout.groups).view_as(rollout.rewards)
-        has_credit = [any(any(c.turn_advantages or ()) for c in group.completions) for group in rollout.groups]
+        has_credit = [any(map(has_trained_credit, group.completions)) for group in rollout.groups]
         is_idle = objective.groups_without_gradient(rollout.rewards, lengths)
         is_idle &= ~torch.tensor(has_credit, dtype=torch.bool)
         if self.reward is None:
@@ -73,6 +73,12 @@ class DynamicSampling:
         applies = ~named.isnan().all(dim=1)  # elsewhere the combined rewards decide
         named = named.masked_fill(rollout.rewards.isnan(), torch.nan)
         return is_idle | (applies & objective.groups_without_gradient(named, lengths))
+
+
+def has_trained_credit(completion: Completion) -> bool:
+    """True if a trained token of the completion has credit of its turn."""
+    credits = completion.turn_advantages or []
+    return any(credits if completion.mask is None else itertools.compress(credits, completion.mask))
 
 
 class Resampling(NamedTuple):

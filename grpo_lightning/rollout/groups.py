@@ -134,6 +134,8 @@ def kl_to_reference(groups: Sequence[Group]) -> Tensor:
 
 def _kl(completion: Completion) -> float:
     """KL of one completion in nats, over its sampled tokens, even if the overlong filter has masked these tokens."""
+    if not completion.token_ids:
+        return 0.0
     assert completion.ref_logprobs is not None
     differences = [own - ref for own, ref in zip(completion.logprobs, completion.ref_logprobs, strict=True)]
     if completion.turns is None:

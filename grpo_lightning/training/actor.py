@@ -168,9 +168,10 @@ def lacks_ref_logprobs(groups: Sequence[Group], *, of_masked: bool) -> bool:
 
     Args:
         groups: N groups, of this rank.
-        of_masked: If true, fully masked completions count, too.
+        of_masked: If true, fully masked completions count, too. Completions without tokens never count.
     """
-    scored = [c for group in groups for c in group.completions if of_masked or c.mask is None or any(c.mask)]
+    with_tokens = [c for group in groups for c in group.completions if c.token_ids]
+    scored = [c for c in with_tokens if of_masked or c.mask is None or any(c.mask)]
     return ranks.any_over_ranks(any(completion.ref_logprobs is None for completion in scored))
 
 

@@ -249,7 +249,8 @@ def restore_optimizer_settings(trainer: L.Trainer, settings: Sequence[dict[str, 
     """Replace the optimizer settings of the loaded checkpoint with those of this run.
 
     The learning rate is replaced too, unless the run has a schedule that is not a `Schedule` of this library: such a
-    schedule continues from the learning rate in the checkpoint.
+    schedule continues from the learning rate in the checkpoint. If it also changes the momentum (`OneCycleLR`,
+    `CyclicLR`), the same holds for the momentum.
 
     Args:
         trainer: Trainer of a run that may be resumed.
@@ -258,7 +259,10 @@ def restore_optimizer_settings(trainer: L.Trainer, settings: Sequence[dict[str, 
     """
     if trainer.ckpt_path is None:
         return
-    kept = {"lr"} if schedule and not isinstance(schedule, Schedule) else set()
+    kept = set()
+    if schedule and not isinstance(schedule, Schedule):
+        parts = [schedule, *getattr(schedule, "_schedulers", [])]  # of a `SequentialLR` or `ChainedScheduler`
+        kept = {"lr", "momentum", "betas"} if any(getattr(p, "cycle_momentum", False) for p in parts) else {"lr"}
     for group, own in zip(trainer.optimizers[0].param_groups, settings, strict=False):
         group.update({name: value for name, value in own.items() if name not in kept})
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.data.source import PromptSource, remedy_for_few_prompts
-from grpo_lightning.objective import SURROGATES
+from grpo_lightning.objective import SURROGATES, Objective
 from grpo_lightning.policy.reference import SyncReference
 from grpo_lightning.policy.trainable import check_masters, compute_dtype
 from grpo_lightning.rewards.base import WeightedReward, innermost
@@ -32,6 +32,7 @@ from grpo_lightning.training.lightning_internals import (
     given_loader,
     has_validation_data,
     make_loader,
+    micro_steps_done,
     validation_seconds,
 )
 from grpo_lightning.training.micro_batches import Cycle, CycleShape
@@ -311,13 +312,7 @@ def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
         trainer: Trainer whose limits are changed in place.
         cycle: Micro-steps per rollout.
     """
-    steps = cycle // trainer.accumulate_grad_batches
-    if trainer.max_steps > 0 and trainer.max_steps % steps:
-        rounded = math.ceil(trainer.max_steps / steps) * steps
-        log.warning(
-            "max_steps %d ends inside a cycle of %d optimizer steps: running %d.", trainer.max_steps, steps, rounded
-        )
-        trainer.fit_loop.epoch_loop.max_steps = rounded
+    round_up_max_steps(trainer, cycle, trainer.max_steps)
     requested = limit = trainer.limit_train_batches
     if isinstance(requested, float) and requested < 1:
         # A fraction is converted now, because neither the limit nor the validation interval can be changed any more
@@ -329,6 +324,32 @@ def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
             "limit_train_batches %s ends inside a cycle of %d micro-steps: running %d.", requested, cycle, rounded
         )
         trainer.limit_train_batches = rounded
+
+
+def round_up_max_steps(trainer: L.Trainer, cycle: int, requested: int) -> None:
+    """Round `max_steps` up to complete cycles, with a warning. Call it again when a run has resumed.
+
+    A resumed run counts its cycles from the checkpoint's step, because the steps before it may have belonged to cycles
+    of another length.
+
+    Args:
+        trainer: Trainer whose `max_steps` is changed in place.
+        cycle: Micro-steps per rollout.
+        requested: `max_steps` as the user has set it.
+    """
+    steps = cycle // trainer.accumulate_grad_batches
+    pending = (
+        micro_steps_done(trainer) % cycle // trainer.accumulate_grad_batches
+    )  # steps of a pending cycle that are done
+    begun = trainer.global_step - pending
+    rounded = begun + math.ceil((requested - begun) / steps) * steps if requested > trainer.global_step else requested
+    if rounded == trainer.max_steps:
+        return
+    trainer.fit_loop.epoch_loop.max_steps = rounded
+    if rounded == requested:
+        log.info("max_steps %d ends with a cycle, counted from step %d.", requested, trainer.global_step)
+    else:
+        log.warning("max_steps %d ends inside a cycle of %d optimizer steps: running %d.", requested, steps, rounded)
 
 
 def num_batches(trainer: L.Trainer) -> int:
@@ -491,13 +512,21 @@ def check_conversation(environment: Any, settings: Any, rewards: Sequence[Weight
             )
 
 
-def check_turn_credit(turn_credit: float, surrogate: str) -> None:
-    """Raise ValueError if turns have their own credit, but the surrogate uses one advantage per completion."""
-    if turn_credit and not SURROGATES[surrogate].takes_turn_credit:
+def check_turn_credit(turn_credit: float, objective: Objective) -> None:
+    """Raise ValueError if turns have their own credit, but the objective uses one advantage per completion."""
+    if not turn_credit:
+        return
+    if not SURROGATES[objective.surrogate].takes_turn_credit:
         others = ", ".join(sorted(name for name, each in SURROGATES.items() if each.takes_turn_credit))
         raise ValueError(
-            f"model.conversation.turn_credit is {turn_credit}, but model.objective.surrogate {surrogate!r} has one "
-            f"advantage per completion: use one of {others}, or set turn_credit to 0."
+            f"model.conversation.turn_credit is {turn_credit}, but model.objective.surrogate {objective.surrogate!r} "
+            f"has one advantage per completion: use one of {others}, or set turn_credit to 0."
+        )
+    if objective.has_loss_per_completion:
+        raise ValueError(
+            f"model.conversation.turn_credit is {turn_credit}, but with model.objective.ratio {objective.ratio!r} all "
+            "tokens of a completion share one loss, so that the credits of its turns would be averaged: set ratio to "
+            "sequence_token (GSPO-token), or set turn_credit to 0."
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,6 +112,27 @@ def remember_saved_step(callback: ModelCheckpoint, step: int) -> None:
 def last_saved_step(callback: ModelCheckpoint) -> int:
     """The step of the last checkpoint that a callback has saved; 0 if it has saved none."""
     return callback._last_global_step_saved
+
+
+def micro_steps_done(trainer: L.Trainer) -> int:
+    """Number of micro-steps of the current epoch that are done."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return int(progress.processed)
+
+
+def num_training_steps(trainer: L.Trainer) -> float:
+    """Number of optimizer steps that a run has at its end, once its loaders are set up; infinite if it has no end.
+
+    `Trainer.estimated_stepping_batches` assumes that every epoch has as many steps as this run's epochs. In a resumed
+    run, earlier epochs may have had more or fewer, because batch size, number of ranks or cycle length has changed.
+    """
+    steps: float = trainer.estimated_stepping_batches
+    if not trainer.global_step or trainer.max_epochs in (None, -1) or math.isinf(trainer.num_training_batches):
+        return steps
+    epochs_left = trainer.max_epochs - trainer.current_epoch  # type: ignore[operator]
+    micro_steps_left = max(0, epochs_left * int(trainer.num_training_batches) - micro_steps_done(trainer))
+    steps = trainer.global_step + math.ceil(micro_steps_left / trainer.accumulate_grad_batches)
+    return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
 
 def set_position(loops: dict[str, Any]) -> None:

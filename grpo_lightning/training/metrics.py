@@ -283,8 +283,8 @@ def add_scores(metrics: StepMetrics, scores: Scores) -> None:
     for name, count in scores.failures.items():
         if count:
             metrics.add_sum(f"reward/failures/{name}", count)
-    for name, value in scores.metrics.items():
-        metrics.add(f"reward/{name}", value)
+    for name, value in scores.metrics.items():  # a mean counts as often as it has completions
+        metrics.add(f"reward/{name}", value * total.numel(), total.numel())
 
 
 def group_stds(values: Tensor) -> tuple[float, int]:
@@ -308,7 +308,9 @@ def add_padding(metrics: StepMetrics, scorer: Scorer, micro_batches: Sequence[Mi
         metrics.add("rollout/padding", *scorer.padding(batch))
 
 
-def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -> None:
+def add_update(
+    metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms, *, is_engine_compared: bool = True
+) -> None:
     """Add loss, KL, ratio and clip fractions of a micro-batch, over its trained tokens.
 
     The KL to the reference and the fraction of selected tokens are means over the trained tokens of all completions.
@@ -322,6 +324,13 @@ def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -
     a token, in nats. The importance weight of a token is the policy's probability of the token, divided by the
     engine's. `policy/rollout_ess` is the effective sample size of these weights, as a fraction of the number of tokens:
     1 if engine and policy agree.
+
+    Args:
+        metrics: Metrics of the optimizer step, changed in place.
+        batch: The micro-batch.
+        terms: Result of the objective for this micro-batch.
+        is_engine_compared: False if the engine's log-probs serve as the old log-probs, so that there is nothing to
+            compare.
     """
     trained = batch.completion_mask
     in_loss = trained & (batch.token_advantages != 0)
@@ -335,7 +344,7 @@ def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -
         "rollout_weight": terms.rollout_weight,
         "rollout_corrected": terms.is_corrected,
     }
-    if batch.old_logprobs is not None and batch.old_logprobs is not batch.rollout_logprobs:
+    if is_engine_compared and batch.old_logprobs is not None:
         engine = kl_divergence(batch.rollout_logprobs, batch.old_logprobs, batch.completion_mask)
         of_loss["rollout_kl"] = engine.detach()
         difference = (batch.old_logprobs - batch.rollout_logprobs).masked_fill(~in_loss, 0.0)

@@ -169,6 +169,7 @@ def test_rate_and_eta_are_those_of_the_latest_steps(monkeypatch, shown):
     bar = ProgressBar()
     trainer = SimpleNamespace(
         estimated_stepping_batches=400,
+        max_epochs=-1,
         global_step=0,
         accumulate_grad_batches=1,
         training=True,

@@ -276,6 +276,9 @@ def test_what_needs_an_environment_has_one():
         ValueError, match=r"turn_credit is 1\.0, but model\.objective\.surrogate 'gmpo' has one advantage"
     ):
         module_of(limits={"turn_credit": 1.0}, objective=Objective(surrogate="gmpo", beta=0.0))
+    averaged = r"turn_credit is 1\.0, but with model\.objective\.ratio 'sequence' .* set ratio to sequence_token"
+    with pytest.raises(ValueError, match=averaged):
+        module_of(limits={"turn_credit": 1.0}, objective=Objective(ratio="sequence", aggregate="sequence", beta=0.0))
 
 
 @pytest.mark.parametrize("reward", [EnvironmentReward(), WeightedReward(EnvironmentReward(), name="won")])

@@ -49,8 +49,9 @@ CASES = {name: {"engine": engine} for name, engine in ENGINES.items()} | {
     [
         Objective(beta=0.04),
         Objective(beta=0.0, ratio="sequence", aggregate="sequence"),
+        Objective(beta=0.04, kl_in="reward"),
     ],
-    ids=["default", "gspo"],
+    ids=["default", "gspo", "kl_in_reward"],
 )
 def test_training_goes_on(case, objective):
     history = History()

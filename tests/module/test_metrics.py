@@ -5,11 +5,13 @@ import itertools
 import math
 from types import SimpleNamespace
 
+import lightning as L
 import pytest
 import torch
 
 from grpo_lightning.objective import Objective
 from grpo_lightning.rewards.base import WeightedReward
+from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.schedules import Linear
 from tests.helpers.module_runs import History, ScriptedEngine, fit, make_module
 from tests.helpers.tiny_models import EOS
@@ -230,3 +232,35 @@ def test_update_time_runs_from_forward_to_optimizer_step_over_all_micro_batches(
 def test_the_learning_rate_is_the_one_that_the_step_uses():
     steps = run(accumulate=2, lr=0.4, steps=3, scheduler=functools.partial(Linear, warmup_steps=2))
     assert [step["policy/lr"] for step in steps] == pytest.approx([0.0, 0.2, 0.4])
+
+
+def test_a_failed_fit_leaves_nothing_in_the_metrics_of_the_next_one():
+    class Fails(L.Callback):
+        def on_before_backward(self, trainer, module, loss):
+            raise RuntimeError("the first micro-batch fails")
+
+    module, history = make_module(rewards=[num_vowels], engine=ScriptedEngine(COMPLETIONS)), History()
+    with pytest.raises(RuntimeError, match="the first micro-batch fails"):
+        fit(module, PROMPTS, max_steps=1, callbacks=[Fails()])
+    module.engine.token_ids = [[X, EOS]] * 4
+    fit(module, PROMPTS, max_steps=1, callbacks=[history])
+    assert history.of("rollout/length_max") == [2]
+    assert history.of("reward/mean") == [0]
+
+
+def test_what_a_reward_logs_counts_as_often_as_it_has_completions():
+    """One rollout of three groups, of which two are sampled again."""
+
+    def own_mean(prompts, completions, log_metric):
+        values = [float(prompt == "p0" and i % 2) for i, prompt in enumerate(prompts)]
+        log_metric("own_mean_again", sum(values) / len(values))
+        return values
+
+    history = History()
+    module = make_module(rewards=[own_mean], dynamic_sampling=DynamicSampling(max_resample_times=1))
+    prompts = [f"p{i}" for i in range(9)]
+    fit(module, prompts, batch_size=3, shuffle=False, max_steps=1, max_epochs=-1, callbacks=[history])
+    (metrics,) = history.steps
+    assert metrics["rollout/resample_rounds"] == 1
+    assert metrics["reward/own_mean_again"] == pytest.approx(metrics["reward/mean"])
+    assert metrics["reward/mean"] == pytest.approx(2 / 20)

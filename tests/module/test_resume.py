@@ -619,6 +619,51 @@ def test_a_schedule_of_torch_goes_on_where_it_was(tmp_path):
 
 
 @SLOW
+def test_a_momentum_that_the_schedule_changes_goes_on_where_it_was(tmp_path):
+    class Betas(L.Callback):
+        def __init__(self):
+            self.of_steps = []
+
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            self.of_steps.append(optimizer.param_groups[0]["betas"])
+
+    def run(seen, **options):
+        module = make_module(scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, 6))
+        saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        fit(module, max_steps=4, max_epochs=-1, callbacks=[seen, saving], enable_checkpointing=True, **options)
+
+    run(unbroken := Betas())
+    run(resumed := Betas(), ckpt_path=str(tmp_path / "step=2.ckpt"))
+    assert resumed.of_steps == unbroken.of_steps[2:]
+    assert len(set(unbroken.of_steps)) == 4
+
+
+@SLOW
+@pytest.mark.parametrize(("step", "batch_size", "then"), [(4, 4, [1 / 3, 1 / 6]), (2, 1, [12 / 14, 11 / 14])])
+def test_the_schedule_of_a_run_with_another_batch_size_ends_with_the_run(tmp_path, step, batch_size, then):
+    """Two epochs of four steps each; the resumed run has another number of steps per epoch."""
+
+    class Rates(L.Callback):
+        def __init__(self):
+            self.of_steps = []
+
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            self.of_steps.append(optimizer.param_groups[0]["lr"])
+
+    def run(*callbacks, **options):
+        saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        module = make_module(scheduler=Linear, optimizer=adamw(1.0))
+        return fit(module, max_epochs=2, callbacks=[*callbacks, saving], enable_checkpointing=True, **options)
+
+    run(batch_size=2)
+    rates = Rates()
+    trainer = run(rates, batch_size=batch_size, ckpt_path=str(tmp_path / f"step={step}.ckpt"))
+    total = trainer.global_step
+    assert rates.of_steps == pytest.approx([1 - done / total for done in range(step, total)])
+    assert rates.of_steps[:2] == pytest.approx(then)
+
+
+@SLOW
 def test_a_new_run_starts_from_the_weights_of_a_run_that_broke_off(tmp_path):
     with pytest.raises(KilledError):
         train(tmp_path / "other", module=(broken := two_updates(module_class=Breaking)))

@@ -6,7 +6,7 @@ import math
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
@@ -92,6 +92,25 @@ def test_max_steps_is_rounded_up_to_whole_cycles(caplog):
     assert "max_steps 5 ends inside a cycle of 4 optimizer steps: running 8" in caplog.text
     assert trainer.global_step == 8
     assert module.run.cycle.is_finished
+
+
+@SLOW
+@pytest.mark.parametrize(("asked", "reached"), [(5, 7), (7, 7)])
+def test_max_steps_of_a_resumed_run_ends_with_a_cycle(tmp_path, caplog, asked, reached):
+    """Three cycles of one step, then cycles of four."""
+
+    def run(module, **options):
+        saving = ModelCheckpoint(tmp_path, filename="{step}")
+        return fit(module, max_epochs=-1, callbacks=[saving], enable_checkpointing=True, **options)
+
+    run(make_module(), max_steps=3)
+    module = two_updates()
+    with caplog.at_level(logging.WARNING, "grpo_lightning"):
+        trainer = run(module, max_steps=asked, ckpt_path=str(tmp_path / "step=3.ckpt"))
+    assert trainer.global_step == reached
+    assert module.run.cycle.is_finished
+    assert ("max_steps 5 ends inside a cycle of 4 optimizer steps: running 7" in caplog.text) == (asked == 5)
+    assert trainer.max_steps == reached
 
 
 def test_max_epochs_sees_every_prompt_once_per_epoch():

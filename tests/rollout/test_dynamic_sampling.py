@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.objective import Objective
-from grpo_lightning.rewards import WeightedReward
+from grpo_lightning.rewards import Scores, WeightedReward
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
+from grpo_lightning.rollout.groups import Rollout
 from grpo_lightning.schedules import Linear
 from tests.helpers.module_runs import ScriptedEngine, are_equal, fit, make_module, make_source, make_trainer, weights_of
 from tests.marks import NIGHTLY, SLOW, few
@@ -107,6 +109,16 @@ def test_groups_that_the_overlong_filter_emptied_are_replaced(overlong_filter):
     assert seen.rollouts == [["p2", "p3"] if is_filtered else ["p0", "p1"]]
     assert seen.of("skipped_prompts") == [2 if is_filtered else 0]
     assert module.run.cycle.counts[0].num_sequences == 8
+
+
+@pytest.mark.parametrize(("mask", "is_idle"), [(None, False), ([True, False], False), ([False, False], True)])
+def test_credit_of_masked_tokens_is_no_reason_to_keep_a_group(mask, is_idle):
+    completions = [
+        Completion([5, 6], [-1.0, -1.0], "length", mask=mask, turn_advantages=[credit, 0.0]) for credit in (0.5, -0.5)
+    ]
+    rewards = torch.tensor([[1.0, 1.0]])
+    rollout = Rollout([Group(Prompt("x"), [3], completions)], Scores.of_totals(rewards), rewards)
+    assert DynamicSampling().is_idle(rollout, Objective(beta=0.0)).tolist() == [is_idle]
 
 
 def test_groups_that_stay_empty_are_counted(caplog):

@@ -27,10 +27,9 @@ def num_vowels(completions: list[str]) -> list[float]:
 def trained(overlong_filter: Any, completions: Any = COMPLETIONS, beta: float = 0.0, **options: Any) -> Any:
     """A module after one optimizer step on two prompts."""
     module = make_module(
-        rewards=[num_vowels],
         engine=ScriptedEngine(completions),
         overlong_filter=overlong_filter,
-        **{"objective": Objective(beta=beta), **options},
+        **{"rewards": [num_vowels], "objective": Objective(beta=beta), **options},
     )
     fit(module, ["one", "a longer one"], batch_size=2, shuffle=False, max_steps=1)
     return module
@@ -110,3 +109,17 @@ def test_the_length_weighted_baseline_counts_trained_tokens(overlong_filter, len
     rewards = [2.0, 1.0, 0.0, 1.0]
     baseline = sum(length * reward for length, reward in zip(lengths, rewards, strict=True)) / sum(lengths)
     assert module.rollout.advantages[0].tolist() == pytest.approx([reward - baseline for reward in rewards])
+
+
+def test_rewards_that_are_normalized_one_by_one_leave_excluded_completions_out():
+    """The two rewards favor opposite completions, and the truncated one has an outlier."""
+
+    def first(completions: list[str]) -> list[float]:
+        return [1.0, 10.0, 0.0] * (len(completions) // 3)
+
+    def second(completions: list[str]) -> list[float]:
+        return [0.0, 0.0, 1.0] * (len(completions) // 3)
+
+    objective = Objective(beta=0.0, multi_objective_aggregation="normalize_then_sum")
+    module = trained("group", COMPLETIONS[:3], objective=objective, rewards=[first, second], num_generations=3)
+    assert module.rollout.advantages.tolist() == [[0.0, 0.0, 0.0]] * 2

@@ -349,6 +349,15 @@ def test_the_effective_sample_size_is_over_the_tokens_of_all_ranks():
     assert values_of([*ranks, empty.tallies])["largest"] == 3
 
 
+def test_log_probs_of_the_engine_are_not_compared_with_themselves():
+    """A resumed run has two tensors of the same log-probs."""
+    metrics = StepMetrics()
+    batch, terms = update_of(micro_batch([[True, True, True]]), 1.0)
+    batch.old_logprobs = batch.rollout_logprobs.clone()
+    add_update(metrics, batch, terms, is_engine_compared=False)
+    assert not [name for name in metrics.pop() if name.startswith("policy/rollout")]
+
+
 def test_an_idle_micro_batch_changes_no_mean():
     metrics = StepMetrics()
     add_update(metrics, *update_of(micro_batch([[False] * 3] * 2), 1.0))
