@@ -342,8 +342,7 @@ class GRPOLightningModule(L.LightningModule):
             scores = scoring.finish()
         # Excluded completions are left out before rewards are combined, because `normalize_then_sum` compares each
         # reward with the mean of its group.
-        excluded = are_excluded(rollout.groups, self.overlong_filter).view_as(scores.total)
-        total = scores.total.masked_fill(excluded, torch.nan)
+        total = scores.total.masked_fill(self.are_excluded(rollout.groups).view_as(scores.total), torch.nan)
         rewards = self.objective.combine_rewards(total, scores.by_reward, self.reward_set.weights)
         return replace(rollout, scores=scores, rewards=rewards)
 
@@ -456,12 +455,15 @@ class GRPOLightningModule(L.LightningModule):
         if self.reference is not None and self.objective.has_kl_reward:
             self.add_ref_logprobs(rollout)
             rewards = rewards - self.objective.beta * kl_to_reference(groups).view_as(rewards)
-        excluded = have_failed(groups).view_as(rewards)
-        if self.overlong_filter == "group":
-            excluded |= are_truncated(groups).view_as(rewards)
+        excluded = self.are_excluded(groups).view_as(rewards)
         if self.conversations is not None:
             self.conversations.add_turn_credit(groups, excluded)
         return Rollout(groups, scores, rewards.masked_fill(excluded, torch.nan))
+
+    def are_excluded(self, groups: Sequence[Group]) -> Tensor:
+        """Whether each completion is excluded from the mean and std of its group: [N, G] bool."""
+        excluded = have_failed(groups)
+        return excluded | are_truncated(groups) if self.overlong_filter == "group" else excluded
 
     def rollout_seeds(self, rollout_index: int, indices: Sequence[int]) -> list[int]:
         """Derive one seed per prompt of a rollout, from the prompt's position among all prompts of the rollout."""
