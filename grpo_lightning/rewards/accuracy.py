@@ -19,6 +19,7 @@ from decimal import Decimal
 from typing import Any
 
 from grpo_lightning.rewards.answers import (
+    GROUPED_NUMBER,
     AnswerReward,
     after_reasoning,
     between_answer_tags,
@@ -66,7 +67,8 @@ _APART = re.compile(r"\\?\$|\\[()\[\]]|[\n\r\u2028](?![ \t]{0,8}=)|[.?]\s")
 _SENTENCES = re.compile(r"[\n\r\u2028]|[.?!]\s")
 _SEVERAL = re.compile(r"[,;]\s|;|\b(?:and|or)\b")
 _WORDS = re.compile(rf"[A-Za-z]{{2,}}|[{_UNSPACED}]+")
-_LINKED = re.compile(r"=>?|\||&|->|\u2192|\\\\|\\(?:to|rightarrow|Rightarrow|implies|cup)(?![A-Za-z])")
+_LINKED = re.compile(r"=>?|\||&|->|\u2192|\\\\|\\(?:to|rightarrow|Rightarrow|implies)(?![A-Za-z])")
+_SET_OPERATION = re.compile(r"\\(?:cup|cap|setminus)(?![A-Za-z])")
 _EDGES = " \t*:,;.=()"
 _SYMBOLS = str.maketrans(
     {
@@ -78,6 +80,7 @@ _SYMBOLS = str.maketrans(
             "\u00bc": r"\frac{1}{4}",
             "\u00be": r"\frac{3}{4}",
             "\u221e": r"\infty ",
+            "\u222a": r"\cup ",
         },
     }
 )
@@ -397,10 +400,25 @@ def names_several(text: str, expressions: list[Any]) -> bool:
     parts = _APART.split(text)
     if "\\" not in text and not (is_formula(text) and len(parts) == 1):
         parts = [piece for part in parts for piece in _WORDS.split(part)]
-    if len({read_number(part) for part in parts if any(char.isdigit() for char in part)}) > 1:
+    if len({read_numbers(part) for part in parts if any(char.isdigit() for char in part)}) > 1:
         return True
-    linked = [read_number(piece) for part in parts for piece in _LINKED.split(part)]
-    return len({piece for piece in linked if isinstance(piece, float)}) > 1
+    linked = [read_numbers(piece) for part in parts for piece in _LINKED.split(part)]
+    if len({piece for piece in linked if isinstance(piece, tuple)}) > 1:
+        return True
+    return _SET_OPERATION.search(text) is not None and not is_set_operation(expressions)
+
+
+def is_set_operation(expressions: list[Any]) -> bool:
+    r"""Whether `math_verify` parsed a whole set operation: from `(1, 2) \cup 4`, it parses only the 4.
+
+    Args:
+        expressions: The expressions parsed from a text with a set operation. If `math_verify` parsed none of the text,
+            they have only the text itself, which is compared as text.
+    """
+    from sympy import Basic, Set
+
+    parsed = [expression for expression in expressions if isinstance(expression, Basic)]
+    return not parsed or any(expression.has(Set) for expression in parsed)
 
 
 def is_calculation(text: str) -> bool:
@@ -414,11 +432,12 @@ def is_negated(text: str) -> bool:
     return "\\" not in text and _NEGATED.search(text) is not None
 
 
-def read_number(part: str) -> float | str:
-    """Parse a part of a text as a number; return the text if it is not a number."""
+def read_numbers(part: str) -> tuple[float, ...] | str:
+    """Parse a part of a text as a number ("1,000"), or as several ("(1, 2)"); return the text if it is neither."""
     part = part.strip(_EDGES)
+    numbers = [part.replace(",", "")] if GROUPED_NUMBER.fullmatch(part) else part.split(",")
     try:
-        return float(part.replace(",", ""))
+        return tuple(map(float, numbers))
     except ValueError:
         return part
 

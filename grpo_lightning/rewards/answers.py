@@ -25,7 +25,7 @@ _FULL_WIDTH = str.maketrans(
 )
 _SEAM = re.compile(rf"(?<=[{_UNSPACED}])(?=[A-Za-z0-9])|(?<=[A-Za-z0-9.,!?:])(?=[{_UNSPACED}])")
 
-_GROUPED_NUMBER = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+GROUPED_NUMBER = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _CURRENCY = r"[$\u20a0-\u20bf\u00a3\u00a5\u0e3f]"  # dollar, euro, pound, yen and others
 _AMOUNT = re.compile(
     rf"([+-]?)(?:{_CURRENCY}\s{{0,4}})?([+-]?)"
@@ -248,7 +248,7 @@ def normalize(text: str) -> str:
     for opening, closing in (("**", "**"), ("\\(", "\\)"), ("\\[", "\\]")):
         if text.startswith(opening) and text.endswith(closing):
             text = _strip_marks(text[len(opening) : -len(closing)])
-    return text.replace(",", "") if _GROUPED_NUMBER.fullmatch(text) else text
+    return text.replace(",", "") if GROUPED_NUMBER.fullmatch(text) else text
 
 
 def amount(text: str) -> str:
