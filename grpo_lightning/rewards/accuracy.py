@@ -67,6 +67,9 @@ _APART = re.compile(r"\\?\$|\\[()\[\]]|[\n\r\u2028](?![ \t]{0,8}=)|[.?]\s")
 _SENTENCES = re.compile(r"[\n\r\u2028]|[.?!]\s")
 _SEVERAL = re.compile(r"[,;]\s|;|\b(?:and|or)\b")
 _WORDS = re.compile(rf"[A-Za-z]{{2,}}|[{_UNSPACED}]+")
+_FONT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\{([^{}]*)\}")
+_OPTION = re.compile(r"(?<![^\s,])\(([A-Za-z])\)(?![^\s,])")
+_LETTERS_COMMA = re.compile(r"(?<=[A-Za-z]),(?=[A-Za-z])")
 _LINKED = re.compile(r"=>?|\||&|->|\u2192|\\\\|\\(?:to|rightarrow|Rightarrow|implies)(?![A-Za-z])")
 _SET_OPERATION = re.compile(r"\\(?:cup|cap|setminus)(?![A-Za-z])")
 _EDGES = " \t*:,;.=()"
@@ -93,9 +96,10 @@ class Accuracy(AnswerReward):
     tags, it is the content of the last `\boxed{...}`. Without a box, these places are tried in order: an announced
     answer ("the final answer is $x$") or the text after `####`, whichever comes last in the completion; bold text; the
     end of the last line, if the completion is not truncated. A missing or unparsable answer is wrong. An answer with
-    the same words as the ground truth is right. A set ("3, 4", "3 or 4") equals the same set in any order. Other
-    answers with several numbers ("3 and 4") are wrong, unless they have the words of the ground truth. If the ground
-    truth is an equation of numbers ("2 + 4 = 6"), its right side is the right answer.
+    the same words as the ground truth is right, with or without commands such as `\text{...}`. A set ("3, 4", "3 or 4")
+    equals the same set in any order. Other answers with several numbers ("3 and 4") are wrong, unless they have the
+    words of the ground truth. If the ground truth is an equation of numbers ("2 + 4 = 6"), its right side is the right
+    answer.
 
     The reward does not apply to a row without ground truth. The rules above have three exceptions. In each of them,
     some or all answers get no value (None), and the reward logs a warning:
@@ -226,7 +230,7 @@ class Comparison(Reward):
         expected = results(parse_short(gold))
         if not expected:
             return None
-        if answer.casefold().split() == gold.casefold().split():
+        if words(answer) == words(gold):
             return True
         # If the ground truth has several numbers, math-verify compares one of them. For a calculation ("3x = 12 => x =
         # 4"), this is the result. Otherwise it may be the wrong number.
@@ -440,6 +444,15 @@ def read_numbers(part: str) -> tuple[float, ...] | str:
         return tuple(map(float, numbers))
     except ValueError:
         return part
+
+
+def words(text: str) -> list[str]:
+    r"""Split a text into words in lower case, without the commands of LaTeX for text.
+
+    `\text{Evelyn}` and "Evelyn" have the same words, and so have `\text{(B)}` and "B", and "A,C" and "A, C".
+    """
+    text = _OPTION.sub(r"\1", _FONT.sub(r"\1", text))
+    return _LETTERS_COMMA.sub(", ", text).casefold().split()
 
 
 def nesting(text: str) -> int:
