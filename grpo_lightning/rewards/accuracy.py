@@ -46,6 +46,7 @@ _SCIENTIFIC = re.compile(r"[+-]?[0-9]+(?:\.[0-9]*)?[eE][+-]?[0-9]{1,3}")
 _WITH_UNIT = re.compile(r"[+-]?[0-9.,]+\s+[A-Za-z]+\.?")
 _UNSPACED = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # Chinese, Japanese, Korean
 _WORD = re.compile(rf"[A-Za-z]{{3}}|[{_UNSPACED}]")
+_FACTORIAL = re.compile(r"(?<![A-Za-z])[a-z]!")  # not of a capital letter: "B!" is an option
 _FUNCTION = re.compile(r"(?<![A-Za-z])(sqrt|pi|sin|cos|tan|ln|log|exp)(?![A-Za-z])")
 _PROSE = re.compile(
     r"(?<![A-Za-z\\])(?!(?:sqrt|sin|cos|tan|log|exp)\b)(?:[A-Za-z]{3,}|[Ii]s|of|[Ss]o|[Ww]e|or|in|to|be|by|at|[Ii]t|as|[Ii]f)"
@@ -386,7 +387,7 @@ def is_formula(text: str) -> bool:
         return True
     if _WORD.search(text) or _WITH_UNIT.fullmatch(text):
         return False
-    return any(char.isdigit() or char in "^_=+-*/()[]{}<>|" for char in text)
+    return any(char.isdigit() or char in "^_=+-*/()[]{}<>|" for char in text) or _FACTORIAL.search(text) is not None
 
 
 def names_several(text: str, expressions: list[Any]) -> bool:

@@ -180,7 +180,8 @@ def _last_line(text: str) -> str | None:
         answer = line if _LISTED.search(head) else line[links[-1].end() :]
     else:
         answer = line
-    answer = answer.replace("**", "").strip(" \t_").rstrip(".!")
+    answer = answer.replace("**", "").strip(" \t_")
+    answer = answer.rstrip("." if answer.endswith(".") else "!")  # before a full stop, "!" is a factorial
     return None if not answer or answer.endswith("?") or _NEGATED.search(answer) else answer
 
 

@@ -167,6 +167,13 @@ def accuracy(completion: str, solution: Any, **settings: Any) -> float | None:
         ("<answer>3 4</answer>", "3\n4", 1),
         ("<answer>10</answer>", "10 apples (5 red)", None),
         ("<answer>3 and  4</answer>", "3 and 4", 1),
+        # "!" is a factorial, or ends a sentence
+        *((completion, "42", 1) for completion in ["42!", "So it is 42!", "The answer is 42!", "6 * 7 = 42!"]),
+        *((completion, "7!", 1) for completion in ["So it is 7!.", "x = 7!.", "The answer is 7!.", "$7!$"]),
+        *((completion, "n!", 1) for completion in [r"\boxed{n!}", "So it is $n!$", "n!.", "<answer>n(n-1)!</answer>"]),
+        *((rf"\boxed{{{given}}}", "n!", 0) for given in ["n", "(n-1)!", "k!", "2n!", "n!!"]),
+        ("<answer>No!</answer>", "No!", None),
+        ("<answer>B!</answer>", "B!", None),
         # no right answer to compare with
         ("<answer>72</answer>", None, None),
         ("<answer>72</answer>", " ", None),
