@@ -19,6 +19,7 @@ from decimal import Decimal
 from typing import Any
 
 from grpo_lightning.rewards.answers import (
+    GROUPED_NUMBER,
     AnswerReward,
     after_reasoning,
     between_answer_tags,
@@ -45,6 +46,7 @@ _SCIENTIFIC = re.compile(r"[+-]?[0-9]+(?:\.[0-9]*)?[eE][+-]?[0-9]{1,3}")
 _WITH_UNIT = re.compile(r"[+-]?[0-9.,]+\s+[A-Za-z]+\.?")
 _UNSPACED = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # Chinese, Japanese, Korean
 _WORD = re.compile(rf"[A-Za-z]{{3}}|[{_UNSPACED}]")
+_FACTORIAL = re.compile(r"(?<![A-Za-z])[a-z]!")  # not of a capital letter: "B!" is an option
 _FUNCTION = re.compile(r"(?<![A-Za-z])(sqrt|pi|sin|cos|tan|ln|log|exp)(?![A-Za-z])")
 _PROSE = re.compile(
     r"(?<![A-Za-z\\])(?!(?:sqrt|sin|cos|tan|log|exp)\b)(?:[A-Za-z]{3,}|[Ii]s|of|[Ss]o|[Ww]e|or|in|to|be|by|at|[Ii]t|as|[Ii]f)"
@@ -66,7 +68,11 @@ _APART = re.compile(r"\\?\$|\\[()\[\]]|[\n\r\u2028](?![ \t]{0,8}=)|[.?]\s")
 _SENTENCES = re.compile(r"[\n\r\u2028]|[.?!]\s")
 _SEVERAL = re.compile(r"[,;]\s|;|\b(?:and|or)\b")
 _WORDS = re.compile(rf"[A-Za-z]{{2,}}|[{_UNSPACED}]+")
-_LINKED = re.compile(r"=>?|\||&|->|\u2192|\\\\|\\(?:to|rightarrow|Rightarrow|implies|cup)(?![A-Za-z])")
+_FONT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\{([^{}]*)\}")
+_OPTION = re.compile(r"(?<![^\s,])\(([A-Za-z])\)(?![^\s,])")
+_LETTERS_COMMA = re.compile(r"(?<=[A-Za-z]),(?=[A-Za-z])")
+_LINKED = re.compile(r"=>?|\||&|->|\u2192|\\\\|\\(?:to|rightarrow|Rightarrow|implies)(?![A-Za-z])")
+_SET_OPERATION = re.compile(r"\\(?:cup|cap|setminus)(?![A-Za-z])")
 _EDGES = " \t*:,;.=()"
 _SYMBOLS = str.maketrans(
     {
@@ -78,6 +84,7 @@ _SYMBOLS = str.maketrans(
             "\u00bc": r"\frac{1}{4}",
             "\u00be": r"\frac{3}{4}",
             "\u221e": r"\infty ",
+            "\u222a": r"\cup ",
         },
     }
 )
@@ -90,9 +97,10 @@ class Accuracy(AnswerReward):
     tags, it is the content of the last `\boxed{...}`. Without a box, these places are tried in order: an announced
     answer ("the final answer is $x$") or the text after `####`, whichever comes last in the completion; bold text; the
     end of the last line, if the completion is not truncated. A missing or unparsable answer is wrong. An answer with
-    the same words as the ground truth is right. A set ("3, 4", "3 or 4") equals the same set in any order. Other
-    answers with several numbers ("3 and 4") are wrong, unless they have the words of the ground truth. If the ground
-    truth is an equation of numbers ("2 + 4 = 6"), its right side is the right answer.
+    the same words as the ground truth is right, with or without commands such as `\text{...}`. A set ("3, 4", "3 or 4")
+    equals the same set in any order. Other answers with several numbers ("3 and 4") are wrong, unless they have the
+    words of the ground truth. If the ground truth is an equation of numbers ("2 + 4 = 6"), its right side is the right
+    answer.
 
     The reward does not apply to a row without ground truth. The rules above have three exceptions. In each of them,
     some or all answers get no value (None), and the reward logs a warning:
@@ -223,7 +231,7 @@ class Comparison(Reward):
         expected = results(parse_short(gold))
         if not expected:
             return None
-        if answer.casefold().split() == gold.casefold().split():
+        if words(answer) == words(gold):
             return True
         # If the ground truth has several numbers, math-verify compares one of them. For a calculation ("3x = 12 => x =
         # 4"), this is the result. Otherwise it may be the wrong number.
@@ -379,7 +387,7 @@ def is_formula(text: str) -> bool:
         return True
     if _WORD.search(text) or _WITH_UNIT.fullmatch(text):
         return False
-    return any(char.isdigit() or char in "^_=+-*/()[]{}<>|" for char in text)
+    return any(char.isdigit() or char in "^_=+-*/()[]{}<>|" for char in text) or _FACTORIAL.search(text) is not None
 
 
 def names_several(text: str, expressions: list[Any]) -> bool:
@@ -397,10 +405,25 @@ def names_several(text: str, expressions: list[Any]) -> bool:
     parts = _APART.split(text)
     if "\\" not in text and not (is_formula(text) and len(parts) == 1):
         parts = [piece for part in parts for piece in _WORDS.split(part)]
-    if len({read_number(part) for part in parts if any(char.isdigit() for char in part)}) > 1:
+    if len({read_numbers(part) for part in parts if any(char.isdigit() for char in part)}) > 1:
         return True
-    linked = [read_number(piece) for part in parts for piece in _LINKED.split(part)]
-    return len({piece for piece in linked if isinstance(piece, float)}) > 1
+    linked = [read_numbers(piece) for part in parts for piece in _LINKED.split(part)]
+    if len({piece for piece in linked if isinstance(piece, tuple)}) > 1:
+        return True
+    return _SET_OPERATION.search(text) is not None and not is_set_operation(expressions)
+
+
+def is_set_operation(expressions: list[Any]) -> bool:
+    r"""Whether `math_verify` parsed a whole set operation: from `(1, 2) \cup 4`, it parses only the 4.
+
+    Args:
+        expressions: The expressions parsed from a text with a set operation. If `math_verify` parsed none of the text,
+            they have only the text itself, which is compared as text.
+    """
+    from sympy import Basic, Set
+
+    parsed = [expression for expression in expressions if isinstance(expression, Basic)]
+    return not parsed or any(expression.has(Set) for expression in parsed)
 
 
 def is_calculation(text: str) -> bool:
@@ -414,13 +437,23 @@ def is_negated(text: str) -> bool:
     return "\\" not in text and _NEGATED.search(text) is not None
 
 
-def read_number(part: str) -> float | str:
-    """Parse a part of a text as a number; return the text if it is not a number."""
+def read_numbers(part: str) -> tuple[float, ...] | str:
+    """Parse a part of a text as a number ("1,000"), or as several ("(1, 2)"); return the text if it is neither."""
     part = part.strip(_EDGES)
+    numbers = [part.replace(",", "")] if GROUPED_NUMBER.fullmatch(part) else part.split(",")
     try:
-        return float(part.replace(",", ""))
+        return tuple(map(float, numbers))
     except ValueError:
         return part
+
+
+def words(text: str) -> list[str]:
+    r"""Split a text into words in lower case, without the commands of LaTeX for text.
+
+    `\text{Evelyn}` and "Evelyn" have the same words, and so have `\text{(B)}` and "B", and "A,C" and "A, C".
+    """
+    text = _OPTION.sub(r"\1", _FONT.sub(r"\1", text))
+    return _LETTERS_COMMA.sub(", ", text).casefold().split()
 
 
 def nesting(text: str) -> int:

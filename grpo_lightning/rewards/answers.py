@@ -25,7 +25,7 @@ _FULL_WIDTH = str.maketrans(
 )
 _SEAM = re.compile(rf"(?<=[{_UNSPACED}])(?=[A-Za-z0-9])|(?<=[A-Za-z0-9.,!?:])(?=[{_UNSPACED}])")
 
-_GROUPED_NUMBER = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+GROUPED_NUMBER = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _CURRENCY = r"[$\u20a0-\u20bf\u00a3\u00a5\u0e3f]"  # dollar, euro, pound, yen and others
 _AMOUNT = re.compile(
     rf"([+-]?)(?:{_CURRENCY}\s{{0,4}})?([+-]?)"
@@ -180,7 +180,8 @@ def _last_line(text: str) -> str | None:
         answer = line if _LISTED.search(head) else line[links[-1].end() :]
     else:
         answer = line
-    answer = answer.replace("**", "").strip(" \t_").rstrip(".!")
+    answer = answer.replace("**", "").strip(" \t_")
+    answer = answer.rstrip("." if answer.endswith(".") else "!")  # before a full stop, "!" is a factorial
     return None if not answer or answer.endswith("?") or _NEGATED.search(answer) else answer
 
 
@@ -248,7 +249,7 @@ def normalize(text: str) -> str:
     for opening, closing in (("**", "**"), ("\\(", "\\)"), ("\\[", "\\]")):
         if text.startswith(opening) and text.endswith(closing):
             text = _strip_marks(text[len(opening) : -len(closing)])
-    return text.replace(",", "") if _GROUPED_NUMBER.fullmatch(text) else text
+    return text.replace(",", "") if GROUPED_NUMBER.fullmatch(text) else text
 
 
 def amount(text: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal, get_args
 
-from grpo_lightning.rewards.answers import given_answer
+from grpo_lightning.rewards.answers import given_answer, in_box
 from grpo_lightning.rewards.base import Content, ImageSize, Reward, completion_text
 
 Uses = Literal["all", "some"]
@@ -21,6 +21,10 @@ MAX_DIGITS = 20
 """Longer numbers are not parsed."""
 
 _SIGNS = str.maketrans("\u00d7\u00b7\u00f7\u2212", "**/-")  # Unicode multiplication, division and minus signs
+_LATEX_SIGNS = {r"\times": "*", r"\cdot": "*", r"\div": "/"}
+_LATEX_SIGN = re.compile(r"\\(?:times|cdot|div)(?![A-Za-z])")
+_LATEX_SIZE = re.compile(r"\\(?:left|right)(?=[()])")
+_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")  # without a fraction inside
 _CHARACTERS = re.compile(r"[0-9+\-*/()\s]*")
 _TWO_SIGNS = re.compile(r"(?:^|[-+*/(])\s*-\s*-")
 _OPERATORS = {
@@ -32,11 +36,12 @@ _OPERATORS = {
 
 
 class Countdown(Reward):
-    """1 if the answer is an expression of the row's numbers that equals the target, else 0.
+    r"""1 if the answer is an expression of the row's numbers that equals the target, else 0.
 
-    The expression has integers, + - * / (or × · ÷) and parentheses, and is evaluated exactly: 1/3*3 is 1. The
-    expression may be followed by `= target`. Any other answer is wrong. Answers are never executed as code:
-    `99**98**97` is a wrong answer and takes no time.
+    The expression has integers, + - * / (or × · ÷) and parentheses, and is evaluated exactly: 1/3*3 is 1. It may also
+    have `\times`, `\cdot`, `\div` and `\frac{...}{...}` of LaTeX. The expression may be followed by `= target` and a
+    full stop. Any other answer is wrong. Answers are never executed as code: `99**98**97` is a wrong answer and takes
+    no time.
 
     With the defaults, the task is that of TinyZero (data columns `nums` and `target`). TinyZero's own reward calls
     Python's `eval`, which hangs on `99**98**97`. With `uses="some"`, the task is `countdown` of reasoning-gym.
@@ -82,10 +87,13 @@ class Countdown(Reward):
         if task is None:
             return None
         allowed, wanted = task
-        formula, equals, rest = given_answer(text).partition("=")
-        if equals and rest.strip() != str(wanted):
+        answer = given_answer(text)
+        boxed = in_box(answer)
+        answer = (answer if boxed is None else boxed).strip().removesuffix(".")
+        formula, equals, rest = without_delimiters(answer).partition("=")
+        if equals and without_delimiters(rest) != str(wanted):
             return 0.0
-        value, used = evaluate(formula, max_numbers=allowed.total())
+        value, used = evaluate(from_latex(without_delimiters(formula)), max_numbers=allowed.total())
         if value != wanted:
             return 0.0
         return float(used == allowed if self.uses == "all" else used <= allowed)
@@ -102,6 +110,26 @@ class Countdown(Reward):
         if not _is_whole(target):
             raise ValueError(f"column {self.target_column!r} must hold an integer, got {target!r:.80}.")
         return Counter(int(number) for number in numbers), int(target)
+
+
+def without_delimiters(text: str) -> str:
+    r"""Remove whitespace, `$`, `\(...\)` and `\[...\]` around a text."""
+    text = text.strip(" \t\r\n$")
+    for opening, closing in (("\\(", "\\)"), ("\\[", "\\]")):
+        if text.startswith(opening) and text.endswith(closing):
+            return text[len(opening) : -len(closing)].strip()
+    return text
+
+
+def from_latex(text: str) -> str:
+    r"""Replace the operators and fractions of LaTeX: `\frac{1}{2} \times 3` becomes "((1)/(2)) * 3"."""
+    if len(text) > MAX_CHARACTERS:
+        return text
+    text = _LATEX_SIZE.sub("", _LATEX_SIGN.sub(lambda found: _LATEX_SIGNS[found[0]], text))
+    found = 1
+    while found:  # fractions inside fractions come first
+        text, found = _LATEX_FRACTION.subn(r"((\1)/(\2))", text)
+    return text
 
 
 def evaluate(text: str, *, max_numbers: int) -> tuple[Fraction | None, Counter[int]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.rewards.accuracy import Accuracy
 from grpo_lightning.rewards.base import Content, ImageSize, Reward, RewardLike, inner_reward
+
+if TYPE_CHECKING:  # worker processes must not import torch, which only type hints need here
+    import torch
 
 
 class Length(Reward):

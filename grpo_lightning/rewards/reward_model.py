@@ -139,9 +139,9 @@ class RewardModel(Reward):
     """The score of a reward model for a prompt and its completion.
 
     The model is a transformers sequence classifier with a single label; the score is its raw logit. A chat prompt and
-    its completion are formatted by the reward model's own chat template. A text prompt and its completion are
-    concatenated, and the tokenizer adds its special tokens once. Images are not supported. For a generative judge, use
-    `LLMJudge`.
+    its completion, with all messages of a conversation, are formatted by the reward model's own chat template. A text
+    prompt and its completion are concatenated, and the tokenizer adds its special tokens once. Images are not
+    supported. For a generative judge, use `LLMJudge`.
 
     Padding does not change scores: a sequence gets the same score in a batch as alone. Transformers reads the score at
     the last token that is not `pad_token_id` of the model's config, so sequences are padded with that id. If the config
@@ -318,15 +318,18 @@ class RewardModel(Reward):
 
     def tokens(self, prompt: Content, completion: Content) -> Tokens:
         """Tokenize a prompt and its completion for the reward model."""
-        text = completion_text(completion)
         if isinstance(prompt, str):
-            return tuple(self.tokenizer(prompt + text, verbose=False).input_ids)
-        rendered = self._render(prompt, text)
+            return tuple(self.tokenizer(prompt + completion_text(completion), verbose=False).input_ids)
+        rendered = self._render(prompt, completion)
         # The template already contains the special tokens.
         return tuple(self.tokenizer(rendered, add_special_tokens=False, verbose=False).input_ids)
 
-    def _render(self, prompt: Sequence[Message], text: str) -> str:
-        """Apply the chat template. Raises: ValueError if there is no template, or it does not accept the messages."""
+    def _render(self, prompt: Sequence[Message], completion: Content) -> str:
+        """Apply the chat template to a prompt and its completion.
+
+        Raises:
+            ValueError: If there is no template, or it does not accept the messages.
+        """
         if not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(
                 f"The prompt is a chat, but the tokenizer of the reward model ({type(self.tokenizer).__name__}) has no "
@@ -334,8 +337,11 @@ class RewardModel(Reward):
                 "chat_template.jinja in its folder)."
             )
         messages = list(map(_as_text, prompt))
-        start = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
-        messages.append({"role": "assistant", "content": f"{start or ''}{text}"})
+        first, *others = _as_messages(completion)
+        if messages[-1]["role"] == first["role"] == "assistant":
+            start = messages.pop()["content"]
+            first = {**first, "content": f"{start or ''}{first['content'] or ''}"}
+        messages += [first, *others]
         try:
             rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False)
         except (TemplateError, TypeError) as error:  # templates raise these for unknown roles and contents
@@ -432,13 +438,20 @@ def _padding(config: Any, chunk: Sequence[Tokens]) -> Iterator[int | None]:
         config.pad_token_id = own
 
 
+def _as_messages(completion: Content) -> list[Message]:
+    """The messages of a conversation with several; otherwise one assistant message with the completion's text."""
+    if isinstance(completion, str) or len(completion) < 2:
+        return [{"role": "assistant", "content": completion_text(completion)}]
+    return list(map(_as_text, completion))
+
+
 def _as_text(message: Message) -> Message:
     """Join the text parts of a message. Raises: ValueError if it has other parts."""
     content = message["content"]
     if content is None or isinstance(content, str):
         return dict(message)
     if kinds := sorted({str(part.get("type")) for part in content} - {"text"}):
-        raise ValueError(f"RewardModel supports text only, but the prompt has parts of type {', '.join(kinds)}.")
+        raise ValueError(f"RewardModel supports text only, but a message has parts of type {', '.join(kinds)}.")
     return {**message, "content": "".join(part["text"] for part in content)}
 
 

@@ -83,6 +83,19 @@ def accuracy(completion: str, solution: Any, **settings: Any) -> float | None:
         (r"<answer>\{2, 1\}</answer>", r"\{1, 2\}", 1),
         (r"<answer>\text{Evelyn}</answer>", r"\boxed{\text{Evelyn}}", 1),
         (r"<answer>\text{Evelyn}</answer>", r"\text{Eve}", 0),
+        *((f"<answer>{given}</answer>", r"\text{Evelyn}", 1) for given in ["Evelyn", r"\textbf{Evelyn}", "$Evelyn$"]),
+        (r"<answer>Eve lyn</answer>", r"\text{Evelyn}", 0),
+        (r"<answer>eleven y</answer>", r"\text{Evelyn}", 0),
+        *((f"<answer>{given}</answer>", r"\text{(B)}", 1) for given in ["B", "(B)", r"\mathrm{B}", r"\textbf{(B)}"]),
+        *((f"<answer>{given}</answer>", r"\text{(B)}", 0) for given in ["A", "(A)", "B, C", "A, B", "not B"]),
+        (r"<answer>B</answer>", r"\mathbf{B}", 1),
+        *((f"<answer>{given}</answer>", r"\text{A}, \text{C}", 1) for given in ["A, C", "A,C", "(A), (C)"]),
+        *((f"<answer>{given}</answer>", r"\text{A}, \text{C}", 0) for given in ["A", "C", "AC", "A, B, C"]),
+        ("<answer>fx</answer>", r"\text{f(x)}", 0),
+        ("<answer>1, 0</answer>", r"\text{1,0}", 0),  # commas between digits may group them
+        (r"<answer>(0,9) \cup (9,36)</answer>", r"(0,9)\cup(9,36)", 1),
+        (r"<answer>(-2,2)</answer>", r"(-2,0)\cup(0,2)", 0),
+        (r"<answer>[1,2) \cup 4</answer>", "4", 0),
         ("<answer>日本</answer>", "72", 0),
         ("<answer>" + "(" * 900 + "</answer>", "72", 0),
         ("<answer>" + "1" * 5000 + "</answer>", "1", 0),
@@ -154,6 +167,13 @@ def accuracy(completion: str, solution: Any, **settings: Any) -> float | None:
         ("<answer>3 4</answer>", "3\n4", 1),
         ("<answer>10</answer>", "10 apples (5 red)", None),
         ("<answer>3 and  4</answer>", "3 and 4", 1),
+        # "!" is a factorial, or ends a sentence
+        *((completion, "42", 1) for completion in ["42!", "So it is 42!", "The answer is 42!", "6 * 7 = 42!"]),
+        *((completion, "7!", 1) for completion in ["So it is 7!.", "x = 7!.", "The answer is 7!.", "$7!$"]),
+        *((completion, "n!", 1) for completion in [r"\boxed{n!}", "So it is $n!$", "n!.", "<answer>n(n-1)!</answer>"]),
+        *((rf"\boxed{{{given}}}", "n!", 0) for given in ["n", "(n-1)!", "k!", "2n!", "n!!"]),
+        ("<answer>No!</answer>", "No!", None),
+        ("<answer>B!</answer>", "B!", None),
         # no right answer to compare with
         ("<answer>72</answer>", None, None),
         ("<answer>72</answer>", " ", None),
@@ -217,6 +237,21 @@ RIGHT = [
     ),
     *((f"So x is {equal} 54.", "54") for equal in ["equal to", "therefore equal to", "thus equal to"]),
     *((f"Then 2x = 108, {so} x = 54.", "54") for so in ["so", "and so", "hence", "therefore", "thus"]),
+    # unions of intervals
+    *(
+        (given, r"(0,9)\cup(9,36)")
+        for given in [
+            r"\boxed{(0,9) \cup (9,36)}",
+            r"\boxed{\left(0,9\right)\cup\left(9,36\right)}",
+            r"\boxed{(9,36) \cup (0,9)}",
+            r"<answer>$(0,9)\cup(9,36)$</answer>",
+            "<answer>(0, 9) \u222a (9, 36)</answer>",
+        ]
+    ),
+    (r"\boxed{(1,200) \cup (300,400)}", r"(1,200) \cup (300,400)"),
+    (r"\boxed{[0,2]\cup\{5\}}", r"[0, 2] \cup \{5\}"),
+    (r"\boxed{x \in (0,1) \cup (2,3)}", r"(0,1) \cup (2,3)"),
+    (r"\boxed{A \cup B}", r"A \cup B"),
     # units of several parts, signs
     *((f"The answer is 54 {unit}.", "54") for unit in ["km/h", "m/s^2", "m/s²", "cm^2", "m²", "m³", "miles per hour"]),
     ("<answer>54 km/h</answer>", "54 km/h"),
@@ -254,6 +289,22 @@ WRONG = [
     ("<answer>负5</answer>", "5"),
     ("<answer>3 x^2</answer>", "3"),
     ("<answer>3 x/y</answer>", "3"),
+    # math-verify reads only the last part of these
+    *(
+        (rf"<answer>{several}</answer>", "4")
+        for several in [r"(1,2) \cup 4", r"[1,2) \cup 4", r"x \cup 4", r"\{3\} \cup 4", r"3 \cap 4"]
+    ),
+    *((rf"<answer>{several}</answer>", "4") for several in [r"(1,2) \to 4", r"1, 2 \to 4", r"(1,2)\cup(2,3) \to 4"]),
+    (r"\boxed{(-2,2)}", r"(-2,0)\cup(0,2)"),
+    (r"\boxed{(0,36)}", r"(0,9)\cup(9,36)"),
+    (r"\boxed{[0,9]\cup(9,36)}", r"(0,9)\cup(9,36)"),
+    (r"\boxed{(0,9),(9,36)}", r"(0,9)\cup(9,36)"),
+    (r"\boxed{$(0,9)\cup(9,36)$ or $(0,9)\cup(9,35)$}", r"(0,9)\cup(9,35)"),
+    # intervals, coordinates, sets and lists
+    *((rf"\boxed{{{given}}}", "(3,4)") for given in ["34", "3.4", "(4,3)", "[3,4]", "(3,4]", r"\{4,3\}", "3", "4"]),
+    *((rf"\boxed{{{given}}}", "34") for given in ["(3,4)", "[3,4]", r"\{3,4\}", "3, 4", "3,4"]),
+    *((rf"\boxed{{{given}}}", r"\{1,2\}") for given in ["12", "(1,3)", "[1,2]", "1", r"\{1\}", r"\{1,2,3\}"]),
+    *((rf"\boxed{{{given}}}", "1, 2") for given in ["12", "1.2", "1", "2", "1, 3", "1, 2, 3"]),
 ]
 
 

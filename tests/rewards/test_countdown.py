@@ -67,6 +67,40 @@ def test_right_by_hand():
         assert value(text, nums[1:] or (99,), target, uses="some") == 0, f"{text}: one is not there"
 
 
+LATEX = [
+    *(r"25 + 3 \times 7", r"25+3\cdot 7", r"25 \div 1 + 3 \times 7", "25 + 3 * 7.", "25 + 3 * 7 = 46."),
+    *(r"25 + 3 \times 7 = 46", r"$25 + 3 \times 7 = 46$", "$25+3*7$", "$$25 + 3 * 7$$", r"\(25 + 3 \times 7\)"),
+    *(r"\[25 + 3 \times 7\]", r"\left(25 + 3 \times 7\right)", r"\frac{7 \cdot 3 + 25}{\frac{7}{7}}"),
+    r"\frac{25 \cdot 7}{7} + \dfrac{3 \times 7}{1}",
+]
+
+
+def test_latex_by_hand():
+    for text in LATEX:
+        boxed = rf"So $\boxed{{{text}}}$."
+        numbers = [int(number) for number in re.findall("[0-9]+", text.partition("=")[0])]
+        for answer in (text, boxed):
+            assert value(answer, numbers, 46) == 1, answer
+            assert value(answer, numbers, 47) == 0, answer
+            assert value(answer, [*numbers, 99], 46) == 0, f"{answer}: not all are used"
+            assert value(answer, numbers[1:], 46, uses="some") == 0, f"{answer}: one is not there"
+
+
+WRONG_LATEX = [
+    *(r"\frac{1}{2", r"\frac12", r"\frac{1}2", r"\frac{1}", r"\frac{1}{2}{3}", r"{1}{2}", r"{1} + 2", r"\frac"),
+    *(r"\frac{}{}", r"\times", r"1 \timesx 2", r"1 \time 2", r"1 \plus 2", r"2^{3}", r"\sqrt{4}", r"1 \\ 2", "1$2"),
+    *("$1$ $2$", "1$+$2", r"2\frac{1}{2}", r"\frac{1}{2}3", r"\frac{1}{2}(3)", r"3 \left 4 \right", r"1\div0"),
+    *(r"\frac{1}{0}", r"1\times\times2", r"1\div\div2", "1 + 2 = 3 = 3.", "1 + 2. = 3", "1..", "1.5", "1. + 2"),
+    *(r"\frac{1.}{2}", r"\frac{" * 200 + "1" + "}{1}" * 200, r"\frac" * 200),
+]
+
+
+def test_latex_that_is_no_expression_of_the_numbers_is_wrong():
+    for text in WRONG_LATEX:
+        for target in (0, 1, 2, 3, 4, 5, 6, 8, 12):
+            assert value(text, (0, 1, 2, 3, 4, 5, 12), target, uses="some") == 0, f"{text:.50} = {target}"
+
+
 WRONG = [
     *("99**98**97", "9**9", "2^3", "1 +", "+ 1", "* 1", "1 2", "(1", "1)", ")1(", "()", "(", "1 + ()", "--1", "1..2"),
     *("1.0", "1e3", "__import__('os')", "1 if 1 else 2", "1/0", "1/(2-2)", "1//2", "1%2", "1,2", "٣", "²", "1_0"),

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from grpo_lightning.core.types import Completion, Group, Prompt
+from grpo_lightning.core.types import Completion, Group, Prompt, Turn
 from grpo_lightning.rewards import ByMethod, Cosine, Reward, RewardModel, RewardSet, WeightedReward, reward
 from grpo_lightning.rewards.reward_model import score_chunk
 from tests.helpers.module_runs import PROMPTS, SMALL, are_equal, fit, make_module, make_source, make_trainer, weights_of
@@ -106,6 +106,51 @@ def test_an_answer_that_the_prompt_starts_is_scored_as_one(folder):
     )
 
 
+ASKED = [{"role": "user", "content": "1 + 1?"}]
+CALL = {"role": "assistant", "content": "<call>add</call>"}
+CONVERSATIONS = [
+    [CALL, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "It is 2."}],
+    [CALL, {"role": "tool", "content": "3"}, {"role": "assistant", "content": "It is 2."}],
+    [CALL, {"role": "tool", "content": "2"}],
+]
+"""The first two differ only in an observation; the last ends with one."""
+
+
+def test_every_message_of_a_conversation_is_scored(folder):
+    pairs = [(ASKED, conversation) for conversation in CONVERSATIONS]
+    expected = plain(folder, pairs)
+    assert len(set(expected)) == 3
+    assert scored(RewardModel(folder), pairs) == pytest.approx(expected, abs=1e-5)
+    started = [*ASKED, {"role": "assistant", "content": "Well: "}]
+    first, *others = CONVERSATIONS[0]
+    assert scored(RewardModel(folder), [(started, CONVERSATIONS[0])]) == pytest.approx(
+        plain(folder, [(ASKED, [first | {"content": "Well: <call>add</call>"}, *others])]), abs=1e-5
+    )
+
+
+def test_the_turns_of_a_run_are_scored(folder):
+    turns = [
+        Turn(message["role"], message["content"], 0, 1, is_sampled=message["role"] == "assistant")
+        for message in CONVERSATIONS[0]
+    ]
+    completion = Completion([5], [0.0], "stop", "text", turns=turns)
+    found = RewardSet([RewardModel(folder)]).score([Group(Prompt(ASKED), [5], [completion])]).total.item()
+    assert found == pytest.approx(plain(folder, [(ASKED, CONVERSATIONS[0])])[0], abs=1e-5)
+
+
+def test_reasoning_that_the_template_removes_is_not_scored(tmp_path):
+    template = (
+        "{% for m in messages %}<{{ m.role }}>"
+        "{{ m.content if loop.last else m.content.split('</think>')[-1] }}{{ eos_token }}{% endfor %}"
+    )
+    model = RewardModel(save(tmp_path, tiny_classifier(**SMALL), chat_template=template))
+    reasoned = CALL | {"content": f"<think>so</think>{CALL['content']}"}
+    with_reasoning, without = ([first, *CONVERSATIONS[0][1:]] for first in (reasoned, CALL))
+    assert model.tokens(ASKED, with_reasoning) == model.tokens(ASKED, without)
+    assert CALL["content"] in model.tokenizer.decode(model.tokens(ASKED, without))
+    assert model.tokens(ASKED, [reasoned]) != model.tokens(ASKED, [CALL])
+
+
 @pytest.mark.parametrize(
     "changes", [{"padding_side": "left"}, {"pad_token": None}, {"pad_token": "x"}, {"pad_token": "<eos>"}], ids=str
 )
@@ -157,7 +202,7 @@ def test_text_parts_are_read_and_images_are_refused(folder):
     answer = [{"role": "assistant", "content": "2"}]
     assert scored(RewardModel(folder), [(parts, answer)]) == scored(RewardModel(folder), [as_chat("one plus", "2")])
     parts[0]["content"].append({"type": "image"})
-    with pytest.raises(ValueError, match="supports text only, but the prompt has parts of type image"):
+    with pytest.raises(ValueError, match="supports text only, but a message has parts of type image"):
         scored(RewardModel(folder), [(parts, answer)])
     with pytest.raises(ValueError, match="the prompt has 1 images"):
         RewardModel(folder).check_row({}, [None])

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import pickle
+import pkgutil
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo_lightning import rewards as package
 from grpo_lightning.cli.errors import lines
 from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.rewards import Accuracy, ExactMatch, Reward, RewardSet, RewardWorkers, WeightedReward
@@ -272,6 +274,17 @@ def test_workers_load_what_the_rewards_need_and_no_torch_for_those_of_text():
     batch = groups("one", answer="1", solution="1")
     state = TrainerState(1, 2, 0, 1, 0, 1)
     assert rewards.score(batch, trainer_state=state).by_reward["has_torch"].tolist() == [[0, 0]]
+
+
+def test_no_module_of_a_reward_that_workers_run_loads_torch():
+    in_process = {"boxes", "registry", "reward_model", "reward_set", "scoring"}  # they compute with tensors
+    modules = [f"{package.__name__}.{found.name}" for found in pkgutil.iter_modules(package.__path__)]
+    loaded = [module for module in modules if module.rpartition(".")[2] not in in_process]
+    assert "grpo_lightning.rewards.length" in loaded
+    program = f"import importlib, sys\nfor module in {loaded}:\n    importlib.import_module(module)\n"
+    program += "    assert 'torch' not in sys.modules, module"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_rewards_run_side_by_side(tmp_path):

@@ -25,6 +25,31 @@ def test_large_inputs_and_outputs_arrive_whole():
     assert run(program, b"x" * 10**6).output == bytes(5 * 10**6) + b"1000000\n"  # writes before it reads
 
 
+@pytest.mark.parametrize(
+    "reads",
+    [
+        "import io, os\nread = io.BytesIO(os.read(0, os.fstat(0).st_size)).readline",
+        "import mmap\nread = mmap.mmap(0, 0, access=mmap.ACCESS_READ).readline",
+        "import sys\nsys.stdin.read()\nsys.stdin.seek(0)\nread = sys.stdin.readline",
+        "read = open('/dev/stdin').readline",
+    ],
+    ids=["size", "mmap", "seek", "path"],
+)
+def test_the_input_is_a_file_as_contests_redirect_it(reads: str):
+    assert run(f"{reads}\nprint(len(read()), len(read()))", b"x" * 10**6 + b"\n12\n").output == b"1000001 3\n"
+
+
+def test_an_empty_input_is_a_file():
+    assert run("import os; print(os.fstat(0).st_size, os.read(0, 1))").output == b"0 b''\n"
+
+
+@few(1)
+def test_the_input_cannot_be_changed():
+    for change in ("os.write(0, b'y')", "os.pwrite(0, b'y', 0)", "os.ftruncate(0, 0)", "mmap.mmap(0, 0)[0] = 121"):
+        program = f"import mmap, os, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n{change}\nprint(1)"
+        assert run(program, b"xx").output == b"", change
+
+
 def test_an_input_that_is_not_read_is_no_problem():
     for program in ("print(1)", "import os; os.close(0); print(1)", "import sys; sys.stdin.close(); print(1)"):
         assert run(program, b"x" * 10**6) == Ended("exit", 0, b"1\n")
