@@ -56,7 +56,7 @@ from grpo_lightning.policy.reference import (
     make_reference,
 )
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.policy.trainable import dtype_name, keep_frozen_out_of_checkpoints
+from grpo_lightning.policy.trainable import FrozenWeights, dtype_name, keep_frozen_out_of_checkpoints
 from grpo_lightning.policy.transformers_internals import is_adapted
 from grpo_lightning.policy.turns import TurnTokens
 from grpo_lightning.rewards import RewardLike, RewardSet, RewardWorkers, Scores
@@ -182,6 +182,7 @@ class GRPOLightningModule(L.LightningModule):
     encoder: Encoder
     scorer: Scorer
     sharding: Sharding
+    frozen: FrozenWeights
     # `configure_optimizers` sets `optimizer_settings`. `on_validation_epoch_start` sets `tables`.
     optimizer_settings: list[dict[str, Any]]
     tables: list[dict[str, EvaluationTable]]
@@ -889,7 +890,7 @@ class GRPOLightningModule(L.LightningModule):
         if self.reference is not None:
             checksum = fingerprint(self.reference, self.policy)
             self.run.reference = RunReference(self.reference, self.policy, self.sharding, checksum, self.sync_reference)
-        keep_frozen_out_of_checkpoints(self)
+        self.frozen = keep_frozen_out_of_checkpoints(self)
         self.sharding.shard(self.policy)
         if isinstance(self.reference, FrozenCopy):
             self.sharding.shard(self.reference.model)
@@ -996,7 +997,8 @@ class GRPOLightningModule(L.LightningModule):
         end = self.run.last_step_end(self.trainer)
         if "loops" in checkpoint:
             checkpoint["loops"]["fit_loop"] = end.loops
-        checkpoint["grpo"] = {"trained": self.trained_names} | self.run.state_dict(self.trainer)
+        weights = {"trained": self.saved_names, "unfrozen": sorted(self.frozen.unfrozen)}
+        checkpoint["grpo"] = weights | self.run.state_dict(self.trainer)
         if is_adapted(self.policy):  # for `export`, if the policy was given in memory
             checkpoint["grpo"]["adapter"] = describe_adapter(self.policy) | {"dtype": dtype_name(self.loader)}
 
@@ -1004,6 +1006,7 @@ class GRPOLightningModule(L.LightningModule):
         """Check that the weights are complete, and restore the run state."""
         # A checkpoint without "grpo" was not written by this module: the run starts at its first rollout.
         state = checkpoint.get("grpo") or {"rollout_index": 0, "trained": None}
+        self.frozen.recall_trained(state)
         names = checkpoint.get("state_dict", state["trained"])  # sharded strategies have removed the weights already
         if names is not None:
             checkpoints.check_keys(names, self.state_dict().keys(), self.trained_names)
@@ -1016,5 +1019,11 @@ class GRPOLightningModule(L.LightningModule):
 
     @property
     def trained_names(self) -> list[str]:
-        """Names of the trainable parameters."""
+        """Names of the parameters that are trainable now."""
         return [name for name, parameter in self.named_parameters() if parameter.requires_grad]
+
+    @property
+    def saved_names(self) -> list[str]:
+        """Names of the parameters in checkpoints: all that were trained at any time."""
+        never_trained = self.frozen.never_trained(self)
+        return [name for name, _ in self.named_parameters() if name not in never_trained]

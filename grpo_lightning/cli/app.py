@@ -244,6 +244,8 @@ class GRPOCLI(LightningCLI):
             raise ConfigurationError(sources.with_origin(problem, given))
         if problem := config.unset_argument(settings):
             raise ConfigurationError(sources.with_origin(problem, given))
+        if self.config.subcommand == "fit" and (problem := config.trains_nothing(settings.trainer)):
+            raise ConfigurationError(sources.with_origin(problem, given))
         settings.run_name = runs.run_name(settings.run_name, sources.config_files(args))
         if self.config.subcommand == "fit" and all(
             settings.trainer.get(name) == unset for name, unset in LIMITS.items()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,35 @@ def unset_argument(settings: Any, key: str = "") -> str | None:
                 )
     found = (unset_argument(value, f"{key}.{name}".lstrip(".")) for name, value in values.items())
     return next(filter(None, found), None)
+
+
+TRAINING_LIMITS = {
+    "max_steps": "the number of optimizer steps, or -1 for no limit",
+    "max_epochs": "the number of epochs, or -1 for no limit",
+    "max_time": "a time (days:hours:minutes:seconds), or null for no limit",
+    "limit_train_batches": "a number of batches or a fraction of them, or null for all",
+}
+"""Settings of the Trainer that limit training, and the values that they may have."""
+
+
+def trains_nothing(trainer: Namespace) -> str | None:
+    """Error message for the first limit of the Trainer that is 0, with which `fit` would silently train nothing."""
+    for name, values in TRAINING_LIMITS.items():
+        if is_zero(value := trainer.get(name)):
+            return (
+                f"trainer.{name} is {value}: the run would train nothing. Set it to {values}. To evaluate without "
+                "training, use the command validate."
+            )
+    return None
+
+
+def is_zero(limit: Any) -> bool:
+    """True for a limit of 0: a number, or a time as text (`00:00:00:00`), mapping (`{hours: 0}`) or timedelta."""
+    if isinstance(limit, str):
+        return set(re.findall(r"\d", limit)) == {"0"}
+    if isinstance(limit, Mapping):
+        return not any(limit.values())
+    return limit is not None and not limit
 
 
 def function_is_called(key: str, path: str, argument: str) -> str:

@@ -153,7 +153,8 @@ def read_problem(message: str) -> Problem:
 
 def explain(message: str, keys: Mapping[str, Key], sources: Sequence[Source]) -> str:
     """Replace the parser's message by file, key, value and what is allowed. A message of unknown form is shortened."""
-    if missing := re.search(r'following arguments are required: (.+)|Key "([^"]+)" is required', message):
+    required = r'following arguments are required: (.+?)(?:\. Got value: .*)?$|Key "([^"]+)" is required'
+    if missing := re.search(required, message, re.MULTILINE):
         names, owner = (missing[1] or missing[2]).split(", "), read_problem(message)
         if given := re.search(r"Given value: Namespace\(class_path='([^']+)'", owner.text):
             owner = owner._replace(kind=given[1])  # a function, which the message does not call a class

@@ -78,18 +78,19 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def set_default_modes(folder: Path) -> None:
-    """Set the mode of all files below a folder to that of a new file, which the umask gives.
+    """Set the modes of a folder, and of all folders and files below it, to those of new ones, which the umask gives.
 
-    Without this, some files would be readable only by their owner. For example, safetensors writes weights to a
-    temporary file, which has mode 600, and then renames it.
+    Without this, some of them could be read only by their owner. For example, safetensors writes weights to a temporary
+    file, which has mode 600, and then renames it; a temporary folder has mode 700.
     """
-    new = folder / ".mode"
-    new.touch()  # os.umask can read the umask only by changing it, also for other threads
-    mode = stat.S_IMODE(new.stat().st_mode)
-    new.unlink()
-    for path in folder.rglob("*"):
-        if path.is_file():
-            path.chmod(mode)
+    new_file, new_folder = folder / ".mode", folder / ".modes"
+    new_file.touch()  # os.umask can read the umask only by changing it, also for other threads
+    new_folder.mkdir()
+    file_mode, folder_mode = (stat.S_IMODE(path.stat().st_mode) for path in (new_file, new_folder))
+    new_file.unlink()
+    new_folder.rmdir()
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(folder_mode if path.is_dir() else file_mode)
 
 
 def run_folder(trainer: Any, dirpath: str | None) -> Path:

@@ -66,8 +66,10 @@ def whole_weights(policy: nn.Module, sharding: Sharding, *, keeps: bool = True) 
     sharding.reshard(policy)
     gathered: dict[int, Tensor] = {}
     weights = {}
+    adapter = f".{trained_adapter(policy)}." if is_adapted(policy) else ""
     for name, weight in policy.named_parameters(remove_duplicate=False):
-        if is_adapted(policy) and not weight.requires_grad:
+        # A callback may have frozen a part of the adapter, so `requires_grad` alone does not find all of its weights.
+        if not (weight.requires_grad or adapter in f"{name}."):
             continue
         if id(weight) not in gathered:  # tied weights stay one tensor: they are saved once
             full = sharding.whole(weight)

@@ -6,6 +6,7 @@ This file also keeps frozen weights out of checkpoints, and refuses dtypes in wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,23 +96,54 @@ def frozen_names(owner: nn.Module) -> set[str]:
     return {name for name, weight in all_parameters(owner) if not weight.requires_grad}
 
 
-def keep_frozen_out_of_checkpoints(owner: nn.Module) -> None:
+@dataclass
+class FrozenWeights:
+    """Names of the weights that were frozen when the run began, and which of them were trained since."""
+
+    at_start: set[str]
+    """Names of the weights that were frozen when the policy was loaded."""
+
+    unfrozen: set[str] = field(default_factory=set)
+    """Names in `at_start` that were trained since, in this run or in the run that it resumes."""
+
+    def record_trained(self, owner: nn.Module) -> None:
+        """Record which weights are trained now. Call it before every optimizer step."""
+        self.unfrozen |= self.at_start - frozen_names(owner)
+
+    def recall_trained(self, state: Mapping[str, Any] | None) -> None:
+        """Take over what the run of a checkpoint recorded. Call it before the checkpoint's weights are loaded.
+
+        Args:
+            state: The entry "grpo" of the checkpoint; None for a checkpoint of another module.
+        """
+        self.unfrozen |= set((state or {}).get("unfrozen", ()))
+
+    def never_trained(self, owner: nn.Module) -> set[str]:
+        """Names of the weights that were never trained: frozen at the start and now, and not trained in between."""
+        return (self.at_start & frozen_names(owner)) - self.unfrozen
+
+
+def keep_frozen_out_of_checkpoints(owner: nn.Module) -> FrozenWeights:
     """Drop frozen weights and the reference from a module's state dict; resumed runs load or make them again.
 
     If the policy has adapters, only the trained weights stay in the state dict; the scales and codes of quantized
     layers are dropped, too. If the policy has no adapters, buffers stay as well.
 
-    A weight is dropped only if it is frozen both when this function is called and when the state dict is taken. A
-    weight that is frozen at only one of these two times was trained for a part of the run, so the state dict keeps it.
-    Loading does not report dropped keys as missing.
+    A weight is dropped only if it was never trained. A callback may freeze weights, or train frozen ones, during the
+    run: the state dict keeps every weight that was trained for a part of the run. Loading does not report dropped keys
+    as missing.
 
     The weights are dropped by a state-dict hook, because filtering in `on_save_checkpoint` breaks sharded strategies.
     The hook belongs to the owner, the Lightning module, because the policy may be a user's model.
+
+    Returns:
+        The record of frozen weights, which decides what is dropped. The owner keeps it up to date. Copies of the owner
+        share it.
     """
-    at_start = frozen_names(owner)
+    frozen = FrozenWeights(frozen_names(owner))
 
     def drop(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, metadata: Any) -> None:
-        is_dropped = dropped_keys_filter(module, at_start)
+        is_dropped = dropped_keys_filter(module, frozen)
         for key in [key for key in state_dict if key.startswith(prefix) and is_dropped(key.removeprefix(prefix))]:
             del state_dict[key]
 
@@ -122,7 +154,7 @@ def keep_frozen_out_of_checkpoints(owner: nn.Module) -> None:
         loaded = prefix
 
     def forgive(module: nn.Module, keys: Any) -> None:
-        is_dropped = dropped_keys_filter(module, at_start)
+        is_dropped = dropped_keys_filter(module, frozen)
         keys.missing_keys[:] = [
             key for key in keys.missing_keys if not (key.startswith(loaded) and is_dropped(key.removeprefix(loaded)))
         ]
@@ -130,21 +162,24 @@ def keep_frozen_out_of_checkpoints(owner: nn.Module) -> None:
     owner.register_state_dict_post_hook(drop)
     owner.register_load_state_dict_pre_hook(remember)
     owner.register_load_state_dict_post_hook(forgive)
+    return frozen
 
 
-def dropped_keys_filter(owner: nn.Module, at_start: set[str]) -> Callable[[str], bool]:
+def dropped_keys_filter(owner: nn.Module, frozen: FrozenWeights) -> Callable[[str], bool]:
     """Make the predicate that decides which keys of the state dict are left out of checkpoints: True for these keys.
 
     Args:
         owner: The Lightning module.
-        at_start: Names of weights that were frozen when the run began.
+        frozen: The record of the weights that were never trained.
     """
-    frozen = at_start & frozen_names(owner)
-    trained = {name for name, _ in all_parameters(owner)} - frozen
+    never_trained = frozen.never_trained(owner)
+    trained = {name for name, _ in all_parameters(owner)} - never_trained
     # A reference that was updated is saved separately, unsharded.
     references = key_prefixes(owner, "has_moved")
     adapted = key_prefixes(owner, "peft_config")
-    return lambda key: key in frozen or key.startswith(references) or (key.startswith(adapted) and key not in trained)
+    return lambda key: (
+        key in never_trained or key.startswith(references) or (key.startswith(adapted) and key not in trained)
+    )
 
 
 def key_prefixes(owner: nn.Module, mark: str) -> tuple[str, ...]:

@@ -78,8 +78,10 @@ def showing_images(model: nn.Module, vision: VisionInputs, *, keeps: bool = Fals
             features = concatenate_features([of_prompt[id(prompt)] for prompt in with_images])
         return make_outputs(features)
 
-    # With a blank image, other ranks may run the tower in this pass, so this rank has to run it, too.
+    # With a blank image, other ranks may run the tower in this pass, so this rank has to run it, too. If a callback has
+    # unfrozen the tower since the features were stored, they are not used: they have no gradient.
     is_known = bool(with_images) and vision.blank is None and all(prompt.features is not None for prompt in with_images)
+    is_known = is_known and not is_tower_trained(model)
     if is_known:  # with empty tensors, the forward still calls get_image_features
         images = {name: tensor[:0] for name, tensor in images.items()}
     inner.get_image_features = return_known if is_known else encode_images

@@ -28,6 +28,7 @@ from grpo_lightning.training.checkpoint_files import (
     is_universal,
     mark_complete,
     num_deepspeed_ranks,
+    read_file,
     universal_command,
     unmark_complete,
     why_incomplete,
@@ -95,8 +96,9 @@ class StepEnds(L.Callback):
         trainer.fit_loop.epoch_loop.min_steps = max(self.min_steps, trainer.global_step + 1)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Record that the optimizer changes the weights from now on until the end of this step."""
+        """Record that the optimizer changes the weights from now on until the end of this step, and which weights."""
         pl_module.run.is_updating = True
+        pl_module.frozen.record_trained(pl_module)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
         """At the end of an optimizer step, record the state and save the checkpoints that wait for it."""
@@ -327,6 +329,9 @@ def refuse_incomplete(trainer: L.Trainer) -> None:
             )
         if trainer.state.fn == TrainerFn.FITTING:
             check_ranks(trainer, path)
+        if is_sharded:  # the strategy reads only the weights that are in the module's state dict
+            module: Any = trainer.lightning_module
+            module.frozen.recall_trained(read_file(path / "meta.pt").get("grpo"))
         content = load(checkpoint_path, *args, **kwargs)
         if trainer.state.fn == TrainerFn.FITTING and (why := RankFiles(path).why_missing(content.get("grpo"))):
             raise ValueError(

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 PATTERN = "stopped-*.ckpt"
+PHASES_BEFORE_UPDATE = ("rollout", "reward")
+"""Phases of a training step in which weights and optimizer are those of the end of the previous step."""
 
 
 class RequeueAtStepEnd(L.Callback):
@@ -77,6 +79,9 @@ class GracefulStop(L.Callback):
     run neither validates nor ends the epoch: if it ended the epoch, a resumed run would skip the rest of the epoch's
     data. The first signal restores the previous signal handlers, which then handle a second signal.
 
+    An error of a reward, an environment or the engine saves the same checkpoint in a run with one rank. With several
+    ranks it saves none: saving is collective, and the other ranks may not have the error.
+
     Args:
         folder: Folder of the checkpoint `stopped-step=<N>.ckpt`. The checkpoint of an earlier stop is removed.
         is_saving: If false, no checkpoint is saved.
@@ -90,9 +95,12 @@ class GracefulStop(L.Callback):
         self.checkpoint: Path | None = None
         self.old_handlers: dict[int, Any] = {}
         self.trainer: L.Trainer | None = None
+        self.first_step = 0
+        self.phase: str | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Register the signal handlers. Lightning has registered its own SIGTERM handler earlier."""
+        self.first_step, self.phase = trainer.global_step, None
         if threading.current_thread() is not threading.main_thread():
             return  # Python allows handlers only in the main thread
         self.trainer = trainer
@@ -128,21 +136,57 @@ class GracefulStop(L.Callback):
             return
         self.stopped_at = trainer.global_step
         if self.is_saving:
-            folder = Path(trainer.strategy.broadcast(str(self.folder)))
-            self.checkpoint = folder / f"stopped-step={trainer.global_step}.ckpt"
-            trainer.save_checkpoint(self.checkpoint)
-            for old in sorted(folder.glob(PATTERN)) if trainer.is_global_zero else []:
-                if old != self.checkpoint:
-                    trainer.strategy.remove_checkpoint(old)
+            self.checkpoint = self.save(trainer)
         stop_as_on_sigterm(trainer)
+
+    def save(self, trainer: L.Trainer) -> Path:
+        """Save a checkpoint, remove those of earlier stops, and return its path. Collective: all ranks call it."""
+        folder = Path(trainer.strategy.broadcast(str(self.folder)))
+        checkpoint = folder / f"stopped-step={trainer.global_step}.ckpt"
+        trainer.save_checkpoint(checkpoint)
+        for old in sorted(folder.glob(PATTERN)) if trainer.is_global_zero else []:
+            if old != checkpoint:
+                trainer.strategy.remove_checkpoint(old)
+        return checkpoint
+
+    def on_phase(self, trainer: L.Trainer, name: str) -> None:
+        """Remember the phase of the training step."""
+        self.phase = name
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Put the old handlers back."""
         self.restore()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Put the old handlers back."""
+        """Put the old handlers back. If an error ended sampling or scoring, save the end of the previous step."""
         self.restore()
+        if isinstance(exception, Exception) and self.is_saving and self.can_save_after_error(trainer):
+            self.save_after_error(trainer)
+
+    def can_save_after_error(self, trainer: L.Trainer) -> bool:
+        """True if the run has one rank, and stopped before the update of a later step than its first one."""
+        is_before_update = self.phase in PHASES_BEFORE_UPDATE
+        return trainer.world_size == 1 and is_before_update and trainer.global_step > self.first_step
+
+    def save_after_error(self, trainer: L.Trainer) -> None:
+        """Save a checkpoint, and log how to resume. If saving fails, log that, so that the first error is raised."""
+        try:
+            checkpoint = self.save(trainer)
+        except Exception as error:  # noqa: BLE001 - for example a full disk, or a GPU that the first error has broken
+            log.warning(
+                "The steps since the last checkpoint are lost, because no checkpoint of step %d could be saved: %s: %s",
+                trainer.global_step,
+                type(error).__name__,
+                error,
+            )
+            return
+        log.info(
+            "An error ended the run in the rollout after step %d. The end of that step is saved: %s. Fix the cause, "
+            "and resume with the same command and --ckpt_path auto (or %s).",
+            trainer.global_step,
+            checkpoint,
+            checkpoint,
+        )
 
     @property
     def exit_code(self) -> int:

@@ -178,9 +178,9 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         module: Any = self.lightning_module
-        weights = {}
+        weights, saved = {}, set(module.saved_names)
         for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
+            if name in saved:
                 full = module.sharding.whole(parameter)  # collective
                 if self.is_global_zero:
                     weights[name] = full.to("cpu", copy=True)

@@ -715,6 +715,29 @@ def test_a_flag_that_is_none_is_named(recipe, capsys, flag, said):
     )
 
 
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        (
+            "max_steps=0",
+            "trainer.max_steps is 0: the run would train nothing. Set it to the number of optimizer steps,",
+        ),
+        ("max_epochs=0", "trainer.max_epochs is 0: "),
+        ("max_time=00:00:00:00", "trainer.max_time is 00:00:00:00: "),
+        ("max_time={hours: 0, minutes: 0}", "trainer.max_time is {'hours': 0, 'minutes': 0}: "),
+        ("limit_train_batches=0", "trainer.limit_train_batches is 0: "),
+        ("limit_train_batches=0.0", "trainer.limit_train_batches is 0.0: "),
+    ],
+)
+def test_a_run_that_would_train_nothing_is_refused_before_the_weights_load(recipe, capsys, flag, said):
+    name = recipe(policy="nowhere")
+    assert failure(capsys, "fit", "--config", name, f"--trainer.{flag}").startswith(
+        f"error: on the command line: {said}"
+    )
+    for flag in ("max_steps=-1", "max_epochs=-1", "max_time=00:00:00:01", "limit_train_batches=1.0"):
+        parse(["--config", name, f"--trainer.{flag}"])
+
+
 @SLOW
 def test_what_a_constructor_refuses_says_where_it_came_from(recipe, capsys):
     said = failure(capsys, "fit", "--config", recipe(sampling={"temperature": -1.0}))
@@ -728,6 +751,26 @@ def test_a_reward_that_is_no_function_is_shown(recipe, capsys):
     Path("constant_rewards.py").write_text("x = 3")
     said = failure(capsys, "fit", "--config", recipe(rewards=["constant_rewards.x"]))
     assert said == "error: recipe.yaml: model.rewards[0]: constant_rewards.x is 3, not a function.\n"
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "place"),
+    [
+        ("rewards", [{"class_path": "called.count"}], "rewards[0]: called.count is a function: write `- called.count`"),
+        (
+            "environment",
+            [{"class_path": "called.count"}],
+            "environment[0]: called.count is a function: write `- called",
+        ),
+        ("optimizer", {"class_path": "called.count"}, "optimizer: called.count is a function: write `called.count`"),
+    ],
+)
+def test_a_function_given_by_class_path_without_its_arguments_is_explained_in_a_line(recipe, capsys, key, given, place):
+    Path("called.py").write_text("def count(word: str, times: int = 1) -> int:\n    return times")
+    said = failure(capsys, "fit", "--config", recipe(**{key: given}))
+    assert said.startswith(f"error: recipe.yaml: model.{place}")
+    assert said.endswith("without its argument 'word'. If this call is meant, write init_args: {word: ...}.\n")
+    assert len(said.splitlines()) == 1
 
 
 @SLOW

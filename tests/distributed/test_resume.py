@@ -4,11 +4,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from grpo_lightning.cli import ckpt_path
 from grpo_lightning.cli.errors import ConfigurationError
+from tests.distributed.harness import run_ranks
 from tests.distributed.kept import cut
 from tests.distributed.resume import CYCLE, FIXED_BUCKETS, MICRO_STEPS_PER_EPOCH, kill_and_resume
+from tests.distributed.steps import save_policy
+from tests.helpers.module_runs import are_equal
 from tests.marks import NIGHTLY, SLOW, only
 
 MICRO_STEP = MICRO_STEPS_PER_EPOCH + 5
@@ -104,3 +108,12 @@ def test_a_killed_run_with_conversations_resumes_exactly(tmp_path: Path, strateg
         strategy, tmp_path, micro_step=MICRO_STEP, hook="on_after_backward", rank=1, subject="conversations"
     )
     assert outcome == {"equal": True, "difference": 0.0, "went on from": NEWEST}
+
+
+@SLOW
+def test_a_sharded_weight_that_was_trained_for_a_part_of_the_run_is_resumed(tmp_path: Path):
+    """It is frozen when the checkpoints are saved and loaded: FSDP2 reads only weights that it expects."""
+    save_policy(tmp_path)
+    run_ranks("tests.distributed.unfrozen", "fsdp2", tmp_path)
+    weights = torch.load(tmp_path / "weights.pt")
+    assert are_equal(weights["resumed"], weights["unbroken"])

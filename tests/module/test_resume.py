@@ -32,6 +32,7 @@ from tests.helpers.module_runs import (
 )
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
+from tests.helpers.unfrozen import AllInOptimizer, TrainBetween
 from tests.marks import SLOW, few
 
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed")  # some checkpoints are moved
@@ -395,6 +396,7 @@ def test_a_checkpoint_at_a_cycles_end_has_no_rollout(tmp_path):
     assert state.pop("trained") == list(checkpoint["state_dict"])
     assert state.pop("reference_fingerprint").keys() == {"torch.float32"}
     assert state == {
+        "unfrozen": [],
         "rollout_index": 2,
         "rollout": None,
         "reference": None,
@@ -464,6 +466,27 @@ def test_a_checkpoint_of_another_policy_is_refused(killed_mid_cycle, layers, mes
     other = two_updates(policy=tiny_model("qwen2", **(SMALL | {"num_hidden_layers": layers})))
     with pytest.raises(RuntimeError, match=message):
         train(killed_mid_cycle, resume=True, module=other)
+
+
+def test_a_weight_that_was_trained_for_a_part_of_the_run_is_resumed(tmp_path):
+    """It is frozen when the checkpoints are saved, also in the resumed run, and when they are loaded."""
+
+    def run(folder, *callbacks, **options):
+        policy = tiny_model("qwen2", **SMALL)
+        policy.model.embed_tokens.requires_grad_(False)
+        module = make_module(AllInOptimizer, policy=policy)
+        settings = {"max_epochs": 3, "accumulate_grad_batches": 1}
+        return train(folder, *callbacks, TrainBetween(), module=module, **settings, **options)
+
+    start, name = tiny_model("qwen2", **SMALL).model.embed_tokens.weight, "model.embed_tokens.weight"
+    unbroken = weights_of(run(tmp_path / "unbroken", max_steps=5))
+    assert not torch.equal(unbroken[name], start)
+    for steps in (3, 4):  # the second run resumes, and saves again
+        run(tmp_path / "broken", resume=True, max_steps=steps)
+    resumed = run(tmp_path / "broken", resume=True, max_steps=5)
+    assert are_equal(weights_of(resumed), unbroken)
+    assert newest(tmp_path / "broken").endswith("step=5.ckpt")
+    assert f"policy.{name}" in torch.load(newest(tmp_path / "broken"), weights_only=True)["state_dict"]
 
 
 @SLOW

@@ -212,6 +212,33 @@ def test_a_reference_with_another_tower_encodes_the_images_itself(engine, image_
     assert max(callback.differences) < 1e-4
 
 
+class UnfreezesTower(L.Callback):
+    """Unfreezes the vision tower before the second optimizer step, and records the steps in which it has a gradient."""
+
+    def __init__(self):
+        self.has_gradient = []
+
+    def on_train_batch_start(self, trainer, pl_module, *_):
+        if trainer.global_step == 1:
+            inner_model(pl_module.policy).visual.requires_grad_(True)
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        parameters = inner_model(pl_module.policy).visual.parameters()
+        self.has_gradient.append(any(weight.grad is not None and weight.grad.any() for weight in parameters))
+
+
+def test_a_tower_that_is_unfrozen_inside_a_cycle_is_trained_from_the_next_step_on(image_files):
+    """The features that the rollout has stored have no gradient."""
+    vlm, callback = tiny_vlms.build("qwen2_5_vl"), UnfreezesTower()
+    frozen = {"freeze_vision_modules": True}
+    module = vision_module(
+        vlm, loader=frozen, objective=Objective(beta=0.0, entropy_coefficient=0.1), updates_per_rollout=2
+    )
+    source = make_source(module, vision_prompts(image_files), batch_size=4)
+    make_trainer(max_steps=2, callbacks=[callback]).fit(module, source)
+    assert callback.has_gradient == [False, True]
+
+
 @SLOW
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
 def test_the_first_ratio_is_one(family, image_files):

@@ -92,7 +92,7 @@ class Owner(nn.Module):
     def __init__(self, policy: nn.Module, reference: nn.Module | None = None) -> None:
         super().__init__()
         self.policy, self.reference = policy, reference
-        keep_frozen_out_of_checkpoints(self)
+        self.frozen = keep_frozen_out_of_checkpoints(self)
 
 
 class Norm(nn.Module):
@@ -131,6 +131,17 @@ def test_what_is_frozen_or_freed_later_is_held():
     assert set(owner.state_dict()) == {"policy.late.weight", "policy.never.weight"}
     policy["early"].requires_grad_(True)
     assert set(owner.state_dict()) == {f"policy.{name}.weight" for name in policy}
+
+
+def test_what_was_trained_between_two_times_of_being_frozen_is_held():
+    policy = nn.ModuleDict({name: nn.Linear(1, 1, bias=False).requires_grad_(False) for name in ("between", "never")})
+    owner = Owner(policy)
+    averaged = AveragedModel(owner)  # made before: it has its own copy of the weights, of which it saves the same
+    policy["between"].requires_grad_(True)
+    owner.frozen.record_trained(owner)
+    policy["between"].requires_grad_(False)
+    assert set(owner.state_dict()) == {"policy.between.weight"}
+    assert set(averaged.state_dict()) == {"n_averaged", "module.policy.between.weight"}
 
 
 def test_the_reference_is_left_out_whole():

@@ -1,4 +1,4 @@
-"""Runs that a signal ends (SLURM, Ctrl-C, SIGTERM): their checkpoint, and the weights they end with when resumed."""
+"""Runs that a signal (SLURM, Ctrl-C, SIGTERM) or an error ends: their checkpoint, and the last weights if resumed."""
 
 import json
 import logging
@@ -159,9 +159,13 @@ def command_line(folder, *flags, send=None):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-def newest_weights(folder):
+def newest_checkpoint(folder):
     (path,) = (folder / "checkpoints").glob(f"epoch=*-step={STEPS}.ckpt")
-    return torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def newest_weights(folder):
+    return newest_checkpoint(folder)["state_dict"]
 
 
 @pytest.fixture
@@ -210,6 +214,7 @@ class SingleProcess:
 
     strategy = type("Strategy", (), {"launcher": None})()
     is_global_zero = True
+    global_step = 0
 
 
 @pytest.fixture
@@ -246,6 +251,98 @@ def test_the_handlers_are_put_back_and_other_threads_take_none(tmp_path, end):
     assert [signal.getsignal(signum) for signum in SIGNALS] != before
     getattr(callback, end)(*(None,) * (2 if end == "on_train_end" else 3))
     assert [signal.getsignal(signum) for signum in SIGNALS] == before
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+FAILING = """
+import os
+
+def lengths(completions, trainer_state):
+    if trainer_state.global_step == 2 and "FAIL" in os.environ:
+        raise KeyError("answer")
+    return [float(len(set(text))) for text in completions]
+"""
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_whose_reward_failed_goes_on_to_the_weights_of_an_unbroken_one(folder, monkeypatch, caplog):
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    (folder / "failing.py").write_text(FAILING)
+    command = ["fit", "--config", "r.yaml", "--model.rewards=[failing.lengths]", "--model.reward_workers.num_workers=0"]
+    caplog.set_level(logging.INFO, logger="grpo_lightning")
+    monkeypatch.setenv("FAIL", "1")
+    with pytest.raises(SystemExit):
+        main([*command, "--run_name=broken"])
+    monkeypatch.delenv("FAIL")
+    broken = folder / "runs" / "broken" / "version_0"
+    assert [path.name for path in (broken / "checkpoints").iterdir()] == ["stopped-step=2.ckpt"]
+    saved = "runs/broken/version_0/checkpoints/stopped-step=2.ckpt"
+    assert f"The end of that step is saved: {saved}. Fix the cause, and resume with the same command" in caplog.text
+    main([*command, "--run_name=broken", "--ckpt_path", "auto"])
+    main([*command, "--run_name=whole"])
+    whole, resumed = newest_checkpoint(folder / "runs" / "whole" / "version_0"), newest_checkpoint(broken)
+    assert are_equal(resumed["state_dict"], whole["state_dict"])
+    moments = [[*checkpoint["optimizer_states"][0]["state"].values()] for checkpoint in (resumed, whole)]
+    assert all(are_equal(one, other) for one, other in zip(*moments, strict=True))
+
+
+class FailsAt(GRPOLightningModule):
+    """Raises an error in one of the steps of the algorithm."""
+
+    place: str
+    step = 2
+
+    def fail_at(self, place):
+        if place == self.place and self.trainer.global_step == self.step:
+            raise OSError(place)
+
+    def sample(self, *args):
+        self.fail_at("sample")
+        return super().sample(*args)
+
+    def update(self, micro_step):
+        self.fail_at("update")
+        return super().update(micro_step)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.fail_at("optimizer")
+
+
+@pytest.mark.parametrize(
+    ("place", "step", "saved"),
+    [
+        ("sample", 2, ["stopped-step=2.ckpt"]),
+        ("sample", 0, []),  # nothing was trained
+        ("update", 2, []),
+        ("optimizer", 2, []),
+    ],
+)
+def test_an_error_before_the_update_saves_the_step_before_it(tmp_path, place, step, saved):
+    module = make_module(FailsAt, length=3, num_generations=2)
+    module.place, module.step = place, step
+    with pytest.raises(OSError, match=place):
+        fit(module, batch_size=2, max_steps=3, callbacks=[GracefulStop(tmp_path)])
+    assert [path.name for path in tmp_path.iterdir()] == saved
+
+
+def test_an_error_on_one_of_several_ranks_saves_nothing(tmp_path):
+    """Its save would wait for the other ranks forever."""
+    callback = GracefulStop(tmp_path)
+    callback.phase = "reward"
+    ranks = {number: SimpleNamespace(world_size=number, global_step=2) for number in (1, 2)}
+    assert {number: callback.can_save_after_error(trainer) for number, trainer in ranks.items()} == {1: True, 2: False}
+
+
+def test_a_checkpoint_that_cannot_be_saved_leaves_the_error_of_the_run(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    module = make_module(FailsAt, length=3, num_generations=2)
+    module.place = "sample"
+    with pytest.raises(OSError, match="sample"):
+        fit(module, batch_size=2, max_steps=3, callbacks=[GracefulStop(tmp_path / "file")])
+    assert "The steps since the last checkpoint are lost, because no checkpoint of step 2 could be saved" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------------ launched ranks

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import os
 
 import peft
 import pytest
@@ -11,6 +12,7 @@ from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.vllm import weights
+from grpo_lightning.rollout.vllm.adapters import AdapterFolders
 from grpo_lightning.rollout.vllm.weights import check_policy, gathered_groups, state_of, weight_groups
 from tests.helpers.tiny_models import tiny_model
 from tests.marks import SLOW
@@ -228,3 +230,19 @@ def test_policies_that_cannot_be_sent_are_refused(make, message):
 def test_other_policies_are_accepted():
     check_policy(tiny_model("qwen2", **SMALL))
     check_policy(add_adapters(tiny_model("qwen2", **SMALL), LoRA(rank=4)))
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+@pytest.mark.parametrize("is_temporary", [True, False])
+def test_the_umask_gives_the_modes_of_an_adapters_folder_and_files(tmp_path, mask, is_temporary):
+    """A vLLM server under another user can read them, if the umask allows it."""
+    before = os.umask(mask)
+    try:
+        folders = AdapterFolders(None if is_temporary else tmp_path / "adapters")
+        folder = folders.write({"layer.lora_A.weight": torch.ones(2, 3), "layer.lora_B.weight": torch.ones(3, 2)}, 1)
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (folder.parent, folder, *folder.iterdir())}
+    new_folder, new_file = oct(0o777 & ~mask), oct(0o666 & ~mask)
+    files = dict.fromkeys(["adapter_model.safetensors", "adapter_config.json"], new_file)
+    assert modes == {folder.parent.name: new_folder, folder.name: new_folder} | files

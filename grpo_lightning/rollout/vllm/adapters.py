@@ -16,6 +16,8 @@ from uuid import uuid4
 
 from torch import Tensor
 
+from grpo_lightning.core.files import set_default_modes
+
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts as its maximum LoRA rank."""
 
@@ -40,6 +42,8 @@ class AdapterFolders:
     def __init__(self, parent: Path | None) -> None:
         self.scratch = tempfile.TemporaryDirectory(prefix="grpo-adapters-") if parent is None else None
         self.parent = Path(self.scratch.name if self.scratch else parent or "")
+        if self.scratch:
+            set_default_modes(self.parent)  # a vLLM server may run under another user
         self.run = uuid4().hex[:8]
         self.newest: Path | None = None
 
@@ -62,6 +66,7 @@ class AdapterFolders:
         partial.mkdir(parents=True)
         save_file(weights, partial / "adapter_model.safetensors")
         (partial / "adapter_config.json").write_text(json.dumps(config_of(weights)), encoding="utf-8")
+        set_default_modes(partial)
         os.replace(partial, folder)
         self.remove()
         self.newest = folder
