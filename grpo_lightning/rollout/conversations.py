@@ -48,7 +48,7 @@ from grpo_lightning.environments.base import (
     text_of,
     without_image_data,
 )
-from grpo_lightning.environments.tools import tool_schemas
+from grpo_lightning.environments.tools import Tools, example_arguments, tool_schemas
 from grpo_lightning.environments.workers import EnvironmentRunner, OnError, Result
 from grpo_lightning.functional import turn_credits
 from grpo_lightning.policy.turns import TRUNCATED, TurnTokens
@@ -238,8 +238,8 @@ class Conversations:
 
         Raises:
             ValueError: If (a) the template cannot render observations, (b) there are tools and the template does not
-                describe them, or (c) there are tools and the prompts are plain text, in which tools cannot be
-                described.
+                describe them, (c) there are tools and the prompts are plain text, in which tools cannot be described,
+                or (d) the template writes calls in a format that `Tools` does not read.
         """
         if not is_chat:
             if self.schemas:
@@ -258,6 +258,25 @@ class Conversations:
                     "The tokenizer's chat template does not describe tools to the model: use a model whose template "
                     "does, or set tokenizer.chat_template to such a template."
                 )
+            self._check_calls(tokens)
+
+    def _check_calls(self, tokens: TurnTokens) -> None:
+        """Check that a call which the chat template writes is read. Raises: ValueError if it is not."""
+        tools = self.runner.calls.environment
+        if not isinstance(tools, Tools):  # it reads the calls itself
+            return
+        name, arguments = self.schemas[0]["function"]["name"], example_arguments(self.schemas[0])
+        turn = tokens.turn_with_call(name, arguments, {"tools": self.schemas})
+        calls = tools.read_calls(turn)
+        if not turn or any(call.name == name and call.arguments.keys() == arguments.keys() for call in calls):
+            return
+        fix = "Use" if tools.format == "auto" else "Set the argument `format` to auto, or use"
+        raise ValueError(
+            f"The tokenizer's chat template writes a call as {turn!r:.300}, and environment {self.runner.name!r} "
+            f"(format: {tools.format}) does not find a call in this text, so no call of the policy would be run. {fix} "
+            "a model that writes calls in JSON, Python or XML (docs/conversations.md), or a subclass of "
+            "grpo_lightning.environments.Tools with a method `read_calls` for this format."
+        )
 
     def connect(self, tokens: TurnTokens, num_local_ranks: int = 1) -> None:
         """Start the workers.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grpo_lightning.core.types import Completion, Prompt
-from grpo_lightning.environments import Environment, EnvironmentRunner, Step
+from grpo_lightning.environments import Environment, EnvironmentRunner, Step, Tools, calculator
+from grpo_lightning.environments.tools import ToolCall
 from grpo_lightning.functional import turn_credits
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.sharding import Sharding
@@ -21,7 +24,7 @@ from grpo_lightning.policy.turns import TRUNCATED, TurnTokens
 from grpo_lightning.rollout.conversations import Conversations, ConversationSettings
 from grpo_lightning.rollout.groups import GroupSource
 from grpo_lightning.rollout.local_engine import LocalEngine
-from tests.environments.games import ByPromptLength, Counted, Ends, Faulty
+from tests.environments.games import ByPromptLength, Counted, Ends, Faulty, double, later
 from tests.helpers.conversation_runs import HERE, PROMPTS, SAMPLING, sample
 from tests.helpers.module_runs import ScriptedEngine
 from tests.helpers.tiny_models import EOS, tiny_model, tiny_tokenizer
@@ -344,6 +347,82 @@ def test_settings_are_checked():
     ]:
         with pytest.raises(ValueError, match=message):
             ConversationSettings(**wrong)
+
+
+CALLS_AS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for call in m.tool_calls or () %}CALL{% endfor %}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""A chat template that describes tools, and writes a call in the way that replaces `CALL`."""
+
+
+def check_template(template: str, environment: Environment) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    Conversations(EnvironmentRunner(environment, HERE, 100), ConversationSettings()).check(tokenizer, is_chat=True)
+
+
+GEMMA_CALL = "<|tool_call>call:{{ call.function.name }}<tool_call|>"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "<tool_call>{{ call.function | tojson }}</tool_call>",
+        "[{{ call.function.name }}(expression={{ call.function.arguments.expression | tojson }})]",
+        "",  # the template does not render calls, so that nothing is known about them
+        "{{ 'calls: ' + call.function.arguments }}",  # an error: this template wants the arguments as text
+    ],
+)
+def test_templates_whose_calls_are_read_or_unknown(call):
+    check_template(CALLS_AS.replace("CALL", call), Tools([calculator]))
+
+
+@pytest.mark.parametrize("tool", [double, calculator, later])
+def test_a_template_whose_calls_are_not_read_is_refused(tool):
+    with pytest.raises(ValueError, match=r"writes a call as '<\|tool_call>call:.*`read_calls` for this format"):
+        check_template(CALLS_AS.replace("CALL", GEMMA_CALL), Tools([tool]))
+    json_call = CALLS_AS.replace("CALL", "<tool_call>{{ call.function | tojson }}</tool_call>")
+    with pytest.raises(ValueError, match="Set the argument `format` to auto, or use"):
+        check_template(json_call, Tools([tool], format="python"))
+
+
+class GemmaTools(Tools):
+    """Reads the calls of another format."""
+
+    def read_calls(self, completion: str) -> list[ToolCall]:
+        found = re.findall(r"<\|tool_call>call:(\w+){(.*)}<tool_call\|>", completion)
+        return [ToolCall(name, {"expression": expression}) for name, expression in found]
+
+
+class OwnTools(Over):
+    """Describes tools, and reads their calls itself."""
+
+    tools = (double,)
+
+
+def test_an_environment_that_reads_the_calls_itself_is_not_refused():
+    call = "<|tool_call>call:{{ call.function.name }}{{ '{' }}{{ call.function.arguments.expression }}}<tool_call|>"
+    template = CALLS_AS.replace("CALL", call)
+    check_template(template, GemmaTools([calculator]))
+    check_template(template, OwnTools())
+    step = GemmaTools([calculator]).step("<|tool_call>call:calculator{3+4}<tool_call|>")
+    assert [message["content"] for message in step.observation] == ["7"]  # type: ignore[union-attr]
+
+
+READ = ["lfm2_2_5", "llama3_1", "llama3_2", "nemotron_3_nano", "qwen2_5", "qwen3", "qwen3_6", "qwen3_instruct_2507"]
+
+
+def test_calls_of_real_templates():
+    """The chat templates are those that TRL brings."""
+    folder = Path(pytest.importorskip("trl", minversion="1.16").__file__).parent / "chat_templates"
+    for name in [*READ, "qwen3_5_think", "qwen3_5_nothink", "qwen3_vl", "lfm2", "lfm2_2_5_vl"]:
+        check_template((folder / f"{name}.jinja").read_text(), Tools([double, calculator]))
+        check_template((folder / f"{name}.jinja").read_text(), Tools([calculator]))
+    for name in ("gemma4", "glm4moe"):
+        with pytest.raises(ValueError, match="`read_calls` for this format"):
+            check_template((folder / f"{name}.jinja").read_text(), Tools([double]))
 
 
 def test_a_first_observation_ends_the_prompt(policy):
