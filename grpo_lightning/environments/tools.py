@@ -24,9 +24,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from grpo_lightning.core.event_loop import wait_for
+from grpo_lightning.core.images import is_pil_image
 from grpo_lightning.core.log_messages import WarnOnce
 from grpo_lightning.core.types import Message
-from grpo_lightning.environments.base import MOST_MESSAGES, Environment, Step
+from grpo_lightning.environments.base import MOST_MESSAGES, Environment, Step, is_part
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,9 @@ ToolFormat = Literal["auto", "json", "python", "xml"]
 Mistral write. `python` is `[name(argument=value)]`, which Llama 3.2, Llama 4 and LFM2 write. `xml` is
 `<function=name><parameter=argument>value</parameter></function>`, which Qwen3.5, Qwen3-Coder and Nemotron 3 write.
 `auto` reads all three formats."""
+
+Content = str | list[Mapping[str, Any]]
+"""The content of a message: text, or a list of parts."""
 
 OUTCOMES = ("ok", "malformed", "unknown_tool", "wrong_arguments", "exception", "timeout", "crash", "too_many")
 """The possible outcomes of a call. The metric `environment/calls/<outcome>` counts the calls with this outcome."""
@@ -130,16 +134,16 @@ class Tools(Environment):
                 outcomes["too_many"] += len(calls) - number
                 messages.append(answer(call.name, f"Error: only the first {self.max_calls} calls of a turn are run."))
                 break
-            outcome, text = self.run(call)
+            outcome, content = self.run(call)
             outcomes[outcome] += 1
-            messages.append(answer(call.name, text))
+            messages.append(answer(call.name, content))
         return Step(messages, metrics=call_metrics(outcomes))
 
     def read_calls(self, completion: str) -> list[ToolCall]:
         """Find the calls in a turn. A subclass can read another format."""
         return list(read_calls(completion, self.functions, self.format))
 
-    def run(self, call: ToolCall) -> tuple[str, str]:
+    def run(self, call: ToolCall) -> tuple[str, Content]:
         """Run a call. Returns: the outcome, and what the policy gets."""
         if call.problem:
             return "malformed", f"Error: {call.problem}"
@@ -150,7 +154,7 @@ class Tools(Environment):
             return "wrong_arguments", f"Error: {problem}"
         try:
             value = wait_for(function(**call.arguments))
-        except Exception as error:  # noqa: BLE001 - a tool may raise anything; the policy gets it, and the log has it
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool may raise anything, or run code that exits
             frame = traceback.extract_tb(error.__traceback__)[-1]
             warn_once(
                 log,
@@ -161,7 +165,7 @@ class Tools(Environment):
                 level=logging.INFO,
             )
             return "exception", f"Error: {type(error).__name__}: {error}"
-        return "ok", value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+        return "ok", content_of(value)
 
     def on_failure(self, kind: str, problem: str) -> Step | None:
         """Report to the policy that a call timed out or crashed. Returns: None for other kinds of failure."""
@@ -208,9 +212,23 @@ def example_arguments(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _EXAMPLES.get(str(each.get("type")), "text") for name, each in properties.items()}
 
 
-def answer(name: str, text: str) -> Message:
+def answer(name: str, content: Content) -> Message:
     """The message with what a tool returned."""
-    return {"role": "tool", "content": text} | ({"name": name} if name else {})
+    return {"role": "tool", "content": content} | ({"name": name} if name else {})
+
+
+def content_of(value: Any) -> Content:
+    """The content of the message for a value that a tool returned: parts for images or a list of parts, else text."""
+    if isinstance(value, str):
+        return value
+    values = value if isinstance(value, list | tuple) else [value]
+    parts = [{"type": "image", "image": each} if is_pil_image(each) else each for each in values]
+    if parts and all(map(is_part, parts)):
+        return parts
+    try:
+        return json.dumps(value, default=str, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):  # JSON has no such keys, or the value contains itself
+        return str(value)
 
 
 def call_metrics(outcomes: Counter[str]) -> dict[str, float]:

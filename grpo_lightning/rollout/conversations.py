@@ -228,6 +228,8 @@ class Conversations:
         self.warn_once = WarnOnce()
         self.schemas = tool_schemas(runner.tools)
         """Descriptions of the tools, for the chat template."""
+        self.tools = runner.calls.environment if isinstance(runner.calls.environment, Tools) else None
+        """The environment if it is `Tools`, which read the calls of the policy."""
 
     def check(self, tokenizer: PreTrainedTokenizerBase, *, is_chat: bool) -> None:
         """Check that the chat template can render a conversation, before weights are loaded.
@@ -262,8 +264,8 @@ class Conversations:
 
     def _check_calls(self, tokens: TurnTokens) -> None:
         """Check that a call which the chat template writes is read. Raises: ValueError if it is not."""
-        tools = self.runner.calls.environment
-        if not isinstance(tools, Tools):  # it reads the calls itself
+        tools = self.tools
+        if tools is None:  # another environment reads the calls itself
             return
         name, arguments = self.schemas[0]["function"]["name"], example_arguments(self.schemas[0])
         turn = tokens.turn_with_call(name, arguments, {"tools": self.schemas})
@@ -627,7 +629,9 @@ class Game:
         for name, value in step.metrics.items():
             each.metrics[name] = each.metrics.get(name, 0.0) + value
         is_full = len(each.token_ids) >= self.sampling.max_completion_length
-        if turn.finish_reason == "length" and is_full:
+        # `Tools` are done after a turn without a call, but a turn that was cut may have ended before its call.
+        is_cut_answer = turn.finish_reason == "length" and step.done and self.owner.tools is not None
+        if (turn.finish_reason == "length" and is_full) or is_cut_answer:
             each.finish_reason = "length"
         elif step.done:
             each.finish_reason = "stop"
@@ -639,6 +643,9 @@ class Game:
         if step.keep is None:
             for message in messages_of(step.observation, self.runner.observation_role):
                 each.read(str(message["role"]), text_of(message), [])
+        elif rest := self._keep(each, turn, step.keep):
+            room = self.sampling.max_completion_length - len(each.token_ids)
+            each.read("", rest, self.tokens.text_ids(rest)[:room])
 
     def end(self, limited: Sequence[Conversation]) -> None:
         """Call `end` of the environments of conversations that a limit has ended, and add the returned rewards."""
@@ -657,8 +664,7 @@ class Game:
         turn, observed = each.turns[-1], None
         if step.keep is not None:
             assert isinstance(step.observation, str)
-            self._keep(each, turn, step.keep)
-            text = self._shorten(each, step.observation)
+            text = self._keep(each, turn, step.keep) + self._shorten(each, step.observation)
             messages: list[Message] = [{"role": "", "content": text}]
             ids = self.tokens.text_ids(text)
         else:
@@ -712,17 +718,23 @@ class Game:
             each.metrics["truncated_observations"] = each.metrics.get("truncated_observations", 0.0) + 1
         return short
 
-    def _keep(self, each: Conversation, turn: Turn, characters: int) -> None:
-        """Keep only the tokens of the last turn that lie within its first `characters` characters."""
+    def _keep(self, each: Conversation, turn: Turn, characters: int) -> str:
+        """Cut the last turn after its first `characters` characters, and drop the tokens after them.
+
+        Returns:
+            The characters before the cut that belong to a dropped token, because the cut divides this token.
+        """
         ids = each.token_ids[turn.start : turn.end]
-        kept = turn.text[: max(0, characters)]
+        kept = turn.text[:characters]
         decode = self.tokens.tokenizer.decode
         count = len(ids)
-        while count and len(decode(ids[:count], skip_special_tokens=True)) > len(kept):
+        while count and not kept.startswith(decode(ids[:count], skip_special_tokens=True)):
             count -= 1
         while count and ids[count - 1] in self.tokens.stop_ids:
             count -= 1
-        each.drop_behind(count, str(decode(ids[:count], skip_special_tokens=True)))
+        text = str(decode(ids[:count], skip_special_tokens=True))
+        each.drop_behind(count, text)
+        return kept[len(text) :]
 
     def _fail(self, each: Conversation, result: Result) -> None:
         """End a conversation whose environment failed, or raise an error if `on_error` is "raise"."""

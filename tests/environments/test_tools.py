@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from grpo_lightning.core.log_messages import WarnOnce
 from grpo_lightning.environments import Search, Tools, calculator, tools
@@ -220,6 +221,59 @@ def test_an_error_of_a_tool_is_logged_once(caplog, monkeypatch):
     (message,) = caplog.messages
     assert re.match(r"The tool 'broken' raised ValueError: cannot take this \(at .*games\.py:\d+\)\.", message)
     assert "environment/calls/exception" in message
+
+
+def leave(code: int) -> str:
+    """Run code that ends the process."""
+    raise SystemExit(code)
+
+
+async def leave_later(code: int) -> str:
+    """Run code that ends the process, in the event loop."""
+    raise SystemExit(code)
+
+
+@pytest.mark.parametrize("tool", [leave, leave_later])
+def test_a_tool_that_exits_is_an_exception(tool):
+    for _ in range(2):  # the event loop goes on
+        step = Tools([tool]).step(f"[{tool.__name__}(code=3)]")
+        assert step.metrics["calls/exception"] == 1
+        assert "SystemExit: 3" in step.observation[0]["content"]
+
+
+def test_a_value_that_json_cannot_write_is_text():
+    def pairs() -> dict[tuple[str, str], int]:
+        return {("a", "b"): 1}
+
+    def endless() -> list[Any]:
+        value: list[Any] = []
+        value.append(value)
+        return value
+
+    for tool, text in ((pairs, "{('a', 'b'): 1}"), (endless, "[[...]]")):
+        step = Tools([tool]).step(f"[{tool.__name__}()]")
+        assert step.metrics["calls/ok"] == 1
+        assert step.observation[0]["content"] == text
+
+
+def test_images_that_a_tool_returns_are_parts_of_the_observation():
+    image = Image.new("RGB", (4, 4))
+    part, text = {"type": "image", "image": image}, {"type": "text", "text": "the crop"}
+    for value, content in [
+        (image, [part]),
+        ([part, text], [part, text]),
+        ([image, image], [part, part]),
+        ([text], [text]),
+        ([1, 2], "[1, 2]"),
+        ([], "[]"),
+        ([{"type": "text"}], '[{"type": "text"}]'),
+    ]:
+
+        def crop(value: Any = value) -> Any:
+            return value
+
+        (message,) = Tools([crop]).step("[crop()]").observation
+        assert message == {"role": "tool", "name": "crop", "content": content}
 
 
 def test_the_hints_of_an_object_are_those_of_its_call(tmp_path):

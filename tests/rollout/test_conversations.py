@@ -21,6 +21,7 @@ from grpo_lightning.functional import turn_credits
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.turns import TRUNCATED, TurnTokens
+from grpo_lightning.rewards.scoring import written_messages
 from grpo_lightning.rollout.conversations import Conversations, ConversationSettings
 from grpo_lightning.rollout.groups import GroupSource
 from grpo_lightning.rollout.local_engine import LocalEngine
@@ -247,10 +248,76 @@ def test_a_turn_can_be_continued(policy):
     sampling = replace(SAMPLING, suppress_tokens=[EOS])
     (row,) = sample(policy, Continue(), ["p"], sampling=sampling, max_turn_length=5, max_turns=3)
     for completion in row:
-        assert [turn.end - turn.start for turn in completion.turns] == [2, 2, 2, 2, 5]
+        assert [turn.end - turn.start for turn in completion.turns] == [2, 2, 2, 2, 2]
         assert [turn.role for turn in completion.turns] == ["assistant", "", "assistant", "", "assistant"]
         assert completion.text[2:4] == completion.text[6:8] == "->"
-        assert completion.mask == [True, True, False, False] * 2 + [True] * 5
+        assert completion.mask == [True, True, False, False] * 2 + [True] * 2
+
+
+class Cuts(Environment):
+    """Cuts every turn, and continues it if it is not done."""
+
+    def __init__(self, keep: int, *, done: bool = False, text: str = "[more]") -> None:
+        self.keep, self.done, self.text = keep, done, text
+
+    def step(self, completion: str) -> Step:
+        return Step(self.text, keep=self.keep, done=self.done)
+
+
+def tokenizer_with(token: str) -> PreTrainedTokenizerFast:
+    """The tiny tokenizer with one more token, whose id is 97."""
+    inner = Tokenizer(models.WordLevel(tiny_tokenizer().get_vocab() | {token: 97}, unk_token=" "))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(rf"<eos>|<pad>|{token}|[\s\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>")
+
+
+def play_turns(environment: Environment, tokenizer: Any, turn: str, length: int = 60, **limits: Any) -> Completion:
+    """A conversation in which every turn of the policy is the same."""
+    conversations = Conversations(EnvironmentRunner(environment, HERE, 100), ConversationSettings(**limits))
+    conversations.connect(TurnTokens(tokenizer, [EOS]))
+    engine = ScriptedEngine([[*tokenizer(turn, add_special_tokens=False)["input_ids"], EOS]])
+    engine.connect(None, tokenizer, None)
+    source = GroupSource(engine, Encoder(tokenizer), Sharding(), 0, conversations)  # type: ignore[arg-type]
+    sampling = replace(SAMPLING, max_completion_length=length)
+    return source.sample([Prompt("p")], 1, sampling, [0])[0].completions[0]
+
+
+def test_a_token_across_the_cut_is_given_back_as_text():
+    """The policy wrote `a>b` with the token `>b`, and the environment keeps `a>`."""
+    completion = play_turns(Cuts(2), tokenizer_with(">b"), "a>bc", max_turns=2)
+    assert 97 not in completion.token_ids
+    assert completion.text == "a>[more]a>"
+    assert [(turn.role, turn.text) for turn in completion.turns] == [
+        *(("assistant", "a"), ("", ">[more]")),
+        *(("assistant", "a"), ("", ">")),
+    ]
+    assert completion.mask == [True] + [False] * 7 + [True, False]
+
+
+def test_characters_that_are_given_back_are_no_part_of_the_observations_limit():
+    completion = play_turns(Cuts(2), tokenizer_with(">b"), "a>bc", max_turns=2, max_observation_length=6)
+    assert completion.text.startswith("a>[more]a")
+
+
+@pytest.mark.parametrize(("done", "max_turns", "reason"), [(True, 8, "stop"), (False, 1, "turns")])
+@pytest.mark.parametrize(("token", "mask"), [("xx", None), ("kj", [True, False])])
+def test_the_last_turn_is_cut_too(done, max_turns, reason, token, mask):
+    completion = play_turns(Cuts(2, done=done), tokenizer_with(token), "okjunk", max_turns=max_turns)
+    assert (completion.text, completion.finish_reason, completion.mask) == ("ok", reason, mask)
+    assert "".join(message["content"] for message in written_messages(completion)) == "ok"
+
+
+def test_a_turn_that_reached_the_maximum_length_is_cut_too():
+    completion = play_turns(Cuts(2), tokenizer_with("kj"), "okjunk", length=5)
+    assert (completion.text, completion.finish_reason) == ("ok", "length")
+
+
+def test_a_turn_without_a_call_that_was_cut_is_truncated():
+    """What `Tools` take for the answer is the beginning of a longer turn. Games know when they are done."""
+    for environment, reason in ((Tools([double]), "length"), (Over(), "stop")):
+        assert play_turns(environment, tiny_tokenizer(), "It is 6", max_turn_length=4).finish_reason == reason
+        assert play_turns(environment, tiny_tokenizer(), "It is 6", max_turn_length=9).finish_reason == "stop"
 
 
 class Interrupt(Environment):
@@ -265,7 +332,7 @@ def test_what_was_computed_of_dropped_tokens_is_not_used(policy):
     for prompt in ("p", "a longer prompt"):
         limits = {"sampling": sampling, "max_turn_length": 5, "max_turns": 3}
         (row,) = sample(policy, Interrupt(), [prompt], **limits)
-        assert [turn.end - turn.start for turn in row[0].turns] == [2, 9, 2, 9, 5]
+        assert [turn.end - turn.start for turn in row[0].turns] == [2, 9, 2, 9, 2]
         assert [plain(c) for c in row] == [
             plain(c) for c in sample(policy, Interrupt(), [prompt], engine=Forgetful(), **limits)[0]
         ]
@@ -305,12 +372,7 @@ def test_a_rank_without_prompts_makes_the_calls_of_the_others(monkeypatch):
 
 def test_what_is_decoded_and_encoded_anew_has_other_tokens():
     """The tokenizer has a token for `ab`, and the policy wrote `a` and `b`: its tokens stay what they are."""
-    tokenizer = tiny_tokenizer()
-    vocab = tokenizer.get_vocab() | {"ab": 97}
-    inner = Tokenizer(models.WordLevel(vocab, unk_token=" "))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex("<eos>|<pad>|ab|."), "isolated")
-    inner.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>")
+    tokenizer = tokenizer_with("ab")
     a, b = tokenizer.convert_ids_to_tokens([67, 68]), [67, 68, EOS]
     assert a == ["a", "b"]
     assert tokenizer("ab", add_special_tokens=False)["input_ids"] == [97]
