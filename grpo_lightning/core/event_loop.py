@@ -32,13 +32,17 @@ def wait_for(value: Any) -> Any:
     """Wait for an awaitable in sync code. Other values are returned as they are.
 
     Raises:
-        RuntimeError: If the function is called in the loop's thread, which would then wait for itself.
+        RuntimeError: If the function is called in the loop's thread, which would then wait for itself, or if the
+            awaitable raises SystemExit.
     """
     if not isinstance(value, Awaitable):
         return value
 
     async def finish() -> Any:
-        return await value
+        try:
+            return await value
+        except SystemExit as error:  # it would end the thread of the loop
+            raise RuntimeError(f"SystemExit: {error}") from error
 
     if _is_in_loop():
         getattr(value, "close", lambda: None)()

@@ -32,6 +32,11 @@ LYING = (5, 6, 7, 8)
 """Orientation values whose transpose swaps width and height."""
 
 
+def is_pil_image(value: Any) -> bool:
+    """True for an image of PIL, which is not imported for this."""
+    return type(value).__module__.startswith("PIL.")
+
+
 class ImageError(ValueError):
     """The error for an unreadable image. Its message names the row, the image and the reason."""
 

@@ -68,8 +68,9 @@ class Step:
 
     keep: int | None = None
     """With None, the observation opens a new message. With a number, the policy's turn is cut after its first `keep`
-    characters, and the tokens after them are dropped. The observation, which must be text, then continues the policy's
-    message."""
+    characters, also if `done` is True or a limit ends the conversation, and the tokens after them are dropped. If the
+    cut divides a token, its characters before the cut become tokens that are not trained on. The observation, which
+    must be text, then continues the policy's message."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers to log. They are summed over a conversation; `environment/<name>` is the mean of these sums."""
@@ -257,8 +258,7 @@ def _content(content: Any) -> str | list[Mapping[str, Any]]:
         return content
     parts = list(content) if isinstance(content, list | tuple) else [content]
     for part in parts:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if not (kind == "text" and isinstance(part.get("text"), str)) and not (kind == "image" and "image" in part):
+        if not is_part(part):
             raise InvalidStepError(
                 "The content of an observation must be text, or a list of parts {'type': 'text', 'text': ...} and "
                 f"{{'type': 'image', 'image': ...}}; the environment returned {part!r:.120}."
@@ -266,6 +266,12 @@ def _content(content: Any) -> str | list[Mapping[str, Any]]:
     if any(part["type"] == "image" for part in parts):
         return parts
     return "".join(part["text"] for part in parts)
+
+
+def is_part(value: Any) -> bool:
+    """True for a part of a message's content: {"type": "text", "text": ...} or {"type": "image", "image": ...}."""
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    return (kind == "text" and isinstance(value.get("text"), str)) or (kind == "image" and "image" in value)
 
 
 def images_of(messages: Sequence[Message]) -> list[Any]:

@@ -24,18 +24,24 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from grpo_lightning.core.event_loop import wait_for
+from grpo_lightning.core.images import is_pil_image
 from grpo_lightning.core.log_messages import WarnOnce
 from grpo_lightning.core.types import Message
-from grpo_lightning.environments.base import MOST_MESSAGES, Environment, Step
+from grpo_lightning.environments.base import MOST_MESSAGES, Environment, Step, is_part
 
 log = logging.getLogger(__name__)
 
 warn_once = WarnOnce()
 """Logs the failures of tools once per process and kind, because a tool may fail in each of thousands of calls."""
 
-ToolFormat = Literal["auto", "json", "python"]
-"""The format of calls. `json` is `{"name": ..., "arguments": {...}}`, which Qwen, Hermes, Llama 3.1 and Mistral write.
-`python` is `[name(argument=value)]`, which Llama 3.2, Llama 4 and LFM2 write. `auto` reads both formats."""
+ToolFormat = Literal["auto", "json", "python", "xml"]
+"""The format of calls. `json` is `{"name": ..., "arguments": {...}}`, which Qwen2.5, Qwen3, Hermes, Llama 3.1 and
+Mistral write. `python` is `[name(argument=value)]`, which Llama 3.2, Llama 4 and LFM2 write. `xml` is
+`<function=name><parameter=argument>value</parameter></function>`, which Qwen3.5, Qwen3-Coder and Nemotron 3 write.
+`auto` reads all three formats."""
+
+Content = str | list[Mapping[str, Any]]
+"""The content of a message: text, or a list of parts."""
 
 OUTCOMES = ("ok", "malformed", "unknown_tool", "wrong_arguments", "exception", "timeout", "crash", "too_many")
 """The possible outcomes of a call. The metric `environment/calls/<outcome>` counts the calls with this outcome."""
@@ -53,7 +59,13 @@ MOST_FAILED = 64
 """Maximum number of failed attempts to read JSON in a text, because the time of an attempt may be proportional to the
 length of the text."""
 
-_REASONING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+_REASONING_OR_MARKED = re.compile(rf"(?P<reasoning><think>.*?(?:</think>|\Z)|</think>)|{_MARKED.pattern}", re.DOTALL)
+_FUNCTION = re.compile(
+    r"<function=([^<>\n]+)>\s*((?:<parameter=[^<>\n]+>(?:(?!</parameter>).)*</parameter>\s*)*)</function>", re.DOTALL
+)
+"""Matches a call in XML. The capture groups of a match are the name and all parameters."""
+
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>(.*?)</parameter>", re.DOTALL)
 _JSON_START = re.compile(r'[{]\s*"|\[\s*[{]')
 _QUOTED_OR_BRACKET = re.compile(r"""'(?:\\.|[^'\\])*(?:'|\\?\Z)|"(?:\\.|[^"\\])*(?:"|\\?\Z)|[\[\](){}]""", re.DOTALL)
 
@@ -112,7 +124,7 @@ class Tools(Environment):
 
     def step(self, completion: str) -> Step:
         """Run the calls of a turn."""
-        calls = list(read_calls(completion, self.functions, self.format))
+        calls = self.read_calls(completion)
         if not calls:
             return Step(done=True, metrics={"used_tools": 0.0})
         outcomes: Counter[str] = Counter()
@@ -122,12 +134,16 @@ class Tools(Environment):
                 outcomes["too_many"] += len(calls) - number
                 messages.append(answer(call.name, f"Error: only the first {self.max_calls} calls of a turn are run."))
                 break
-            outcome, text = self.run(call)
+            outcome, content = self.run(call)
             outcomes[outcome] += 1
-            messages.append(answer(call.name, text))
+            messages.append(answer(call.name, content))
         return Step(messages, metrics=call_metrics(outcomes))
 
-    def run(self, call: ToolCall) -> tuple[str, str]:
+    def read_calls(self, completion: str) -> list[ToolCall]:
+        """Find the calls in a turn. A subclass can read another format."""
+        return list(read_calls(completion, self.functions, self.format))
+
+    def run(self, call: ToolCall) -> tuple[str, Content]:
         """Run a call. Returns: the outcome, and what the policy gets."""
         if call.problem:
             return "malformed", f"Error: {call.problem}"
@@ -138,7 +154,7 @@ class Tools(Environment):
             return "wrong_arguments", f"Error: {problem}"
         try:
             value = wait_for(function(**call.arguments))
-        except Exception as error:  # noqa: BLE001 - a tool may raise anything; the policy gets it, and the log has it
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool may raise anything, or run code that exits
             frame = traceback.extract_tb(error.__traceback__)[-1]
             warn_once(
                 log,
@@ -149,7 +165,7 @@ class Tools(Environment):
                 level=logging.INFO,
             )
             return "exception", f"Error: {type(error).__name__}: {error}"
-        return "ok", value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+        return "ok", content_of(value)
 
     def on_failure(self, kind: str, problem: str) -> Step | None:
         """Report to the policy that a call timed out or crashed. Returns: None for other kinds of failure."""
@@ -187,9 +203,32 @@ def tool_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
     return schemas
 
 
-def answer(name: str, text: str) -> Message:
+_EXAMPLES: Mapping[str, Any] = {"integer": 1, "number": 0.5, "boolean": True, "array": [], "object": {}}
+
+
+def example_arguments(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the types that the schema of a tool gives."""
+    properties = schema["function"]["parameters"]["properties"]
+    return {name: _EXAMPLES.get(str(each.get("type")), "text") for name, each in properties.items()}
+
+
+def answer(name: str, content: Content) -> Message:
     """The message with what a tool returned."""
-    return {"role": "tool", "content": text} | ({"name": name} if name else {})
+    return {"role": "tool", "content": content} | ({"name": name} if name else {})
+
+
+def content_of(value: Any) -> Content:
+    """The content of the message for a value that a tool returned: parts for images or a list of parts, else text."""
+    if isinstance(value, str):
+        return value
+    values = value if isinstance(value, list | tuple) else [value]
+    parts = [{"type": "image", "image": each} if is_pil_image(each) else each for each in values]
+    if parts and all(map(is_part, parts)):
+        return parts
+    try:
+        return json.dumps(value, default=str, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):  # JSON has no such keys, or the value contains itself
+        return str(value)
 
 
 def call_metrics(outcomes: Counter[str]) -> dict[str, float]:
@@ -205,39 +244,76 @@ def call_metrics(outcomes: Counter[str]) -> dict[str, float]:
 def read_calls(text: str, names: Mapping[str, Any], style: ToolFormat = "auto") -> Iterator[ToolCall]:
     """Find the calls in a turn, in order. Calls inside reasoning (`<think>...</think>`) are ignored.
 
+    Arguments in XML are texts. If the type hint of an argument does not allow texts, the argument is decoded.
+
     Calls are marked by `<tool_call>...</tool_call>`, by a code fence (`tool_code` or `tool_call`), or by special tokens
     such as `[TOOL_CALLS]`. In a turn with markers, only the marked text is read, and calls of unknown tools are found
     too.
 
-    Many tokenizers, however, remove the markers. In a turn without markers, a call in JSON may have other text around
-    it, and a list of calls in Python may have other text after it. If the turn has such other text, only calls of known
-    tools are found. If the turn has nothing but calls, calls of unknown tools are found too; with the style "auto",
-    however, a call of an unknown tool is found only if the call has arguments.
+    Many tokenizers, however, remove the markers. In a turn without markers, a call in JSON or XML may have other text
+    around it, and a list of calls in Python may have other text after it. If the turn has such other text, only calls
+    of known tools are found. If the turn has nothing but calls, calls of unknown tools are found too; with the style
+    "auto", however, a call of an unknown tool is found only if the call has arguments.
 
     Args:
         text: The turn.
         names: The tools by name.
         style: The format of calls.
     """
-    text = _REASONING.sub("", text).rpartition("</think>")[2].strip()  # the prompt may have opened the reasoning
+    text = _without_reasoning(text, names, style)
     if blocks := [str(match[match.lastindex or 0]) for match in _MARKED.finditer(text)]:
         for block in blocks:
-            found = [call for call, _ in _calls_in(block, style)]
-            yield from found or [ToolCall("", {}, f"{block.strip()[:200]!r} is not a call: {_EXPECTED[style]}.")]
+            found = list(_marked_calls(block, names, style))
+            yield from found or [
+                ToolCall("", {}, f"{block.strip()[:200]!r} is not a call: {_format_hint(block, style)}.")
+            ]
         return
-    for call, is_alone in _calls_in(text, style):
+    for call, is_alone in _calls_in(text, names, style):
         if call.name in names or (is_alone and (style != "auto" or call.arguments)):
             yield call
 
 
 _EXPECTED: Mapping[ToolFormat, str] = {
-    "auto": 'write {"name": ..., "arguments": {...}}',
+    "auto": "write it in the format of the tools' description",
     "json": 'write {"name": ..., "arguments": {...}}',
     "python": "write [name(argument=value)]",
+    "xml": "write <function=name><parameter=argument>value</parameter></function>",
 }
 
 
-def _calls_in(text: str, style: ToolFormat) -> Iterator[tuple[ToolCall, bool]]:
+def _format_hint(block: str, style: ToolFormat) -> str:
+    """A hint for a policy that wrote a block that is not a call. With "auto", it names the format of the block."""
+    if style == "auto":
+        beginnings: Mapping[str, ToolFormat] = {"<": "xml", "{": "json", "[": "python"}
+        style = beginnings.get(block.strip()[:1], "auto")
+    return _EXPECTED[style]
+
+
+def _without_reasoning(text: str, names: Mapping[str, Any], style: ToolFormat) -> str:
+    """Remove the reasoning in front of and between calls. Its tags inside an argument are part of the argument."""
+    kept, position = "", 0
+    while match := _REASONING_OR_MARKED.search(text, position):
+        kept += text[position : match.start()]
+        position = match.end()
+        if match["reasoning"] == "</think>":  # the prompt has opened the reasoning
+            kept = ""
+        elif match["reasoning"] is None:
+            calls = _marked_calls(str(match[match.lastindex or 0]), names, style)
+            if "</think>" not in match[0] or any("</think>" in str(call.arguments) for call in calls):
+                kept += match[0]
+            else:  # the reasoning mentions a marker, and ends behind it
+                position = match.start() + 1
+    return (kept + text[position:]).strip()
+
+
+def _marked_calls(block: str, names: Mapping[str, Any], style: ToolFormat) -> Iterator[ToolCall]:
+    """The calls between two markers."""
+    return (call for call, _ in _calls_in(block, names, style, is_marked=True))
+
+
+def _calls_in(
+    text: str, names: Mapping[str, Any], style: ToolFormat, *, is_marked: bool = False
+) -> Iterator[tuple[ToolCall, bool]]:
     """Yield each call in a text, and whether the text has nothing but calls."""
     text = text.strip()
     if style in ("auto", "python"):  # Python first, because its arguments may be texts in JSON
@@ -246,9 +322,34 @@ def _calls_in(text: str, style: ToolFormat) -> Iterator[tuple[ToolCall, bool]]:
         yield from ((call, bool(whole)) for call in found)
         if found:
             return
+    if style in ("auto", "xml") and not _JSON_START.search(text.partition("<function=")[0]):
+        matches, is_alone = list(_FUNCTION.finditer(text)), not _FUNCTION.sub("", text).strip()
+        yield from ((ToolCall(match[1], _xml_arguments(match[2], names.get(match[1]))), is_alone) for match in matches)
+        if matches:
+            return
     if style in ("auto", "json"):
         values, rest = _json_values(text)
-        yield from ((call, not rest) for value in values for call in _calls_of(value))
+        yield from ((call, not rest) for value in values for call in _calls_of(value, is_marked=is_marked))
+
+
+def _xml_arguments(text: str, tool: Callable[..., Any] | None) -> dict[str, Any]:
+    """The arguments of a call in XML, decoded if the tool's type hints do not allow texts."""
+    hints = {} if tool is None else hints_of(tool)
+    values = {name: value.removeprefix("\n").removesuffix("\n") for name, value in _PARAMETER.findall(text)}
+    return {
+        name: value if name not in hints or fits(value, hints[name]) else _decode_value(value)
+        for name, value in values.items()
+    }
+
+
+def _decode_value(text: str) -> Any:
+    """The value of a text in JSON or Python, because templates write both; the text itself if it is neither."""
+    for decode in (json.loads, ast.literal_eval):
+        try:
+            return decode(text)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            continue
+    return text
 
 
 def _first_list(text: str) -> str:
@@ -279,8 +380,8 @@ def _json_values(text: str) -> tuple[list[Any], str]:
     return values, (rest + text[position:]).strip(" \n\r\t;,")
 
 
-def _calls_of(value: Any) -> Iterator[ToolCall]:
-    """Calls in parsed JSON."""
+def _calls_of(value: Any, *, is_marked: bool) -> Iterator[ToolCall]:
+    """Calls in parsed JSON. With markers, a call without arguments may leave out `arguments`."""
     items = value if isinstance(value, list) else [value]
     for item in items:
         if not isinstance(item, dict) or not isinstance(item.get("name"), str):
@@ -295,6 +396,8 @@ def _calls_of(value: Any) -> Iterator[ToolCall]:
             yield ToolCall(item["name"], arguments)
         elif "arguments" in item or "parameters" in item:
             yield ToolCall(item["name"], {}, "the arguments of a call must be an object with their names")
+        elif is_marked:
+            yield ToolCall(item["name"], {})
         else:
             return
 
@@ -327,8 +430,19 @@ def argument_problem(function: Callable[..., Any], arguments: Mapping[str, Any])
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
         return f"{name_of(function)}: {error}."
+    hints = hints_of(function)
+    for name, value in arguments.items():
+        if name in hints and not fits(value, hints[name]):
+            is_class = isinstance(hints[name], type) and typing.get_origin(hints[name]) is None
+            expected = hints[name].__name__ if is_class else str(hints[name])
+            return f"{name_of(function)}: the argument {name!r} must be {expected}, got {value!r:.80}."
+    return ""
+
+
+def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The type hints of a tool's arguments; empty if they cannot be read."""
     try:
-        hints = typing.get_type_hints(signature_owner(function))
+        return typing.get_type_hints(signature_owner(function))
     except Exception as error:  # noqa: BLE001 - hints in quotes are evaluated, and may raise anything; the log has it
         warn_once(
             log,
@@ -337,12 +451,7 @@ def argument_problem(function: Callable[..., Any], arguments: Mapping[str, Any])
             *(name_of(function), type(error).__name__, error),
             level=logging.INFO,
         )
-        return ""
-    for name, value in arguments.items():
-        if name in hints and not fits(value, hints[name]):
-            expected = getattr(hints[name], "__name__", str(hints[name]))
-            return f"{name_of(function)}: the argument {name!r} must be {expected}, got {value!r:.80}."
-    return ""
+        return {}
 
 
 def signature_owner(tool: Callable[..., Any]) -> Callable[..., Any]:
@@ -368,8 +477,10 @@ def fits(value: Any, hint: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
+    options = typing.get_args(hint)
+    if kind is tuple and options and options[-1] is not ...:
+        return isinstance(value, list) and len(value) == len(options) and all(map(fits, value, options))
     if kind in (list, tuple, Sequence):
-        options = typing.get_args(hint)
         return isinstance(value, list) and (not options or all(fits(each, options[0]) for each in value))
     if kind in (str, bool, dict):
         return isinstance(value, kind)

@@ -8,6 +8,7 @@ give other tokens. Only the messages that follow the policy's turn are rendered,
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -155,6 +156,29 @@ class TurnTokens:
             except ValueError:
                 pass  # the template cannot render calls in a turn that has text, or cannot render calls at all
         return self._behind(turn, messages, settings)
+
+    def turn_with_call(self, name: str, arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+        """Text of a turn of the policy that calls a tool, as the template writes it, without special tokens.
+
+        Args:
+            name: Name of the tool.
+            arguments: Arguments of the call.
+            settings: Arguments of the chat template.
+
+        Returns:
+            The text; empty if the template cannot render calls.
+        """
+        question = {"role": "user", "content": "question"}
+        call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": arguments}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            prompt = self._render([question], settings, opens_turn=True)
+            rendered = self._render([question, turn], settings, opens_turn=False)
+        except ValueError:
+            return ""
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, rendered, strict=False))
+        written = rendered[sum(1 for _ in same) :]
+        return self.decode(self.encode(written)) if name in written else ""
 
     def _behind(
         self, turn: Message, messages: Sequence[Message], settings: Mapping[str, Any], *, behind_call: bool = False

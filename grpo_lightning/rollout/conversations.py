@@ -48,7 +48,7 @@ from grpo_lightning.environments.base import (
     text_of,
     without_image_data,
 )
-from grpo_lightning.environments.tools import tool_schemas
+from grpo_lightning.environments.tools import Tools, example_arguments, tool_schemas
 from grpo_lightning.environments.workers import EnvironmentRunner, OnError, Result
 from grpo_lightning.functional import turn_credits
 from grpo_lightning.policy.turns import TRUNCATED, TurnTokens
@@ -228,6 +228,8 @@ class Conversations:
         self.warn_once = WarnOnce()
         self.schemas = tool_schemas(runner.tools)
         """Descriptions of the tools, for the chat template."""
+        self.tools = runner.calls.environment if isinstance(runner.calls.environment, Tools) else None
+        """The environment if it is `Tools`, which read the calls of the policy."""
 
     def check(self, tokenizer: PreTrainedTokenizerBase, *, is_chat: bool) -> None:
         """Check that the chat template can render a conversation, before weights are loaded.
@@ -238,8 +240,8 @@ class Conversations:
 
         Raises:
             ValueError: If (a) the template cannot render observations, (b) there are tools and the template does not
-                describe them, or (c) there are tools and the prompts are plain text, in which tools cannot be
-                described.
+                describe them, (c) there are tools and the prompts are plain text, in which tools cannot be described,
+                or (d) the template writes calls in a format that `Tools` does not read.
         """
         if not is_chat:
             if self.schemas:
@@ -258,6 +260,25 @@ class Conversations:
                     "The tokenizer's chat template does not describe tools to the model: use a model whose template "
                     "does, or set tokenizer.chat_template to such a template."
                 )
+            self._check_calls(tokens)
+
+    def _check_calls(self, tokens: TurnTokens) -> None:
+        """Check that a call which the chat template writes is read. Raises: ValueError if it is not."""
+        tools = self.tools
+        if tools is None:  # another environment reads the calls itself
+            return
+        name, arguments = self.schemas[0]["function"]["name"], example_arguments(self.schemas[0])
+        turn = tokens.turn_with_call(name, arguments, {"tools": self.schemas})
+        calls = tools.read_calls(turn)
+        if not turn or any(call.name == name and call.arguments.keys() == arguments.keys() for call in calls):
+            return
+        fix = "Use" if tools.format == "auto" else "Set the argument `format` to auto, or use"
+        raise ValueError(
+            f"The tokenizer's chat template writes a call as {turn!r:.300}, and environment {self.runner.name!r} "
+            f"(format: {tools.format}) does not find a call in this text, so no call of the policy would be run. {fix} "
+            "a model that writes calls in JSON, Python or XML (docs/conversations.md), or a subclass of "
+            "grpo_lightning.environments.Tools with a method `read_calls` for this format."
+        )
 
     def connect(self, tokens: TurnTokens, num_local_ranks: int = 1) -> None:
         """Start the workers.
@@ -608,7 +629,9 @@ class Game:
         for name, value in step.metrics.items():
             each.metrics[name] = each.metrics.get(name, 0.0) + value
         is_full = len(each.token_ids) >= self.sampling.max_completion_length
-        if turn.finish_reason == "length" and is_full:
+        # `Tools` are done after a turn without a call, but a turn that was cut may have ended before its call.
+        is_cut_answer = turn.finish_reason == "length" and step.done and self.owner.tools is not None
+        if (turn.finish_reason == "length" and is_full) or is_cut_answer:
             each.finish_reason = "length"
         elif step.done:
             each.finish_reason = "stop"
@@ -620,6 +643,9 @@ class Game:
         if step.keep is None:
             for message in messages_of(step.observation, self.runner.observation_role):
                 each.read(str(message["role"]), text_of(message), [])
+        elif rest := self._keep(each, turn, step.keep):
+            room = self.sampling.max_completion_length - len(each.token_ids)
+            each.read("", rest, self.tokens.text_ids(rest)[:room])
 
     def end(self, limited: Sequence[Conversation]) -> None:
         """Call `end` of the environments of conversations that a limit has ended, and add the returned rewards."""
@@ -638,8 +664,7 @@ class Game:
         turn, observed = each.turns[-1], None
         if step.keep is not None:
             assert isinstance(step.observation, str)
-            self._keep(each, turn, step.keep)
-            text = self._shorten(each, step.observation)
+            text = self._keep(each, turn, step.keep) + self._shorten(each, step.observation)
             messages: list[Message] = [{"role": "", "content": text}]
             ids = self.tokens.text_ids(text)
         else:
@@ -693,17 +718,23 @@ class Game:
             each.metrics["truncated_observations"] = each.metrics.get("truncated_observations", 0.0) + 1
         return short
 
-    def _keep(self, each: Conversation, turn: Turn, characters: int) -> None:
-        """Keep only the tokens of the last turn that lie within its first `characters` characters."""
+    def _keep(self, each: Conversation, turn: Turn, characters: int) -> str:
+        """Cut the last turn after its first `characters` characters, and drop the tokens after them.
+
+        Returns:
+            The characters before the cut that belong to a dropped token, because the cut divides this token.
+        """
         ids = each.token_ids[turn.start : turn.end]
-        kept = turn.text[: max(0, characters)]
+        kept = turn.text[:characters]
         decode = self.tokens.tokenizer.decode
         count = len(ids)
-        while count and len(decode(ids[:count], skip_special_tokens=True)) > len(kept):
+        while count and not kept.startswith(decode(ids[:count], skip_special_tokens=True)):
             count -= 1
         while count and ids[count - 1] in self.tokens.stop_ids:
             count -= 1
-        each.drop_behind(count, str(decode(ids[:count], skip_special_tokens=True)))
+        text = str(decode(ids[:count], skip_special_tokens=True))
+        each.drop_behind(count, text)
+        return kept[len(text) :]
 
     def _fail(self, each: Conversation, result: Result) -> None:
         """End a conversation whose environment failed, or raise an error if `on_error` is "raise"."""

@@ -5,11 +5,13 @@ import json
 import logging
 import pickle
 import re
+import time
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from grpo_lightning.core.log_messages import WarnOnce
 from grpo_lightning.environments import Search, Tools, calculator, tools
@@ -33,6 +35,7 @@ CALL = ToolCall("double", {"number": 3})
         "[double(number=3)]",
         "<|tool_call_start|>[double(number=3)]<|tool_call_end|>",
         "```tool_code\ndouble(number=3)\n```",
+        "<tool_call>\n<function=double>\n<parameter=number>\n3\n</parameter>\n</function>\n</tool_call>",
         # Text around a call, with the markers of the model and without them.
         "<|tool_call_start|>[double(number=3)]<|tool_call_end|>Checking...",
         "Let me look.<|tool_call_start|>[double(number=3)]<|tool_call_end|>",
@@ -98,6 +101,88 @@ def test_the_arguments_of_a_call_may_be_any_text():
     assert [call.name for call in read_calls(f"[search(query={inner!r})]", {"search": None, **KNOWN})] == ["search"]
 
 
+def as_xml(name: str, **texts: str) -> str:
+    """A call as Qwen3.5 and Nemotron 3 write it."""
+    parameters = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+def typed(text: str, number: int, share: float, deep: dict[str, int], right: bool, size: int | None = None) -> None:
+    """A tool with arguments of many types."""
+
+
+def test_values_in_xml_have_the_types_of_the_hints():
+    texts = {"text": "3", "number": "3", "share": "0.5", "deep": '{"x": 1}', "right": "True", "size": "null"}
+    (call,) = read_calls(as_xml("typed", **texts), {"typed": typed})
+    expected = {"text": "3", "number": 3, "share": 0.5, "deep": {"x": 1}, "right": True, "size": None}
+    assert call == ToolCall("typed", expected)
+    (call,) = read_calls(as_xml("double", number="three"), KNOWN)
+    assert call == ToolCall("double", {"number": "three"})  # `argument_problem` says what is wrong
+    (call,) = read_calls(as_xml("half", number="3"), KNOWN)
+    assert call == ToolCall("half", {"number": "3"})
+
+
+def test_texts_in_xml_are_exact():
+    for text in ("  a = 1\n\nprint(a)  ", "", "\n", '{"name": "double", "arguments": {}}', "</function>", "[double()]"):
+        (call,) = read_calls("Look.\n\n" + as_xml("calculator", expression=text), KNOWN)
+        assert call == ToolCall("calculator", {"expression": text})
+    inner = json.dumps({"name": "calculator", "arguments": {"expression": as_xml("double", number="3")[12:-13]}})
+    assert [call.name for call in read_calls(inner, KNOWN)] == ["calculator"]
+
+
+def test_calls_in_xml_without_markers():
+    inner = as_xml("double", number="3").removeprefix("<tool_call>").removesuffix("</tool_call>")
+    assert list(read_calls(f"Look.{inner}", KNOWN)) == [CALL]
+    assert list(read_calls(f"Look.{inner.replace('double', 'half')}", KNOWN)) == []
+    assert [call.name for call in read_calls(inner.replace("double", "half"), KNOWN)] == ["half"]
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        ("<function=double>\n<parameter=number>\n3", "write <function=name><parameter=argument>value</parameter>"),
+        ("<function=double>3</function>", "write <function=name><parameter=argument>value</parameter>"),
+        ('{"name": "double", ', 'write {"name": ..., "arguments": {...}}'),
+        ("[double(", "write [name(argument=value)]"),
+        ("double 3", "write it in the format of the tools' description"),
+    ],
+)
+def test_a_malformed_call_is_told_the_format_that_it_has(block, expected):
+    (call,) = read_calls(f"<tool_call>\n{block}\n</tool_call>", KNOWN)
+    assert f"is not a call: {expected}" in call.problem
+
+
+def test_many_unclosed_parameters_take_little_time():
+    text = "<tool_call><function=f>" + "<parameter=a>1</parameter>" * 2000
+    start = time.monotonic()
+    assert [call.name for call in read_calls(text, KNOWN)] == [""]
+    assert time.monotonic() - start < 5
+
+
+def test_tags_of_reasoning_in_an_argument_belong_to_the_argument():
+    for query in ("<think>a</think>b", "s = '</think>'", "<think>"):
+        as_json = json.dumps({"name": "calculator", "arguments": {"expression": query}})
+        for marked in (
+            f"<tool_call>{as_json}</tool_call>",
+            f"[TOOL_CALLS]{as_json}",
+            as_xml("calculator", expression=query),
+        ):
+            for before in ("", "<think>Which?</think>", "Which?</think>", "<think><tool_call></think>"):
+                assert list(read_calls(before + marked, KNOWN)) == [ToolCall("calculator", {"expression": query})]
+
+
+@pytest.mark.parametrize("mention", ["<tool_call>", '<tool_call>{"name": "double", "arguments": {}}</tool_call>'])
+def test_a_call_in_reasoning_that_the_prompt_has_opened_is_none(mention):
+    assert list(read_calls(f"I could write {mention}.\n</think>\n\nIt is 6.", KNOWN)) == []
+    real = '<tool_call>{"name": "double", "arguments": {"number": 3}}</tool_call>'
+    assert list(read_calls(f"I could write {mention}.\n</think>\n\n{real}", KNOWN)) == [CALL]
+
+
+def test_a_marked_call_may_leave_out_its_arguments():
+    for text in ('<tool_call>{"name": "roll"}</tool_call>', "<tool_call>\n<function=roll>\n</function>\n</tool_call>"):
+        assert list(read_calls(text, KNOWN)) == [ToolCall("roll", {})]
+
+
 def test_what_follows_a_marker_must_be_a_call():
     for text in ("[TOOL_CALLS] double 3", "<|python_tag|>import os", "<|tool_call_start|>[double(number=3]"):
         (call,) = read_calls(text, KNOWN)
@@ -136,6 +221,59 @@ def test_an_error_of_a_tool_is_logged_once(caplog, monkeypatch):
     (message,) = caplog.messages
     assert re.match(r"The tool 'broken' raised ValueError: cannot take this \(at .*games\.py:\d+\)\.", message)
     assert "environment/calls/exception" in message
+
+
+def leave(code: int) -> str:
+    """Run code that ends the process."""
+    raise SystemExit(code)
+
+
+async def leave_later(code: int) -> str:
+    """Run code that ends the process, in the event loop."""
+    raise SystemExit(code)
+
+
+@pytest.mark.parametrize("tool", [leave, leave_later])
+def test_a_tool_that_exits_is_an_exception(tool):
+    for _ in range(2):  # the event loop goes on
+        step = Tools([tool]).step(f"[{tool.__name__}(code=3)]")
+        assert step.metrics["calls/exception"] == 1
+        assert "SystemExit: 3" in step.observation[0]["content"]
+
+
+def test_a_value_that_json_cannot_write_is_text():
+    def pairs() -> dict[tuple[str, str], int]:
+        return {("a", "b"): 1}
+
+    def endless() -> list[Any]:
+        value: list[Any] = []
+        value.append(value)
+        return value
+
+    for tool, text in ((pairs, "{('a', 'b'): 1}"), (endless, "[[...]]")):
+        step = Tools([tool]).step(f"[{tool.__name__}()]")
+        assert step.metrics["calls/ok"] == 1
+        assert step.observation[0]["content"] == text
+
+
+def test_images_that_a_tool_returns_are_parts_of_the_observation():
+    image = Image.new("RGB", (4, 4))
+    part, text = {"type": "image", "image": image}, {"type": "text", "text": "the crop"}
+    for value, content in [
+        (image, [part]),
+        ([part, text], [part, text]),
+        ([image, image], [part, part]),
+        ([text], [text]),
+        ([1, 2], "[1, 2]"),
+        ([], "[]"),
+        ([{"type": "text"}], '[{"type": "text"}]'),
+    ]:
+
+        def crop(value: Any = value) -> Any:
+            return value
+
+        (message,) = Tools([crop]).step("[crop()]").observation
+        assert message == {"role": "tool", "name": "crop", "content": content}
 
 
 def test_the_hints_of_an_object_are_those_of_its_call(tmp_path):
@@ -208,8 +346,8 @@ def test_the_limit_of_calls():
 def test_settings_are_checked():
     with pytest.raises(ValueError, match="Two tools have the name 'double'"):
         Tools([double, double])
-    with pytest.raises(ValueError, match="format must be one of auto, json, python"):
-        Tools([double], format="xml")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="format must be one of auto, json, python, xml"):
+        Tools([double], format="yaml")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_calls must be from 1 to 255, got 256"):
         Tools([double], max_calls=256)
 
@@ -217,6 +355,9 @@ def test_settings_are_checked():
 def test_a_fixed_format_reads_no_other():
     assert list(read_calls("[double(number=3)]", KNOWN, "json")) == []
     assert list(read_calls('{"name": "double", "arguments": {"number": 3}}', KNOWN, "python")) == []
+    assert list(read_calls(as_xml("double", number="3"), KNOWN, "xml")) == [CALL]
+    (call,) = read_calls(as_xml("double", number="3"), KNOWN, "python")
+    assert "write [name(argument=value)]" in call.problem
 
 
 @pytest.mark.parametrize(
@@ -238,6 +379,15 @@ def test_hints_of_several_kinds():
     assert not argument_problem(tool, {"a": 1, "b": [1], "c": None, "d": {"x": 1}})
     assert "'b'" in argument_problem(tool, {"a": 1, "b": ["x"]})
     assert "'c'" in argument_problem(tool, {"a": 1, "b": [], "c": 3})
+
+
+def test_hints_of_tuples_are_compared_by_position():
+    def tool(pair: tuple[int, str] = (1, ""), row: tuple[int, ...] = ()) -> None: ...
+
+    assert not argument_problem(tool, {"pair": [2, "left"], "row": [1, 2, 3]})
+    for pair in (["left", 2], [2], [2, "left", 3], [2, 3]):
+        assert "'pair'" in argument_problem(tool, {"pair": pair})
+    assert "'row'" in argument_problem(tool, {"row": [1, "x"]})
 
 
 @given(st.text(max_size=200))

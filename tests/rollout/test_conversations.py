@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,15 +15,17 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grpo_lightning.core.types import Completion, Prompt
-from grpo_lightning.environments import Environment, EnvironmentRunner, Step
+from grpo_lightning.environments import Environment, EnvironmentRunner, Step, Tools, calculator
+from grpo_lightning.environments.tools import ToolCall
 from grpo_lightning.functional import turn_credits
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.turns import TRUNCATED, TurnTokens
+from grpo_lightning.rewards.scoring import written_messages
 from grpo_lightning.rollout.conversations import Conversations, ConversationSettings
 from grpo_lightning.rollout.groups import GroupSource
 from grpo_lightning.rollout.local_engine import LocalEngine
-from tests.environments.games import ByPromptLength, Counted, Ends, Faulty
+from tests.environments.games import ByPromptLength, Counted, Ends, Faulty, double, later
 from tests.helpers.conversation_runs import HERE, PROMPTS, SAMPLING, sample
 from tests.helpers.module_runs import ScriptedEngine
 from tests.helpers.tiny_models import EOS, tiny_model, tiny_tokenizer
@@ -244,10 +248,76 @@ def test_a_turn_can_be_continued(policy):
     sampling = replace(SAMPLING, suppress_tokens=[EOS])
     (row,) = sample(policy, Continue(), ["p"], sampling=sampling, max_turn_length=5, max_turns=3)
     for completion in row:
-        assert [turn.end - turn.start for turn in completion.turns] == [2, 2, 2, 2, 5]
+        assert [turn.end - turn.start for turn in completion.turns] == [2, 2, 2, 2, 2]
         assert [turn.role for turn in completion.turns] == ["assistant", "", "assistant", "", "assistant"]
         assert completion.text[2:4] == completion.text[6:8] == "->"
-        assert completion.mask == [True, True, False, False] * 2 + [True] * 5
+        assert completion.mask == [True, True, False, False] * 2 + [True] * 2
+
+
+class Cuts(Environment):
+    """Cuts every turn, and continues it if it is not done."""
+
+    def __init__(self, keep: int, *, done: bool = False, text: str = "[more]") -> None:
+        self.keep, self.done, self.text = keep, done, text
+
+    def step(self, completion: str) -> Step:
+        return Step(self.text, keep=self.keep, done=self.done)
+
+
+def tokenizer_with(token: str) -> PreTrainedTokenizerFast:
+    """The tiny tokenizer with one more token, whose id is 97."""
+    inner = Tokenizer(models.WordLevel(tiny_tokenizer().get_vocab() | {token: 97}, unk_token=" "))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(rf"<eos>|<pad>|{token}|[\s\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>")
+
+
+def play_turns(environment: Environment, tokenizer: Any, turn: str, length: int = 60, **limits: Any) -> Completion:
+    """A conversation in which every turn of the policy is the same."""
+    conversations = Conversations(EnvironmentRunner(environment, HERE, 100), ConversationSettings(**limits))
+    conversations.connect(TurnTokens(tokenizer, [EOS]))
+    engine = ScriptedEngine([[*tokenizer(turn, add_special_tokens=False)["input_ids"], EOS]])
+    engine.connect(None, tokenizer, None)
+    source = GroupSource(engine, Encoder(tokenizer), Sharding(), 0, conversations)  # type: ignore[arg-type]
+    sampling = replace(SAMPLING, max_completion_length=length)
+    return source.sample([Prompt("p")], 1, sampling, [0])[0].completions[0]
+
+
+def test_a_token_across_the_cut_is_given_back_as_text():
+    """The policy wrote `a>b` with the token `>b`, and the environment keeps `a>`."""
+    completion = play_turns(Cuts(2), tokenizer_with(">b"), "a>bc", max_turns=2)
+    assert 97 not in completion.token_ids
+    assert completion.text == "a>[more]a>"
+    assert [(turn.role, turn.text) for turn in completion.turns] == [
+        *(("assistant", "a"), ("", ">[more]")),
+        *(("assistant", "a"), ("", ">")),
+    ]
+    assert completion.mask == [True] + [False] * 7 + [True, False]
+
+
+def test_characters_that_are_given_back_are_no_part_of_the_observations_limit():
+    completion = play_turns(Cuts(2), tokenizer_with(">b"), "a>bc", max_turns=2, max_observation_length=6)
+    assert completion.text.startswith("a>[more]a")
+
+
+@pytest.mark.parametrize(("done", "max_turns", "reason"), [(True, 8, "stop"), (False, 1, "turns")])
+@pytest.mark.parametrize(("token", "mask"), [("xx", None), ("kj", [True, False])])
+def test_the_last_turn_is_cut_too(done, max_turns, reason, token, mask):
+    completion = play_turns(Cuts(2, done=done), tokenizer_with(token), "okjunk", max_turns=max_turns)
+    assert (completion.text, completion.finish_reason, completion.mask) == ("ok", reason, mask)
+    assert "".join(message["content"] for message in written_messages(completion)) == "ok"
+
+
+def test_a_turn_that_reached_the_maximum_length_is_cut_too():
+    completion = play_turns(Cuts(2), tokenizer_with("kj"), "okjunk", length=5)
+    assert (completion.text, completion.finish_reason) == ("ok", "length")
+
+
+def test_a_turn_without_a_call_that_was_cut_is_truncated():
+    """What `Tools` take for the answer is the beginning of a longer turn. Games know when they are done."""
+    for environment, reason in ((Tools([double]), "length"), (Over(), "stop")):
+        assert play_turns(environment, tiny_tokenizer(), "It is 6", max_turn_length=4).finish_reason == reason
+        assert play_turns(environment, tiny_tokenizer(), "It is 6", max_turn_length=9).finish_reason == "stop"
 
 
 class Interrupt(Environment):
@@ -262,7 +332,7 @@ def test_what_was_computed_of_dropped_tokens_is_not_used(policy):
     for prompt in ("p", "a longer prompt"):
         limits = {"sampling": sampling, "max_turn_length": 5, "max_turns": 3}
         (row,) = sample(policy, Interrupt(), [prompt], **limits)
-        assert [turn.end - turn.start for turn in row[0].turns] == [2, 9, 2, 9, 5]
+        assert [turn.end - turn.start for turn in row[0].turns] == [2, 9, 2, 9, 2]
         assert [plain(c) for c in row] == [
             plain(c) for c in sample(policy, Interrupt(), [prompt], engine=Forgetful(), **limits)[0]
         ]
@@ -302,12 +372,7 @@ def test_a_rank_without_prompts_makes_the_calls_of_the_others(monkeypatch):
 
 def test_what_is_decoded_and_encoded_anew_has_other_tokens():
     """The tokenizer has a token for `ab`, and the policy wrote `a` and `b`: its tokens stay what they are."""
-    tokenizer = tiny_tokenizer()
-    vocab = tokenizer.get_vocab() | {"ab": 97}
-    inner = Tokenizer(models.WordLevel(vocab, unk_token=" "))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex("<eos>|<pad>|ab|."), "isolated")
-    inner.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>")
+    tokenizer = tokenizer_with("ab")
     a, b = tokenizer.convert_ids_to_tokens([67, 68]), [67, 68, EOS]
     assert a == ["a", "b"]
     assert tokenizer("ab", add_special_tokens=False)["input_ids"] == [97]
@@ -344,6 +409,82 @@ def test_settings_are_checked():
     ]:
         with pytest.raises(ValueError, match=message):
             ConversationSettings(**wrong)
+
+
+CALLS_AS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for call in m.tool_calls or () %}CALL{% endfor %}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""A chat template that describes tools, and writes a call in the way that replaces `CALL`."""
+
+
+def check_template(template: str, environment: Environment) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    Conversations(EnvironmentRunner(environment, HERE, 100), ConversationSettings()).check(tokenizer, is_chat=True)
+
+
+GEMMA_CALL = "<|tool_call>call:{{ call.function.name }}<tool_call|>"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "<tool_call>{{ call.function | tojson }}</tool_call>",
+        "[{{ call.function.name }}(expression={{ call.function.arguments.expression | tojson }})]",
+        "",  # the template does not render calls, so that nothing is known about them
+        "{{ 'calls: ' + call.function.arguments }}",  # an error: this template wants the arguments as text
+    ],
+)
+def test_templates_whose_calls_are_read_or_unknown(call):
+    check_template(CALLS_AS.replace("CALL", call), Tools([calculator]))
+
+
+@pytest.mark.parametrize("tool", [double, calculator, later])
+def test_a_template_whose_calls_are_not_read_is_refused(tool):
+    with pytest.raises(ValueError, match=r"writes a call as '<\|tool_call>call:.*`read_calls` for this format"):
+        check_template(CALLS_AS.replace("CALL", GEMMA_CALL), Tools([tool]))
+    json_call = CALLS_AS.replace("CALL", "<tool_call>{{ call.function | tojson }}</tool_call>")
+    with pytest.raises(ValueError, match="Set the argument `format` to auto, or use"):
+        check_template(json_call, Tools([tool], format="python"))
+
+
+class GemmaTools(Tools):
+    """Reads the calls of another format."""
+
+    def read_calls(self, completion: str) -> list[ToolCall]:
+        found = re.findall(r"<\|tool_call>call:(\w+){(.*)}<tool_call\|>", completion)
+        return [ToolCall(name, {"expression": expression}) for name, expression in found]
+
+
+class OwnTools(Over):
+    """Describes tools, and reads their calls itself."""
+
+    tools = (double,)
+
+
+def test_an_environment_that_reads_the_calls_itself_is_not_refused():
+    call = "<|tool_call>call:{{ call.function.name }}{{ '{' }}{{ call.function.arguments.expression }}}<tool_call|>"
+    template = CALLS_AS.replace("CALL", call)
+    check_template(template, GemmaTools([calculator]))
+    check_template(template, OwnTools())
+    step = GemmaTools([calculator]).step("<|tool_call>call:calculator{3+4}<tool_call|>")
+    assert [message["content"] for message in step.observation] == ["7"]  # type: ignore[union-attr]
+
+
+READ = ["lfm2_2_5", "llama3_1", "llama3_2", "nemotron_3_nano", "qwen2_5", "qwen3", "qwen3_6", "qwen3_instruct_2507"]
+
+
+def test_calls_of_real_templates():
+    """The chat templates are those that TRL brings."""
+    folder = Path(pytest.importorskip("trl", minversion="1.16").__file__).parent / "chat_templates"
+    for name in [*READ, "qwen3_5_think", "qwen3_5_nothink", "qwen3_vl", "lfm2", "lfm2_2_5_vl"]:
+        check_template((folder / f"{name}.jinja").read_text(), Tools([double, calculator]))
+        check_template((folder / f"{name}.jinja").read_text(), Tools([calculator]))
+    for name in ("gemma4", "glm4moe"):
+        with pytest.raises(ValueError, match="`read_calls` for this format"):
+            check_template((folder / f"{name}.jinja").read_text(), Tools([double]))
 
 
 def test_a_first_observation_ends_the_prompt(policy):

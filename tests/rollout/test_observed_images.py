@@ -9,14 +9,17 @@ import torch
 
 from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Completion, Group, SamplingParams
-from grpo_lightning.environments import Environment, Step
+from grpo_lightning.environments import Environment, Step, Tools
+from grpo_lightning.environments.tools import ToolCall
 from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.turns import TurnTokens
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.training.micro_batches import give_images, plan_micro_batches
 from tests.helpers import tiny_vlms
+from tests.helpers.conversation_runs import sample
 from tests.helpers.observed_images import SIZES, Shows, plain_logprobs, source_of
+from tests.helpers.tiny_models import tiny_model
 from tests.helpers.tiny_vlms import picture
 from tests.helpers.vision_prompts import encoder_of, prompt_of
 from tests.marks import SLOW
@@ -239,6 +242,28 @@ def test_an_observation_without_room_is_warned_of(caplog):
     _, (group,) = sampled(vlm, [["look"]], Long())
     assert {c.finish_reason for c in group.completions} == {"length"}
     assert "tokens, 6 of them of images, leaves no room for another turn" in caplog.text
+
+
+def show() -> Any:
+    """Show an image."""
+    return picture(1)
+
+
+class AlwaysShows(Tools):
+    """Reads a call in every turn."""
+
+    def read_calls(self, completion: str) -> list[ToolCall]:
+        return [ToolCall("show", {})]
+
+
+def test_the_policy_sees_an_image_that_a_tool_returns():
+    encoder, (group,) = sampled(tiny_vlms.build("qwen2_5_vl"), [["look"]], AlwaysShows([show]), max_turns=2)
+    for completion in group.completions:
+        (images,) = completion.images
+        assert completion.token_ids.count(encoder.config.image_token_id) == images.vision.num_image_tokens == 6
+        assert completion.turns[1].text == "<image>"
+    with pytest.raises(ValueError, match="returned an image in an observation, and the policy is text-only"):
+        sample(tiny_model("qwen2"), AlwaysShows([show]), ["look"], max_turn_length=3)
 
 
 def test_an_image_that_cannot_be_read_is_a_failure_of_the_environment():

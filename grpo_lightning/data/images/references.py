@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 from weakref import WeakValueDictionary
 
-from grpo_lightning.core.images import ImageError, ImageRef
+from grpo_lightning.core.images import ImageError, ImageRef, is_pil_image
 
 
 class RowsWithCells:
@@ -262,7 +262,7 @@ class ImageFinder:
             return self._path(Path(value))
         if isinstance(value, bytes | bytearray):
             return bytes(value)
-        if type(value).__module__.startswith("PIL."):
+        if is_pil_image(value):
             return value
         raise ValueError(
             f'{self.where}: {what} must be an image (a path, bytes, {{"bytes": ..., "path": ...}} or a PIL image), or '
