@@ -36,6 +36,8 @@ def run(args: list[str]) -> None:
     what = "weights of an adapter" if written.is_adapter else "weights"
     print(f"Exported {written.num_weights:,} {what} ({dtype}) to {folder}:")
     for path in written.files:
+        if path.name == card.path.name:  # of an adapter, which peft writes
+            continue
         print(f"  {path.name}  {path.stat().st_size / 2**20:,.1f} MiB")
     sections = f": {', '.join(title[0].lower() + title[1:] for title in card.titles)}" if card.titles else ""
     print(f"  {card.path.name}  the model's card{sections}")
@@ -43,7 +45,9 @@ def run(args: list[str]) -> None:
     tokenizer, model = ("processor", "ImageTextToText") if is_multimodal else ("tokenizer", "CausalLM")
     limits = "; the image size limits of the processor are those of the run" if is_multimodal else ""
     parts = ["the config", f"the {tokenizer}"]
-    if written.num_from_policy:
+    if written.is_merged:
+        print(f"The trained LoRA adapter is merged into the weights of {written.policy}.")
+    elif written.num_from_policy:
         parts.append(f"{written.num_from_policy:,} weights that were not trained")
     print(f"Copied from {written.policy}: {', '.join(parts[:-1])} and {parts[-1]}{limits}.")
     if written.quantization != "none":

@@ -44,7 +44,7 @@ DESCRIPTIONS = {
 """Description of each command, for `--help-all`. The short help shows only the first sentence."""
 
 EXAMPLES = {
-    "fit": "--config quickstart --trainer.max_steps=20",
+    "fit": "--config quickstart --seed_everything=1",
     "validate": "--config recipe.yaml --ckpt_path auto",
     "test": "--config recipe.yaml --ckpt_path runs/recipe",
     "predict": "--config recipe.yaml --ckpt_path runs/recipe",

@@ -40,6 +40,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from grpo_lightning.core.log_messages import WarnOnce
 from grpo_lightning.rewards.base import WeightedReward
 
 log = logging.getLogger(__name__)
@@ -325,6 +326,7 @@ class WorkerPool:
 
     def __init__(self, rewards: Sequence[WeightedReward], limits: RewardWorkers | None, kind: str = "Reward") -> None:
         self.rewards, self.kind = rewards, kind
+        self.warn_once = WarnOnce()
         self.limits = limits if limits is not None and limits.num_workers != 0 else None
         """The limits of calls; None without workers."""
         self._places: dict[str, int] = {}
@@ -429,9 +431,8 @@ class WorkerPool:
     def _warn(self, name: str, why: str) -> None:
         """Warn about a reward that runs without limits."""
         remedy = f" {REMEDIES[self.kind]}" if hasattr(os, "fork") else ""
-        log.warning(
-            "%s %r runs in the training process without time or memory limits: %s.%s", self.kind, name, why, remedy
-        )
+        text = "%s %r runs in the training process without time or memory limits: %s.%s"
+        self.warn_once(log, name, text, self.kind, name, why, remedy)
 
     def stop(self) -> None:
         """Stop the workers and their calls; the next call starts the workers again."""

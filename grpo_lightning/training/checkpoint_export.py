@@ -65,6 +65,9 @@ class Export:
     is_adapter: bool = False
     """True if only the adapters were written: loading them requires the initial policy."""
 
+    is_merged: bool = False
+    """True if adapters were merged into the weights of the initial policy."""
+
     quantization: Quantization = "none"
     """Quantization of the weights that the adapters were trained on. The written weights are not quantized."""
 
@@ -131,7 +134,8 @@ def export(
             ) from error
         num_from_policy = load_trained_weights(model, weights, num_trained(content), fill_missing=fill_missing)
     written = [weight for weight in model.parameters() if weight.requires_grad] if adapter else None
-    if is_adapted(model) and not adapter:
+    is_merged = is_adapted(model) and not adapter
+    if is_merged:
         untie(model)
         # The adapters are merged into a copy, because unmerging would not restore the trained weights exactly.
         model = model.merge_and_unload(safe_merge=True).to(getattr(torch, dtype or loader.dtype))
@@ -150,6 +154,7 @@ def export(
         dtype=written[0].dtype,
         files=sorted(path for path in folder.iterdir() if path.is_file()),
         is_adapter=adapter,
+        is_merged=is_merged,
         quantization=loader.quantization,
         is_multimodal=is_multimodal(loader.load_config()),
     )

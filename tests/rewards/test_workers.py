@@ -333,6 +333,7 @@ def test_what_cannot_go_to_workers_stays_and_that_is_said_once(reward, why, valu
     rewards = RewardSet([WeightedReward(reward, name="mine")], workers=LIMITS)
     for _ in range(2):
         assert rewards.score(groups("one", "two")).total.tolist() == [[value] * 2] * 2
+        rewards.pool.close()  # as at the end of `fit`, `validate`, ...
     (message,) = [record.message for record in caplog.records]
     assert "'mine' runs in the training process without time or memory limits: " in message
     assert why in message

@@ -54,7 +54,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
         from grpo_lightning.cli.plan.report import print_translation
 
         script = parse_script(args)
-        print_translation(script.trainer, *translate(script))
+        print_translation(script.trainer, *translate(script), script.ignored)
         return
     own, fit_args = parse_own(args)
     sources.check(["plan", *fit_args])
@@ -296,7 +296,14 @@ def parse_script(args: list[str]) -> argparse.Namespace:
     for name, (default, _) in flags.items():
         text = f"as in the script (default {HF_DEFAULTS.get(name, default)})".replace(" (default None)", "")
         parser.add_argument(f"--{name}", type=int, default=default, help=text, metavar="N")
-    script = parser.parse_args(args)
+    script, others = parser.parse_known_args(args)
+    names = [arg.partition("=")[0] for arg in others if arg.startswith("--")]
+    for name in names:
+        if name == "--config":
+            parser.error("--from takes the flags of another trainer's script, and --config is a flag of fit")
+        if near := nearest(name, [f"--{flag}" for flag in flags], n=1, cutoff=0.8):
+            parser.error(f"there is no flag {name}. Did you mean {near[0]}?")
+    script.ignored = names
     for name, (_, least) in flags.items():
         if (value := getattr(script, name)) is not None and value < least:
             parser.error(f"--{name} must be at least {least}, got {value}")

@@ -299,8 +299,8 @@ def levers(model: ModelSizes, settings: MemorySettings, moment: str) -> list[str
 # -------------------------------------------------------------------------------------------------------- translation
 
 
-def print_translation(trainer: str, batches: BatchPlan, differences: list[str]) -> None:
-    """Print a script's batches as settings of this package, the batch arithmetic, and the differences."""
+def print_translation(trainer: str, batches: BatchPlan, differences: list[str], ignored: list[str]) -> None:
+    """Print a script's batches as settings of this package, the batch arithmetic, the differences and other flags."""
     console = Console(highlight=False)
     console.print("\n[bold]Here[/bold]")
     for line in (
@@ -318,3 +318,9 @@ def print_translation(trainer: str, batches: BatchPlan, differences: list[str]) 
     print_lines(console, "Batches", batch_lines(batches, f"{trainer}'s processes"))
     same = "Every update trains on as many prompts and completions as the script's."
     print_lines(console, "Differences", differences or [same])
+    if ignored:
+        print_lines(
+            console,
+            "Not translated",
+            [f"{', '.join(ignored)}: docs/migrating.md says for each flag of {trainer} what replaces it."],
+        )

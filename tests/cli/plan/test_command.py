@@ -410,6 +410,18 @@ def test_translation_is_printed_as_a_configuration(capsys):
     assert "Every update trains on as many prompts and completions" in out
 
 
+def test_flags_of_a_script_that_are_not_translated_are_named(capsys):
+    plan.run(["--from", "trl", *["--per_device_train_batch_size", "8", "--beta", "0.04", "--loss_type=dapo", "--bf16"]])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "--beta, --loss_type, --bf16: docs/migrating.md says for each flag of trl what replaces it." in out
+
+
+def test_a_misspelled_flag_of_a_script_is_an_error(capsys):
+    with pytest.raises(SystemExit):
+        plan.run(["--from", "trl", "--per_device_train_batchsize=8"])
+    assert "Did you mean --per_device_train_batch_size?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("args", [["--from", "verl"], ["--from", "trl", "--config", "recipe.yaml"], ["--help"]])
 def test_usage(args, capsys):
     with pytest.raises(SystemExit) as stopped:
