@@ -12,6 +12,7 @@ turns.
 
 from __future__ import annotations
 
+import bisect
 import inspect
 import logging
 import threading
@@ -57,6 +58,9 @@ from grpo_lightning.rewards.base import WeightedReward
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turns
 
 log = logging.getLogger(__name__)
+
+BYTES_OF_A_CHARACTER = 4
+"""Largest number of bytes, and thus of tokens, of a character in UTF-8."""
 
 CHARACTERS_PER_TOKEN = 32
 """An observation is cut to `max_observation_length` times this number of characters before it is tokenized, because
@@ -726,13 +730,19 @@ class Game:
         """
         ids = each.token_ids[turn.start : turn.end]
         kept = turn.text[:characters]
-        decode = self.tokens.tokenizer.decode
-        count = len(ids)
-        while count and not kept.startswith(decode(ids[:count], skip_special_tokens=True)):
+
+        def decoded(count: int) -> str:
+            return str(self.tokens.tokenizer.decode(ids[:count], skip_special_tokens=True))
+
+        # Bisection, because each count decodes again from the first token. The text of the first bytes of a character
+        # can be longer than the character, so the search goes down from a few tokens above.
+        count = bisect.bisect_right(range(len(ids) + 1), len(kept), key=lambda n: len(decoded(n))) - 1
+        count = min(count + BYTES_OF_A_CHARACTER, len(ids))
+        while count and not kept.startswith(decoded(count)):
             count -= 1
         while count and ids[count - 1] in self.tokens.stop_ids:
             count -= 1
-        text = str(decode(ids[:count], skip_special_tokens=True))
+        text = decoded(count)
         each.drop_behind(count, text)
         return kept[len(text) :]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from grpo_lightning.core.types import Completion, Prompt
+from grpo_lightning.core.types import Completion, Prompt, Turn
 from grpo_lightning.environments import Environment, EnvironmentRunner, Step, Tools, calculator
 from grpo_lightning.environments.tools import ToolCall
 from grpo_lightning.functional import turn_credits
@@ -22,13 +23,14 @@ from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.turns import TRUNCATED, TurnTokens
 from grpo_lightning.rewards.scoring import written_messages
-from grpo_lightning.rollout.conversations import Conversations, ConversationSettings
+from grpo_lightning.rollout.conversations import Conversation, Conversations, ConversationSettings, Game
 from grpo_lightning.rollout.groups import GroupSource
 from grpo_lightning.rollout.local_engine import LocalEngine
 from tests.environments.games import ByPromptLength, Counted, Ends, Faulty, double, later
 from tests.helpers.conversation_runs import HERE, PROMPTS, SAMPLING, sample
 from tests.helpers.module_runs import ScriptedEngine
 from tests.helpers.tiny_models import EOS, tiny_model, tiny_tokenizer
+from tests.helpers.tiny_vlms import qwen_tokenizer
 from tests.marks import SLOW, few
 
 
@@ -293,6 +295,33 @@ def test_a_token_across_the_cut_is_given_back_as_text():
         *(("assistant", "a"), ("", ">")),
     ]
     assert completion.mask == [True] + [False] * 7 + [True, False]
+
+
+@given(st.text("ab\N{EURO SIGN}\N{GRINNING FACE}", max_size=12), st.integers(0, 12))
+def test_a_cut_keeps_all_tokens_before_it(text, characters):
+    """One token per byte: every character before the cut keeps all its tokens."""
+    tokenizer = qwen_tokenizer()
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    each = Conversation(0, 0, None)  # type: ignore[arg-type]
+    each.token_ids, each.logprobs, each.mask = list(ids), [0.0] * len(ids), [True] * len(ids)
+    turn = Turn("assistant", text, 0, len(ids), is_sampled=True)
+    each.turns = [turn]
+    given_back = Game._keep(SimpleNamespace(tokens=TurnTokens(tokenizer, [1])), each, turn, characters)
+    assert given_back == ""
+    assert len(each.token_ids) == len(text[:characters].encode())
+
+
+def test_a_cut_of_a_long_turn_decodes_a_few_times(monkeypatch):
+    tokenizer, counts = qwen_tokenizer(), []
+    ids = tokenizer("abc " * 500, add_special_tokens=False)["input_ids"]
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **options: counts.append(len(ids)) or decode(ids, **options))
+    each = Conversation(0, 0, None)  # type: ignore[arg-type]
+    each.token_ids, each.logprobs, each.mask = list(ids), [0.0] * len(ids), [True] * len(ids)
+    each.turns = [Turn("assistant", "abc " * 500, 0, len(ids), is_sampled=True)]
+    Game._keep(SimpleNamespace(tokens=TurnTokens(tokenizer, [1])), each, each.turns[0], 100)
+    assert len(each.token_ids) == 100
+    assert len(counts) < 30
 
 
 def test_characters_that_are_given_back_are_no_part_of_the_observations_limit():
