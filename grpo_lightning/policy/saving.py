@@ -92,5 +92,5 @@ def original_tokenizer(loader: PolicyLoader) -> Any:
         return loader.tokenizer
     tokenizer = str(loader.tokenizer or loader.name)
     revision = "main" if loader.tokenizer else loader.revision
-    with naming("policy", tokenizer):
+    with naming("policy.tokenizer" if loader.tokenizer else "policy", tokenizer):
         return AutoTokenizer.from_pretrained(tokenizer, revision=revision, trust_remote_code=loader.trust_remote_code)

@@ -32,6 +32,7 @@ from grpo_lightning.training.checkpoint_files import RankFiles, num_trained, ope
 log = logging.getLogger(__name__)
 
 KEPT = (
+    "tokenizer",
     "lora",
     "freeze_layers",
     "freeze_vision_modules",
@@ -130,6 +131,7 @@ def export(
                 f"{error} This is the policy named by the run; if it is elsewhere, set --policy."
             ) from error
         num_from_policy = load_trained_weights(model, weights, num_trained(content), fill_missing=fill_missing)
+    check_random_weights(loader, num_from_policy, checkpoint)
     written = [weight for weight in model.parameters() if weight.requires_grad] if adapter else None
     if is_adapted(model) and not adapter:
         untie(model)
@@ -167,9 +169,9 @@ def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | No
     """Make the loader of the initial policy.
 
     If the argument `policy` is None, the loader loads the policy that the checkpoint names or, if the checkpoint names
-    none, the policy in the `config.yaml` of the checkpoint's run. The settings in `KEPT` (adapters, frozen layers,
-    dtype, trusted code, ...) come from the run in any case. The revision also comes from the run if `policy` is the
-    name that the run used.
+    none, the policy in the `config.yaml` of the checkpoint's run. The settings in `KEPT` (tokenizer, adapters, frozen
+    layers, dtype, trusted code, ...) come from the run in any case. The revision also comes from the run if `policy` is
+    the name that the run used.
     """
     settings = dict(content.get("hyper_parameters") or {})
     if settings.get("policy") is None:
@@ -179,7 +181,7 @@ def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | No
         named = dict(named.get("init_args", named))
         named = {name: value for name, value in named.items() if value is not None}
     if policy is not None:
-        trained = named if isinstance(named, dict) else {}
+        trained = {"tokenizer": settings.get("tokenizer"), **(named if isinstance(named, dict) else {})}
         kept = (*KEPT, "revision") if policy == trained.get("name") else KEPT
         return PolicyLoader(policy, **{name: trained[name] for name in kept if name in trained})
     if not named:
@@ -190,6 +192,24 @@ def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | No
         )
     has_tokenizer = isinstance(named, dict) and "tokenizer" in named
     return PolicyLoader.of(named, None if has_tokenizer else settings.get("tokenizer"))
+
+
+def check_random_weights(loader: PolicyLoader, num_missing: int, checkpoint: str | Path) -> None:
+    """Raise ValueError if the policy began with random weights, and the checkpoint lacks some of them.
+
+    No file contains these weights. A policy that is built for the export has other random weights.
+
+    Args:
+        loader: The loader of the policy.
+        num_missing: Number of parameters that the checkpoint lacks.
+        checkpoint: The checkpoint.
+    """
+    if loader.from_scratch and num_missing:
+        raise ValueError(
+            f"The run began with random weights (policy.from_scratch), and {checkpoint} lacks {num_missing:,} weights, "
+            "because they were frozen. Build the initial policy again (PolicyLoader.load_model, after seed_everything "
+            "with the seed of the run), save this model and its tokenizer to a folder, and set --policy to that folder."
+        )
 
 
 def check_adapters(
