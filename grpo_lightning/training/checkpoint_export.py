@@ -26,7 +26,7 @@ from grpo_lightning.policy.saving import original_tokenizer, write_policy
 from grpo_lightning.policy.settings import Quantization
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.trainable import limit_training
-from grpo_lightning.policy.transformers_internals import is_adapted, naming
+from grpo_lightning.policy.transformers_internals import convert_weights, is_adapted, naming
 from grpo_lightning.training.checkpoint_files import RankFiles, num_trained, open_checkpoint, policy_weights, run_config
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,8 @@ def export(
         policy: Name or folder of the initial policy; None uses the policy named in the checkpoint or in the
             `config.yaml` of its run.
         dtype: Dtype of the exported weights. None keeps the dtype of the checkpoint's weights; if adapters are merged,
-            None uses the dtype in which the run loaded the policy.
+            None uses the dtype in which the run loaded the policy. Weights that transformers keeps in float32 when it
+            loads the policy in this dtype, for example those of some routers, stay in float32.
         adapter: Export only the adapters, as a folder for peft, instead of merging them into the policy.
         fill_missing: If true, the initial policy supplies every weight that the checkpoint lacks. If false, the initial
             policy supplies only weights that are known to be frozen, and any other missing weight raises ValueError.
@@ -136,9 +137,10 @@ def export(
     if is_adapted(model) and not adapter:
         untie(model)
         # The adapters are merged into a copy, because unmerging would not restore the trained weights exactly.
-        model = model.merge_and_unload(safe_merge=True).to(getattr(torch, dtype or loader.dtype))
+        model = model.merge_and_unload(safe_merge=True)
+        convert_weights(model, getattr(torch, dtype or loader.dtype))
     elif dtype is not None:
-        model.to(getattr(torch, dtype))
+        convert_weights(model, getattr(torch, dtype))
     if adapter:
         model.peft_config[trained_adapter(model)].base_model_name_or_path = str(loader.name)
     write_policy(model, tokenizer, folder)
@@ -240,7 +242,8 @@ def load_policy(loader: PolicyLoader, dtype: torch.dtype, adapter: Mapping[str, 
     if loader.lora is None and adapter is None:
         base = load_base(loader, dtype)
     else:
-        base = load_base(loader, getattr(torch, loader.dtype)).to(dtype)
+        base = load_base(loader, getattr(torch, loader.dtype))
+        convert_weights(base, dtype)
     return limit_training(base, loader, Sharding()) if adapter is None else rebuild_adapter(base, adapter)
 
 
