@@ -131,6 +131,7 @@ class PolicyLoader(PolicySettings):
         if self.lora is not None:
             check_names(model, self.lora, freezes_vision=self.freeze_vision_modules)
         restore_head(model)
+        uncheckpoint_layers(base)
         disable_dropout(base)
         disable_router_loss(base)
         fix_frequencies(base, longest_row or num_positions(encoder.config) or 0)
@@ -431,8 +432,22 @@ def checkpoint_layers(model: nn.Module) -> None:
             "'chunks'."
         )
     for layer in layers:
-        if not isinstance(layer.forward, functools.partial):
+        if not is_checkpointed(layer):
             layer.forward = functools.partial(run_layer, layer.forward)
+
+
+def uncheckpoint_layers(model: nn.Module) -> None:
+    """Undo `checkpoint_layers`, for a model in memory that an earlier run used. Does nothing to other models."""
+    for layer in filter(is_checkpointed, model.modules()):
+        (forward,) = vars(layer).pop("forward").args
+        if getattr(forward, "__self__", None) is not layer:  # else the forward of the layer's class
+            layer.forward = forward
+
+
+def is_checkpointed(layer: nn.Module) -> bool:
+    """Whether `checkpoint_layers` has wrapped the layer's forward."""
+    forward = vars(layer).get("forward")
+    return isinstance(forward, functools.partial) and forward.func is run_layer
 
 
 def run_layer(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -49,6 +49,9 @@ def write_policy(
         set_default_modes(Path(scratch))
         for old in folder.glob("*model*.safetensors*"):  # old shards would be loaded with the new ones
             old.unlink()
+        if (folder / "adapter_config.json").exists():  # transformers would load this adapter instead of the new model
+            for name in ("adapter_config.json", "README.md"):  # peft writes both
+                (folder / name).unlink(missing_ok=True)
         for path in Path(scratch).iterdir():
             os.replace(path, folder / path.name)
 
@@ -94,5 +97,5 @@ def original_tokenizer(loader: PolicyLoader) -> Any:
         return loader.tokenizer
     tokenizer = str(loader.tokenizer or loader.name)
     revision = "main" if loader.tokenizer else loader.revision
-    with naming("policy", tokenizer):
+    with naming("policy.tokenizer" if loader.tokenizer else "policy", tokenizer):
         return AutoTokenizer.from_pretrained(tokenizer, revision=revision, trust_remote_code=loader.trust_remote_code)

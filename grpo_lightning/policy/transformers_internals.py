@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
@@ -34,6 +35,22 @@ def text_config(model: nn.Module) -> Any:
 def attention_kernel(model: nn.Module) -> str:
     """The name of the decoder's attention kernel in transformers; empty if there is none."""
     return getattr(text_config(model), "_attn_implementation", None) or ""
+
+
+def convert_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert a model's weights to a dtype, except those that `from_pretrained` with this dtype keeps in float32.
+
+    Examples of weights that stay in float32 are the routers of GLM-4.5, DeepSeek-V3 and Nemotron-H: 16-bit biases of
+    routers select other experts.
+
+    Args:
+        model: The model, changed in place. It may have adapters.
+        dtype: A floating-point dtype.
+    """
+    kept = [pattern.replace("*", ".*") for pattern in base_model(model)._get_dtype_plan(dtype)]
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+        if weight.is_floating_point() and not any(re.search(pattern, name) for pattern in kept):
+            weight.data = weight.data.to(dtype)
 
 
 def compute_device(policy: nn.Module) -> torch.device:

@@ -26,12 +26,13 @@ from grpo_lightning.policy.saving import original_tokenizer, write_policy
 from grpo_lightning.policy.settings import Quantization
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.trainable import limit_training
-from grpo_lightning.policy.transformers_internals import is_adapted, naming
+from grpo_lightning.policy.transformers_internals import convert_weights, is_adapted, naming
 from grpo_lightning.training.checkpoint_files import RankFiles, num_trained, open_checkpoint, policy_weights, run_config
 
 log = logging.getLogger(__name__)
 
 KEPT = (
+    "tokenizer",
     "lora",
     "freeze_layers",
     "freeze_vision_modules",
@@ -95,7 +96,8 @@ def export(
         policy: Name or folder of the initial policy; None uses the policy named in the checkpoint or in the
             `config.yaml` of its run.
         dtype: Dtype of the exported weights. None keeps the dtype of the checkpoint's weights; if adapters are merged,
-            None uses the dtype in which the run loaded the policy.
+            None uses the dtype in which the run loaded the policy. Weights that transformers keeps in float32 when it
+            loads the policy in this dtype, for example those of some routers, stay in float32.
         adapter: Export only the adapters, as a folder for peft, instead of merging them into the policy.
         fill_missing: If true, the initial policy supplies every weight that the checkpoint lacks. If false, the initial
             policy supplies only weights that are known to be frozen, and any other missing weight raises ValueError.
@@ -133,14 +135,16 @@ def export(
                 f"{error} This is the policy named by the run; if it is elsewhere, set --policy."
             ) from error
         num_from_policy = load_trained_weights(model, weights, num_trained(content), fill_missing=fill_missing)
+    check_random_weights(loader, num_from_policy, checkpoint)
     written = [weight for weight in model.parameters() if weight.requires_grad] if adapter else None
     is_merged = is_adapted(model) and not adapter
     if is_merged:
         untie(model)
         # The adapters are merged into a copy, because unmerging would not restore the trained weights exactly.
-        model = model.merge_and_unload(safe_merge=True).to(getattr(torch, dtype or loader.dtype))
+        model = model.merge_and_unload(safe_merge=True)
+        convert_weights(model, getattr(torch, dtype or loader.dtype))
     elif dtype is not None:
-        model.to(getattr(torch, dtype))
+        convert_weights(model, getattr(torch, dtype))
     if adapter:
         model.peft_config[trained_adapter(model)].base_model_name_or_path = str(loader.name)
     write_policy(model, tokenizer, folder)
@@ -172,9 +176,9 @@ def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | No
     """Make the loader of the initial policy.
 
     If the argument `policy` is None, the loader loads the policy that the checkpoint names or, if the checkpoint names
-    none, the policy in the `config.yaml` of the checkpoint's run. The settings in `KEPT` (adapters, frozen layers,
-    dtype, trusted code, ...) come from the run in any case. The revision also comes from the run if `policy` is the
-    name that the run used.
+    none, the policy in the `config.yaml` of the checkpoint's run. The settings in `KEPT` (tokenizer, adapters, frozen
+    layers, dtype, trusted code, ...) come from the run in any case. The revision also comes from the run if `policy` is
+    the name that the run used.
     """
     settings = dict(content.get("hyper_parameters") or {})
     if settings.get("policy") is None:
@@ -184,7 +188,7 @@ def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | No
         named = dict(named.get("init_args", named))
         named = {name: value for name, value in named.items() if value is not None}
     if policy is not None:
-        trained = named if isinstance(named, dict) else {}
+        trained = {"tokenizer": settings.get("tokenizer"), **(named if isinstance(named, dict) else {})}
         kept = (*KEPT, "revision") if policy == trained.get("name") else KEPT
         return PolicyLoader(policy, **{name: trained[name] for name in kept if name in trained})
     if not named:
@@ -195,6 +199,24 @@ def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | No
         )
     has_tokenizer = isinstance(named, dict) and "tokenizer" in named
     return PolicyLoader.of(named, None if has_tokenizer else settings.get("tokenizer"))
+
+
+def check_random_weights(loader: PolicyLoader, num_missing: int, checkpoint: str | Path) -> None:
+    """Raise ValueError if the policy began with random weights, and the checkpoint lacks some of them.
+
+    No file contains these weights. A policy that is built for the export has other random weights.
+
+    Args:
+        loader: The loader of the policy.
+        num_missing: Number of parameters that the checkpoint lacks.
+        checkpoint: The checkpoint.
+    """
+    if loader.from_scratch and num_missing:
+        raise ValueError(
+            f"The run began with random weights (policy.from_scratch), and {checkpoint} lacks {num_missing:,} weights, "
+            "because they were frozen. Build the initial policy again (PolicyLoader.load_model, after seed_everything "
+            "with the seed of the run), save this model and its tokenizer to a folder, and set --policy to that folder."
+        )
 
 
 def check_adapters(
@@ -225,7 +247,8 @@ def load_policy(loader: PolicyLoader, dtype: torch.dtype, adapter: Mapping[str, 
     if loader.lora is None and adapter is None:
         base = load_base(loader, dtype)
     else:
-        base = load_base(loader, getattr(torch, loader.dtype)).to(dtype)
+        base = load_base(loader, getattr(torch, loader.dtype))
+        convert_weights(base, dtype)
     return limit_training(base, loader, Sharding()) if adapter is None else rebuild_adapter(base, adapter)
 
 

@@ -304,3 +304,26 @@ def test_layers_are_not_checkpointed_without_gradients(monkeypatch):
     assert not calls
     with pytest.raises(ZeroDivisionError):
         model(input_ids=torch.tensor([[5, 6]]))
+
+
+@pytest.mark.parametrize("kind", ["none", "chunks"])
+def test_layers_are_checkpointed_only_in_the_run_that_asks_for_it(kind):
+    """A run with checkpointed layers, then another with the same model in memory."""
+    model = tiny_model("qwen2")
+    PolicyLoader(model=model, tokenizer=tiny_tokenizer(), activation_checkpointing="layers").load()
+    assert all("forward" in vars(layer) for layer in model.model.layers)
+    PolicyLoader(model=model, tokenizer=tiny_tokenizer(), activation_checkpointing=kind).load()
+    assert not any("forward" in vars(layer) for layer in model.model.layers)
+
+
+def test_the_forward_that_a_layer_had_before_checkpointing_is_restored():
+    """For example a forward that accelerate has replaced."""
+    model = tiny_model("qwen2")
+    layer, calls = model.model.layers[0], []
+    own = layer.forward
+    replaced = layer.forward = lambda *args, **kwargs: calls.append(1) or own(*args, **kwargs)
+    loading.checkpoint_layers(model)
+    model(input_ids=torch.tensor([[5, 6]]))
+    assert calls
+    loading.uncheckpoint_layers(model)
+    assert layer.forward is replaced

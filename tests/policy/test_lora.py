@@ -256,6 +256,7 @@ def changed(folder, tmp_path, **settings):
     [
         ({"trainable_token_indices": [3]}, r"trains embeddings of tokens \(\[3\]\)"),
         ({"bias": "all"}, r"trains biases \(bias: all\)"),
+        ({"alora_invocation_tokens": [5, 6]}, r"is aLoRA \(alora_invocation_tokens: \[5, 6\]\).* plain LoRA or DoRA"),
         ({"init_lora_weights": "pissa_niter_4"}, r"initialized with pissa_niter_4, .* path_initial_model_for_weight"),
         ({"init_lora_weights": "corda", "corda_config": {}}, "initialized with corda, .* cannot be recomputed"),
         (

@@ -93,6 +93,22 @@ def test_an_adapter_is_written_without_its_base(tmp_path):
     assert torch.equal(logits(again), logits(model))
 
 
+def test_a_model_replaces_an_adapter(tmp_path):
+    """transformers would load the adapter that adapter_config.json describes, instead of the model."""
+    adapted = loader_of().load().model
+    write_policy(adapted, tiny_tokenizer(), tmp_path)
+    (tmp_path / "mine.txt").write_text("mine")
+    model = tiny_model("qwen2")
+    write_policy(model, tiny_tokenizer(), tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
+    names = {path.name for path in tmp_path.iterdir()}
+    assert not names & {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    (tmp_path / "README.md").write_text("mine")
+    write_policy(model, tiny_tokenizer(), tmp_path)
+    assert {(tmp_path / name).read_text() for name in ("README.md", "mine.txt")} == {"mine"}
+
+
 def test_the_tokenizer_is_as_it_was(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = None

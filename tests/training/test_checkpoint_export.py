@@ -14,11 +14,13 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.training.checkpoint_export import export
 from grpo_lightning.training.checkpoint_files import open_checkpoint
-from tests.helpers.exports import logprobs, save_policy
+from tests.helpers.exports import difference, logprobs, save_policy
 from tests.helpers.module_runs import fit, make_module
 from tests.helpers.tiny_models import tiny_tokenizer
+from tests.marks import only
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -160,6 +162,30 @@ def test_what_is_not_frozen_must_be_there(tmp_path):
         export(tmp_path / "lacking.ckpt", tmp_path / "other")
 
 
+@pytest.mark.parametrize("kind", only(["frozen layers"], ["frozen layers", "adapters"]))
+def test_frozen_random_weights_are_not_replaced_by_others(tmp_path, kind):
+    """The checkpoint lacks them, and a model that is built again has other random weights."""
+    limits = {"freeze_layers": 1} if kind == "frozen layers" else {"lora": LoRA(rank=2)}
+    loader = PolicyLoader(str(save_policy(tmp_path / "policy")), from_scratch=True, **limits)
+    module = make_module(policy=loader, lr=1e-2)
+    fit(module, max_steps=1).save_checkpoint(tmp_path / "last.ckpt")
+    with pytest.raises(ValueError, match=r"policy\.from_scratch.* lacks [\d,]+ weights.*set --policy"):
+        export(tmp_path / "last.ckpt", tmp_path / "model", fill_missing=True)
+    assert not (tmp_path / "model").exists()
+    loader.load_model().save_pretrained(tmp_path / "initial")  # as the error says
+    tiny_tokenizer().save_pretrained(tmp_path / "initial")
+    export(tmp_path / "last.ckpt", tmp_path / "model", policy=str(tmp_path / "initial"))
+    assert difference(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), module.policy) <= 1e-6
+
+
+def test_random_weights_that_were_all_trained_are_exported(tmp_path):
+    folder = save_policy(tmp_path / "policy")
+    module = make_module(policy=PolicyLoader(str(folder), from_scratch=True), lr=1e-2)
+    fit(module, max_steps=1).save_checkpoint(tmp_path / "last.ckpt")
+    assert export(tmp_path / "last.ckpt", tmp_path / "model").num_from_policy == 0
+    assert torch.equal(logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logprobs(module.policy))
+
+
 # ------------------------------------------------------------------------------------------------- where the policy is
 
 
@@ -204,6 +230,27 @@ def test_a_policy_by_a_path_of_another_folder_must_be_given(untied, tmp_path, mo
         export(checkpoint, tmp_path / "model", policy="./other")
     monkeypatch.chdir(folder)
     export(checkpoint, tmp_path / "model")
+
+
+@pytest.mark.parametrize("is_setting_of_policy", [True, False])
+def test_a_policy_given_by_hand_keeps_the_tokenizer_that_the_run_named(untied, tmp_path, is_setting_of_policy):
+    folder, _ = untied
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "CHAT {{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+
+    def name_tokenizer(copy):
+        settings = {"policy": {"name": "./policy"}}
+        owner = settings["policy"] if is_setting_of_policy else settings
+        owner["tokenizer"] = str(tmp_path / "tokenizer")
+        copy["hyper_parameters"] = settings
+
+    checkpoint = changed(untied, name_tokenizer)
+    export(checkpoint, tmp_path / "model", policy=str(folder / "policy"))
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template == tokenizer.chat_template
+    (tmp_path / "tokenizer").rename(tmp_path / "moved")
+    with pytest.raises(FileNotFoundError, match=r"^policy\.tokenizer '.*tokenizer': there is no folder"):
+        export(checkpoint, tmp_path / "other", policy=str(folder / "policy"))
 
 
 # --------------------------------------------------------------------------------------------------------------- errors

@@ -9,13 +9,15 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
+from grpo_lightning.policy.transformers_internals import base_model
 from grpo_lightning.training.checkpoint_export import export, policy_loader
 from tests.helpers.exports import difference, logprobs, save_policy
 from tests.helpers.module_runs import fit, make_module
+from tests.helpers.tiny_models import BASE, tiny_tokenizer
 from tests.marks import SLOW, few, only
 
 
@@ -149,3 +151,37 @@ def test_a_quantized_run_is_merged_into_the_full_weights(adapted, tmp_path):
     assert export(tmp_path / "quantized.ckpt", tmp_path / "model").quantization == "4bit"
     one, other = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("plain", "model"))
     assert torch.equal(logprobs(one), logprobs(other))
+
+
+@pytest.mark.parametrize("trains", only(["all"], ["all", "adapters"]))
+def test_routers_that_transformers_keeps_in_float32_stay_in_float32(tmp_path, trains):
+    """In 16 bits, biases of routers with a large common part would select other experts."""
+    model = tiny_moe().to(torch.bfloat16)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict():
+                buffer.data = 7 + 0.05 * torch.randn(buffer.shape)
+    model.save_pretrained(tmp_path / "policy")
+    tiny_tokenizer().save_pretrained(tmp_path / "policy")
+    settings = {} if trains == "all" else {"lora": LoRA(rank=2), "dtype": "bfloat16"}
+    module = make_module(policy=PolicyLoader(str(tmp_path / "policy"), **settings), lr=1e-3)
+    fit(module, max_steps=1).save_checkpoint(tmp_path / "last.ckpt")
+    export(tmp_path / "last.ckpt", tmp_path / "model", dtype="bfloat16")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16).state_dict()
+    trained = base_model(module.policy).state_dict()
+    routers = [name for name in loaded if "mlp.gate." in name]
+    assert {name.rpartition(".")[2] for name in routers} == {"weight", "e_score_correction_bias"}
+    for name in routers:
+        assert loaded[name].dtype == torch.float32
+        assert torch.equal(loaded[name], trained[name]), name
+    assert loaded["lm_head.weight"].dtype == torch.bfloat16
+
+
+def tiny_moe():
+    """A mixture of experts whose routers transformers keeps in float32."""
+    shape = {"head_dim": 16, "moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_shared_experts": 1}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model("glm4_moe", **(BASE | shape | experts)))
