@@ -634,19 +634,23 @@ class GRPOLightningModule(L.LightningModule):
         cycle = self.run.cycle
         if cycle is None or not self.encoder.is_multimodal or cycle.micro_batches[0].vision is not None:
             return
-        # Sampling caches the features of a frozen vision tower. Sampling one token per completion computes and caches
-        # the same features again, bit for bit.
-        one_token = replace(self.sampling, max_completion_length=1)
-        source = self.group_source._replace(conversations=None)
         begun = (
             prompts
             if self.conversations is None
             else self.conversations.resume_prompts(prompts, known_observations(cycle))
         )
-        groups = source.sample(begun, self.num_generations, one_token, [0] * len(prompts))
+        if self.sharding.is_sharded:
+            # Only a forward pass of all ranks can run the vision tower. Sampling one token per completion stores the
+            # features of a frozen tower again.
+            one_token = replace(self.sampling, max_completion_length=1)
+            source = self.group_source._replace(conversations=None)
+            groups = source.sample(begun, self.num_generations, one_token, [0] * len(prompts))
+            encoded = [group.vision for group in groups]
+        else:
+            encoded = [self.encoder(prompt).vision for prompt in begun]
         find_prompts(cycle.micro_batches, prompts)
         restore_observed(cycle.micro_batches, self.encoder)
-        vision = vision_of(groups, self.encoder, self.policy, self.sharding)
+        vision = vision_of(encoded, self.encoder, self.policy, self.sharding)
         give_images(cycle.micro_batches, vision, blank_of(cycle.micro_batches, self.encoder))
 
     @contextlib.contextmanager

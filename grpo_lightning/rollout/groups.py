@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.core.ranks import Teams, interleave
-from grpo_lightning.core.types import Completion, Group, Prompt, SamplingParams, VisionInputs
+from grpo_lightning.core.types import Completion, Group, Prompt, PromptVision, SamplingParams, VisionInputs
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.families import is_tower_trained
 from grpo_lightning.policy.sharding import Sharding
@@ -143,20 +143,20 @@ def _kl(completion: Completion) -> float:
 
 
 def vision_of(
-    groups: Sequence[Group],
+    prompts: Sequence[PromptVision | None],
     encoder: Encoder,
     policy: nn.Module,
     sharding: Sharding,
     *,
     has_policys_tower: bool = True,
 ) -> VisionInputs | None:
-    """Vision inputs of a rollout for scoring; None if the policy is text-only. Collective: call it on every rank.
+    """Vision inputs of prompts for scoring; None if the policy is text-only. Collective: call it on every rank.
 
     If the engine has stored no features of a frozen vision tower, they are computed and stored here, unless the weights
     are sharded.
 
     Args:
-        groups: N groups of this rank.
+        prompts: The vision inputs of N encoded prompts of this rank.
         encoder: Encodes prompts for the policy.
         policy: The policy.
         sharding: How the policy's weights are sharded over the ranks.
@@ -164,12 +164,11 @@ def vision_of(
     """
     if not encoder.is_multimodal:
         return None
-    vision = [group.vision for group in groups]
     if not has_policys_tower:
-        vision = [prompt and replace(prompt, features=None) for prompt in vision]
+        prompts = [prompt and replace(prompt, features=None) for prompt in prompts]
     elif not sharding.is_sharded and not is_tower_trained(policy):
-        encode_missing(policy, vision)
-    return encoder.vision_inputs(vision, needs_blank=needs_blank(policy, vision, is_sharded=sharding.is_sharded))
+        encode_missing(policy, prompts)
+    return encoder.vision_inputs(prompts, needs_blank=needs_blank(policy, prompts, is_sharded=sharding.is_sharded))
 
 
 OverlongFilter = Literal["none", "loss", "group"]
