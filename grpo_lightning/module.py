@@ -826,6 +826,7 @@ class GRPOLightningModule(L.LightningModule):
         trainer, rewards, metrics = self.trainer, self.reward_set, self.validation.metrics
         rewards.check(self.sampling.max_completion_length)
         data_checks.check_evaluated_once(trainer)
+        data_checks.check_truncation(self.conversations, trainer)
         data_checks.check_turned_once(rewards, metrics, trainer)
         data_checks.check_columns(rewards, trainer)  # cheap, so before all images are read
         data_checks.check_images(trainer)  # before the checks of the rewards, which use the image sizes
