@@ -784,6 +784,7 @@ class GRPOLightningModule(L.LightningModule):
             checks.check_precision(self.loader, self.trainer)
             needs_more = self.dynamic_sampling is not None
             checks.check_teams(self.ranks_per_group, self.num_generations, self.engine, self.trainer.world_size)
+            checks.check_shared_environment(self.ranks_per_group, self.conversations)
             checks.check_asynchronous(self.max_staleness, self.engine, self.ranks_per_group, self.trainer)
             checks.check_loader(
                 self.trainer, self.cycle_shape, self.num_generations, self.ranks_per_group, needs_more=needs_more
