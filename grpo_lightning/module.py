@@ -644,19 +644,23 @@ class GRPOLightningModule(L.LightningModule):
         cycle = self.run.cycle
         if cycle is None or not self.encoder.is_multimodal or cycle.micro_batches[0].vision is not None:
             return
-        # Sampling caches the features of a frozen vision tower. Sampling one token per completion computes and caches
-        # the same features again, bit for bit.
-        one_token = replace(self.sampling, max_completion_length=1)
-        source = self.group_source._replace(conversations=None)
         begun = (
             prompts
             if self.conversations is None
             else self.conversations.resume_prompts(prompts, known_observations(cycle))
         )
-        groups = source.sample(begun, self.num_generations, one_token, [0] * len(prompts))
+        if self.sharding.is_sharded:
+            # Only a forward pass of all ranks can run the vision tower. Sampling one token per completion stores the
+            # features of a frozen tower again.
+            one_token = replace(self.sampling, max_completion_length=1)
+            source = self.group_source._replace(conversations=None)
+            groups = source.sample(begun, self.num_generations, one_token, [0] * len(prompts))
+            encoded = [group.vision for group in groups]
+        else:
+            encoded = [self.encoder(prompt).vision for prompt in begun]
         find_prompts(cycle.micro_batches, prompts)
         restore_observed(cycle.micro_batches, self.encoder)
-        vision = vision_of(groups, self.encoder, self.policy, self.sharding)
+        vision = vision_of(encoded, self.encoder, self.policy, self.sharding)
         give_images(cycle.micro_batches, vision, blank_of(cycle.micro_batches, self.encoder))
 
     @contextlib.contextmanager
@@ -789,6 +793,7 @@ class GRPOLightningModule(L.LightningModule):
             checks.check_precision(self.loader, self.trainer)
             needs_more = self.dynamic_sampling is not None
             checks.check_teams(self.ranks_per_group, self.num_generations, self.engine, self.trainer.world_size)
+            checks.check_shared_environment(self.ranks_per_group, self.conversations)
             checks.check_asynchronous(self.max_staleness, self.engine, self.ranks_per_group, self.trainer)
             checks.check_loader(
                 self.trainer, self.cycle_shape, self.num_generations, self.ranks_per_group, needs_more=needs_more
@@ -832,6 +837,7 @@ class GRPOLightningModule(L.LightningModule):
         trainer, rewards, metrics = self.trainer, self.reward_set, self.validation.metrics
         rewards.check(self.sampling.max_completion_length)
         data_checks.check_evaluated_once(trainer)
+        data_checks.check_truncation(self.conversations, trainer)
         data_checks.check_turned_once(rewards, metrics, trainer)
         data_checks.check_columns(rewards, trainer)  # cheap, so before all images are read
         data_checks.check_images(trainer)  # before the checks of the rewards, which use the image sizes

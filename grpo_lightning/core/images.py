@@ -61,6 +61,9 @@ class ImageRef:
     is_whole: bool = field(default=False, init=False, compare=False)
     """True once any rank has read all pixels. Until then, perhaps only the header has been read."""
 
+    is_copy: bool = field(default=False, init=False, compare=False)
+    """True if `copy_in_memory` has made the source: a PNG file in memory, upright and in RGB."""
+
     def read(self) -> Image:
         """Read the image: RGB, upright, transparency replaced by white.
 
@@ -104,10 +107,17 @@ class ImageRef:
         return size
 
     def copy_in_memory(self) -> ImageRef:
-        """Return a reference to a copy of the image as it is now, as a PNG file in memory. Raises: ImageError."""
+        """Return a reference to a copy of the image as it is now, as a PNG file in memory. Raises: ImageError.
+
+        A reference to such a copy is returned itself, because its source does not change.
+        """
+        if self.is_copy:
+            return self
         file = io.BytesIO()
         self.read().save(file, "PNG", compress_level=1)
-        return ImageRef(file.getvalue(), self.where)
+        ref = ImageRef(file.getvalue(), self.where)
+        ref.is_copy = True
+        return ref
 
     def data_url(self) -> str:
         """The image as a data: URL. Raises: ImageError."""

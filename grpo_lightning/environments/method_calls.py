@@ -42,6 +42,17 @@ def copy_environment(environment: Any) -> Any:
         ) from error
 
 
+def pickling_problem(environment: Any) -> str | None:
+    """The reason why an environment cannot be pickled; None if it can be pickled, or is pickled already."""
+    if isinstance(environment, bytes):
+        return None
+    try:
+        pickle.dumps(environment)
+    except Exception as error:  # noqa: BLE001 (an object may raise anything when it is pickled)
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 @dataclass
 class EnvironmentCalls:
     """Calls the methods of an environment. It has the interface of a reward, so the reward workers can run it."""

@@ -76,6 +76,7 @@ class EnvironmentRunner:
     def __init__(self, environment: Any, limits: RewardWorkers, max_characters: int) -> None:
         self.calls, self.limits = EnvironmentCalls(environment, max_characters), limits
         self.pool = WorkerPool([self.calls], limits, "Environment")  # type: ignore[list-item]
+        self._is_closed = False
         self._begin_round()
 
     @property
@@ -95,10 +96,15 @@ class EnvironmentRunner:
 
     def start(self, num_local_ranks: int = 1) -> None:
         """Start the workers; returns immediately."""
+        self._is_closed = False
         self.pool.start(num_local_ranks)
 
     def close(self) -> None:
-        """Stop the workers; the next call starts them again."""
+        """Stop the workers at the end of a run; the next call of `reset` starts them again.
+
+        If a rollout is still being played in the background, its next call of an environment raises an error.
+        """
+        self._is_closed = True
         self.pool.close()
 
     def reset(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Result]:
@@ -108,6 +114,7 @@ class EnvironmentRunner:
             prompts: N prompts.
             seeds: N seeds: one for the random numbers of each call.
         """
+        self._is_closed = False
         columns = [{"prompt": prompt.content, **prompt.columns} for prompt in prompts]
         return self._all("reset", [None] * len(prompts), columns, seeds)
 
@@ -178,6 +185,11 @@ class EnvironmentRunner:
     def _call(
         self, method: Method, state: Any, arguments: Any, seed: int, deadline: float = math.inf
     ) -> Future[Answer]:
+        if self._is_closed:
+            raise RuntimeError(
+                f"The run has ended, so the environment {self.name!r} is not called for the rollout that is being "
+                "sampled in the background."
+            )
         self.pool.wait()
         if self.pool.has(self.calls):  # type: ignore[arg-type]
             given = {"method": method, "state": state, "arguments": arguments}

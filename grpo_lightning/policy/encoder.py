@@ -449,8 +449,9 @@ def check_length(
     if limit is not None and num_tokens + max_completion_length > limit:
         exceeded = f"vLLM's max_model_len of {limit}. Raise it (model.engine.max_model_len, or --max-model-len of the "
         exceeded = f"{exceeded}server), lower" if is_of_engine else f"the policy's {limit} positions. Lower"
+        has = "has" if prompt.observation is None else "with the first observation of its environment has"
         raise ValueError(
-            f"{prompt.label} has {num_tokens} tokens; with sampling.max_completion_length "
+            f"{prompt.label} {has} {num_tokens} tokens; with sampling.max_completion_length "
             f"{max_completion_length} that exceeds {exceeded} the completion length, set "
             "data.max_prompt_length (with overlong_prompts: drop or truncate), or remove the prompt."
         )

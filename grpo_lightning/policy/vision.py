@@ -27,6 +27,7 @@ from grpo_lightning.policy.transformers_internals import (
     PlacedPrompts,
     base_model,
     compute_device,
+    evaluating,
     known_arguments,
     text_positions,
 )
@@ -133,7 +134,8 @@ def encode_missing(model: nn.Module, prompts: Sequence[PromptVision | None]) -> 
     for prompt in prompts:
         if prompt is not None and prompt.images and prompt.features is None:
             images = {name: image for name, image in to_model(prompt.images, model).items() if name in accepted}
-            store_features([prompt], read_features(inner.get_image_features(**images, return_dict=True)))
+            with evaluating(inner):  # like sampling, which runs without dropout
+                store_features([prompt], read_features(inner.get_image_features(**images, return_dict=True)))
 
 
 def split_features(prompts: Sequence[PromptVision], features: ImageFeatures) -> list[ImageFeatures]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.core.ranks import Teams, interleave
-from grpo_lightning.core.types import Completion, Group, Prompt, SamplingParams, VisionInputs
-from grpo_lightning.policy.encoder import Encoder
+from grpo_lightning.core.types import Completion, Group, Prompt, PromptVision, SamplingParams, VisionInputs
+from grpo_lightning.environments.method_calls import class_name, pickling_problem
+from grpo_lightning.policy.encoder import Encoder, check_length
 from grpo_lightning.policy.families import is_tower_trained
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.vision import encode_missing, needs_blank
@@ -84,6 +85,11 @@ class GroupSource(NamedTuple):
         if self.conversations is not None:
             prompts, states = self.conversations.begin(prompts, seeds)
         encoded = self.encoder.fitting(prompts, sampling.max_completion_length)
+        if self.conversations is not None:
+            # The engine itself only sees the limit of the next turn, not that of the whole conversation.
+            limit = getattr(self.engine, "max_sequence_length", None)
+            for prompt, inputs in zip(prompts, encoded, strict=True):
+                check_length(prompt, len(inputs.token_ids), limit, sampling.max_completion_length, is_of_engine=True)
         # If weights are sharded, all ranks run the vision tower together, even if only some ranks have images.
         vision = self.encoder.vision_inputs([prompt.vision for prompt in encoded], needs_blank=self.sharding.is_sharded)
         never = {*sampling.suppress_tokens, *self.encoder.never_sampled}
@@ -145,20 +151,20 @@ def _kl(completion: Completion) -> float:
 
 
 def vision_of(
-    groups: Sequence[Group],
+    prompts: Sequence[PromptVision | None],
     encoder: Encoder,
     policy: nn.Module,
     sharding: Sharding,
     *,
     has_policys_tower: bool = True,
 ) -> VisionInputs | None:
-    """Vision inputs of a rollout for scoring; None if the policy is text-only. Collective: call it on every rank.
+    """Vision inputs of prompts for scoring; None if the policy is text-only. Collective: call it on every rank.
 
     If the engine has stored no features of a frozen vision tower, they are computed and stored here, unless the weights
     are sharded.
 
     Args:
-        groups: N groups of this rank.
+        prompts: The vision inputs of N encoded prompts of this rank.
         encoder: Encodes prompts for the policy.
         policy: The policy.
         sharding: How the policy's weights are sharded over the ranks.
@@ -166,12 +172,11 @@ def vision_of(
     """
     if not encoder.is_multimodal:
         return None
-    vision = [group.vision for group in groups]
     if not has_policys_tower:
-        vision = [prompt and replace(prompt, features=None) for prompt in vision]
+        prompts = [prompt and replace(prompt, features=None) for prompt in prompts]
     elif not sharding.is_sharded and not is_tower_trained(policy):
-        encode_missing(policy, vision)
-    return encoder.vision_inputs(vision, needs_blank=needs_blank(policy, vision, is_sharded=sharding.is_sharded))
+        encode_missing(policy, prompts)
+    return encoder.vision_inputs(prompts, needs_blank=needs_blank(policy, prompts, is_sharded=sharding.is_sharded))
 
 
 def have_failed(groups: Sequence[Group]) -> Tensor:
@@ -242,6 +247,13 @@ def check_finite(values: Tensor, *, name: str, verb: str) -> None:
         )
 
 
+OTHER_OBSERVATIONS = (
+    "model.ranks_per_group is {}, but the ranks that share groups have different prompts: either `reset` of the "
+    "environment (model.environment) returns different observations for the same row, or the training loader gives the "
+    "ranks different prompts. Let `reset` depend only on the row's columns, or draw random numbers from the generators "
+    "of random, numpy or torch in a `reset` that is not async, because they are seeded there. Give all ranks with the "
+    "same rank // ranks_per_group the same prompts."
+)
 OTHER_PROMPTS = (
     "model.ranks_per_group is {}, but the training loader gives the ranks that share groups different prompts. Use a "
     "grpo_lightning.PromptSource, or give all ranks with the same rank // ranks_per_group the same prompts."
@@ -250,6 +262,19 @@ OWN_GROUPS = (
     "With model.ranks_per_group, `sample` must return groups of `self.generate`, which samples a part of each group on "
     "every rank; got a group from elsewhere."
 )
+
+
+def sending_problem(ranks_per_group: int, environments: Iterable[Any]) -> str | None:
+    """The message that environments cannot be sent to the other ranks of a team; None if they can be sent."""
+    for environment in environments:
+        if reason := pickling_problem(environment):
+            return (
+                f"model.ranks_per_group is {ranks_per_group}, but the environment {class_name(environment)!r} "
+                f"(model.environment) cannot be pickled ({reason}), and the ranks that share a group send each other "
+                "the environments of their completions. Remove what cannot be pickled from the object, for example "
+                "with a method __getstate__, or set model.ranks_per_group to 1."
+            )
+    return None
 
 
 class SharedGroups:
@@ -282,16 +307,22 @@ class SharedGroups:
             The N complete groups on the first member; an empty list on the other members.
 
         Raises:
-            ValueError: On every member, if the members have different prompts.
+            ValueError: On every member, if the members have different prompts, or if the environments of the
+                completions cannot be sent.
         """
         if not self.teams.is_shared:
             return parts
         first = len(self._sampled)
         self._sampled += parts
+        endings = (completion.ending for part in parts for completion in part.completions)
+        states = (ending.state for ending in endings if ending is not None)
+        self.teams.check(sending_problem(self.teams.ranks_per_group, states))
         of_members = self.teams.gather([(part.prompt_ids, part.completions) for part in parts])
         own = [part.prompt_ids for part in parts]
         differs = any([ids for ids, _ in member] != own for member in of_members)
-        self.teams.check(OTHER_PROMPTS.format(self.teams.ranks_per_group) if differs else None)
+        is_begun = any(part.prompt.observation is not None for part in parts)
+        message = OTHER_OBSERVATIONS if is_begun else OTHER_PROMPTS
+        self.teams.check(message.format(self.teams.ranks_per_group) if differs else None)
         # The other members get no groups.
         return [
             replace(part, completions=interleave([member[i][1] for member in of_members]), number=first + i)
@@ -348,10 +379,23 @@ class SharedGroups:
         self._sampled = []
 
     def _part_of(self, rollout: Rollout, member: int) -> tuple[list[int], list[list[Completion]], Tensor | None]:
-        """A member's part of N groups: group numbers [N], completions [N][part], and advantages [N, part]."""
+        """A member's part of N groups: group numbers [N], completions [N][part], and advantages [N, part].
+
+        The completions are without their environments, which only the rewards read.
+        """
         parts = [self.teams.part(len(group.completions), member) for group in rollout.groups]
-        completions = [[group.completions[i] for i in part] for group, part in zip(rollout.groups, parts, strict=True)]
+        completions = [
+            [_without_environment(group.completions[i]) for i in part]
+            for group, part in zip(rollout.groups, parts, strict=True)
+        ]
         advantages = rollout.advantages
         if advantages is not None and parts:
             advantages = advantages[:, list(parts[0])]
         return [group.number for group in rollout.groups], completions, advantages
+
+
+def _without_environment(completion: Completion) -> Completion:
+    """A copy of a completion without the environment at its end."""
+    if completion.ending is None:
+        return completion
+    return replace(completion, ending=replace(completion.ending, state=None))

@@ -55,6 +55,7 @@ from grpo_lightning.policy.transformers_internals import (
     left_pad,
     text_config,
 )
+from grpo_lightning.policy.vision import encode_missing
 from grpo_lightning.rollout.cuda_graphs import LEAST_LENGTH, Capture, CapturedSteps, CudaCapture
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turns
 from grpo_lightning.rollout.gathered_weights import LARGEST_SHARE, free_bytes, is_gathered, log_gathering
@@ -498,6 +499,9 @@ class LocalEngine(RolloutEngine):
             )
             return prefilled, logits
         keeps = vision is not None and not is_tower_trained(self.policy)
+        if vision is not None and keeps and not self.sharding.is_sharded:
+            # One prompt at a time, so that the features that are kept do not depend on the other prompts of the wave.
+            encode_missing(self.policy, vision.prompts)
         with showing(self.policy, vision, keeps=keeps) as images:
             logits = self.forward(
                 prompt_ids,

@@ -102,7 +102,8 @@ class Actor:
                 batch.prompt_keys = [groups[number].prompt.key if number >= 0 else "" for number in batch.groups]
                 if any(value is not None for value in observations.values()):
                     batch.prompt_observations = [save_observation(observations.get(number)) for number in batch.groups]
-        vision = vision_of(groups, self.encoder, self.policy, self.sharding, has_policys_tower=has_policys_tower)
+        prompts = [group.vision for group in groups]
+        vision = vision_of(prompts, self.encoder, self.policy, self.sharding, has_policys_tower=has_policys_tower)
         give_images(micro_batches, vision, blank_of(micro_batches, self.encoder))
         return [batch.to(self.device) for batch in micro_batches], counts
 

@@ -24,7 +24,7 @@ from grpo_lightning.rewards.base import WeightedReward, innermost
 from grpo_lightning.rewards.environment import EnvironmentReward
 from grpo_lightning.rewards.scoring import Scores
 from grpo_lightning.rollout import dynamic_sampling
-from grpo_lightning.rollout.groups import Rollout
+from grpo_lightning.rollout.groups import Rollout, sending_problem
 from grpo_lightning.rollout.overlong_filter import OverlongFilter
 from grpo_lightning.training import data_checks
 from grpo_lightning.training.actor import OldLogprobs
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from grpo_lightning.policy.loading import PolicyLoader
     from grpo_lightning.policy.sharding import Sharding
+    from grpo_lightning.rollout.conversations import Conversations
     from grpo_lightning.rollout.engine import RolloutEngine
     from grpo_lightning.training.evaluation import Validation
 
@@ -470,6 +471,18 @@ def check_teams(ranks_per_group: int, num_generations: int, engine: RolloutEngin
             "argument `part`, with which a rank samples its part of a group. Add it (see RolloutEngine.generate), or "
             "set model.ranks_per_group to 1."
         )
+
+
+def check_shared_environment(ranks_per_group: int, conversations: Conversations | None) -> None:
+    """Check that the ranks of a team can send each other the environments of their completions.
+
+    Raises:
+        ValueError: If ranks share groups, and the environment cannot be pickled.
+    """
+    if ranks_per_group == 1 or conversations is None:
+        return
+    if problem := sending_problem(ranks_per_group, [conversations.runner.calls.environment]):
+        raise ValueError(problem)
 
 
 def check_staleness(max_staleness: int, old_logprobs: str, rollout_correction: str) -> None:

@@ -115,6 +115,23 @@ def check_evaluated_once(trainer: L.Trainer) -> None:
             )
 
 
+def check_truncation(conversations: Conversations | None, trainer: L.Trainer) -> None:
+    """Check that prompts that may be truncated need no text of an environment.
+
+    A truncated prompt consists of token ids, to which neither a first observation nor a description of tools can be
+    added.
+
+    Raises:
+        ValueError: If the run has an environment, and the data module truncates long prompts.
+    """
+    if conversations is not None and getattr(trainer.datamodule, "overlong_prompts", None) == "truncate":  # type: ignore[attr-defined]
+        raise ValueError(
+            "data.overlong_prompts is truncate, but the run has an environment (model.environment "
+            f"{conversations.runner.name!r}), which may add an observation and descriptions of tools to a prompt. They "
+            "cannot be added to a truncated prompt. Set data.overlong_prompts to drop, or remove model.environment."
+        )
+
+
 def known_sources(trainer: L.Trainer) -> list[str]:
     """Sorted names of the known data sources; the same list on every rank."""
     return sorted({name for data in training_sets(trainer) + evaluation_sets(trainer) for name in source_names(data)})

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from grpo_lightning.core.background import in_background
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.environments import Environment, EnvironmentRunner, Step, ToolObject, Tools
 from grpo_lightning.rewards import RewardWorkers
@@ -160,6 +161,23 @@ def test_an_async_tool_is_awaited_in_a_worker():
         assert result.value.observation[0]["content"] == "8"
         assert result.value.metrics["calls/ok"] == 1
         assert isinstance(result.state, bytes) == (limits is LIMITS)
+
+
+def test_after_the_run_has_ended_only_the_main_thread_starts_workers_again():
+    """A rollout may still be played in the background when the run stops early."""
+    runner = EnvironmentRunner(Counted(), LIMITS, 1000)
+    runner.start()
+    state = runner.reset([Prompt("p")], [0])[0].state
+    runner.close()
+    late = in_background(lambda: runner.step(state, "a", 0))
+    with pytest.raises(RuntimeError, match="The run has ended, so the environment 'Counted' is not called"):
+        late.result(timeout=60)
+    assert not runner.pool.has(runner.calls)  # the pool has no workers
+    again = runner.reset([Prompt("p")], [0])[0]  # for example to validate
+    assert not again.failure
+    answer = in_background(lambda: runner.step(again.state, "a", 0)).result(timeout=60)
+    assert runner.wait(answer, again.state).value == Step(" 1:", reward=1.0)
+    runner.close()
 
 
 @SLOW

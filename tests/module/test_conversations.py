@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from grpo_lightning.callbacks import CompletionLog
 from grpo_lightning.core.types import Completion, Group, Prompt, Turn
+from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.environments import Step, Tools
 from grpo_lightning.functional import turn_credits
@@ -324,6 +325,17 @@ def test_tools_need_chats_and_a_template_that_describes_them():
     chats = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in PROMPTS]
     with pytest.raises(ValueError, match="does not describe tools to the model"):
         fit(module_of(Tools([double]), tokenizer=tokenizer), chats, max_steps=1)
+
+
+@pytest.mark.parametrize("environment", [ByPromptLength(), Tools([double])])
+def test_truncated_prompts_with_an_environment_are_refused(tmp_path, environment):
+    """They have token ids only, to which neither an observation nor a description of tools can be added."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "long " * 20}))
+    module = module_of(environment)
+    module.loader.load = None
+    data = PromptDataModule(str(tmp_path / "rows.jsonl"), max_prompt_length=9, overlong_prompts="truncate")
+    with pytest.raises(ValueError, match=r"overlong_prompts is truncate, but .*\(model\.environment .* to drop, or"):
+        make_trainer(max_steps=1).fit(module, datamodule=data)
 
 
 class Remembers(ByPromptLength):

@@ -103,6 +103,24 @@ def test_generate_samples_the_same_completions(family, is_frozen):
         assert torch.tensor(one.logprobs).allclose(torch.tensor(other.logprobs), atol=CLOSE.get(family, 2e-5))
 
 
+@pytest.mark.parametrize("family", families(tiny_vlms.FAMILIES))
+def test_kept_features_do_not_depend_on_the_other_prompts(family):
+    """A resumed run may prefill a prompt together with other prompts, and must train on the same features."""
+    vlm = tiny_vlms.build(family)
+    freeze_vision(vlm.model)
+    parts = [[tiny_vlms.picture(i, 56 + 28 * (i % 2), 84), "where?"] for i in range(4)]
+
+    def kept(numbers):
+        prompts = [prompt_of(*parts[number]) for number in numbers]
+        groups = source_of(vlm).sample(prompts, 2, SamplingParams(max_completion_length=1), [0] * len(prompts))
+        return groups[0].vision.features
+
+    alone = kept([0])
+    for others in ([1], [1, 2], [1, 2, 3]):
+        together = kept([0, *others])
+        assert all(torch.equal(one, other) for one, other in zip(alone.levels, together.levels, strict=True))
+
+
 def test_each_prefill_encodes_its_images_once():
     vlm = tiny_vlms.build("qwen2_5_vl")
     calls = []

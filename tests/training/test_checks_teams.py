@@ -1,5 +1,8 @@
 """Teams of ranks that cannot share groups, and loaders that do not fit them, are refused before weights load."""
 
+import re
+import threading
+from dataclasses import replace
 from typing import ClassVar
 
 import lightning as L
@@ -7,8 +10,9 @@ import pytest
 
 from grpo_lightning.core import ranks
 from grpo_lightning.core.ranks import Teams
-from grpo_lightning.core.types import Completion, Group, Prompt
+from grpo_lightning.core.types import Completion, Ending, Group, Prompt
 from grpo_lightning.data.source import PromptSource
+from grpo_lightning.environments import Environment, Step
 from grpo_lightning.rollout.groups import Rollout, SharedGroups
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.training import checks
@@ -38,6 +42,45 @@ def test_teams_that_cannot_share_groups(ranks_per_group, num_generations, world_
 def test_uneven_parts_are_allowed():
     checks.check_teams(3, 4, LocalEngine(), 3)
     checks.check_teams(3, 3, LocalEngine(), 6)
+
+
+class Locked(Environment):
+    """Has a lock, which cannot be pickled: from the beginning, or from `reset` on."""
+
+    in_process = True
+
+    def __init__(self, *, from_beginning: bool) -> None:
+        self.lock = threading.Lock() if from_beginning else None
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def reset(self) -> None:
+        self.lock = threading.Lock()
+
+    def step(self, completion: str) -> Step:
+        return Step(done=True)
+
+
+NOT_PICKLED = (
+    r"ranks_per_group is 2, but the environment 'Locked' \(model.environment\) cannot be pickled \(TypeError: .*lock.* "
+    r"set model.ranks_per_group to 1"
+)
+
+
+def test_an_environment_that_cannot_be_sent_to_other_ranks(monkeypatch):
+    monkeypatch.setattr(checks, "check_teams", lambda *args: None)  # this run has a single rank
+    module = make_module(environment=Locked(from_beginning=True), ranks_per_group=2)
+    module.loader.load = None
+    with pytest.raises(ValueError, match=NOT_PICKLED):
+        make_trainer(max_steps=1).fit(module, PromptSource(PROMPTS, 4, ranks_per_group=2))
+
+
+def test_an_environment_that_can_be_pickled_may_be_shared():
+    module = make_module(environment=Locked(from_beginning=False), ranks_per_group=2)
+    checks.check_shared_environment(2, module.conversations)
+    checks.check_shared_environment(2, None)
+    checks.check_shared_environment(1, make_module(environment=Locked(from_beginning=True)).conversations)
 
 
 @pytest.mark.parametrize(("of_module", "of_loader"), [(2, 1), (1, 2), (4, 2)])
@@ -111,6 +154,48 @@ def test_ranks_of_a_team_with_other_prompts(monkeypatch):
     first, second = on_both_ranks(monkeypatch, lambda shared: shared.collect([PART]))
     assert first == second
     assert "ranks_per_group is 2, but the training loader gives the ranks that share groups different prompts" in first
+
+
+def test_ranks_of_a_team_with_other_observations(monkeypatch):
+    """The prompts of the loader may be the same, so the message names `reset`, too."""
+    monkeypatch.setattr(TwoRanks, "other_ids", [5, 7])
+    begun = replace(PART, prompt=Prompt("p", observation="a card"))
+    first, second = on_both_ranks(monkeypatch, lambda shared: shared.collect([begun]))
+    assert first == second
+    assert "ranks_per_group is 2, but the ranks that share groups have different prompts" in first
+    assert "`reset` of the environment" in first
+
+
+def test_environments_that_cannot_be_sent_after_a_rollout(monkeypatch):
+    locked = Locked(from_beginning=True)
+    part = replace(PART, completions=[Completion([7], [-1.0], "stop", ending=Ending(locked))])
+    first, second = on_both_ranks(monkeypatch, lambda shared: shared.collect([part]))
+    assert first == second
+    assert re.search(NOT_PICKLED, first)
+
+
+def test_environments_are_not_sent_back_for_training(monkeypatch):
+    """Only rewards read them, and the first member has run the rewards by then."""
+    ending = Ending(b"environment", "timeout", is_scorable=False)
+    part = replace(PART, completions=[Completion([number], [-1.0], "stop", ending=ending) for number in (7, 8)])
+    sent = []
+
+    class First(TwoRanks):
+        def broadcast(self, value):
+            return value
+
+        def scatter(self, values):
+            sent.extend(values)
+            return values[0]
+
+    monkeypatch.setattr(ranks, "rank", lambda: 0)
+    shared = SharedGroups(First(2))
+    shared._sampled = [part]
+    whole = replace(part, number=0)
+    shared.spread(Rollout([whole]))
+    endings = [completion.ending for _, groups, _ in sent for group in groups for completion in group]
+    assert endings == [replace(ending, state=None)] * 2
+    assert [completion.ending for completion in whole.completions] == [ending] * 2
 
 
 def test_groups_that_no_rank_has_sampled_a_part_of(monkeypatch):

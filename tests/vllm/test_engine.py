@@ -14,6 +14,7 @@ import torch
 
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import SamplingParams
+from grpo_lightning.environments import Environment
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.policy.completion_logprobs import Scorer
 from grpo_lightning.policy.loading import PolicyLoader
@@ -278,6 +279,29 @@ def test_vllm_sleeps_after_a_conversation_and_not_between_its_turns(fake_vllm, l
         assert max(len(c.turns) for group in groups for c in group) > 2
     assert fake.levels == [2, level, level]
     assert fake.asleep
+
+
+class Introduces(Environment):
+    """Its first observation is longer than the checks of the data can know."""
+
+    in_process = True
+
+    def reset(self) -> str:
+        return "o" * 40
+
+    def step(self, completion: str) -> str:
+        return "again"
+
+
+def test_a_conversation_that_vllm_has_no_room_for_is_refused_before_its_first_turn(fake_vllm):  # noqa: F811
+    engine, policy = VLLMEngine("colocate", max_model_len=100), tiny_model(**SMALL)
+    engine.connect(policy, tiny_tokenizer(), Sharding())
+    options = {"engine": engine, "is_connected": True, "max_turn_length": 6, "max_turns": 20}
+    sampling = SamplingParams(max_completion_length=70, suppress_tokens=[0])
+    refusal = r"first observation of its environment has 60 tokens; .*max_completion_length 70 .* max_model_len of 100"
+    with pytest.raises(ValueError, match=refusal):
+        conversation_runs.sample(policy, Introduces(), ["p" * 20], sampling=sampling, **options)
+    assert engine.backend.llm.fake.num_requests == 0
 
 
 @SLOW

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
 
+from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import PromptVision, SamplingParams
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.completion_logprobs import Scorer
@@ -213,32 +214,73 @@ def test_a_conversation_sees_the_images_of_its_observations(connect, family):
     assert [len(completion.images) for completion in found[0]] == [0, 0, 2, 2, 2, 2]
 
 
+def test_each_image_of_a_conversation_is_encoded_for_the_server_once(monkeypatch):
+    """Every turn of every conversation shows the images of the prompt and of all earlier observations again."""
+    vlm = tiny_vlms.build("qwen2_5_vl")
+    encoder = encoder_of(vlm)
+    written = []
+    save = Image.Image.save
+
+    def counted_save(image, *args, **options):
+        written.append(image.tobytes())
+        return save(image, *args, **options)
+
+    monkeypatch.setattr(Image.Image, "save", counted_save)
+    broken = [i for i in range(len(encoder.tokenizer)) if not encoder.tokenizer.decode([i]).isascii()]
+    sampling = SamplingParams(max_completion_length=160, suppress_tokens=sorted({*broken, 1}))
+    with serving(vlm.model.config, processor=copy.deepcopy(vlm.processor), reports_spans=True) as server:
+        options = {"base_url": server.url, "weight_transfer_backend": "gloo", "group_port": free_port(), "timeout": 20}
+        engine = VLLMEngine("server", **options)
+        engine.check_run(loader_of(vlm), [sampling], Sharding(), 1)
+        engine.connect(vlm.model, encoder.tokenizer, Sharding())
+        engine.sync_weights(vlm.model)
+        source = source_of(vlm, encoder, engine, Shows(), max_turn_length=5)
+        given = picture(0)
+        (group,) = source.sample([prompt_of(given, "where?")], 2, sampling, [0])
+    assert [len(completion.images) for completion in group.completions] == [2, 2]
+    assert written.count(given.tobytes()) == 1
+    # The image behind each of the 3 turns is copied to a PNG file when the environment returns it, and not again.
+    assert len(written) == 1 + 2 * 3
+    assert engine.known_images == {}  # forgotten after the rollout
+
+
 # ------------------------------------------------------------------------------------------------------- the functions
 
 
 def test_an_image_of_a_request_has_its_pixels():
     image = picture(0)
-    prompt = images.PromptImages([image], [1, 2])
+    prompt = images.PromptImages([images.KnownImage(ImageRef(image))], [1, 2])
     (part,) = prompt.content_parts
     kind, _, data = part["url"].partition(",")
     assert (part["type"], kind) == ("image_url", "data:image/png;base64")
     assert Image.open(io.BytesIO(base64.b64decode(data))).tobytes() == image.tobytes()
-    assert prompt.content_parts is prompt.content_parts  # encoded once
+    assert prompt.content_parts[0] is part  # encoded once
+
+
+def test_an_image_that_is_a_png_file_of_its_pixels_is_not_encoded_again(monkeypatch):
+    """An environment's image is such a file."""
+    copied = ImageRef(picture(0)).copy_in_memory()
+    known = images.KnownImage(copied)
+    monkeypatch.setattr(Image.Image, "save", None)
+    assert base64.b64decode(known.content_part["url"].partition(",")[2]) == copied.source
 
 
 def test_images_are_read_with_one_placeholder_each():
     vlm = tiny_vlms.build("qwen2_5_vl")
     encoder, prompt = encoder_of(vlm), prompt_of(picture(0), "and", picture(1, 84, 56), "differ?")
     encoded = encoder(prompt)
-    seen = images.images_of(encoded.vision, encoder.tokenizer)
+    known = {}
+    seen = images.images_of(encoded.vision, encoder.tokenizer, known)
     assert seen.unexpanded_ids.count(vlm.model.config.image_token_id) == 2
     assert len(encoded.token_ids) == len(seen.unexpanded_ids) - 2 + encoded.vision.num_image_tokens
     assert seen.sizes == "84x56, 56x84"
-    assert images.images_of(PromptVision(), encoder.tokenizer) is None
+    assert images.images_of(PromptVision(), encoder.tokenizer, known) is None
+    again = images.images_of(encoded.vision, encoder.tokenizer, known)
+    assert [one is other for one, other in zip(again.images, seen.images, strict=True)] == [True, True]
 
 
 def test_wrong_prompt_tokens_are_named():
-    seen = images.PromptImages([picture(0)], [1])
+    seen = images.PromptImages([images.KnownImage(ImageRef(picture(0)))], [1])
     images.check_prompt_ids(seen, [1, 2, 3], [1, 2, 3], "Fix it.")
     with pytest.raises(RuntimeError, match=r"has 3 tokens for the policy and 2 tokens for vLLM: .* Fix it."):
         images.check_prompt_ids(seen, [1, 2, 3], [1, 2], "Fix it.")

@@ -309,6 +309,9 @@ class VLLMEngine(RolloutEngine):
         """True if vLLM has discarded weights that it had (`sleep_level: 2`)."""
         self.is_held = False
         """True inside the context `hold_weights`."""
+        self.known_images: images.KnownImages = {}
+        """The images that were read inside the context `hold_weights`, because all turns of a conversation show the
+        images of earlier turns again; empty outside of the context."""
         self.updates: dict[weights.Kind, int] = {}
         """Number of the last update of each kind."""
         self.num_updates = 0
@@ -684,6 +687,7 @@ class VLLMEngine(RolloutEngine):
                 yield
             finally:
                 self.is_held = before
+                self.known_images = {}
             if not self.is_held:
                 self._sleep()
 
@@ -871,7 +875,8 @@ class VLLMEngine(RolloutEngine):
     def read_images(self, vision: VisionInputs) -> list[images.PromptImages | None]:
         """Read the images of N prompts. Raises: ValueError if a prompt has more than `limit_mm_per_prompt`."""
         images.check_counts(vision, (self.limit_mm_per_prompt or {}).get("image"))
-        return [images.images_of(prompt, self.tokenizer) for prompt in vision.prompts]
+        known = self.known_images if self.is_held else {}
+        return [images.images_of(prompt, self.tokenizer, known) for prompt in vision.prompts]
 
     @property
     def image_remedy(self) -> str:

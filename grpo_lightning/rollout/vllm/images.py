@@ -11,8 +11,8 @@ import functools
 import io
 import json
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,27 +23,56 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+class KnownImage:
+    """An image that is decoded once, and encoded at most once.
+
+    Args:
+        source: The image.
+
+    Raises:
+        ImageError: If `ImageRef.read` raises one.
+    """
+
+    def __init__(self, source: ImageRef) -> None:
+        self.source, self.image = source, source.read()
+        self._lock = threading.Lock()
+
+    @property
+    def content_part(self) -> dict[str, str]:
+        """The image as a PNG file in a URL, for a server. It is encoded by the first thread that needs it."""
+        with self._lock:
+            return self._content_part
+
+    @functools.cached_property
+    def _content_part(self) -> dict[str, str]:
+        url = self.source.data_url() if self.source.is_copy else data_url(self.image)
+        return {"type": "image_url", "url": url}
+
+
+KnownImages: TypeAlias = dict[Hashable, KnownImage]
+"""Images by the keys of their references. Holding an image keeps its source alive, so its key remains unique."""
+
+
 class PromptImages:
     """The images of a prompt; all completions of the prompt share this object.
 
     Args:
-        images: The images, upright and in RGB.
+        known: The images.
         unexpanded_ids: The prompt's tokens with one placeholder per image.
     """
 
-    def __init__(self, images: list[Image], unexpanded_ids: list[int]) -> None:
-        self.images, self.unexpanded_ids = images, unexpanded_ids
-        self._lock = threading.Lock()
+    def __init__(self, known: Sequence[KnownImage], unexpanded_ids: list[int]) -> None:
+        self.known, self.unexpanded_ids = known, unexpanded_ids
+
+    @property
+    def images(self) -> list[Image]:
+        """The images, upright and in RGB."""
+        return [each.image for each in self.known]
 
     @property
     def content_parts(self) -> list[dict[str, str]]:
-        """The images as PNG files in URLs, for a server. They are encoded once, by the first thread that needs them."""
-        with self._lock:
-            return self._content_parts
-
-    @functools.cached_property
-    def _content_parts(self) -> list[dict[str, str]]:
-        return [{"type": "image_url", "url": data_url(image)} for image in self.images]
+        """The images as PNG files in URLs, for a server."""
+        return [each.content_part for each in self.known]
 
     @property
     def sizes(self) -> str:
@@ -51,12 +80,24 @@ class PromptImages:
         return ", ".join(f"{image.width}x{image.height}" for image in self.images)
 
 
-def images_of(vision: PromptVision, tokenizer: PreTrainedTokenizerBase) -> PromptImages | None:
-    """Read the images of a prompt; None if it has none. Raises: ImageError if `ImageRef.read` raises one."""
+def images_of(vision: PromptVision, tokenizer: PreTrainedTokenizerBase, known: KnownImages) -> PromptImages | None:
+    """Read the images of a prompt; None if it has none.
+
+    Args:
+        vision: Vision inputs of the prompt.
+        tokenizer: The policy's tokenizer.
+        known: The images that have been read already. The images of the prompt are added.
+
+    Raises:
+        ImageError: If `ImageRef.read` raises one.
+    """
     if not vision.sources:
         return None
+    for source in vision.sources:
+        if source.key not in known:
+            known[source.key] = KnownImage(source)
     ids: Any = tokenizer(vision.text, add_special_tokens=False)["input_ids"]
-    return PromptImages([source.read() for source in vision.sources], [*ids, *vision.more_ids])
+    return PromptImages([known[source.key] for source in vision.sources], [*ids, *vision.more_ids])
 
 
 def data_url(image: Image) -> str:
