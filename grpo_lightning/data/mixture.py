@@ -85,10 +85,11 @@ def load_mixture(
     measured: list[Measured] = []
     boxes: dict[str, Boxes] = {}
     for source, entry in named:
-        rows = _all_rows(entry)
+        folder = entry.image_folder(image_root)
+        rows = _all_rows(entry, folder)
         chosen = select(len(rows), entry.strategy, seed=seed, name=source)
         logger.info("%s: %d of %d rows of %s (%s)", source, len(chosen), len(rows), entry.label, entry.strategy)
-        reader = RowReader(source, entry, template or PromptTemplate(), entry.image_folder(image_root), limit)
+        reader = RowReader(source, entry, template or PromptTemplate(), folder, limit)
         boxes[source] = entry.boxes
         items = [(rows[number], len(measured) + place) for place, number in enumerate(chosen)]
         measured += in_processes(reader.read, items, num_proc)
@@ -242,11 +243,11 @@ def _name_entries(entries: Sequence[DatasetEntry]) -> list[tuple[str, DatasetEnt
     return list(named.items())
 
 
-def _all_rows(entry: DatasetEntry) -> Sequence[Row] | DatasetRows:
-    """Read all rows of an entry. Raises: ValueError if there are none."""
+def _all_rows(entry: DatasetEntry, folder: Path | None) -> Sequence[Row] | DatasetRows:
+    """Read all rows of an entry; relative image paths start at `folder`. Raises: ValueError if there are no rows."""
     if entry.json_path is not None:
         return list(read_file(find_file(entry.json_path)))
-    rows = DatasetRows(open_dataset(entry), entry.label)
+    rows = DatasetRows(open_dataset(entry), entry.label, folder)
     if not len(rows):
         raise ValueError(f"dataset {entry.dataset!r} (split {entry.split!r}) is empty: it must have at least one row.")
     return rows
@@ -262,6 +263,6 @@ def _open_part(reader: RowReader, seed: int) -> Iterator[tuple[Row, RowReader]]:
         rows = read_file(find_file(entry.label)) if is_file else stream_dataset(open_dataset(entry), entry.label)
         rows = itertools.islice(rows, None if strategy.take == "all" else int(strategy.amount))
     else:
-        everything = _all_rows(entry)
+        everything = _all_rows(entry, reader.folder)
         rows = (everything[number] for number in select(len(everything), entry.strategy, seed=seed, name=reader.source))
     return ((row, reader) for row in rows)

@@ -277,10 +277,16 @@ def _from_disk(entry: DatasetEntry, folder: Path) -> Any:
 
 
 class DatasetRows:
-    """The rows of a `datasets.Dataset`, read when indexed; images are references to their cells."""
+    """The rows of a `datasets.Dataset`, read when indexed; images are references to their cells.
 
-    def __init__(self, dataset: Any, label: str) -> None:
-        self.dataset = with_cells(dataset, label)
+    Args:
+        dataset: A `datasets.Dataset`.
+        label: Name of the dataset in errors.
+        folder: Base folder of relative image paths; None for the current folder.
+    """
+
+    def __init__(self, dataset: Any, label: str, folder: Path | None = None) -> None:
+        self.dataset = with_cells(dataset, label, folder)
         self.label = label
 
     def __len__(self) -> int:
