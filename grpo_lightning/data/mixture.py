@@ -18,8 +18,8 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -134,9 +134,11 @@ def stream_mixture(
 ) -> PromptStream:
     """Create a stream of a mixture, in which the rows of streaming entries are read when they are used.
 
-    Unless the stream is shuffled, the rows have the same order as in `load_mixture`. An entry that does not set
-    `streaming` is loaded completely when the stream reaches it, and supports every sampling strategy. The images of a
-    row are checked when the row is read. For the arguments, see `load_mixture` and `PromptStream`.
+    Unless the stream is shuffled, the rows have the same order as in `load_mixture`. A shuffled stream mixes the rows
+    of the entries (`mix_parts`); the number of rows of an entry is known if the entry selects `first:N` or does not set
+    `streaming`. An entry that does not set `streaming` is loaded completely when the stream opens it, and supports
+    every sampling strategy. The images of a row are checked when the row is read. For the arguments, see `load_mixture`
+    and `PromptStream`.
 
     Raises:
         FileNotFoundError: If a file or folder does not exist.
@@ -253,16 +255,33 @@ def _all_rows(entry: DatasetEntry, folder: Path | None) -> Sequence[Row] | Datas
     return rows
 
 
-def _open_part(reader: RowReader, seed: int) -> Iterator[tuple[Row, RowReader]]:
+@dataclass(frozen=True)
+class SelectedRows:
     """The selected rows of an entry, each with its reader."""
-    rows: Iterator[Row]
+
+    rows: Iterable[Row]
+    reader: RowReader
+    num_rows: int | None
+    """Number of rows; None if it is not known. If a dataset has fewer rows than `first:N` selects, this number is N."""
+
+    def __iter__(self) -> Iterator[tuple[Row, RowReader]]:
+        """Yield the rows with their reader."""
+        return ((row, self.reader) for row in self.rows)
+
+    def __length_hint__(self) -> int:
+        """Number of rows, for `operator.length_hint`."""
+        return NotImplemented if self.num_rows is None else self.num_rows
+
+
+def _open_part(reader: RowReader, seed: int) -> SelectedRows:
+    """Open an entry."""
     entry = reader.entry
     if entry.streaming:
         strategy = parse_strategy(entry.strategy, name=entry.label)
         is_file = entry.json_path is not None
         rows = read_file(find_file(entry.label)) if is_file else stream_dataset(open_dataset(entry), entry.label)
-        rows = itertools.islice(rows, None if strategy.take == "all" else int(strategy.amount))
-    else:
-        everything = _all_rows(entry, reader.folder)
-        rows = (everything[number] for number in select(len(everything), entry.strategy, seed=seed, name=reader.source))
-    return ((row, reader) for row in rows)
+        num_rows = None if strategy.take == "all" else int(strategy.amount)
+        return SelectedRows(itertools.islice(rows, num_rows), reader, num_rows)
+    everything = _all_rows(entry, reader.folder)
+    chosen = select(len(everything), entry.strategy, seed=seed, name=reader.source)
+    return SelectedRows((everything[number] for number in chosen), reader, len(chosen))
