@@ -96,13 +96,7 @@ def load_mixture(
     listed = ", ".join(f"{entry.label} ({entry.strategy})" for _, entry in named) or "no entries"
     if not measured:
         raise ValueError(f"The mixture has no rows: {listed}. Add a file, or select more of its rows.")
-    counts = ImageCounts()
-    for m in measured:
-        if m.prompt is not None:
-            counts.add(m.prompt)
-    for source, entry in named:
-        counts.check_root(source, entry.image_root, image_root)
-    counts.warn()
+    _check_roots(named, image_root, [m.prompt for m in measured if m.prompt is not None]).warn()
     # Images first: token counts depend on their sizes.
     measured = (preflight or Preflight()).all(measured, boxes)
     if limit is not None:
@@ -152,8 +146,14 @@ def stream_mixture(
         folder = entry.image_folder(image_root)
         reader = RowReader(source, entry, template or PromptTemplate(), folder, limit, preflight or Preflight())
         parts.append(functools.partial(_open_part, reader, seed))
-    sources = [source for source, _ in named]
-    return PromptStream(parts, shuffle_buffer=shuffle_buffer, num_workers=num_workers, limit=limit, sources=sources)
+    return PromptStream(
+        parts,
+        shuffle_buffer=shuffle_buffer,
+        num_workers=num_workers,
+        limit=limit,
+        sources=[source for source, _ in named],
+        check_head=functools.partial(_check_roots, named, image_root, has_more_rows=True),
+    )
 
 
 def is_streaming(entries: Entries) -> bool:
@@ -221,6 +221,22 @@ def read_mixture_yaml(path: str | os.PathLike[str]) -> list[DatasetEntry]:
             entry = replace(entry, image_root=str(file.parent / root))
         entries.append(entry)
     return entries
+
+
+def _check_roots(
+    named: Sequence[tuple[str, DatasetEntry]],
+    image_root: str | None,
+    prompts: Sequence[Prompt],
+    *,
+    has_more_rows: bool = False,
+) -> ImageCounts:
+    """Call `ImageCounts.check_root` for every entry. Returns: the counts of the prompts."""
+    counts = ImageCounts()
+    for prompt in prompts:
+        counts.add(prompt)
+    for source, entry in named:
+        counts.check_root(source, entry.image_root, image_root, has_more_rows=has_more_rows)
+    return counts
 
 
 def _is_next_to(entry: DatasetEntry, folder: Path) -> bool:

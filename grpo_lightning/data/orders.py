@@ -93,6 +93,7 @@ class PromptStream:
             each row is read and converted when it is needed.
         limit: The length limit that `parts` apply; the stream reports how many prompts exceed the limit.
         sources: Names of the prompts' sources, if they are known before any row is read.
+        check_head: Check of the prompts of the first rows of every dataset. `head` calls it.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class PromptStream:
         num_workers: int = 0,
         limit: LengthLimit | None = None,
         sources: Sequence[str] = (),
+        check_head: Callable[[Sequence[Prompt]], object] | None = None,
     ) -> None:
         if shuffle_buffer < 1:
             raise ValueError(f"shuffle_buffer must be at least 1, got {shuffle_buffer}.")
@@ -113,6 +115,7 @@ class PromptStream:
         self.num_workers = num_workers
         self.limit = limit
         self.sources = tuple(sources)
+        self.check_head = check_head
         self.images = ImageCounts()
         self.logged_lines: set[str] = set()
         """Lines already logged about the prompt columns of sources. Each line is logged once."""
@@ -139,7 +142,10 @@ class PromptStream:
             ]
             if self.limit is not None and self.limit.overlong_prompts == "error":
                 self.limit.check(measured, of=f"the first {len(measured)} of the stream")
-            self._heads[size] = [m.prompt for m in measured if m.prompt is not None]
+            prompts = [m.prompt for m in measured if m.prompt is not None]
+            if self.check_head is not None:
+                self.check_head(prompts)
+            self._heads[size] = prompts
         return list(self._heads[size])
 
     def read(self, seed: int | None, start: int) -> Iterator[tuple[int, Measured]]:
