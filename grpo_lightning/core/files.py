@@ -111,8 +111,9 @@ def run_file(trainer: Any, dirpath: str | None, name: str) -> Path:
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
-    """Append lines to a file."""
-    with path.open("a", encoding="utf-8", newline="\n") as file:
+    """Append lines of JSON to a file."""
+    # A row of the data may contain a lone surrogate. UTF-8 cannot encode it, but its escape \ud83d is valid JSON.
+    with path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
         file.writelines(f"{line}\n" for line in lines)
 
 

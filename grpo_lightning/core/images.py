@@ -177,7 +177,8 @@ class ImageRef:
             raise
         except Exception as error:  # Pillow's decoders raise errors without a common base class
             place = f"{self.where}: " if self.where else ""
-            raise ImageError(f"{place}image {self.name}: {_reason(error, source)}.") from error
+            file = f" ({source})" if isinstance(source, Path) and source is not self.source else ""
+            raise ImageError(f"{place}image {self.name}{file}: {_reason(error, source)}.") from error
 
 
 def _reason(error: Exception, source: Any) -> str:

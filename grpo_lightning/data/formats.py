@@ -62,8 +62,8 @@ def to_prompt(
         folder: Base folder of relative image paths; None for the current folder.
 
     Raises:
-        ValueError: If the row has none of `PROMPT_COLUMNS`, all of them are null, the prompt is invalid, or the number
-            of images does not match the placeholders in the prompt.
+        ValueError: If the row has none of `PROMPT_COLUMNS`, all of them are null, the prompt is invalid or has half of
+            a character, or the number of images does not match the placeholders in the prompt.
     """
     row = nan_to_null(row)
     found = [column for column in PROMPT_COLUMNS if row.get(column) is not None]
@@ -90,6 +90,7 @@ def to_prompt(
         content = column.read(row[found[0]], f"{where}: column {found[0]!r}")
         # Text that the policy continues cannot hold an image. In a row with images, text therefore is a question.
         content = template.render(content, is_question=column.is_question or bool(images), where=where)
+    _check_characters(content, f"{where}: column {found[0]!r}")
     if not images:
         _check_no_image_is_lost(row, found, where)
     content, images = _place(content, images, finder)
@@ -158,6 +159,19 @@ def describe_prompts(prompts: Iterable[Prompt], known: set[str] | None = None) -
             if line not in known:
                 known.add(line)
                 yield line
+
+
+def _check_characters(content: str | list[Message], where: str) -> None:
+    """Raises: ValueError if a text has a lone surrogate, which JSON may contain and tokenizers cannot encode."""
+    try:
+        json.dumps(content, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        text = error.object[max(0, error.start - 40) : error.end].rpartition('"')[2]
+        raise ValueError(
+            f"{where} has half of a character (a lone surrogate, from a text that was cut off in the middle of a "
+            f"character), which tokenizers cannot encode: got {text!r}. Remove the half from the text, or the row from "
+            "the data."
+        ) from None
 
 
 def _check_no_image_is_lost(row: Mapping[str, Any], found: Sequence[str], where: str) -> None:

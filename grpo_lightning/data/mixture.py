@@ -18,8 +18,8 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -85,23 +85,18 @@ def load_mixture(
     measured: list[Measured] = []
     boxes: dict[str, Boxes] = {}
     for source, entry in named:
-        rows = _all_rows(entry)
+        folder = entry.image_folder(image_root)
+        rows = _all_rows(entry, folder)
         chosen = select(len(rows), entry.strategy, seed=seed, name=source)
         log.info("%s: %d of %d rows of %s (%s)", source, len(chosen), len(rows), entry.label, entry.strategy)
-        reader = RowReader(source, entry, template or PromptTemplate(), entry.image_folder(image_root), limit)
+        reader = RowReader(source, entry, template or PromptTemplate(), folder, limit)
         boxes[source] = entry.boxes
         items = [(rows[number], len(measured) + place) for place, number in enumerate(chosen)]
         measured += in_processes(reader.read, items, num_proc)
     listed = ", ".join(f"{entry.label} ({entry.strategy})" for _, entry in named) or "no entries"
     if not measured:
         raise ValueError(f"The mixture has no rows: {listed}. Add a file, or select more of its rows.")
-    counts = ImageCounts()
-    for m in measured:
-        if m.prompt is not None:
-            counts.add(m.prompt)
-    for source, entry in named:
-        counts.check_root(source, entry.image_root, image_root)
-    counts.warn()
+    _check_roots(named, image_root, [m.prompt for m in measured if m.prompt is not None]).warn()
     # Images first: token counts depend on their sizes.
     measured = (preflight or Preflight()).all(measured, boxes)
     if limit is not None:
@@ -133,9 +128,11 @@ def stream_mixture(
 ) -> PromptStream:
     """Create a stream of a mixture, in which the rows of streaming entries are read when they are used.
 
-    Unless the stream is shuffled, the rows have the same order as in `load_mixture`. An entry that does not set
-    `streaming` is loaded completely when the stream reaches it, and supports every sampling strategy. The images of a
-    row are checked when the row is read. For the arguments, see `load_mixture` and `PromptStream`.
+    Unless the stream is shuffled, the rows have the same order as in `load_mixture`. A shuffled stream mixes the rows
+    of the entries (`mix_parts`); the number of rows of an entry is known if the entry selects `first:N` or does not set
+    `streaming`. An entry that does not set `streaming` is loaded completely when the stream opens it, and supports
+    every sampling strategy. The images of a row are checked when the row is read. For the arguments, see `load_mixture`
+    and `PromptStream`.
 
     Raises:
         FileNotFoundError: If a file or folder does not exist.
@@ -149,8 +146,14 @@ def stream_mixture(
         folder = entry.image_folder(image_root)
         reader = RowReader(source, entry, template or PromptTemplate(), folder, limit, preflight or Preflight())
         parts.append(functools.partial(_open_part, reader, seed))
-    sources = [source for source, _ in named]
-    return PromptStream(parts, shuffle_buffer=shuffle_buffer, num_workers=num_workers, limit=limit, sources=sources)
+    return PromptStream(
+        parts,
+        shuffle_buffer=shuffle_buffer,
+        num_workers=num_workers,
+        limit=limit,
+        sources=[source for source, _ in named],
+        check_head=functools.partial(_check_roots, named, image_root, has_more_rows=True),
+    )
 
 
 def is_streaming(entries: Entries) -> bool:
@@ -220,6 +223,22 @@ def read_mixture_yaml(path: str | os.PathLike[str]) -> list[DatasetEntry]:
     return entries
 
 
+def _check_roots(
+    named: Sequence[tuple[str, DatasetEntry]],
+    image_root: str | None,
+    prompts: Sequence[Prompt],
+    *,
+    has_more_rows: bool = False,
+) -> ImageCounts:
+    """Call `ImageCounts.check_root` for every entry. Returns: the counts of the prompts."""
+    counts = ImageCounts()
+    for prompt in prompts:
+        counts.add(prompt)
+    for source, entry in named:
+        counts.check_root(source, entry.image_root, image_root, has_more_rows=has_more_rows)
+    return counts
+
+
 def _is_next_to(entry: DatasetEntry, folder: Path) -> bool:
     """True if an entry's `dataset` names a folder that exists in `folder`, but not in the current folder.
 
@@ -242,26 +261,43 @@ def _name_entries(entries: Sequence[DatasetEntry]) -> list[tuple[str, DatasetEnt
     return list(named.items())
 
 
-def _all_rows(entry: DatasetEntry) -> Sequence[Row] | DatasetRows:
-    """Read all rows of an entry. Raises: ValueError if there are none."""
+def _all_rows(entry: DatasetEntry, folder: Path | None) -> Sequence[Row] | DatasetRows:
+    """Read all rows of an entry; relative image paths start at `folder`. Raises: ValueError if there are no rows."""
     if entry.json_path is not None:
         return list(read_file(find_file(entry.json_path)))
-    rows = DatasetRows(open_dataset(entry), entry.label)
+    rows = DatasetRows(open_dataset(entry), entry.label, folder)
     if not len(rows):
         raise ValueError(f"dataset {entry.dataset!r} (split {entry.split!r}) is empty: it must have at least one row.")
     return rows
 
 
-def _open_part(reader: RowReader, seed: int) -> Iterator[tuple[Row, RowReader]]:
+@dataclass(frozen=True)
+class SelectedRows:
     """The selected rows of an entry, each with its reader."""
-    rows: Iterator[Row]
+
+    rows: Iterable[Row]
+    reader: RowReader
+    num_rows: int | None
+    """Number of rows; None if it is not known. If a dataset has fewer rows than `first:N` selects, this number is N."""
+
+    def __iter__(self) -> Iterator[tuple[Row, RowReader]]:
+        """Yield the rows with their reader."""
+        return ((row, self.reader) for row in self.rows)
+
+    def __length_hint__(self) -> int:
+        """Number of rows, for `operator.length_hint`."""
+        return NotImplemented if self.num_rows is None else self.num_rows
+
+
+def _open_part(reader: RowReader, seed: int) -> SelectedRows:
+    """Open an entry."""
     entry = reader.entry
     if entry.streaming:
         strategy = parse_strategy(entry.strategy, name=entry.label)
         is_file = entry.json_path is not None
         rows = read_file(find_file(entry.label)) if is_file else stream_dataset(open_dataset(entry), entry.label)
-        rows = itertools.islice(rows, None if strategy.take == "all" else int(strategy.amount))
-    else:
-        everything = _all_rows(entry)
-        rows = (everything[number] for number in select(len(everything), entry.strategy, seed=seed, name=reader.source))
-    return ((row, reader) for row in rows)
+        num_rows = None if strategy.take == "all" else int(strategy.amount)
+        return SelectedRows(itertools.islice(rows, num_rows), reader, num_rows)
+    everything = _all_rows(entry, reader.folder)
+    chosen = select(len(everything), entry.strategy, seed=seed, name=reader.source)
+    return SelectedRows((everything[number] for number in chosen), reader, len(chosen))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch.utils.data import DataLoader
 
+from grpo_lightning.core.seeding import derived_seed
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.formats import log_prompt_columns
 from grpo_lightning.data.images.preflight import ImageCounts
@@ -26,7 +28,7 @@ T = TypeVar("T")
 
 Part: TypeAlias = Callable[[], Iterable[tuple[Any, Callable[[Any, int], Measured]]]]
 """A function that opens one dataset and yields its rows. Each row comes with a function that converts the row:
-(row, index) -> prompt with its length."""
+(row, index) -> prompt with its length. `operator.length_hint` of the rows is their number, if it is known."""
 
 
 class LazyPrompts:
@@ -79,15 +81,19 @@ class ListedOrder:
 
 
 class PromptStream:
-    """A stream of prompts: every pass reads the datasets again, one after the other, row by row.
+    """A stream of prompts: every pass reads the datasets again, row by row.
+
+    A pass that is not shuffled reads one dataset after the other. A shuffled pass mixes the datasets (`mix_parts`).
 
     Args:
         parts: Functions that open the datasets.
-        shuffle_buffer: Number of rows kept in memory; the next row is sampled from these rows. 1 keeps the order.
+        shuffle_buffer: Number of rows kept in memory; the next row is sampled from these rows. With 1, a shuffled pass
+            keeps the order of the rows within each dataset.
         num_workers: Number of threads that convert rows to prompts in advance; one more thread reads the rows. With 0,
             each row is read and converted when it is needed.
         limit: The length limit that `parts` apply; the stream reports how many prompts exceed the limit.
         sources: Names of the prompts' sources, if they are known before any row is read.
+        check_head: Check of the prompts of the first rows of every dataset. `head` calls it.
     """
 
     def __init__(
@@ -98,6 +104,7 @@ class PromptStream:
         num_workers: int = 0,
         limit: LengthLimit | None = None,
         sources: Sequence[str] = (),
+        check_head: Callable[[Sequence[Prompt]], object] | None = None,
     ) -> None:
         if shuffle_buffer < 1:
             raise ValueError(f"shuffle_buffer must be at least 1, got {shuffle_buffer}.")
@@ -108,6 +115,7 @@ class PromptStream:
         self.num_workers = num_workers
         self.limit = limit
         self.sources = tuple(sources)
+        self.check_head = check_head
         self.images = ImageCounts()
         self.logged_lines: set[str] = set()
         """Lines already logged about the prompt columns of sources. Each line is logged once."""
@@ -134,7 +142,10 @@ class PromptStream:
             ]
             if self.limit is not None and self.limit.overlong_prompts == "error":
                 self.limit.check(measured, of=f"the first {len(measured)} of the stream")
-            self._heads[size] = [m.prompt for m in measured if m.prompt is not None]
+            prompts = [m.prompt for m in measured if m.prompt is not None]
+            if self.check_head is not None:
+                self.check_head(prompts)
+            self._heads[size] = prompts
         return list(self._heads[size])
 
     def read(self, seed: int | None, start: int) -> Iterator[tuple[int, Measured]]:
@@ -143,20 +154,61 @@ class PromptStream:
         `seed` determines the order; None keeps the order of the data. Positions count all rows, including rows that are
         dropped. Rows before `start` are read, but not parsed.
         """
-        rows: Iterator[Any] = enumerate(itertools.chain.from_iterable(part() for part in self.parts))
-        if seed is not None:
-            rows = shuffle_rows(rows, self.shuffle_buffer, seed)
+        rows: Iterator[Any]
+        if seed is None:
+            rows = enumerate(itertools.chain.from_iterable(part() for part in self.parts))
+        else:
+            mixed = mix_parts([part() for part in self.parts], derived_seed(seed, "parts"))
+            rows = shuffle_rows(mixed, self.shuffle_buffer, seed)
         return in_threads(_convert, itertools.islice(enumerate(rows), start, None), self.num_workers)
 
 
 def _convert(item: tuple[int, tuple[int, tuple[Any, Callable[[Any, int], Measured]]]]) -> tuple[int, Measured]:
-    """Convert a row to a prompt. The prompt's index is the row's position before shuffling.
+    """Convert a row to a prompt. The prompt's index is the row's number, which does not depend on the seed.
 
     Returns:
         The row's position after shuffling, and the prompt with its length.
     """
     position, (number, (row, convert)) = item
     return position, convert(row, number)
+
+
+def mix_parts(parts: Sequence[Iterable[T]], seed: int) -> Iterator[tuple[int, T]]:
+    """Mix the rows of several parts: each row is the next row of a part that is sampled at random.
+
+    If the number of rows of every part is known, a part is sampled in proportion to its rows that are left. Otherwise,
+    all parts that are not at their end are sampled equally.
+
+    Yields:
+        A number that identifies the row, and the row. The number does not depend on `seed`: the row at position i
+        (from 0) of part p (from 0) has the number i * len(parts) + p.
+    """
+    # Python guarantees only for random() that its numbers are the same in every version.
+    draw = random.Random(seed).random
+    sizes = [operator.length_hint(part, -1) for part in parts]
+    are_known = min(sizes, default=-1) >= 0
+    weights = dict(enumerate(sizes if are_known else [1] * len(parts)))
+    readers = [enumerate(part) for part in parts]
+    while weights:
+        place = _sample(weights, draw())
+        try:
+            position, row = next(readers[place])
+        except StopIteration:
+            del weights[place]
+            continue
+        if are_known:
+            weights[place] -= 1
+        yield position * len(parts) + place, row
+
+
+def _sample(weights: dict[int, int], uniform: float) -> int:
+    """Sample a key in proportion to its weight, by a random number in [0, 1). If all weights are 0: the last key."""
+    threshold = uniform * sum(weights.values())
+    for key, weight in weights.items():
+        threshold -= weight
+        if threshold < 0:
+            return key
+    return next(reversed(weights))
 
 
 def shuffle_rows(rows: Iterable[T], buffer_size: int, seed: int) -> Iterator[T]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,13 @@ class Row:
         value = self.content
         if self.is_line:
             try:
-                value = json.loads(value.rstrip())  # so that a missing brace is reported in this line, not in the next
+                # Without rstrip, a missing brace would be reported in the next line.
+                value = json.loads(value.rstrip(), object_pairs_hook=_unique)
             except json.JSONDecodeError as error:
                 raise ValueError(
                     f"{self.where}: not valid JSON: {error.msg} at column {error.colno}. Correct the line."
                 ) from None
-            except (ValueError, RecursionError) as error:  # an integer of thousands of digits, too deep nesting
+            except (ValueError, RecursionError) as error:  # a key twice, integers of thousands of digits, deep nesting
                 raise ValueError(f"{self.where}: this JSON cannot be read: {error}.") from error
         if not isinstance(value, dict):
             raise ValueError(f'{self.where}: a row must be an object like {{"prompt": "..."}}, got {value!r:.80}.')
@@ -168,12 +170,12 @@ def _read_json(path: Path) -> Iterator[Row]:
     if not text.strip():
         return
     try:
-        elements = json.loads(text)
+        elements = json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         hint = " One object per line is .jsonl, not .json." if error.msg == "Extra data" else ""
         place = f"{path}:{error.lineno}"
         raise ValueError(f"{place}: not valid JSON: {error.msg} at column {error.colno}.{hint}") from None
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, too deep nesting
+    except (ValueError, RecursionError) as error:  # a key twice, integers of thousands of digits, deep nesting
         raise ValueError(f"{path}: this JSON cannot be read: {error}.") from error
     if not isinstance(elements, list):
         raise ValueError(f"{path} must be a list of objects, got {elements!r:.80}. One object per line is .jsonl.")
@@ -181,12 +183,38 @@ def _read_json(path: Path) -> Iterator[Row]:
         yield Row(f"{path}, element {number}", element)
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a JSON object. Raises: ValueError if a key occurs twice, of which `json` would silently keep the last."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        key = _duplicate([name for name, _ in pairs])
+        values = ", ".join(f"{value!r:.80}" for name, value in pairs if name == key)
+        raise ValueError(f"an object has the key {key!r} twice ({values}): rename or remove one of them")
+    return content
+
+
+def _duplicate(names: Sequence[str]) -> str | None:
+    """The first name that occurs more than once."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
+
+
+LONGEST_CELL = 2**31 - 1
+"""Maximum number of characters of a CSV cell. The default of `csv`, 131,072, is too short for images as data: URIs."""
+
+
 def _read_csv(path: Path) -> Iterator[Row]:
     """One row per record, with the column names of the first line; all values are strings."""
+    csv.field_size_limit(LONGEST_CELL)  # for the whole process
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
         try:
             names = next(reader, [])
+            duplicate = _duplicate([name for name in names if name])  # spreadsheets write empty columns without a name
+            if duplicate is not None:
+                raise ValueError(
+                    f"{path}:1: {names.count(duplicate)} columns have the name {duplicate!r}. Rename or remove one of "
+                    "them."
+                )
             for record in reader:
                 if not record:
                     continue
@@ -277,10 +305,16 @@ def _from_disk(entry: DatasetEntry, folder: Path) -> Any:
 
 
 class DatasetRows:
-    """The rows of a `datasets.Dataset`, read when indexed; images are references to their cells."""
+    """The rows of a `datasets.Dataset`, read when indexed; images are references to their cells.
 
-    def __init__(self, dataset: Any, label: str) -> None:
-        self.dataset = with_cells(dataset, label)
+    Args:
+        dataset: A `datasets.Dataset`.
+        label: Name of the dataset in errors.
+        folder: Base folder of relative image paths; None for the current folder.
+    """
+
+    def __init__(self, dataset: Any, label: str, folder: Path | None = None) -> None:
+        self.dataset = with_cells(dataset, label, folder)
         self.label = label
 
     def __len__(self) -> int:

@@ -247,8 +247,13 @@ a prompt that is too long may come only when completions are sampled."""
 def num_bytes(prompt: Prompt) -> int:
     """Bytes of a prompt's text, an upper bound on its tokens."""
     if isinstance(prompt.content, str):
-        return len(prompt.content.encode())
-    return sum(len(str(message.get("content")).encode()) for message in prompt.content)
+        return _num_bytes(prompt.content)
+    return sum(_num_bytes(str(message.get("content"))) for message in prompt.content)
+
+
+def _num_bytes(text: str) -> int:
+    """Bytes of a text in UTF-8; a lone surrogate, which UTF-8 cannot encode, counts as one byte."""
+    return len(text.encode(errors="replace"))
 
 
 def check_turned_once(reward_set: RewardSet, metrics: Sequence[Any], trainer: L.Trainer) -> None:

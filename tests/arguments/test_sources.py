@@ -151,6 +151,18 @@ def test_the_limit_of_a_stream(caplog):
         assert ("6 of 6 prompts of the stream have more than 1 tokens and are dropped" in caplog.text) == said
 
 
+@case(PromptStream, "check_head")
+def test_the_check_of_the_head_of_a_stream():
+    checked, parts = [], [part(Rows(2)), part(Rows(1))]
+    for check_head in (None, checked.append):
+        stream = PromptStream(parts, check_head=check_head)
+        assert streamed(stream) == ["p0", "p1", "p0"]
+        assert checked == []
+        for _ in range(2):
+            assert len(stream.head()) == 3
+    assert [[prompt.content for prompt in head] for head in checked] == [["p0", "p1", "p0"]]
+
+
 @case(PromptStream, "sources")
 def test_the_sources_of_a_stream():
     rows = Rows()

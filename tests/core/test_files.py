@@ -123,5 +123,13 @@ def test_lines_are_added(tmp_path):
     ]
 
 
+def test_half_of_a_character_is_escaped(tmp_path):
+    """JSON may contain the first half of a surrogate pair, which UTF-8 cannot encode."""
+    append_lines(tmp_path / "a.jsonl", [json_line({"answer": "cut off \ud83d", "b": "\U0001f600"})])
+    text = (tmp_path / "a.jsonl").read_text("utf-8")
+    assert text == '{"answer": "cut off \\ud83d", "b": "\U0001f600"}\n'
+    assert json.loads(text) == {"answer": "cut off \ud83d", "b": "\U0001f600"}
+
+
 def test_plain_by_hand():
     assert plain({"a": (1, float("inf")), 2: [torch.tensor(0.5)]}) == {"a": [1, None], "2": [0.5]}

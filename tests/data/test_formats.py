@@ -192,6 +192,31 @@ def test_a_wrong_prompt_is_named(row: dict[str, Any], message: str):
         to_prompt(row, where="train.jsonl:7")
 
 
+HALF = "cut off \ud83d"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": HALF},
+        {"question": HALF},
+        {"messages": [USER, ASSISTANT, {"role": "user", "content": [{"type": "text", "text": HALF}]}]},
+        {"prompt": [USER, {"role": "assistant", "content": None, "tool_calls": [{"name": HALF}]}]},
+        {"question": HALF, "image": "a.png"},
+    ],
+)
+def test_half_of_a_character_in_a_prompt_is_named(row: dict[str, Any]):
+    column = next(name for name in row if name != "image")
+    with pytest.raises(
+        ValueError, match=rf"^train\.jsonl:7: column '{column}' has half of a character .* got 'cut off \\ud83d'"
+    ):
+        to_prompt(row, where="train.jsonl:7")
+
+
+def test_half_of_a_character_in_another_column_goes_to_the_rewards():
+    assert to_prompt({"question": "\U0001f600?", "answer": HALF}, where="f:1").columns["answer"] == HALF
+
+
 def test_long_values_are_cut_in_messages():
     with pytest.raises(ValueError, match="must be") as caught:
         to_prompt({"question": ["x" * 10_000]}, where="f")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import pickle
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -212,6 +213,23 @@ def test_a_root_of_images_without_images_is_an_error(folder: Path):
     write("r.jsonl", [{"problem": "1 + 1?"}])
     with pytest.raises(ValueError, match=r"none of its 1 rows has an image: .*Remove image_root"):
         load(entry)
+
+
+def test_a_root_of_images_without_images_in_the_first_rows_of_a_stream_is_said_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+):
+    """The rows that follow may have images, so this is no error."""
+    text = DatasetEntry(write("t.jsonl", [{"problem": "1 + 1?"}] * 70), image_root="../coco", streaming=True)
+    mixed = DatasetEntry(write("m.jsonl", [*ELSEWHERE, rec(0)]), image_root="../coco", streaming=True)
+    stream = stream_mixture([text, mixed, DatasetEntry("t.jsonl", streaming=True)], seed=0)
+    assert pickle.loads(pickle.dumps(stream)).sources == stream.sources
+    for _ in range(2):
+        assert len(stream.head()) == 64 + 4 + 64
+    said = [message for message in caplog.messages if "has image_root" in message]
+    assert said == [
+        "'t' has image_root '../coco', but none of its first 64 rows has an image: images are read from the columns "
+        "'image' and 'images', and from messages. Remove image_root, or give the rows their images."
+    ]
 
 
 def test_a_column_of_images_that_is_not_read_is_said(folder: Path, caplog: pytest.LogCaptureFixture):

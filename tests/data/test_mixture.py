@@ -416,8 +416,24 @@ def test_a_stream_has_the_prompts_of_the_mixture(data: st.DataObject):
     listed = load_mixture(entries, seed=0)
     stream = stream_mixture([replace(entry, streaming=True) for entry in entries], seed=0)
     assert stream.order(None).take(0, 100)[0] == listed
-    shuffled = stream.order(5).take(0, 100)[0]
-    assert sorted(p.index for p in shuffled) == list(range(len(listed)))
+    shuffled, again = (stream.order(seed).take(0, 100)[0] for seed in (5, 6))
+    assert sorted(p.content for p in shuffled) == sorted(p.content for p in listed)
+    assert len({p.index for p in shuffled}) == len(listed)
+    assert {p.index: p.content for p in again} == {p.index: p.content for p in shuffled}
+
+
+def test_a_shuffled_stream_mixes_its_entries():
+    for name, count in (("a", 900), ("b", 300)):
+        write(f"{name}.jsonl", rows(*(f"{name}{n}" for n in range(count))))
+
+    def first_prompts(*entries: DatasetEntry) -> list[str]:
+        return [p.source for p in stream_mixture(entries, seed=0, shuffle_buffer=10).order(1).take(0, 200)[0]]
+
+    unknown = DatasetEntry("a.jsonl", streaming=True)
+    known = DatasetEntry("a.jsonl", "first:900", streaming=True)
+    loaded = DatasetEntry("b.jsonl")
+    assert 75 < first_prompts(unknown, loaded).count("a") < 125  # 100, standard deviation 7
+    assert 130 < first_prompts(known, loaded).count("a") < 170  # 150, standard deviation 6
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])

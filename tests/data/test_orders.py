@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.lengths import LengthCount, LengthLimit, Measured
-from grpo_lightning.data.orders import LazyPrompts, ListedOrder, PromptStream, shuffle_rows, stream_rows
+from grpo_lightning.data.orders import LazyPrompts, ListedOrder, PromptStream, mix_parts, shuffle_rows, stream_rows
 from grpo_lightning.policy.encoder import Encoder
 from tests.helpers.tiny_models import tiny_tokenizer
 from tests.marks import SLOW
@@ -93,6 +93,59 @@ def test_parts_follow_each_other_and_show_their_beginnings():
         ("b1", 4),
     ]
     assert names(both.head(2)) == ["a0", "a1", "b0", "b1"]
+
+
+def counted(count, has_length):
+    """A part of `count` rows with the names 0, 1, ...; its number of rows is known if `has_length`."""
+    return list(range(count)) if has_length else (row for row in range(count))
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=4), st.booleans(), st.integers(0, 1000))
+def test_a_mix_has_every_row_once_and_in_the_order_of_its_part(counts, has_length, seed):
+    mixed = list(mix_parts([counted(count, has_length) for count in counts], seed))
+    for place, count in enumerate(counts):
+        own = [(number, row) for number, row in mixed if number % len(counts) == place]
+        assert own == [(row * len(counts) + place, row) for row in range(count)]
+    assert len(mixed) == sum(counts)
+    assert mixed == list(mix_parts([counted(count, has_length) for count in counts], seed))
+
+
+def part_of(number):
+    return "abc"[number % 3]
+
+
+def test_a_mix_of_known_sizes_is_in_proportion():
+    sizes = [3000, 1000, 0]
+    mixed = "".join(part_of(number) for number, _ in mix_parts([range(size) for size in sizes], 1))
+    for start in range(0, 4000, 1000):  # 250 rows of b in each thousand, standard deviation 12
+        assert 200 < mixed[start : start + 1000].count("b") < 300
+
+
+def test_a_mix_of_unknown_sizes_takes_every_part_equally_until_its_end():
+    parts = [counted(3000, has_length=False), counted(300, has_length=True), counted(3000, has_length=False)]
+    mixed = "".join(part_of(number) for number, _ in mix_parts(parts, 1))
+    assert all(150 < mixed[:600].count(name) < 250 for name in "abc")  # 200 each, standard deviation 12
+    assert mixed.count("b") == 300
+    assert all(900 < mixed[1200:3200].count(name) < 1100 for name in "ac")  # 1000 each, standard deviation 22
+
+
+def test_the_mix_is_pinned():
+    # Another machine, Python or release must draw the same order: these numbers never change.
+    assert [number for number, _ in mix_parts([range(3), range(5)], 7)] == [0, 2, 1, 4, 3, 5, 7, 9]
+
+
+def test_a_shuffled_stream_mixes_its_parts_and_continues_at_any_position():
+    def part(name, count):
+        return lambda: ((f"{name}{i}", lambda row, number: Measured(Prompt(row, index=number))) for i in range(count))
+
+    both = PromptStream([part("a", 500), part("b", 500)], shuffle_buffer=10)
+    whole, _ = both.order(3).take(0, 1000)
+    assert 60 < sum(name.startswith("a") for name in names(whole[:150])) < 90  # 75, standard deviation 6
+    assert both.order(3).take(70, 30)[0] == whole[70:100]
+    other, _ = both.order(4).take(0, 1000)
+    assert names(other) != names(whole)
+    assert sorted((p.content, p.index) for p in other) == sorted((p.content, p.index) for p in whole)
+    assert len({p.index for p in whole}) == 1000
 
 
 def test_an_error_is_no_end():

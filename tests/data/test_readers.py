@@ -1,5 +1,6 @@
 """A row is parsed when it is chosen, and says its place when it is wrong."""
 
+import csv
 import json
 import math
 import pickle
@@ -95,10 +96,21 @@ def read(folder, name, content):
         ("a.JSON", '[{"p": 1}, {"p": 2}]', [(", element 1", {"p": 1}), (", element 2", {"p": 2})]),
         ("a.csv", 'p,q\n1,"x, y"\n\n2,"a\nb"\n', [(":2", {"p": "1", "q": "x, y"}), (":5", {"p": "2", "q": "a\nb"})]),
         ("a.csv", "\ufeffp\r\nä\r\n", [(":2", {"p": "ä"})]),
+        ("a.csv", "p,,\n1,,\n", [(":2", {"p": "1", "": ""})]),
     ],
 )
 def test_rows_and_their_places(folder, name, content, rows):
     assert read(folder, name, content) == rows
+
+
+@pytest.mark.parametrize("start_limit", [131_072, 10])
+def test_a_cell_of_a_csv_file_may_be_long(folder, start_limit):
+    """A data: URI of an image is longer than the default limit of the module `csv`, which is one for the process."""
+    limit = csv.field_size_limit(start_limit)
+    try:
+        assert read(folder, "a.csv", f"p,q\n{'x' * 200_000},1\n") == [(":2", {"p": "x" * 200_000, "q": "1"})]
+    finally:
+        csv.field_size_limit(limit)
 
 
 def test_parquet(folder):
@@ -118,6 +130,14 @@ def test_parquet(folder):
         ("a.csv", "p,q\n1,2\n1\n", r"a\.csv:3: 1 fields, the first line names 2: p, q\."),
         ("a.csv", "p,q\n1,2,3\n", r"a\.csv:2: 3 fields"),
         ("a.csv", 'p\n"open\n', r"a\.csv:2: not valid CSV"),
+        ("a.csv", "p,q,p\n1,2,3\n", r"a\.csv:1: 2 columns have the name 'p'\. Rename or remove one of them\.$"),
+        (
+            "a.json",
+            '[{"p": 1}, {"p": "x", "q": 3, "p": "y"}]',
+            r"a\.json: .*: an object has the key 'p' twice \('x', 'y'\)",
+        ),
+        ("a.jsonl", '{"p": 1}\n{"p": "x", "p": "y"}', r"a\.jsonl:2: .*: an object has the key 'p' twice \('x', 'y'\)"),
+        ("a.jsonl", '{"p": [{"q": 1, "q": 2}]}', r"a\.jsonl:1: .*: an object has the key 'q' twice \(1, 2\)"),
         ("a.csv", "", r"a\.csv is empty"),
         ("a.csv", "p,q\n", r"a\.csv is empty"),
         ("a.csv", b"p\n\xe9\n", r"a\.csv is not UTF-8"),

@@ -11,10 +11,12 @@ import datasets
 import pytest
 from PIL import Image
 
+from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards import ByMethod, ExactMatch, IoU
+from grpo_lightning.training.data_checks import num_bytes
 from tests.helpers.module_runs import make_module, make_trainer
 from tests.helpers.tiny_vlms import picture
 
@@ -150,6 +152,11 @@ def test_columns_are_looked_at_before_images_are_read():
 def test_text_is_not_looked_at():
     with mock.patch("grpo_lightning.data.images.preflight.survey", side_effect=AssertionError):
         refusal(module(ExactMatch("solution")), PromptSource([{"prompt": "2 + 2?", "solution": ["4"]}], 1))
+
+
+def test_half_of_a_character_has_a_number_of_bytes():
+    halves = [{"role": "user", "content": "a\ud83d"}, {"role": "user", "content": "\U0001f600"}]
+    assert [num_bytes(Prompt(content)) for content in ("a\ud83d", halves)] == [2, 6]
 
 
 def test_prompts_that_a_policy_cannot_take_are_named_together():

@@ -238,7 +238,9 @@ class ImageCounts:
             if column := unread_column(prompt.columns):
                 self.unread.setdefault(source, Counter())[column] += 1
 
-    def check_root(self, source: str, image_root: str | None, run_root: str | None) -> None:
+    def check_root(
+        self, source: str, image_root: str | None, run_root: str | None, *, has_more_rows: bool = False
+    ) -> None:
         """Check that a dataset entry that has an `image_root` also has images.
 
         Args:
@@ -247,6 +249,8 @@ class ImageCounts:
             run_root: `image_root` of the data module. For an entry without its own `image_root`, this root is checked
                 only if a column that is not read as images has image paths: then images were probably intended. Without
                 such paths, the entry may be text-only on purpose.
+            has_more_rows: True if only the first rows were counted. The other rows may have images, so a warning is
+                logged instead of an error.
 
         Raises:
             ValueError: If a root is checked for the entry, but no row has images (in a column that is read as images,
@@ -261,11 +265,14 @@ class ImageCounts:
         if unread:
             names = ", ".join(map(repr, unread))
             remedy = f"Its images may be in {names}: rename it (columns: {{{next(iter(unread))}: image}})."
-        raise ValueError(
-            f"{source!r} has image_root {image_root!r}, but none of its {self.without_column[source]} rows has an "
-            f"image: images are read from the columns {' and '.join(map(repr, IMAGE_COLUMNS))}, and from messages. "
-            f"{remedy}"
+        rows = f"{'first ' if has_more_rows else ''}{self.without_column[source]} rows"
+        problem = (
+            f"{source!r} has image_root {image_root!r}, but none of its {rows} has an image: images are read from the "
+            f"columns {' and '.join(map(repr, IMAGE_COLUMNS))}, and from messages. {remedy}"
         )
+        if not has_more_rows:
+            raise ValueError(problem)
+        log.warning("%s", problem)
 
     def warn(self, *, so_far: bool = False) -> None:
         """Warn about text-only rows that may lack their image, once per source and column.

@@ -24,10 +24,12 @@ class RowsWithCells:
         dataset: A `datasets.Dataset`.
         images: Names of the dataset's columns that hold images or lists of images.
         label: Name of the dataset in errors.
+        folder: Base folder of relative paths; None for the current folder.
     """
 
-    def __init__(self, dataset: Any, images: Sequence[str], label: str) -> None:
+    def __init__(self, dataset: Any, images: Sequence[str], label: str, folder: Path | None = None) -> None:
         self.names, self.images, self.label = list(dataset.column_names), list(images), label
+        self.folder = absolute_path(folder or Path())  # the current folder may change before an image is read
         # In Arrow format, no image is decoded, and slicing a memory-mapped file does not read it.
         self.table = dataset.select_columns(self.images).with_format("arrow")
         self.key = uuid.uuid4().hex
@@ -54,19 +56,19 @@ class RowsWithCells:
 
     def _ref(self, index: int, column: str, place: int | None = None) -> ImageRef:
         """Create the reference to an image of a row."""
-        return ImageRef(Cell(self.key, self.table, index, column, place), f"{self.label}, row {index + 1}")
+        return ImageRef(Cell(self.key, self.table, self.folder, index, column, place), f"{self.label}, row {index + 1}")
 
 
-def with_cells(dataset: Any, label: str) -> Any:
+def with_cells(dataset: Any, label: str, folder: Path | None = None) -> Any:
     """Wrap a dataset so that its columns of images, and of lists of images, yield references.
 
     A dataset without such columns, or with a transform or format (`set_transform`, `with_format`), is returned
-    unchanged.
+    unchanged. For the arguments, see `RowsWithCells`.
     """
     if (getattr(dataset, "format", None) or {}).get("type") is not None:
         return dataset
     images = [name for name, feature in _features(dataset) if _is_image(feature) or _is_list(feature)]
-    return RowsWithCells(dataset, images, label) if images else dataset
+    return RowsWithCells(dataset, images, label, folder) if images else dataset
 
 
 _TABLES: WeakValueDictionary[str, Any] = WeakValueDictionary()
@@ -86,6 +88,9 @@ class Cell:
 
     key: str
     table: Any = field(compare=False, repr=False)
+    folder: Path = field(compare=False)
+    """Base folder of relative paths."""
+
     row: int
     column: str
     place: int | None = None
@@ -94,7 +99,7 @@ class Cell:
     def __call__(self) -> Any:
         """Read the cell, and resolve it with `openable_value`. Raises: ValueError if the cell is empty."""
         cell = self.table[self.row : self.row + 1].column(self.column)[0]
-        return openable_value((cell if self.place is None else cell[self.place]).as_py())
+        return openable_value((cell if self.place is None else cell[self.place]).as_py(), self.folder)
 
     def __str__(self) -> str:
         """Name the column; for an image in a list, also its position in the list, counted from 1."""
@@ -102,12 +107,12 @@ class Cell:
 
     def __reduce__(self) -> Any:
         """Pickle the cell. A process that already has the cell's table uses that table when it unpickles the cell."""
-        return _cell, (self.key, self.table, self.row, self.column, self.place)
+        return _cell, (self.key, self.table, self.folder, self.row, self.column, self.place)
 
 
-def _cell(key: str, table: Any, row: int, column: str, place: int | None) -> Cell:
+def _cell(key: str, table: Any, folder: Path, row: int, column: str, place: int | None) -> Cell:
     """Unpickle a cell. If this process already has a table with the same key, the cell uses that table."""
-    return Cell(key, _TABLES.setdefault(key, table), row, column, place)
+    return Cell(key, _TABLES.setdefault(key, table), folder, row, column, place)
 
 
 @dataclass(frozen=True)
@@ -127,12 +132,16 @@ class RemoteFile:
         return self.path
 
 
-def openable_value(value: Any) -> Any:
+def openable_value(value: Any, folder: Path | None = None) -> Any:
     """Resolve `{"bytes": ..., "path": ...}`, the format in which `datasets` stores an image.
+
+    Args:
+        value: The bytes and the path.
+        folder: Base folder of relative paths; None for the current folder.
 
     Returns:
         The bytes, if `value` has any. Without bytes: for a path that only `datasets` can open (`is_remote`), the
-        decoded image; for any other path, the path.
+        decoded image; for any other path, the absolute path.
 
     Raises:
         ValueError: If `value` has neither bytes nor a path.
@@ -142,7 +151,7 @@ def openable_value(value: Any) -> Any:
         return content
     if not path:
         raise ValueError("the cell has neither bytes nor a path")
-    return RemoteFile(path)() if is_remote(path) else Path(path)
+    return RemoteFile(path)() if is_remote(path) else absolute_path(expand_home(Path(path)), folder)
 
 
 def is_remote(path: str) -> bool:
@@ -259,7 +268,7 @@ class ImageFinder:
         if isinstance(value, str):
             return self._of_text(value, what)
         if isinstance(value, os.PathLike):
-            return self._path(Path(value))
+            return absolute_path(Path(value), self.folder)
         if isinstance(value, bytes | bytearray):
             return bytes(value)
         if is_pil_image(value):
@@ -299,12 +308,8 @@ class ImageFinder:
                 raise ValueError(
                     f"{self.where}: {what} must be the URL of a file, got {text!r:.80}: {error}. Give its path."
                 ) from error
-            return self._path(Path(unquote(path)))
-        return RemoteFile(text) if is_remote(text) else self._path(expand_home(Path(text)))
-
-    def _path(self, path: Path) -> Path:
-        """Make a path absolute."""
-        return Path(os.path.abspath((self.folder or Path()) / path))
+            return absolute_path(Path(unquote(path)), self.folder)
+        return RemoteFile(text) if is_remote(text) else absolute_path(expand_home(Path(text)), self.folder)
 
 
 def is_empty(value: Any) -> bool:
@@ -351,3 +356,8 @@ def expand_home(path: Path) -> Path:
         return path.expanduser()
     except RuntimeError:  # a file name may start with `~`, a lock file for example
         return path
+
+
+def absolute_path(path: Path, folder: Path | None = None) -> Path:
+    """Make a path absolute. A relative path starts at `folder`; None is the current folder."""
+    return Path(os.path.abspath((folder or Path()) / path))

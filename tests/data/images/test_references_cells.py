@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import tracemalloc
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -189,6 +190,54 @@ def test_a_corrupt_cell_is_named():
         load_mixture([DatasetEntry(dataset="bad")], seed=0)
     with pytest.raises(ImageError, match="neither bytes nor a path"):
         ImageRef(lambda: openable_value({})).read()
+
+
+@pytest.fixture
+def cell_with_a_path(folder):
+    """A Parquet file in the folder `hf`, whose cell has a path relative to `hf`; the current folder has another file.
+
+    Returns:
+        The picture in `hf`.
+    """
+    for place, number in ((folder / "hf" / "pics", 1), (folder / "pics", 2)):
+        place.mkdir(parents=True)
+        picture(number).save(place / "x.png")
+    row = {"problem": "a", "image": {"bytes": None, "path": "pics/x.png"}}
+    row["several"] = [row["image"]]
+    features = datasets.Features({"problem": datasets.Value("string"), "image": datasets.Image()} | LISTS)
+    features.pop("one")
+    datasets.Dataset.from_list([row], features=features).to_parquet("hf/train.parquet")
+    return picture(1)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    "entry", [{"json_path": "hf/train.parquet"}, {"dataset": "hf"}, {"dataset": "./hf", "image_root": "hf"}]
+)
+def test_paths_in_cells_are_relative_to_the_folder_of_the_entry(cell_with_a_path, entry, streaming):
+    entries = [DatasetEntry(**entry, streaming=streaming)]
+    prompts = stream_mixture(entries, seed=0).head() if streaming else load_mixture(entries, seed=0)
+    assert np.array_equal(pixels(prompts[0].images[0].read()), pixels(cell_with_a_path))
+
+
+def test_a_cell_keeps_its_folder_in_other_processes(cell_with_a_path, monkeypatch, tmp_path_factory):
+    (prompt,) = load_mixture([DatasetEntry(dataset="hf")], seed=0)
+    there = pickle.loads(pickle.dumps([prompt.images[0], *prompt.columns["several"]]))
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert [np.array_equal(pixels(ref.read()), pixels(cell_with_a_path)) for ref in there] == [True, True]
+
+
+def test_a_missing_file_of_a_cell_is_named(cell_with_a_path, folder):
+    (folder / "hf" / "pics" / "x.png").unlink()
+    message = re.escape(f"hf, row 1: image of column 'image' ({folder}/hf/pics/x.png): no such file")
+    with pytest.raises(ValueError, match=message):
+        load_mixture([DatasetEntry(dataset="hf")], seed=0)
+
+
+def test_a_path_in_a_cell_may_begin_with_the_home_folder(cell_with_a_path, folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder / "hf"))
+    image = openable_value({"bytes": None, "path": "~/pics/x.png"}, folder)
+    assert image == folder / "hf" / "pics" / "x.png"
 
 
 def test_a_renamed_column_of_images():
