@@ -272,7 +272,7 @@ class GRPOCLI(LightningCLI):
             settings.ckpt_path = self.newest_checkpoint(settings)
             if settings.ckpt_path and to_train:
                 folder = runs.runs_folder(settings.trainer, settings.run_name)
-                self.continued = runs.version_of(Path(settings.ckpt_path), folder)
+                self.continued = ckpt_path.version_of(Path(settings.ckpt_path), folder)
         elif given and (folders := ckpt_path.folders_of_run(Path(given))):
             path, skipped = ckpt_path.newest(folders, to_train=to_train)
             if path is None:
@@ -298,7 +298,8 @@ class GRPOCLI(LightningCLI):
         """
         folder, to_train = runs.runs_folder(settings.trainer, settings.run_name), self.config.subcommand == "fit"
         elsewhere = ckpt_path.folders_elsewhere(settings.trainer, folder)
-        path, skipped = ckpt_path.newest([*ckpt_path.folders_of_run(folder), *elsewhere], to_train=to_train)
+        own = ckpt_path.folders_of_run(folder)
+        path, skipped = ckpt_path.newest(own, elsewhere=elsewhere, runs=folder, to_train=to_train)
         self.log_found(path, skipped, folder)
         where = " or ".join([f"{folder}/version_*/checkpoints", *map(str, elsewhere)])
         if path is None and not to_train:

@@ -79,7 +79,7 @@ def versions(folder: Path) -> dict[int, Path]:
     return {int(match[1]): path for match, path in matches if match}
 
 
-def version_of(path: Path, folder: Path) -> Path | None:
+def version_around(path: Path, folder: Path) -> Path | None:
     """Version folder below `folder` that contains the file `path`; None if the file is elsewhere."""
     above = path.resolve().parents
     return next((version for version in versions(folder).values() if version.resolve() in above), None)

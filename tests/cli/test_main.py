@@ -619,6 +619,21 @@ def test_auto_finds_checkpoints_where_the_recipe_puts_them(recipe, caplog, place
     assert cli.model.run.rollout_index == cli.trainer.global_step == 2
 
 
+def test_runs_that_save_into_one_folder_do_not_resume_from_each_other(recipe, caplog):
+    own = {"class_path": "NewestCheckpoints", "init_args": {"save_steps": 1, "dirpath": "shared"}}
+    trainer = {"enable_checkpointing": True, "enable_progress_bar": False, "callbacks": [own]}
+    flags = ["fit", "--config", recipe(trainer=trainer), "--ckpt_path=auto"]
+    main([*flags, "--run_name=one", "--trainer.max_steps=1"])
+    main([*flags, "--run_name=one", "--trainer.max_steps=2"])
+    assert files("runs/one") == {"version_0"}, "the run continues in its folder"
+    folder = Path("runs/one/version_0")
+    assert [row["step"] for row in logged(folder / "metrics.csv") if "policy/loss" in row] == [0, 1]
+    with caplog.at_level("INFO", "grpo_lightning"):
+        cli = main([*flags, "--run_name=two", "--trainer.max_steps=1"])
+    assert f"Skipped shared/step=2.ckpt: it belongs to another run, {folder.absolute()}." in caplog.messages
+    assert cli.model.run.rollout_index == cli.trainer.global_step == 1, "a new run"
+
+
 @SLOW
 def test_the_folder_of_a_run_stands_for_its_newest_checkpoint(recipe, capsys):
     name = recipe(trainer={"enable_checkpointing": True, "enable_progress_bar": False})
