@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import re
 import warnings
 from argparse import SUPPRESS
@@ -264,6 +265,8 @@ class GRPOCLI(LightningCLI):
         settings, to_train = self.config[self.config.subcommand], self.config.subcommand == "fit"
         self.continued: Path | None = None
         given = settings.get("ckpt_path")
+        if given is not None:
+            given = settings.ckpt_path = os.path.expanduser(given)
         if to_train and given is None and ckpt_path.is_requeued():
             given = "auto"
         if not to_train and given is None:

@@ -139,7 +139,7 @@ def folders_elsewhere(trainer: Namespace, runs: Path) -> list[Path]:
     """
     callbacks = trainer.get("callbacks") or []
     settings = [callback.get("init_args") for callback in (callbacks if isinstance(callbacks, list) else [callbacks])]
-    given = [Path(str(own.dirpath)) for own in settings if own and own.get("dirpath")]
+    given = [Path(str(own.dirpath)).expanduser() for own in settings if own and own.get("dirpath")]
     for version in versions(runs).values() or [runs / "version_0"]:
         given += folders_of_logger(trainer, version)
     usual = {folder.resolve() for folder in folders_of_run(runs)} | {(runs / "version_0" / "checkpoints").resolve()}

@@ -70,7 +70,7 @@ def run_name(given: str | None, config_files: Sequence[Path]) -> str:
 
 def runs_folder(trainer: Namespace, name: str) -> Path:
     """Folder that holds all versions of a run."""
-    return Path(trainer.get("default_root_dir") or ".") / SAVE_DIR / name
+    return Path(trainer.get("default_root_dir") or ".").expanduser() / SAVE_DIR / name
 
 
 def versions(folder: Path) -> dict[int, Path]:
@@ -203,6 +203,8 @@ def place_logger(logger: Namespace, folder: Path) -> None:
         if settings.get("save_dir") in (None, SAVE_DIR):
             settings.save_dir = str(folder.parent.parent)
         settings.name, settings.version = folder.parent.name, folder.name
+    if settings.get("save_dir") is not None:
+        settings.save_dir = os.path.expanduser(settings.save_dir)
 
 
 class MetricsLogger(CSVLogger):

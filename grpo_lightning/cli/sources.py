@@ -6,6 +6,7 @@ immediately.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,7 +61,8 @@ def find_configs(args: Sequence[str]) -> tuple[list[str], list[str]]:
             continue
         if not value:
             raise ConfigurationError(f"{flag} needs a file or the name of a recipe. {recipes.unknown('')}")
-        path = recipes.find(value)
+        home = Path(os.path.expanduser(value))
+        path = home if home.is_file() else recipes.find(value)
         if path is None:
             hint = similar_file(Path(value), SETTINGS_FILES).strip() or recipes.unknown(value)
             raise ConfigurationError(f"--config: there is no file {value} in {Path.cwd()}. {hint}")
@@ -68,7 +70,10 @@ def find_configs(args: Sequence[str]) -> tuple[list[str], list[str]]:
             found[i] = f"{flag}={path}"
         else:
             found[i + 1] = str(path)
-        notices.append(f"Recipe {value}: {path} (`grpo-lightning recipes copy {value}` gives you a copy to change).")
+        if path != home:
+            notices.append(
+                f"Recipe {value}: {path} (`grpo-lightning recipes copy {value}` gives you a copy to change)."
+            )
     return found, notices
 
 

@@ -98,7 +98,7 @@ def run_folder(trainer: Any, dirpath: str | None) -> Path:
     Collective: every rank must call this. Lightning broadcasts `log_dir`, so a rank that reads it waits forever if
     another rank does not read it.
     """
-    return Path(dirpath or trainer.log_dir or trainer.default_root_dir)
+    return Path(dirpath or trainer.log_dir or trainer.default_root_dir).expanduser()
 
 
 def is_writing(trainer: Any, dirpath: str | None) -> bool:

@@ -93,6 +93,14 @@ def test_steps_must_be_some():
         ExportPolicy(every_n_steps=0)
 
 
+@SLOW
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    fit(make_module(length=2), max_steps=1, callbacks=[ExportPolicy("~/exported")], default_root_dir=tmp_path / "run")
+    assert (tmp_path / "home" / "exported" / "config.json").exists()
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.filterwarnings("ignore:The `fast_dev_run`")
 def test_a_fast_dev_run_exports_only_into_an_absolute_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -186,6 +186,14 @@ def test_folders_that_the_recipe_names(tmp_path):
     assert ckpt_path.folders_elsewhere(trainer, runs) == []
 
 
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    placed = logger(save_dir="~/logs", name="n", version=3)
+    trainer = Namespace(logger=placed, callbacks=checkpoint_callback("~/mine"), default_root_dir=None)
+    expected = [tmp_path / "mine", tmp_path / "logs" / "n" / "version_3" / "checkpoints"]
+    assert ckpt_path.folders_elsewhere(trainer, tmp_path / "runs" / "r") == expected
+
+
 def test_a_folder_counts_once_it_is_marked_as_complete(tmp_path):
     folder = tmp_path / "checkpoints" / "a.ckpt"
     (folder / "checkpoint").mkdir(parents=True)

@@ -635,6 +635,19 @@ def test_runs_that_save_into_one_folder_do_not_resume_from_each_other(recipe, ca
 
 
 @SLOW
+def test_a_run_in_the_home_folder_resumes(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    name = recipe(trainer={"enable_checkpointing": True, "enable_progress_bar": False, "default_root_dir": "~/there"})
+    main(["fit", "--config", name, "--trainer.max_steps=1"])
+    cli = main(["fit", "--config", name, "--trainer.max_steps=2", "--ckpt_path=auto"])
+    assert cli.model.run.rollout_index == cli.trainer.global_step == 2
+    cli = main(["fit", "--config", name, "--trainer.max_steps=3", "--ckpt_path=~/there/runs/recipe"])
+    assert cli.model.run.rollout_index == cli.trainer.global_step == 3
+    assert files("home/there/runs/recipe") == {"version_0", "version_1"}
+    assert not Path("~").exists()
+
+
+@SLOW
 def test_the_folder_of_a_run_stands_for_its_newest_checkpoint(recipe, capsys):
     name = recipe(trainer={"enable_checkpointing": True, "enable_progress_bar": False})
     main(["fit", "--config", name, "--trainer.max_steps=1"])

@@ -106,6 +106,14 @@ def test_a_logger_with_a_save_dir_of_its_own_keeps_it():
     assert unnamed.init_args.save_dir == "there/runs"
 
 
+def test_a_tilde_is_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert runs.runs_folder(Namespace(default_root_dir="~/there"), "r") == Path("/home/me/there/runs/r")
+    own = logger("lightning.pytorch.loggers.CSVLogger", save_dir="~/logs", name="mine", version=None)
+    runs.place(Namespace(default_root_dir=None, logger=own), FOLDER)
+    assert own.init_args.save_dir == "/home/me/logs"
+
+
 @pytest.mark.parametrize("kind", ["lightning.pytorch.loggers.CSVLogger", "grpo_lightning.cli.runs.MetricsLogger"])
 def test_a_logger_of_ones_own_that_writes_metrics_is_enough(kind):
     """It comes first: Lightning would keep checkpoints by W&B's project and run id."""

@@ -47,6 +47,14 @@ def test_a_file_of_ones_own_comes_before_a_recipe_of_that_name():
     assert sources.find_configs(["--config", "quickstart"]) == (["--config", "quickstart"], [])
 
 
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "r.yaml").write_text("model: {}")
+    path = str(tmp_path / "r.yaml")
+    assert sources.find_configs(["--config=~/r.yaml"]) == ([f"--config={path}"], [])
+    assert sources.find_configs(["-c", "~/r.yaml"]) == (["-c", path], [])
+
+
 def test_settings_may_stand_in_the_place_of_a_file():
     args = ["--config", "{trainer: {max_steps: 1}}"]
     assert sources.find_configs(args) == (args, [])
