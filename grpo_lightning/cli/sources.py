@@ -77,6 +77,20 @@ def find_configs(args: Sequence[str]) -> tuple[list[str], list[str]]:
     return found, notices
 
 
+def files_first(args: Sequence[str]) -> list[str]:
+    """Move every `--config` to the front, behind the command: flags override files, wherever the flags stand."""
+    moved: list[int] = []
+    after = 0  # position after the value of the latest flag
+    for i, flag, value in pairs(args):
+        if i < after:  # the value of another flag, for example "-c" in `--data.system_prompt -c`
+            continue
+        after = i + 2 if value and "=" not in args[i] else i + 1
+        if flag in CONFIG_FLAGS:
+            moved += range(i, after)
+    others = [arg for i, arg in enumerate(args) if i not in moved]
+    return [*others[:1], *(args[i] for i in moved), *others[1:]]
+
+
 def check_positions(args: Sequence[str]) -> None:
     """Check that every argument after the command is a flag or the value of a flag.
 

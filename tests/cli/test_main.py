@@ -377,6 +377,14 @@ def test_parse_instantiates_nothing_and_instantiate_makes_parts(recipe, monkeypa
 
 
 @SLOW
+def test_a_flag_overrides_files_wherever_it_stands(recipe):
+    Path("more.yaml").write_text("model: {num_generations: 6, rewards+: [grpo_lightning.rewards.Format]}")
+    flags = ["--model.num_generations=4", "--config", recipe(), "--data.batch_size=2", "--config=more.yaml"]
+    config = parse(flags)
+    assert (config.model.num_generations, config.data.batch_size, config.run_name) == (4, 2, "recipe")
+    assert len(config.model.rewards) == 2, "the files keep their order"
+
+
 def test_settings_are_described(recipe, capsys):
     with pytest.raises(SystemExit):
         main(["fit", "--model.objective.help"])
@@ -562,6 +570,21 @@ def test_auto_begins_goes_on_and_skips_what_is_half_written(recipe, caplog):
     assert {path.name for path in folder.glob("config*.yaml")} == {"config.yaml", "config_0.yaml"}
     assert yaml.safe_load((folder / "config_0.yaml").read_text())["trainer"]["max_steps"] == 2
     assert yaml.safe_load((folder / "config.yaml").read_text())["trainer"]["max_steps"] == 3
+
+
+@SLOW
+def test_the_settings_of_a_resumed_run_start_a_new_run(recipe):
+    name = recipe(trainer={"enable_checkpointing": True, "enable_progress_bar": False})
+    main(["fit", "--config", name, "--trainer.max_steps=1"])
+    main(["fit", "--config", name, "--trainer.max_steps=2", "--ckpt_path=auto"])
+    saved = Path("runs/recipe/version_0/config.yaml")
+    assert yaml.safe_load(saved.read_text())["ckpt_path"] is None
+    cli = main(["fit", "--config", str(saved), "--trainer.max_steps=1"])
+    assert cli.model.run.rollout_index == cli.trainer.global_step == 1
+    (path,) = Path("runs/recipe/version_1/checkpoints").glob("*.ckpt")
+    main(["validate", "--config", name, "--ckpt_path=auto"])
+    evaluated = yaml.safe_load(Path("runs/recipe/version_2/config.yaml").read_text())["ckpt_path"]
+    assert evaluated == str(path), "an evaluation names its checkpoint"
 
 
 @SLOW

@@ -28,6 +28,13 @@ def test_flags_and_files_as_trees_in_their_order():
     assert sources.config_files(args) == [Path("r.yaml")]
 
 
+def test_files_come_before_flags():
+    """A value that looks like `--config` stays with its flag."""
+    args = ["fit", "--a=1", "--config", "r.yaml", "--b", "-c", "--d", "2", "-c", "s.yaml", "--config=t.yaml", "--e"]
+    first = ["--config", "r.yaml", "-c", "s.yaml", "--config=t.yaml"]
+    assert sources.files_first(args) == ["fit", *first, "--a=1", "--b", "-c", "--d", "2", "--e"]
+
+
 def test_a_negative_number_is_a_value():
     assert [source.tree for source in sources.read(["--a", "-1"])] == [{"a": -1}]
 
