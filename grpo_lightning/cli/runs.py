@@ -156,8 +156,9 @@ def place(trainer: Namespace, folder: Path) -> None:
 
     A logger for which the recipe sets a name or a folder may write elsewhere (`place_logger`). If loggers are set but
     none writes metrics.csv, a `MetricsLogger` is added. Lightning saves checkpoints in the folder of the first logger,
-    so a logger that writes files is moved to the front. If W&B were the first logger, Lightning would use the id of the
-    W&B run as the name of the checkpoints' folder.
+    and callbacks write their files there. So a logger that writes into the run's folder is moved to the front, or else
+    another logger that writes files. If W&B were the first logger, Lightning would use the id of the W&B run as the
+    name of the checkpoints' folder.
     """
     trainer.default_root_dir = str(folder)
     loggers = trainer.get("logger")
@@ -176,10 +177,8 @@ def place(trainer: Namespace, folder: Path) -> None:
         is_inside = (settings.get("save_dir"), settings.get("version")) == (str(folder.parent.parent), folder.name)
         return 2 if kind(logger) not in FILE_LOGGERS else 0 if is_inside else 1
 
-    if kind(loggers[0]) not in FILE_LOGGERS:
-        first = min(loggers, key=place_of)
-        loggers = [first, *(logger for logger in loggers if logger is not first)]
-    trainer.logger = loggers
+    first = min(loggers, key=place_of)
+    trainer.logger = [first, *(logger for logger in loggers if logger is not first)]
 
 
 def kind(logger: Namespace) -> str:

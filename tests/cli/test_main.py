@@ -625,8 +625,8 @@ def test_validate_takes_the_newest_checkpoint_or_refuses(recipe, capsys):
 
 ELSEWHERE = {
     "dirpath": {"callbacks": [{"class_path": OWN, "init_args": {"dirpath": "mine"}}]},
-    "logger": {"logger": {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "logs", "name": "n"}}},
-    "save_dir": {"logger": {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "logs"}}},
+    "logger": {"logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "logs", "name": "n"}}},
+    "save_dir": {"logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "logs"}}},
 }
 
 
@@ -655,6 +655,16 @@ def test_runs_that_save_into_one_folder_do_not_resume_from_each_other(recipe, ca
         cli = main([*flags, "--run_name=two", "--trainer.max_steps=1"])
     assert f"Skipped shared/step=2.ckpt: it belongs to another run, {folder.absolute()}." in caplog.messages
     assert cli.model.run.rollout_index == cli.trainer.global_step == 1, "a new run"
+
+
+@SLOW
+def test_with_a_logger_elsewhere_the_run_has_one_folder(recipe):
+    logger = {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "logs"}}
+    name = recipe(trainer={"enable_checkpointing": True, "enable_progress_bar": False, "logger": logger})
+    main(["fit", "--config", name, "--trainer.max_steps=1"])
+    expected = {"metrics.csv", "completions.jsonl", "config.yaml", "run.json", "checkpoints"}
+    assert files("runs/recipe/version_0") >= expected
+    assert all(file.startswith("events.") for file in files("logs/recipe/version_0") - {"hparams.yaml"})
 
 
 @SLOW

@@ -84,12 +84,12 @@ def logger(class_path, **settings):
 def test_loggers_without_a_name_go_into_the_folder():
     plain = logger(TENSORBOARD, save_dir="runs", name="lightning_logs", version=None)
     own = logger(TENSORBOARD, save_dir="elsewhere", name="mine", version=None)
-    trainer = Namespace(default_root_dir="there", logger=[plain, own])
+    trainer = Namespace(default_root_dir="there", logger=[own, plain])
     runs.place(trainer, FOLDER)
     assert trainer.default_root_dir == str(FOLDER)
     assert plain.init_args.as_dict() == {"save_dir": "there/runs", "name": "r", "version": "version_3"}
     assert own.init_args.as_dict() == {"save_dir": "elsewhere", "name": "mine", "version": None}
-    assert trainer.logger[:2] == [plain, own]
+    assert trainer.logger[:2] == [plain, own], "a logger that writes into the run's folder comes first"
     assert [entry.class_path for entry in trainer.logger[2:]] == ["grpo_lightning.cli.runs.MetricsLogger"]
 
 
@@ -112,6 +112,16 @@ def test_a_tilde_is_the_home_folder(monkeypatch):
     own = logger("lightning.pytorch.loggers.CSVLogger", save_dir="~/logs", name="mine", version=None)
     runs.place(Namespace(default_root_dir=None, logger=own), FOLDER)
     assert own.init_args.save_dir == "/home/me/logs"
+
+
+def test_the_run_is_in_one_folder_although_a_logger_writes_elsewhere():
+    """Lightning, and all callbacks, take the folder of the first logger."""
+    own = logger(TENSORBOARD, save_dir="logs", name="lightning_logs", version=None)
+    trainer = Namespace(default_root_dir="there", logger=own)
+    runs.place(trainer, FOLDER)
+    metrics, tensorboard = trainer.logger
+    assert metrics.init_args.as_dict() == {"save_dir": "there/runs", "name": "r", "version": "version_3"}
+    assert tensorboard is own
 
 
 @pytest.mark.parametrize("kind", ["lightning.pytorch.loggers.CSVLogger", "grpo_lightning.cli.runs.MetricsLogger"])
