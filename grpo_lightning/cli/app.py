@@ -197,7 +197,7 @@ class GRPOCLI(LightningCLI):
         """Set defaults for short RL runs; recipes and flags override them."""
         parser.add_argument(
             "--run_name",
-            type=str | None,
+            type=str | int | float | None,  # YAML reads a name such as 2024 as a number
             default=None,
             help=help.RUN_NAME,
         )

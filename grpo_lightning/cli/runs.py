@@ -54,13 +54,18 @@ FILE_LOGGERS = METRICS_LOGGERS | {"TensorBoardLogger"}
 # --------------------------------------------------------------------------------------------------------- its folder
 
 
-def run_name(given: str | None, config_files: Sequence[Path]) -> str:
+def run_name(given: str | float | None, config_files: Sequence[Path]) -> str:
     """Name of the run: `given`, or the name of the first recipe, or "run".
 
+    In the name of a recipe, characters that are not valid in the name of a run are replaced by "-".
+
     Raises:
-        ConfigurationError: If the name is not a valid folder name.
+        ConfigurationError: If `given` is not a valid folder name.
     """
-    name = given or (config_files[0].stem if config_files else "run")
+    if given is None or given == "":
+        stem = config_files[0].stem if config_files else ""
+        return re.sub(r"[^\w.+-]+", "-", stem).strip("-.+") or "run"
+    name = str(given)
     if not re.fullmatch(r"\w[\w.+-]*", name):
         raise ConfigurationError(
             f"run_name must be the name of a folder (letters, digits, '.', '-', '_', '+'), got {name!r}."
@@ -378,8 +383,9 @@ def print_results(metrics: Mapping[str, float], console: Console | None = None) 
     numbers: dict[str, dict[str, float]] = {"sampled": {}, "greedy": {}}
     for log_name, value in metrics.items():
         name = log_name.partition("/")[2]
-        kind = "greedy" if "greedy/" in name else "sampled"
-        numbers[kind][name.replace("greedy/", "", 1)] = float(value)
+        match = re.fullmatch(r"(loader_\d+/)?greedy/(.*)", name)  # a data source may have the name "greedy/..."
+        kind, row = ("greedy", f"{match[1] or ''}{match[2]}") if match else ("sampled", name)
+        numbers[kind][row] = float(value)
     numbers = {kind: own for kind, own in numbers.items() if own}
     table = Table()
     table.add_column(next(iter(metrics), "").partition("/")[0], overflow="fold")

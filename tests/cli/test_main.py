@@ -385,6 +385,12 @@ def test_a_flag_overrides_files_wherever_it_stands(recipe):
     assert len(config.model.rewards) == 2, "the files keep their order"
 
 
+@pytest.mark.parametrize("flags", [["--run_name=2024"], ["--config", "name.yaml"]], ids=["flag", "file"])
+def test_a_number_is_the_name_of_a_run(recipe, flags):
+    Path("name.yaml").write_text("run_name: 2024")
+    assert parse(["--config", recipe(), *flags]).run_name == "2024"
+
+
 def test_settings_are_described(recipe, capsys):
     with pytest.raises(SystemExit):
         main(["fit", "--model.objective.help"])

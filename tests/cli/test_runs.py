@@ -38,6 +38,14 @@ def test_the_name_is_that_of_the_first_recipe():
     assert runs.run_name(None, []) == "run"
 
 
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("my recipe.yaml", "my-recipe"), ("(a) b!.yaml", "a-b"), ("-x.yaml", "x"), ("😀.yaml", "run")],
+)
+def test_a_file_gives_a_name_whatever_its_own(file, name):
+    assert runs.run_name(None, [Path(file)]) == name
+
+
 @pytest.mark.parametrize("name", ["a/b", "..", ".hidden", "a b", "-x"])
 def test_a_name_that_is_no_folder_is_refused(name):
     with pytest.raises(ConfigurationError, match="run_name must be the name of a folder"):
@@ -368,6 +376,16 @@ def test_loaders_and_sources_keep_their_names():
         ["loader_0/reward", "1.000", "-"],
         ["source/a/reward", "3.000", "-"],
         ["loader_1/reward", "-", "2.000"],
+    ]
+
+
+def test_the_name_of_a_source_may_contain_greedy():
+    name = "source/greedy/x/reward"
+    metrics = {f"val/{name}": 1.0, f"val/greedy/{name}": 2.0, f"val/loader_1/greedy/{name}": 3.0}
+    assert table(metrics) == [
+        ["val", "sampled", "greedy"],
+        [name, "1.000", "2.000"],
+        [f"loader_1/{name}", "-", "3.000"],
     ]
 
 
