@@ -49,7 +49,8 @@ class CompletionLog(L.Callback):
     contains the image's name (its path, if the image comes from a file), its size in pixels, its size after resizing
     for the policy, and the coordinate convention of the policy. `step` is the number of optimizer steps done when the
     rollout was sampled; the loggers log the rollout's metrics at the same `step`. The lines of a rollout are in the
-    order of its prompts, regardless of the number of ranks.
+    order of its prompts, regardless of the number of ranks. With dynamic sampling, the completions of skipped prompts
+    have no lines.
 
     Weights & Biases also gets a table of each rollout. TensorBoard also gets the best completions of each rollout, the
     worst completions and a few others. Both loggers get the images in the prompts of these best, worst and other

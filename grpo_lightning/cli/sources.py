@@ -78,7 +78,7 @@ def find_configs(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def files_first(args: Sequence[str]) -> list[str]:
-    """Move every `--config` to the front, behind the command: flags override files, wherever the flags stand."""
+    """Move every `--config` to the front, after the command, so that all flags override all files."""
     moved: list[int] = []
     after = 0  # position after the value of the latest flag
     for i, flag, value in pairs(args):

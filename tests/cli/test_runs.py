@@ -115,11 +115,11 @@ def test_a_logger_with_a_save_dir_of_its_own_keeps_it():
 
 
 def test_a_tilde_is_the_home_folder(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    assert runs.runs_folder(Namespace(default_root_dir="~/there"), "r") == Path("/home/me/there/runs/r")
+    monkeypatch.setenv("HOME", "/me")
+    assert runs.runs_folder(Namespace(default_root_dir="~/there"), "r") == Path("/me/there/runs/r")
     own = logger("lightning.pytorch.loggers.CSVLogger", save_dir="~/logs", name="mine", version=None)
     runs.place(Namespace(default_root_dir=None, logger=own), FOLDER)
-    assert own.init_args.save_dir == "/home/me/logs"
+    assert own.init_args.save_dir == "/me/logs"
 
 
 def test_the_run_is_in_one_folder_although_a_logger_writes_elsewhere():

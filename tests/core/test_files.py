@@ -106,9 +106,9 @@ def test_the_folder_is_the_one_given_or_the_runs():
 
 
 def test_a_tilde_is_the_home_folder(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    assert str(run_folder(trainer_of(), "~/mine")) == "/home/me/mine"
-    assert str(run_folder(trainer_of(log_dir="~/log"), None)) == "/home/me/log"
+    monkeypatch.setenv("HOME", "/me")
+    assert str(run_folder(trainer_of(), "~/mine")) == "/me/mine"
+    assert str(run_folder(trainer_of(log_dir="~/log"), None)) == "/me/log"
 
 
 def test_rank_0_makes_the_folder(tmp_path):
