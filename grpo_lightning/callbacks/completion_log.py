@@ -15,7 +15,7 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
-from grpo_lightning.core.files import append_lines, atomic_write, json_line, run_file
+from grpo_lightning.core.files import append_lines, atomic_write, is_writing, json_line, run_file
 from grpo_lightning.core.ranks import Teams, gather_objects, interleave
 from grpo_lightning.core.types import Group, MicroBatch, Prompt
 from grpo_lightning.module import GRPOLightningModule
@@ -49,7 +49,8 @@ class CompletionLog(L.Callback):
     contains the image's name (its path, if the image comes from a file), its size in pixels, its size after resizing
     for the policy, and the coordinate convention of the policy. `step` is the number of optimizer steps done when the
     rollout was sampled; the loggers log the rollout's metrics at the same `step`. The lines of a rollout are in the
-    order of its prompts, regardless of the number of ranks.
+    order of its prompts, regardless of the number of ranks. With dynamic sampling, the completions of skipped prompts
+    have no lines.
 
     Weights & Biases also gets a table of each rollout. TensorBoard also gets the best completions of each rollout, the
     worst completions and a few others. Both loggers get the images in the prompts of these best, worst and other
@@ -71,7 +72,7 @@ class CompletionLog(L.Callback):
             loggers show the images of their prompts. 0 shows none.
         token_logprobs: Write `tokens.jsonl`. This costs one more forward pass over each rollout that is written, and
             about 25 bytes of disk per token.
-        dirpath: Output folder; null is the run's folder.
+        dirpath: Output folder; null is the run's folder. With null, a `fast_dev_run` writes nothing.
     """
 
     def __init__(
@@ -103,13 +104,15 @@ class CompletionLog(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Prepare the file: a new run removes an old file; a resumed run drops lines newer than its checkpoint."""
         assert isinstance(pl_module, GRPOLightningModule)
+        self.path, self.first_lines = None, None
+        if not is_writing(trainer, self.dirpath):
+            return
         self.path = run_file(trainer, self.dirpath, "completions.jsonl")
-        self.first_lines = None
         if not trainer.is_global_zero:
             return
         for path in (self.path, self.tokens_path):
             if trainer.global_step == 0:
-                path.unlink(missing_ok=True)
+                remove_log(path)
             else:
                 keep_rollouts_before(path, pl_module.run.rollout_index)
         for logger in trainer.loggers:
@@ -119,7 +122,7 @@ class CompletionLog(L.Callback):
     def on_rollout(self, trainer: L.Trainer, module: GRPOLightningModule, rollout: Rollout) -> None:
         """Write the rollout, unless `every_n_rollouts` skips it. Collective: all ranks call it."""
         number = module.run.rollout_index - 1
-        if number % self.every_n_rollouts == 0:
+        if self.path is not None and number % self.every_n_rollouts == 0:
             when = {"step": trainer.global_step, "epoch": trainer.current_epoch, "rollout": number}
             gathered = gather_objects(groups_of_lines(rollout, when, module.teams))
             self.first_lines = first_lines(gathered) if self.token_logprobs else None
@@ -329,15 +332,30 @@ def keep_rollouts_before(path: Path, rollout: int) -> None:
         for number, line in enumerate(old, start=1):
             if not line.endswith("\n"):
                 break
-            try:
-                is_kept = json.loads(line)["rollout"] < rollout
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{path}:{number} is not a line of a completion log: {line[:80]!r}. Move the file away, or give "
-                    "the callback another dirpath."
-                ) from error
-            if is_kept:
+            if rollout_of(line, f"{path}:{number}") < rollout:
                 new.write(line)
+
+
+def remove_log(path: Path) -> None:
+    """Remove the log of an earlier run. Raises: ValueError if the first line does not belong to a completion log."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        first = file.readline()
+    if first:
+        rollout_of(first, f"{path}:1")
+    path.unlink()
+
+
+def rollout_of(line: str, where: str) -> int:
+    """Number of the rollout of a line. Raises: ValueError if the line does not belong to a completion log."""
+    try:
+        return int(json.loads(line)["rollout"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{where} is not a line of a completion log: {line[:80]!r}. Move the file away, or give the callback "
+            "another dirpath."
+        ) from error
 
 
 def choose(lines: Sequence[Line], count: int) -> list[tuple[str, int]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 
-from grpo_lightning.core.files import run_folder
+from grpo_lightning.core.files import is_writing, run_folder
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.saving import original_tokenizer, whole_weights, write_policy
 
@@ -51,8 +51,11 @@ class ExportPolicy(L.Callback):
         self.write(trainer, pl_module)
 
     def write(self, trainer: L.Trainer, pl_module: Any, name: str = "") -> None:
-        """Gather the weights on every rank and write them on rank 0."""
-        folder = run_folder(trainer, None) / self.folder / name
+        """Gather the weights on every rank and write them on rank 0. In a `fast_dev_run`, the run has no folder."""
+        given = Path(self.folder).expanduser()
+        if not given.is_absolute() and not is_writing(trainer, None):
+            return
+        folder = run_folder(trainer, None) / given / name
         weights = whole_weights(pl_module.policy, pl_module.sharding, keeps=trainer.is_global_zero)
         if trainer.is_global_zero:
             write_loaded(pl_module.policy, pl_module.loader, folder, weights)

@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 
 from grpo_lightning.callbacks.step_metrics import StepMetrics
-from grpo_lightning.core.files import atomic_write, run_folder
+from grpo_lightning.core.files import atomic_write, is_writing, run_folder
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.training.metrics import logged_this_step
 
@@ -68,7 +68,7 @@ class LearningCurves(StepMetrics):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Choose the panels."""
         assert isinstance(pl_module, GRPOLightningModule)
-        self.path = run_folder(trainer, self.dirpath) / "curves.png"
+        self.path = run_folder(trainer, self.dirpath) / "curves.png" if is_writing(trainer, self.dirpath) else None
         if not self.metrics:
             rewards = [f"reward/{name}" for name in pl_module.reward_set.names]
             self.names = ["reward/mean", *rewards, "rollout/length", "policy/entropy", "policy/kl"]

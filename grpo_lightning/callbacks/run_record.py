@@ -16,7 +16,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from grpo_lightning.core.files import atomic_write, run_folder
+from grpo_lightning.core.files import atomic_write, is_writing, run_folder
 from grpo_lightning.core.seeding import run_seed
 from grpo_lightning.module import GRPOLightningModule
 
@@ -47,7 +47,7 @@ class RunRecord(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the record of a run that begins or resumes."""
         assert isinstance(pl_module, GRPOLightningModule)
-        self.folder = run_folder(trainer, self.dirpath)
+        self.folder = run_folder(trainer, self.dirpath) if is_writing(trainer, self.dirpath) else None
         self.record = {
             "command": sys.argv,
             "started": time.time(),

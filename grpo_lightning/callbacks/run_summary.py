@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 import time
 from collections.abc import Iterator
@@ -174,7 +175,7 @@ def places(trainer: L.Trainer, folder: Path) -> Iterator[tuple[str, str]]:
     if (folder / "report.html").is_file():
         yield "report", str(folder / "report.html")
     elif (folder / FILES["metrics"]).is_file():
-        yield "report", f"grpo-lightning report {folder}"
+        yield "report", f"grpo-lightning report {shlex.quote(str(folder))}"
 
 
 def last_checkpoint(callback: L.Callback) -> Path | None:

@@ -179,6 +179,6 @@ class Watchdog(L.Callback):
     def folder(self, trainer: L.Trainer) -> Path | None:
         """Folder of the checkpoint; None if the run saves no checkpoints."""
         if self.dirpath is not None:
-            return Path(self.dirpath)
+            return Path(self.dirpath).expanduser()
         folder = getattr(trainer.checkpoint_callback, "dirpath", None)
         return None if folder is None else Path(folder)

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 
-from grpo_lightning.core.files import append_lines, json_line, run_file
+from grpo_lightning.core.files import append_lines, is_writing, json_line, run_file
 from grpo_lightning.core.ranks import gather_objects, interleave
 from grpo_lightning.data.batch import as_prompt_batch
 
@@ -23,7 +23,7 @@ class WritePredictions(L.Callback):
     batches; all lines are then written at the end. A file of an earlier run is replaced.
 
     Args:
-        dirpath: Output folder; null is the run's folder.
+        dirpath: Output folder; null is the run's folder. With null, a `fast_dev_run` writes nothing.
     """
 
     def __init__(self, dirpath: str | None = None) -> None:
@@ -33,7 +33,10 @@ class WritePredictions(L.Callback):
         self.waiting: list[list[str]] = []
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Create an empty file."""
+        """Create an empty file, except in a `fast_dev_run` without `dirpath`, which writes nothing."""
+        self.path = None
+        if not is_writing(trainer, self.dirpath):
+            return
         self.path = run_file(trainer, self.dirpath, "predictions.jsonl")
         if trainer.is_global_zero:
             self.path.write_bytes(b"")
@@ -53,6 +56,8 @@ class WritePredictions(L.Callback):
         Raises:
             TypeError: If `predict_step` did not return a list of records.
         """
+        if self.path is None:
+            return
         if not isinstance(outputs, Sequence) or not all(isinstance(record, Mapping) for record in outputs):
             raise TypeError(
                 f"WritePredictions needs a predict_step that returns a list of records (dicts), got "
@@ -67,6 +72,8 @@ class WritePredictions(L.Callback):
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the remaining records, and print the path."""
+        if self.path is None:
+            return
         self.write(trainer)
         if trainer.is_global_zero:
             print(f"Predictions: {self.path} ({self.num_lines} completions)")  # noqa: T201 - the result people look for

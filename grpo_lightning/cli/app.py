@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import re
 import warnings
 from argparse import SUPPRESS
@@ -196,7 +197,7 @@ class GRPOCLI(LightningCLI):
         """Set defaults for short RL runs; recipes and flags override them."""
         parser.add_argument(
             "--run_name",
-            type=str | None,
+            type=str | int | float | None,  # YAML reads a name such as 2024 as a number
             default=None,
             help=help.RUN_NAME,
         )
@@ -225,7 +226,7 @@ class GRPOCLI(LightningCLI):
             print(help.settings_below(text, key) if key else text)
             raise SystemExit
         sources.check_positions(args)
-        args, notices = sources.find_configs(args)
+        args, notices = sources.find_configs(sources.files_first(args))
         subparser = self.subparser
         keys = subparser.keys()
         given = sources.read(args, subparser.settings_flags())  # raises syntax errors with file and line
@@ -266,15 +267,18 @@ class GRPOCLI(LightningCLI):
         settings, to_train = self.config[self.config.subcommand], self.config.subcommand == "fit"
         self.continued: Path | None = None
         given = settings.get("ckpt_path")
+        if given is not None:
+            given = settings.ckpt_path = os.path.expanduser(given)
         if to_train and given is None and ckpt_path.is_requeued():
             given = "auto"
         if not to_train and given is None:
             self.log_unused(settings)
-        if given == "auto":
+        self.is_auto = given == "auto"
+        if self.is_auto:
             settings.ckpt_path = self.newest_checkpoint(settings)
             if settings.ckpt_path and to_train:
                 folder = runs.runs_folder(settings.trainer, settings.run_name)
-                self.continued = runs.version_of(Path(settings.ckpt_path), folder)
+                self.continued = ckpt_path.version_of(Path(settings.ckpt_path), folder)
         elif given and (folders := ckpt_path.folders_of_run(Path(given))):
             path, skipped = ckpt_path.newest(folders, to_train=to_train)
             if path is None:
@@ -300,7 +304,8 @@ class GRPOCLI(LightningCLI):
         """
         folder, to_train = runs.runs_folder(settings.trainer, settings.run_name), self.config.subcommand == "fit"
         elsewhere = ckpt_path.folders_elsewhere(settings.trainer, folder)
-        path, skipped = ckpt_path.newest([*ckpt_path.folders_of_run(folder), *elsewhere], to_train=to_train)
+        own = ckpt_path.folders_of_run(folder)
+        path, skipped = ckpt_path.newest(own, elsewhere=elsewhere, runs=folder, to_train=to_train)
         self.log_found(path, skipped, folder)
         where = " or ".join([f"{folder}/version_*/checkpoints", *map(str, elsewhere)])
         if path is None and not to_train:
@@ -349,16 +354,16 @@ class GRPOCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Create the run's folder, point the loggers at it, and instantiate model, data and Trainer."""
-        self.requested = self.config
+        self.requested = self.without_auto()
         self.folder: Path | None = None
         self.stop: GracefulStop | None = None
-        settings = self.requested[self.subcommand]
+        settings = self.config[self.subcommand]
         if settings.trainer.get("fast_dev_run"):  # logs and saves nothing
             self.instantiate_parts()
             return
         folder = runs.runs_folder(settings.trainer, settings.run_name)
         self.folder = self.continued or runs.take_next(folder)
-        self.config = self.requested.clone()
+        self.config = self.config.clone()
         runs.place(self.config[self.subcommand].trainer, self.folder)
         if self.subcommand == "fit":
             self.stop = GracefulStop(self.folder / "checkpoints", is_saving=runs.is_saving(settings.trainer))
@@ -370,6 +375,16 @@ class GRPOCLI(LightningCLI):
         if rank() == 0:
             log.info(f"Run folder: {self.folder}")
             log.info(runs.describe_devices(self.trainer))
+
+    def without_auto(self) -> Namespace:
+        """The settings for config.yaml. A `fit` with `--ckpt_path auto` leaves out the checkpoint that was found.
+
+        The same settings, used again, then start a new run.
+        """
+        requested = self.config.clone()
+        if self.is_auto and self.subcommand == "fit":
+            requested[self.subcommand].ckpt_path = None
+        return requested
 
     def instantiate_parts(self) -> None:
         """Instantiate model, data and Trainer. Raises: ConfigurationError if one of them refuses a setting."""
@@ -405,7 +420,7 @@ class GRPOCLI(LightningCLI):
 
     def before_fit(self) -> None:
         """Before the weights are loaded, refuse a checkpoint that cannot be resumed with this number of ranks."""
-        if path := self.config[self.subcommand].get("ckpt_path"):
+        if path := self.config_init[self.subcommand].get("ckpt_path"):
             try:
                 check_ranks(self.trainer, Path(path))
             except ValueError as error:

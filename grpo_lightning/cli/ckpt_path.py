@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import yaml
 from jsonargparse import Namespace
 
 from grpo_lightning.cli.errors import ConfigurationError
-from grpo_lightning.cli.runs import place, versions
-from grpo_lightning.training.checkpoint_files import RankFiles, was_interrupted, why_incomplete
+from grpo_lightning.cli.runs import place, version_around, versions
+from grpo_lightning.training.checkpoint_files import RankFiles, saved_by, was_interrupted, why_incomplete
 
 LIGHTNINGS_NAMES = ("best", "last", "hpc")
 WHOLE_CONFIG = "# lightning.pytorch=="
@@ -61,16 +61,52 @@ def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
     return None
 
 
-def newest(folders: Iterable[Path], *, to_train: bool = False) -> tuple[Path | None, dict[Path, str]]:
-    """Find the newest usable checkpoint in the folders. Returns: its path, and why newer checkpoints are unusable."""
+def newest(
+    folders: Iterable[Path], *, elsewhere: Sequence[Path] = (), runs: Path | None = None, to_train: bool = False
+) -> tuple[Path | None, dict[Path, str]]:
+    """Find the newest usable checkpoint.
+
+    Args:
+        folders: Folders in which every checkpoint belongs to the run.
+        elsewhere: Other folders. Several runs may save checkpoints there.
+        runs: `runs/<run name>`. In the folders `elsewhere`, checkpoints of other runs are skipped.
+        to_train: Skip checkpoints from which a run cannot resume training.
+
+    Returns:
+        The path of the checkpoint, and why newer checkpoints are skipped.
+    """
     skipped: dict[Path, str] = {}
-    found = [path for folder in folders for path in folder.glob("*.ckpt")]
+    found = [path for folder in [*folders, *elsewhere] for path in folder.glob("*.ckpt")]
     for path in sorted(found, key=written_at, reverse=True):
         why = why_unusable(path, to_train=to_train)
+        if why is None and runs is not None and path.parent in elsewhere:
+            why = why_of_other_run(path, runs)
         if why is None:
             return path, skipped
         skipped[path] = why
     return None, skipped
+
+
+def why_of_other_run(path: Path, runs: Path) -> str | None:
+    """Return why a checkpoint does not belong to the run `runs/<run name>`; None if it belongs to it.
+
+    If the folder of the run that saved the checkpoint no longer exists, only the names of the runs are compared: the
+    folder may have been moved. A checkpoint that does not name its run counts as a checkpoint of this run.
+    """
+    folder = saved_by(path)
+    if folder is None or folder.parent.resolve() == runs.resolve():
+        return None
+    if folder.parent.name == runs.name and not folder.exists():
+        return None
+    return f"it belongs to another run, {folder}"
+
+
+def version_of(path: Path, runs: Path) -> Path | None:
+    """The version folder of a run that contains a checkpoint, or else the one whose run saved it; None if unknown."""
+    inside = version_around(path, runs)
+    if inside is not None or (folder := saved_by(path)) is None:
+        return inside
+    return next((version for version in versions(runs).values() if version.name == folder.name), None)
 
 
 def folders_of_run(path: Path) -> list[Path]:
@@ -103,7 +139,7 @@ def folders_elsewhere(trainer: Namespace, runs: Path) -> list[Path]:
     """
     callbacks = trainer.get("callbacks") or []
     settings = [callback.get("init_args") for callback in (callbacks if isinstance(callbacks, list) else [callbacks])]
-    given = [Path(str(own.dirpath)) for own in settings if own and own.get("dirpath")]
+    given = [Path(str(own.dirpath)).expanduser() for own in settings if own and own.get("dirpath")]
     for version in versions(runs).values() or [runs / "version_0"]:
         given += folders_of_logger(trainer, version)
     usual = {folder.resolve() for folder in folders_of_run(runs)} | {(runs / "version_0" / "checkpoints").resolve()}

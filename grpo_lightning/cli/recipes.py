@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -155,6 +156,6 @@ def copy(name: str, target: Path, *, force: bool) -> None:
     shutil.copyfile(source, path)
     print(f"Copied {name} to {path}. Next:")
     if is_fragment(source):  # needs a complete recipe before it
-        print(f"  grpo-lightning fit --config quickstart --config {path}")
+        print(f"  grpo-lightning fit --config quickstart --config {shlex.quote(str(path))}")
     else:
-        print(f"  grpo-lightning fit --config {path}")
+        print(f"  grpo-lightning fit --config {shlex.quote(str(path))}")

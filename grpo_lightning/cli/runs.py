@@ -54,13 +54,18 @@ FILE_LOGGERS = METRICS_LOGGERS | {"TensorBoardLogger"}
 # --------------------------------------------------------------------------------------------------------- its folder
 
 
-def run_name(given: str | None, config_files: Sequence[Path]) -> str:
+def run_name(given: str | float | None, config_files: Sequence[Path]) -> str:
     """Name of the run: `given`, or the name of the first recipe, or "run".
 
+    In the name of a recipe, characters that are not valid in the name of a run are replaced by "-".
+
     Raises:
-        ConfigurationError: If the name is not a valid folder name.
+        ConfigurationError: If `given` is not a valid folder name.
     """
-    name = given or (config_files[0].stem if config_files else "run")
+    if given is None or given == "":
+        stem = config_files[0].stem if config_files else ""
+        return re.sub(r"[^\w.+-]+", "-", stem).strip("-.+") or "run"
+    name = str(given)
     if not re.fullmatch(r"\w[\w.+-]*", name):
         raise ConfigurationError(
             f"run_name must be the name of a folder (letters, digits, '.', '-', '_', '+'), got {name!r}."
@@ -70,7 +75,7 @@ def run_name(given: str | None, config_files: Sequence[Path]) -> str:
 
 def runs_folder(trainer: Namespace, name: str) -> Path:
     """Folder that holds all versions of a run."""
-    return Path(trainer.get("default_root_dir") or ".") / SAVE_DIR / name
+    return Path(trainer.get("default_root_dir") or ".").expanduser() / SAVE_DIR / name
 
 
 def versions(folder: Path) -> dict[int, Path]:
@@ -79,7 +84,7 @@ def versions(folder: Path) -> dict[int, Path]:
     return {int(match[1]): path for match, path in matches if match}
 
 
-def version_of(path: Path, folder: Path) -> Path | None:
+def version_around(path: Path, folder: Path) -> Path | None:
     """Version folder below `folder` that contains the file `path`; None if the file is elsewhere."""
     above = path.resolve().parents
     return next((version for version in versions(folder).values() if version.resolve() in above), None)
@@ -156,8 +161,9 @@ def place(trainer: Namespace, folder: Path) -> None:
 
     A logger for which the recipe sets a name or a folder may write elsewhere (`place_logger`). If loggers are set but
     none writes metrics.csv, a `MetricsLogger` is added. Lightning saves checkpoints in the folder of the first logger,
-    so a logger that writes files is moved to the front. If W&B were the first logger, Lightning would use the id of the
-    W&B run as the name of the checkpoints' folder.
+    and callbacks write their files there. So a logger that writes into the run's folder is moved to the front, or else
+    another logger that writes files. If W&B were the first logger, Lightning would use the id of the W&B run as the
+    name of the checkpoints' folder.
     """
     trainer.default_root_dir = str(folder)
     loggers = trainer.get("logger")
@@ -176,10 +182,8 @@ def place(trainer: Namespace, folder: Path) -> None:
         is_inside = (settings.get("save_dir"), settings.get("version")) == (str(folder.parent.parent), folder.name)
         return 2 if kind(logger) not in FILE_LOGGERS else 0 if is_inside else 1
 
-    if kind(loggers[0]) not in FILE_LOGGERS:
-        first = min(loggers, key=place_of)
-        loggers = [first, *(logger for logger in loggers if logger is not first)]
-    trainer.logger = loggers
+    first = min(loggers, key=place_of)
+    trainer.logger = [first, *(logger for logger in loggers if logger is not first)]
 
 
 def kind(logger: Namespace) -> str:
@@ -203,6 +207,8 @@ def place_logger(logger: Namespace, folder: Path) -> None:
         if settings.get("save_dir") in (None, SAVE_DIR):
             settings.save_dir = str(folder.parent.parent)
         settings.name, settings.version = folder.parent.name, folder.name
+    if settings.get("save_dir") is not None:
+        settings.save_dir = os.path.expanduser(settings.save_dir)
 
 
 class MetricsLogger(CSVLogger):
@@ -377,8 +383,9 @@ def print_results(metrics: Mapping[str, float], console: Console | None = None) 
     numbers: dict[str, dict[str, float]] = {"sampled": {}, "greedy": {}}
     for log_name, value in metrics.items():
         name = log_name.partition("/")[2]
-        kind = "greedy" if "greedy/" in name else "sampled"
-        numbers[kind][name.replace("greedy/", "", 1)] = float(value)
+        match = re.fullmatch(r"(loader_\d+/)?greedy/(.*)", name)  # a data source may have the name "greedy/..."
+        kind, row = ("greedy", f"{match[1] or ''}{match[2]}") if match else ("sampled", name)
+        numbers[kind][row] = float(value)
     numbers = {kind: own for kind, own in numbers.items() if own}
     table = Table()
     table.add_column(next(iter(metrics), "").partition("/")[0], overflow="fold")

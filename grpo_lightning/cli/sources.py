@@ -6,6 +6,7 @@ immediately.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,7 +61,8 @@ def find_configs(args: Sequence[str]) -> tuple[list[str], list[str]]:
             continue
         if not value:
             raise ConfigurationError(f"{flag} needs a file or the name of a recipe. {recipes.unknown('')}")
-        path = recipes.find(value)
+        home = Path(os.path.expanduser(value))
+        path = home if home.is_file() else recipes.find(value)
         if path is None:
             hint = similar_file(Path(value), SETTINGS_FILES).strip() or recipes.unknown(value)
             raise ConfigurationError(f"--config: there is no file {value} in {Path.cwd()}. {hint}")
@@ -68,8 +70,25 @@ def find_configs(args: Sequence[str]) -> tuple[list[str], list[str]]:
             found[i] = f"{flag}={path}"
         else:
             found[i + 1] = str(path)
-        notices.append(f"Recipe {value}: {path} (`grpo-lightning recipes copy {value}` gives you a copy to change).")
+        if path != home:
+            notices.append(
+                f"Recipe {value}: {path} (`grpo-lightning recipes copy {value}` gives you a copy to change)."
+            )
     return found, notices
+
+
+def files_first(args: Sequence[str]) -> list[str]:
+    """Move every `--config` to the front, after the command, so that all flags override all files."""
+    moved: list[int] = []
+    after = 0  # position after the value of the latest flag
+    for i, flag, value in pairs(args):
+        if i < after:  # the value of another flag, for example "-c" in `--data.system_prompt -c`
+            continue
+        after = i + 2 if value and "=" not in args[i] else i + 1
+        if flag in CONFIG_FLAGS:
+            moved += range(i, after)
+    others = [arg for i, arg in enumerate(args) if i not in moved]
+    return [*others[:1], *(args[i] for i in moved), *others[1:]]
 
 
 def check_positions(args: Sequence[str]) -> None:

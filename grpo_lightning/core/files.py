@@ -99,7 +99,15 @@ def run_folder(trainer: Any, dirpath: str | None) -> Path:
     Collective: every rank must call this. Lightning broadcasts `log_dir`, so a rank that reads it waits forever if
     another rank does not read it.
     """
-    return Path(dirpath or trainer.log_dir or trainer.default_root_dir)
+    return Path(dirpath or trainer.log_dir or trainer.default_root_dir).expanduser()
+
+
+def is_writing(trainer: Any, dirpath: str | None) -> bool:
+    """True unless a callback must write no files into the run's folder, which is so in a `fast_dev_run`.
+
+    There, Lightning writes nothing, and the run's folder is the current folder, which may contain the user's own files.
+    """
+    return dirpath is not None or not trainer.fast_dev_run
 
 
 def run_file(trainer: Any, dirpath: str | None, name: str) -> Path:

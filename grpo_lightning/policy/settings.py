@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -116,7 +117,7 @@ class PolicySettings:
                 f"policy.revision ({revision}), policy.trust_remote_code ({trust_remote_code}) and policy.from_scratch "
                 f"({from_scratch}) apply when a name is loaded; the policy given is already in memory. Remove them."
             )
-        self.name = name
+        self.name = None if name is None else os.path.expanduser(name)
         self.model = model
         self.tokenizer = tokenizer
         self.dtype = dtype

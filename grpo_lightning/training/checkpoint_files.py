@@ -183,7 +183,13 @@ folder, and this file is written when all of them have finished. A checkpoint th
 it is a zip archive, and the archive's list of its contents is written last."""
 
 
-def mark_complete(checkpoint: Path, *, other_files: Sequence[Path] = (), is_interrupted: bool = False) -> None:
+def mark_complete(
+    checkpoint: Path,
+    *,
+    other_files: Sequence[Path] = (),
+    is_interrupted: bool = False,
+    run_folder: str | None = None,
+) -> None:
     """Mark a sharded checkpoint as complete. One rank calls this after all ranks have saved.
 
     Args:
@@ -191,11 +197,12 @@ def mark_complete(checkpoint: Path, *, other_files: Sequence[Path] = (), is_inte
         other_files: Files outside the folder that belong to the checkpoint.
         is_interrupted: True if an exception ended the run inside an optimizer step. No run can then resume from the
             checkpoint.
+        run_folder: Folder of the run that saved the checkpoint.
     """
     files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != MARK]
     sizes = {os.path.relpath(path, checkpoint.resolve()): path.stat().st_size for path in other_files}
     sizes |= {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in files}
-    text = json.dumps({"is_interrupted": is_interrupted, "bytes": sizes}, indent=1)
+    text = json.dumps({"is_interrupted": is_interrupted, "run_folder": run_folder, "bytes": sizes}, indent=1)
     unfinished = checkpoint / f".{MARK}"
     unfinished.write_text(f"{text}\n", encoding="utf-8")
     unfinished.replace(checkpoint / MARK)
@@ -233,6 +240,20 @@ def was_interrupted(checkpoint: Path) -> bool:
     No run can resume from such a folder. Call this function only for a complete folder (`why_incomplete`).
     """
     return bool(json.loads((checkpoint / MARK).read_text(encoding="utf-8")).get("is_interrupted"))
+
+
+def saved_by(checkpoint: Path) -> Path | None:
+    """Folder of the run that saved a complete checkpoint; None if the checkpoint does not name it."""
+    if checkpoint.is_dir():
+        folder = json.loads((checkpoint / MARK).read_text(encoding="utf-8")).get("run_folder")
+    else:
+        try:
+            content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError):  # contains custom objects, or is unreadable
+            return None
+        state = content.get("grpo") if isinstance(content, dict) else None
+        folder = state.get("run_folder") if isinstance(state, dict) else None
+    return None if folder is None else Path(folder)
 
 
 REFERENCE = "reference"

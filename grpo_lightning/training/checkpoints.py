@@ -34,7 +34,7 @@ from grpo_lightning.training.checkpoint_files import (
     why_incomplete,
 )
 from grpo_lightning.training.lightning_internals import remember_saved_step, restore_position
-from grpo_lightning.training.run_state import RunState
+from grpo_lightning.training.run_state import RunState, root_folder
 from grpo_lightning.training.strategies import can_read
 
 log = logging.getLogger(__name__)
@@ -165,7 +165,12 @@ def save_complete(
     if trainer.is_global_zero:
         if path.is_dir():
             is_interrupted = run.is_interrupted(trainer)
-            mark_complete(path, other_files=RankFiles(path).of_moment(moment), is_interrupted=is_interrupted)
+            mark_complete(
+                path,
+                other_files=RankFiles(path).of_moment(moment),
+                is_interrupted=is_interrupted,
+                run_folder=root_folder(trainer),
+            )
         RankFiles(path).tidy(moment)
 
 

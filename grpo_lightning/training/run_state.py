@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+def root_folder(trainer: L.Trainer) -> str:
+    """Absolute path of the trainer's `default_root_dir`. In a run of the command line, this is the run's folder."""
+    return str(Path(trainer.default_root_dir).absolute())
+
+
 class Layout(NamedTuple):
     """The two numbers that determine how the groups of a rollout are assigned to ranks (`Teams`)."""
 
@@ -176,6 +181,7 @@ class RunState:
             "reference_fingerprint": {} if self.reference is None else self.reference.fingerprint,
             "moment": self.moment(end),
             "is_interrupted": self.is_interrupted(trainer),
+            "run_folder": root_folder(trainer),
             **self.layout._asdict(),
         }
 

@@ -5,6 +5,7 @@ import html
 import json
 import logging
 import math
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -468,6 +469,26 @@ def test_another_file_is_not_cut_to_pieces(tmp_path, line):
         keep_rollouts_before(path, 1)
     assert "Move the file away" in str(raised.value)
     assert path.read_text() == f'{{"rollout": 0}}\n{line}\n'
+
+
+@pytest.mark.parametrize("text", ['{"question": "1+1="}\n', '{"question": "1+1="}'], ids=["line", "no newline"])
+def test_a_new_run_does_not_remove_another_file(tmp_path, text):
+    path = tmp_path / "completions.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"completions\.jsonl:1 is not a line of a completion log"):
+        fit(make_module(length=2), max_steps=1, callbacks=[CompletionLog(dirpath=str(tmp_path))])
+    assert path.read_text() == text
+
+
+@pytest.mark.filterwarnings("ignore:The `fast_dev_run`")
+def test_a_fast_dev_run_writes_only_into_a_given_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("completions.jsonl").write_text("my data")
+    fit(make_module(length=2), fast_dev_run=1, callbacks=[CompletionLog(token_logprobs=True)])
+    assert Path("completions.jsonl").read_text() == "my data"
+    assert [path.name for path in tmp_path.iterdir()] == ["completions.jsonl"]
+    fit(make_module(length=2), fast_dev_run=1, callbacks=[CompletionLog(dirpath="there")])
+    assert lines_of(tmp_path / "there" / "completions.jsonl")
 
 
 # -------------------------------------------------------------------------------------------------------------- tokens

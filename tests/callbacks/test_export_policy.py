@@ -91,3 +91,20 @@ def test_a_resumed_run_writes_no_step_again(tmp_path):
 def test_steps_must_be_some():
     with pytest.raises(ValueError, match=r"ExportPolicy\.every_n_steps must be at least 1, or null for the end, got 0"):
         ExportPolicy(every_n_steps=0)
+
+
+@SLOW
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    fit(make_module(length=2), max_steps=1, callbacks=[ExportPolicy("~/exported")], default_root_dir=tmp_path / "run")
+    assert (tmp_path / "home" / "exported" / "config.json").exists()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.filterwarnings("ignore:The `fast_dev_run`")
+def test_a_fast_dev_run_exports_only_into_an_absolute_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fit(make_module(length=2), fast_dev_run=1, callbacks=[ExportPolicy()])
+    assert not list(tmp_path.iterdir())
+    fit(make_module(length=2), fast_dev_run=1, callbacks=[ExportPolicy(folder=str(tmp_path / "there"))])
+    assert (tmp_path / "there" / "config.json").exists()

@@ -219,3 +219,12 @@ def test_the_smoothed_line_is_not_late(num_values):
 def test_less_than_one_step_is_refused(name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         LearningCurves(**{name: 0})
+
+
+@pytest.mark.filterwarnings("ignore:The `fast_dev_run`")
+def test_a_fast_dev_run_draws_only_into_a_given_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fit(make_module(length=2), fast_dev_run=1, callbacks=[LearningCurves()])
+    assert not list(tmp_path.iterdir())
+    fit(make_module(length=2), fast_dev_run=1, callbacks=[LearningCurves(dirpath="there")])
+    assert (tmp_path / "there" / "curves.png").exists()

@@ -56,3 +56,15 @@ def test_a_report_that_cannot_be_written_does_not_stop_the_run(tmp_path, monkeyp
 def test_sizes_are_checked():
     with pytest.raises(ValueError, match="max_completions must be at least 1, got 0"):
         RunReport(max_completions=0)
+
+
+@pytest.mark.filterwarnings("ignore:The `fast_dev_run`")
+@pytest.mark.parametrize("kind", [RunRecord, RunReport])
+def test_a_fast_dev_run_writes_only_into_a_given_folder(tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.json").write_text("my data")
+    fit(make_module(length=2), fast_dev_run=1, callbacks=[kind()])
+    assert (tmp_path / "run.json").read_text() == "my data"
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    fit(make_module(length=2), fast_dev_run=1, callbacks=[kind(dirpath="there")])
+    assert record_of(tmp_path / "there")["status"] == "finished"

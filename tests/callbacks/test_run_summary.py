@@ -189,3 +189,11 @@ def test_where_things_are(tmp_path):
     assert dict(places(trainer, folder))["checkpoint"] == "runs/mine/version_0/stopped-step=5.ckpt"
     (folder / "report.html").touch()
     assert dict(places(trainer, folder))["report"] == "runs/mine/version_0/report.html"
+
+
+def test_the_command_of_the_report_is_quoted(tmp_path):
+    folder = tmp_path / "my runs" / "version_0"
+    folder.mkdir(parents=True)
+    (folder / "metrics.csv").touch()
+    trainer = SimpleNamespace(callbacks=[], checkpoint_callbacks=[])
+    assert dict(places(trainer, folder))["report"] == "grpo-lightning report 'my runs/version_0'"

@@ -122,6 +122,11 @@ def test_with_several_ranks_no_rank_saves_alone(monkeypatch, caplog):
     assert "Resume the run from its newest checkpoint" in caplog.text
 
 
+def test_a_tilde_is_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/me")
+    assert str(Watchdog(dirpath="~/mine").folder(trainer())) == "/me/mine"
+
+
 def test_other_signals_and_errors_are_none_of_its_business(caplog):
     callback = Watchdog()
     callback.on_train_start(trainer(), None)

@@ -67,3 +67,14 @@ def test_records_by_prompt():
     assert by_prompt([{"a": i} for i in range(4)], 2) == [['{"a": 0}', '{"a": 1}'], ['{"a": 2}', '{"a": 3}']]
     assert by_prompt([{"a": 0}], 2) == [['{"a": 0}']]
     assert by_prompt([], 0) == by_prompt([], 2) == []
+
+
+@pytest.mark.filterwarnings("ignore:The `fast_dev_run`")
+def test_a_fast_dev_run_writes_only_into_a_given_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "predictions.jsonl").write_text("my data")
+    predict(make_module(length=2), fast_dev_run=1, callbacks=[WritePredictions()])
+    assert (tmp_path / "predictions.jsonl").read_text() == "my data"
+    assert "Predictions:" not in capsys.readouterr().out
+    predict(make_module(length=2), fast_dev_run=1, callbacks=[WritePredictions("there")])
+    assert (tmp_path / "there" / "predictions.jsonl").read_text().startswith("{")

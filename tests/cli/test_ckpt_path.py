@@ -87,6 +87,55 @@ def test_a_checkpoint_without_what_its_ranks_saved_next_to_it_is_skipped_by_name
     assert ckpt_path.newest([tmp_path], to_train=True) == (copied, {})
 
 
+def test_elsewhere_only_checkpoints_of_the_run_count(tmp_path):
+    runs, other, shared = tmp_path / "runs" / "mine", tmp_path / "runs" / "other", tmp_path / "shared"
+    for folder in (runs / "version_0", runs / "version_1", other / "version_0"):
+        folder.mkdir(parents=True)
+
+    def of(folder):
+        return WHOLE | {"grpo": {"is_interrupted": False, "run_folder": str(folder)}}
+
+    unknown = saved(shared / "unknown.ckpt", 10, **WHOLE)
+    own = saved(shared / "own.ckpt", 20, **of(runs / "version_0"))
+    moved = saved(shared / "moved.ckpt", 30, **of(tmp_path / "before" / "mine" / "version_1"))
+    foreign = saved(shared / "foreign.ckpt", 40, **of(other / "version_0"))
+    deleted = saved(shared / "deleted.ckpt", 50, **of(tmp_path / "before" / "other" / "version_1"))
+    for expected in (moved, own, unknown):
+        path, skipped = ckpt_path.newest([], elsewhere=[shared], runs=runs, to_train=True)
+        assert path == expected
+        assert skipped == {
+            deleted: f"it belongs to another run, {tmp_path}/before/other/version_1",
+            foreign: f"it belongs to another run, {other}/version_0",
+        }
+        path.unlink()
+    assert ckpt_path.newest([shared], runs=runs, to_train=True) == (deleted, {}), "the user has put it there"
+
+
+def test_a_folder_of_shards_names_its_run(tmp_path):
+    folder = tmp_path / "shared" / "a.ckpt"
+    folder.mkdir(parents=True)
+    mark_complete(folder, run_folder=str(tmp_path / "runs" / "other" / "version_0"))
+    runs = tmp_path / "runs" / "mine"
+    path, skipped = ckpt_path.newest([], elsewhere=[folder.parent], runs=runs, to_train=True)
+    assert path is None
+    assert skipped == {folder: f"it belongs to another run, {tmp_path}/runs/other/version_0"}
+
+
+def test_a_run_continues_in_the_version_that_saved_its_checkpoint(tmp_path):
+    runs = tmp_path / "runs" / "mine"
+    for number in (0, 1):
+        (runs / f"version_{number}" / "checkpoints").mkdir(parents=True)
+    state = {"grpo": {"run_folder": str(runs / "version_0")}}
+    inside = saved(runs / "version_1" / "checkpoints" / "a.ckpt", 10, **state)
+    assert ckpt_path.version_of(inside, runs) == runs / "version_1"
+    elsewhere = saved(tmp_path / "shared" / "a.ckpt", 10, **state)
+    assert ckpt_path.version_of(elsewhere, runs) == runs / "version_0"
+    (runs / "version_0" / "checkpoints").rmdir()
+    (runs / "version_0").rmdir()
+    assert ckpt_path.version_of(elsewhere, runs) is None, "its folder is gone"
+    assert ckpt_path.version_of(saved(tmp_path / "shared" / "b.ckpt", 10, **WHOLE), runs) is None
+
+
 def test_a_checkpoint_with_objects_of_ones_own_is_left_to_the_trainer(tmp_path):
     path = saved(tmp_path / "a.ckpt", 10, **WHOLE, own=Namespace(a=1))
     assert ckpt_path.newest([tmp_path], to_train=True) == (path, {})
@@ -135,6 +184,14 @@ def test_folders_that_the_recipe_names(tmp_path):
         assert ckpt_path.folders_elsewhere(trainer, runs) == expected
     trainer = Namespace(logger=False, callbacks=None, default_root_dir=None)
     assert ckpt_path.folders_elsewhere(trainer, runs) == []
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    placed = logger(save_dir="~/logs", name="n", version=3)
+    trainer = Namespace(logger=placed, callbacks=checkpoint_callback("~/mine"), default_root_dir=None)
+    expected = [tmp_path / "mine", tmp_path / "logs" / "n" / "version_3" / "checkpoints"]
+    assert ckpt_path.folders_elsewhere(trainer, tmp_path / "runs" / "r") == expected
 
 
 def test_a_folder_counts_once_it_is_marked_as_complete(tmp_path):

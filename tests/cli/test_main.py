@@ -377,6 +377,20 @@ def test_parse_instantiates_nothing_and_instantiate_makes_parts(recipe, monkeypa
 
 
 @SLOW
+def test_a_flag_overrides_files_wherever_it_stands(recipe):
+    Path("more.yaml").write_text("model: {num_generations: 6, rewards+: [grpo_lightning.rewards.Format]}")
+    flags = ["--model.num_generations=4", "--config", recipe(), "--data.batch_size=2", "--config=more.yaml"]
+    config = parse(flags)
+    assert (config.model.num_generations, config.data.batch_size, config.run_name) == (4, 2, "recipe")
+    assert len(config.model.rewards) == 2, "the files keep their order"
+
+
+@pytest.mark.parametrize("flags", [["--run_name=2024"], ["--config", "name.yaml"]], ids=["flag", "file"])
+def test_a_number_is_the_name_of_a_run(recipe, flags):
+    Path("name.yaml").write_text("run_name: 2024")
+    assert parse(["--config", recipe(), *flags]).run_name == "2024"
+
+
 def test_settings_are_described(recipe, capsys):
     with pytest.raises(SystemExit):
         main(["fit", "--model.objective.help"])
@@ -565,6 +579,21 @@ def test_auto_begins_goes_on_and_skips_what_is_half_written(recipe, caplog):
 
 
 @SLOW
+def test_the_settings_of_a_resumed_run_start_a_new_run(recipe):
+    name = recipe(trainer={"enable_checkpointing": True, "enable_progress_bar": False})
+    main(["fit", "--config", name, "--trainer.max_steps=1"])
+    main(["fit", "--config", name, "--trainer.max_steps=2", "--ckpt_path=auto"])
+    saved = Path("runs/recipe/version_0/config.yaml")
+    assert yaml.safe_load(saved.read_text())["ckpt_path"] is None
+    cli = main(["fit", "--config", str(saved), "--trainer.max_steps=1"])
+    assert cli.model.run.rollout_index == cli.trainer.global_step == 1
+    (path,) = Path("runs/recipe/version_1/checkpoints").glob("*.ckpt")
+    main(["validate", "--config", name, "--ckpt_path=auto"])
+    evaluated = yaml.safe_load(Path("runs/recipe/version_2/config.yaml").read_text())["ckpt_path"]
+    assert evaluated == str(path), "an evaluation names its checkpoint"
+
+
+@SLOW
 def test_flags_beat_the_checkpoint_and_differences_are_said(recipe, caplog):
     main(["fit", "--config", recipe(trainer={"enable_checkpointing": True}), "--trainer.max_steps=1"])
     (path,) = Path("runs/recipe/version_0/checkpoints").glob("*.ckpt")
@@ -602,8 +631,8 @@ def test_validate_takes_the_newest_checkpoint_or_refuses(recipe, capsys):
 
 ELSEWHERE = {
     "dirpath": {"callbacks": [{"class_path": OWN, "init_args": {"dirpath": "mine"}}]},
-    "logger": {"logger": {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "logs", "name": "n"}}},
-    "save_dir": {"logger": {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "logs"}}},
+    "logger": {"logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "logs", "name": "n"}}},
+    "save_dir": {"logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "logs"}}},
 }
 
 
@@ -617,6 +646,44 @@ def test_auto_finds_checkpoints_where_the_recipe_puts_them(recipe, caplog, place
         cli = main(["fit", "--config", name, "--trainer.max_steps=2", "--ckpt_path=auto"])
     assert any(message.startswith("Checkpoint: ") for message in caplog.messages)
     assert cli.model.run.rollout_index == cli.trainer.global_step == 2
+
+
+def test_runs_that_save_into_one_folder_do_not_resume_from_each_other(recipe, caplog):
+    own = {"class_path": "NewestCheckpoints", "init_args": {"save_steps": 1, "dirpath": "shared"}}
+    trainer = {"enable_checkpointing": True, "enable_progress_bar": False, "callbacks": [own]}
+    flags = ["fit", "--config", recipe(trainer=trainer), "--ckpt_path=auto"]
+    main([*flags, "--run_name=one", "--trainer.max_steps=1"])
+    main([*flags, "--run_name=one", "--trainer.max_steps=2"])
+    assert files("runs/one") == {"version_0"}, "the run continues in its folder"
+    folder = Path("runs/one/version_0")
+    assert [row["step"] for row in logged(folder / "metrics.csv") if "policy/loss" in row] == [0, 1]
+    with caplog.at_level("INFO", "grpo_lightning"):
+        cli = main([*flags, "--run_name=two", "--trainer.max_steps=1"])
+    assert f"Skipped shared/step=2.ckpt: it belongs to another run, {folder.absolute()}." in caplog.messages
+    assert cli.model.run.rollout_index == cli.trainer.global_step == 1, "a new run"
+
+
+@SLOW
+def test_with_a_logger_elsewhere_the_run_has_one_folder(recipe):
+    logger = {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "logs"}}
+    name = recipe(trainer={"enable_checkpointing": True, "enable_progress_bar": False, "logger": logger})
+    main(["fit", "--config", name, "--trainer.max_steps=1"])
+    expected = {"metrics.csv", "completions.jsonl", "config.yaml", "run.json", "checkpoints"}
+    assert files("runs/recipe/version_0") >= expected
+    assert all(file.startswith("events.") for file in files("logs/recipe/version_0") - {"hparams.yaml"})
+
+
+@SLOW
+def test_a_run_in_the_home_folder_resumes(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    name = recipe(trainer={"enable_checkpointing": True, "enable_progress_bar": False, "default_root_dir": "~/there"})
+    main(["fit", "--config", name, "--trainer.max_steps=1"])
+    cli = main(["fit", "--config", name, "--trainer.max_steps=2", "--ckpt_path=auto"])
+    assert cli.model.run.rollout_index == cli.trainer.global_step == 2
+    cli = main(["fit", "--config", name, "--trainer.max_steps=3", "--ckpt_path=~/there/runs/recipe"])
+    assert cli.model.run.rollout_index == cli.trainer.global_step == 3
+    assert files("home/there/runs/recipe") == {"version_0", "version_1"}
+    assert not Path("~").exists()
 
 
 @SLOW

@@ -100,6 +100,13 @@ def test_copy_writes_the_file_and_says_what_to_run(tmp_path, monkeypatch, capsys
     assert f"grpo-lightning fit --config {path}" in capsys.readouterr().out, "a whole recipe in a folder"
 
 
+@pytest.mark.parametrize("name", ["objectives/dapo", "quickstart"])
+def test_the_command_after_a_copy_is_quoted(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    main(["recipes", "copy", name, "my recipe.yaml"])
+    assert capsys.readouterr().out.endswith("--config 'my recipe.yaml'\n")
+
+
 def test_copy_overwrites_only_by_force(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("own.yaml").write_text("mine")

@@ -38,6 +38,14 @@ def test_the_name_is_that_of_the_first_recipe():
     assert runs.run_name(None, []) == "run"
 
 
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("my recipe.yaml", "my-recipe"), ("(a) b!.yaml", "a-b"), ("-x.yaml", "x"), ("😀.yaml", "run")],
+)
+def test_a_file_gives_a_name_whatever_its_own(file, name):
+    assert runs.run_name(None, [Path(file)]) == name
+
+
 @pytest.mark.parametrize("name", ["a/b", "..", ".hidden", "a b", "-x"])
 def test_a_name_that_is_no_folder_is_refused(name):
     with pytest.raises(ConfigurationError, match="run_name must be the name of a folder"):
@@ -84,12 +92,12 @@ def logger(class_path, **settings):
 def test_loggers_without_a_name_go_into_the_folder():
     plain = logger(TENSORBOARD, save_dir="runs", name="lightning_logs", version=None)
     own = logger(TENSORBOARD, save_dir="elsewhere", name="mine", version=None)
-    trainer = Namespace(default_root_dir="there", logger=[plain, own])
+    trainer = Namespace(default_root_dir="there", logger=[own, plain])
     runs.place(trainer, FOLDER)
     assert trainer.default_root_dir == str(FOLDER)
     assert plain.init_args.as_dict() == {"save_dir": "there/runs", "name": "r", "version": "version_3"}
     assert own.init_args.as_dict() == {"save_dir": "elsewhere", "name": "mine", "version": None}
-    assert trainer.logger[:2] == [plain, own]
+    assert trainer.logger[:2] == [plain, own], "a logger that writes into the run's folder comes first"
     assert [entry.class_path for entry in trainer.logger[2:]] == ["grpo_lightning.cli.runs.MetricsLogger"]
 
 
@@ -104,6 +112,24 @@ def test_a_logger_with_a_save_dir_of_its_own_keeps_it():
     unnamed = logger(TENSORBOARD, save_dir=None, name="lightning_logs", version=None)
     runs.place(Namespace(default_root_dir="there", logger=unnamed), FOLDER)
     assert unnamed.init_args.save_dir == "there/runs"
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/me")
+    assert runs.runs_folder(Namespace(default_root_dir="~/there"), "r") == Path("/me/there/runs/r")
+    own = logger("lightning.pytorch.loggers.CSVLogger", save_dir="~/logs", name="mine", version=None)
+    runs.place(Namespace(default_root_dir=None, logger=own), FOLDER)
+    assert own.init_args.save_dir == "/me/logs"
+
+
+def test_the_run_is_in_one_folder_although_a_logger_writes_elsewhere():
+    """Lightning, and all callbacks, take the folder of the first logger."""
+    own = logger(TENSORBOARD, save_dir="logs", name="lightning_logs", version=None)
+    trainer = Namespace(default_root_dir="there", logger=own)
+    runs.place(trainer, FOLDER)
+    metrics, tensorboard = trainer.logger
+    assert metrics.init_args.as_dict() == {"save_dir": "there/runs", "name": "r", "version": "version_3"}
+    assert tensorboard is own
 
 
 @pytest.mark.parametrize("kind", ["lightning.pytorch.loggers.CSVLogger", "grpo_lightning.cli.runs.MetricsLogger"])
@@ -350,6 +376,16 @@ def test_loaders_and_sources_keep_their_names():
         ["loader_0/reward", "1.000", "-"],
         ["source/a/reward", "3.000", "-"],
         ["loader_1/reward", "-", "2.000"],
+    ]
+
+
+def test_the_name_of_a_source_may_contain_greedy():
+    name = "source/greedy/x/reward"
+    metrics = {f"val/{name}": 1.0, f"val/greedy/{name}": 2.0, f"val/loader_1/greedy/{name}": 3.0}
+    assert table(metrics) == [
+        ["val", "sampled", "greedy"],
+        [name, "1.000", "2.000"],
+        [f"loader_1/{name}", "-", "3.000"],
     ]
 
 

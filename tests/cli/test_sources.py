@@ -28,6 +28,13 @@ def test_flags_and_files_as_trees_in_their_order():
     assert sources.config_files(args) == [Path("r.yaml")]
 
 
+def test_files_come_before_flags():
+    """A value that looks like `--config` stays with its flag."""
+    args = ["fit", "--a=1", "--config", "r.yaml", "--b", "-c", "--d", "2", "-c", "s.yaml", "--config=t.yaml", "--e"]
+    first = ["--config", "r.yaml", "-c", "s.yaml", "--config=t.yaml"]
+    assert sources.files_first(args) == ["fit", *first, "--a=1", "--b", "-c", "--d", "2", "--e"]
+
+
 def test_a_negative_number_is_a_value():
     assert [source.tree for source in sources.read(["--a", "-1"])] == [{"a": -1}]
 
@@ -45,6 +52,14 @@ def test_names_of_recipes_become_files(args):
 def test_a_file_of_ones_own_comes_before_a_recipe_of_that_name():
     Path("quickstart").write_text("model: {}")
     assert sources.find_configs(["--config", "quickstart"]) == (["--config", "quickstart"], [])
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "r.yaml").write_text("model: {}")
+    path = str(tmp_path / "r.yaml")
+    assert sources.find_configs(["--config=~/r.yaml"]) == ([f"--config={path}"], [])
+    assert sources.find_configs(["-c", "~/r.yaml"]) == (["-c", path], [])
 
 
 def test_settings_may_stand_in_the_place_of_a_file():

@@ -105,6 +105,12 @@ def test_the_folder_is_the_one_given_or_the_runs():
     assert str(run_folder(trainer_of(), None)) == "root"
 
 
+def test_a_tilde_is_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/me")
+    assert str(run_folder(trainer_of(), "~/mine")) == "/me/mine"
+    assert str(run_folder(trainer_of(log_dir="~/log"), None)) == "/me/log"
+
+
 def test_rank_0_makes_the_folder(tmp_path):
     folder = tmp_path / "new"
     assert run_file(trainer_of(3), str(folder), "a.jsonl") == folder / "a.jsonl"

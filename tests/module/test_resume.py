@@ -395,6 +395,7 @@ def test_a_checkpoint_at_a_cycles_end_has_no_rollout(tmp_path):
     state = checkpoint["grpo"]
     assert state.pop("trained") == list(checkpoint["state_dict"])
     assert state.pop("reference_fingerprint").keys() == {"torch.float32"}
+    assert state.pop("run_folder") == str(Path.cwd())
     assert state == {
         "unfrozen": [],
         "rollout_index": 2,

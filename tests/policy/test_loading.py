@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -256,6 +257,11 @@ def test_the_probe_ignores_the_default_device():
     model = tiny_model("qwen2")
     with torch.device("meta"):
         assert probe_difference(model, Scorer(), Scorer("dense")).max() < 5e-6
+
+
+def test_a_tilde_is_the_home_folder(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(Path(folder).parent))
+    assert PolicyLoader(f"~/{Path(folder).name}").load_config().model_type == "qwen2"
 
 
 @pytest.mark.parametrize("name", ["runs/task/nope", "./nope", "/nope"])

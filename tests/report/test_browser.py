@@ -39,6 +39,15 @@ def texts(page, selector):
     return page.locator(selector).all_inner_texts()
 
 
+NOTE = "they leave out the completions of skipped prompts (dynamic sampling)"
+
+
+@pytest.mark.parametrize("name", ["reward/mean", "rollout/skipped_prompts"])
+def test_the_histograms_of_dynamic_sampling_leave_out_completions(show, tmp_path, name):
+    page = show(read_run(write_run(tmp_path / "r", metrics=[{"step": 0, "epoch": 0, name: 1.0}])))
+    assert (NOTE in page.inner_text("#histograms")) == (name == "rollout/skipped_prompts")
+
+
 def test_a_step_a_group_and_a_filter(show, tmp_path):
     page = show(read_run(write_run(tmp_path / "r", record=RECORD)))
     assert "failed: RuntimeError" in page.inner_text("#what")
