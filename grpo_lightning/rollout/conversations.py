@@ -731,18 +731,18 @@ class Game:
         ids = each.token_ids[turn.start : turn.end]
         kept = turn.text[:characters]
 
-        def decoded(count: int) -> str:
+        def text_of(count: int) -> str:
             return str(self.tokens.tokenizer.decode(ids[:count], skip_special_tokens=True))
 
         # Bisection, because each count decodes again from the first token. The text of the first bytes of a character
         # can be longer than the character, so the search goes down from a few tokens above.
-        count = bisect.bisect_right(range(len(ids) + 1), len(kept), key=lambda n: len(decoded(n))) - 1
+        count = bisect.bisect_right(range(len(ids) + 1), len(kept), key=lambda n: len(text_of(n))) - 1
         count = min(count + BYTES_OF_A_CHARACTER, len(ids))
-        while count and not kept.startswith(decoded(count)):
+        while count and not kept.startswith(text_of(count)):
             count -= 1
         while count and ids[count - 1] in self.tokens.stop_ids:
             count -= 1
-        text = decoded(count)
+        text = text_of(count)
         each.drop_behind(count, text)
         return kept[len(text) :]
 
