@@ -771,6 +771,7 @@ class GRPOLightningModule(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Before weights are loaded, check that the engine, the data and the trainer's settings fit this module."""
+        data_checks.check_no_rows(self.trainer)
         if not self.is_connected:
             sampling = [self.sampling, self.validation_sampling]
             sharding, world_size = sharding_of(self.trainer.strategy), self.trainer.world_size
@@ -959,7 +960,9 @@ class GRPOLightningModule(L.LightningModule):
 
     def on_train_start(self) -> None:
         """Set the schedule's length and a resumed run's data position, now that the length of an epoch is known."""
-        checks.check_loader_teams(self.trainer.train_dataloader, self.ranks_per_group)  # also for a user's data module
+        # These two also check the loader of a user's data module.
+        data_checks.refuse_rows(self.trainer.train_dataloader, "training")
+        checks.check_loader_teams(self.trainer.train_dataloader, self.ranks_per_group)
         checks.warn_of_few_prompts(self.trainer.train_dataloader)
         checkpoints.restore_data_position(self.run, self.trainer)
         if self.run.cycle is not None:
