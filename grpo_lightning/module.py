@@ -283,6 +283,7 @@ class GRPOLightningModule(L.LightningModule):
 
         Raises:
             TypeError: If an argument without default is missing: `rewards`, or a policy that was a model in memory.
+            ValueError: If settings are missing that were no plain values, such as an `objective` of a subclass.
         """
         try:
             return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
