@@ -811,7 +811,7 @@ class GRPOLightningModule(L.LightningModule):
         checks.check_sync_reference(self.sync_reference, beta=self.objective.beta, has_lora=has_lora)
         checks.check_offload(self.offload, has_copy=self.objective.needs_reference and not has_lora)
         if self.conversations is not None:
-            checks.check_turn_credit(self.conversations.settings.turn_credit, self.objective.surrogate)
+            checks.check_turn_credit(self.conversations.settings.turn_credit, self.objective)
         dynamic_sampling.check(self.dynamic_sampling, names, is_kl_in_reward=self.objective.has_kl_reward)
         with contextlib.suppress(FileNotFoundError):  # `plan` builds modules without the files of a reward model
             self.reward_set.check(self.sampling.max_completion_length)

@@ -86,7 +86,7 @@ def as_prompt(
         index: Position of the item in the dataset.
         template: Prompt template for texts and rows.
         where: Name of the item in errors; by default "row N", with N = `index` + 1.
-        remedy: What to do if the item is not a prompt, for the error.
+        remedy: Last sentence of the error if the item is not a prompt.
 
     Raises:
         TypeError: If the item is not a `Prompt`, a text or a row.
@@ -108,7 +108,7 @@ def as_prompt(
 
 
 WRAP = "Wrap the data in grpo_lightning.PromptSource, or give the DataLoader `collate_fn=list`."
-"""What to do if a loader's batches are not prompts."""
+"""Remedy in errors about batches that are not prompts."""
 
 
 def as_prompt_batch(batch: Any) -> PromptBatch:

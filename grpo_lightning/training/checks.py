@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.data.source import PromptSource, remedy_for_few_prompts
-from grpo_lightning.objective import SURROGATES
+from grpo_lightning.objective import SURROGATES, Objective, surrogate_of
 from grpo_lightning.policy.reference import SyncReference
 from grpo_lightning.policy.trainable import check_masters, compute_dtype
 from grpo_lightning.rewards.base import WeightedReward, innermost
@@ -133,7 +133,7 @@ def check_pass_k(pass_k: int | None, num_generations: int) -> None:
         )
 
 
-def check_kl_cov(surrogate: str, old_logprobs: str, num_updates: int) -> None:
+def check_kl_cov(surrogate: Any, old_logprobs: str, num_updates: int) -> None:
     """Check that KL-Cov's penalty has a gradient.
 
     Raises:
@@ -147,7 +147,7 @@ def check_kl_cov(surrogate: str, old_logprobs: str, num_updates: int) -> None:
         )
 
 
-def warn_of_off_policy(surrogate: str, old_logprobs: str, num_updates: int) -> None:
+def warn_of_off_policy(surrogate: Any, old_logprobs: str, num_updates: int) -> None:
     """Warn if DPPO ignores the engine's log-probs, or if a surrogate without ratio has several updates per rollout."""
     if surrogate in ("dppo_tv", "dppo_kl") and old_logprobs == "recompute":
         log.warning(
@@ -490,13 +490,13 @@ def check_conversation(environment: Any, settings: Any, rewards: Sequence[Weight
             )
 
 
-def check_turn_credit(turn_credit: float, surrogate: str) -> None:
+def check_turn_credit(turn_credit: float, objective: Objective) -> None:
     """Raise ValueError if turns have their own credit, but the surrogate uses one advantage per completion."""
-    if turn_credit and not SURROGATES[surrogate].takes_turn_credit:
+    if turn_credit and not surrogate_of(objective).takes_turn_credit:
         others = ", ".join(sorted(name for name, each in SURROGATES.items() if each.takes_turn_credit))
         raise ValueError(
-            f"model.conversation.turn_credit is {turn_credit}, but model.objective.surrogate {surrogate!r} has one "
-            f"advantage per completion: use one of {others}, or set turn_credit to 0."
+            f"model.conversation.turn_credit is {turn_credit}, but model.objective.surrogate "
+            f"{objective.surrogate!r} has one advantage per completion: use one of {others}, or set turn_credit to 0."
         )
 
 

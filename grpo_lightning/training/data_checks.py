@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 STAGES = ("training", "validation", "validation", "test", "prediction")
-"""What each of the `reading_loops` reads data for, in errors."""
+"""Names of the `reading_loops` in errors."""
 
 
 def check_no_rows(trainer: L.Trainer) -> None:
@@ -56,7 +56,7 @@ def refuse_rows(loader: Any, stage: str) -> None:
 
     Args:
         loader: A loader, or several loaders in a list or dict.
-        stage: What the loader is for, for the message.
+        stage: Name of the loader in the message.
     """
     loaders = loader.values() if isinstance(loader, Mapping) else loader if isinstance(loader, list | tuple) else []
     if is_rows(loader) or any(is_row(each) or is_rows(each) for each in loaders):

@@ -325,12 +325,13 @@ def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -
     trained = batch.completion_mask
     in_loss = trained & (batch.token_advantages != 0)
     of_all = {"kl": terms.kl, "kl_clamped": terms.kl_clamped} if batch.ref_logprobs is not None else {}
+    low, high = terms.clipped_low, terms.clipped_high
     of_loss = {
         "ratio": terms.ratio,
         "ratio_clamped": terms.ratio_clamped,
-        "clip_fraction": terms.clipped_low | terms.clipped_high,
-        "clip_fraction_low": terms.clipped_low,
-        "clip_fraction_high": terms.clipped_high,
+        "clip_fraction": None if low is None or high is None else low | high,
+        "clip_fraction_low": low,
+        "clip_fraction_high": high,
         "rollout_weight": terms.rollout_weight,
         "rollout_corrected": terms.is_corrected,
     }

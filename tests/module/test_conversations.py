@@ -275,6 +275,7 @@ def test_what_needs_an_environment_has_one():
         ValueError, match=r"turn_credit is 1\.0, but model\.objective\.surrogate 'gmpo' has one advantage"
     ):
         module_of(limits={"turn_credit": 1.0}, objective=Objective(surrogate="gmpo", beta=0.0))
+    module_of(limits={"turn_credit": 1.0}, objective=Objective(surrogate=lambda ratio, advantages: -ratio * advantages))
 
 
 @pytest.mark.parametrize("reward", [EnvironmentReward(), WeightedReward(EnvironmentReward(), name="won")])
