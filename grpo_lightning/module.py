@@ -397,7 +397,12 @@ class GRPOLightningModule(L.LightningModule):
             router_loss=None if self.router_loss is None else self.router_loss.share(tokens.load),
         )
         add_update(self.metrics, batch, terms)
-        return terms.loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
+        return terms.loss * self.num_averaged
+
+    @property
+    def num_averaged(self) -> int:
+        """Number of losses that Lightning and the strategy average in an optimizer step: micro-batches times ranks."""
+        return self.trainer.accumulate_grad_batches * self.trainer.world_size
 
     # ------------------------------------------------------------------------------------------------------ the cycle
 
@@ -548,6 +553,8 @@ class GRPOLightningModule(L.LightningModule):
             self.prepare_update(micro_step)
         self.notify("on_phase", "update")
         loss = self.update(micro_step)
+        # Logged here and not in `update`, so that it is logged for a subclass's `update`, too.
+        self.metrics.add_sum("policy/loss", loss.detach() / self.num_averaged)
         if self.router_loss is not None:
             add_router_loss(self.metrics, *self.router_loss.pop(), opens_update=micro_step.opens_update)
         if micro_step.closes_update:

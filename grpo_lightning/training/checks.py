@@ -70,6 +70,11 @@ def checked_step(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(returned, kind):
             got = "None" if returned is None else f"a value of type {type(returned).__name__}"
             raise ValueError(f"`{name}` returned {got}; it must return {expected}.")
+        if isinstance(returned, Tensor) and returned.numel() != 1:
+            raise ValueError(
+                f"`update` returned a Tensor of the shape {list(returned.shape)}; it must return the loss of the "
+                "micro-batch, a scalar: sum it, and divide by a number of `micro_step.counts`."
+            )
         if name in ("resample", "compute_advantages"):
             (given,) = (value for value in (*args, *kwargs.values()) if isinstance(value, Rollout))
             return with_scores(cast(Rollout, returned), given)

@@ -308,7 +308,7 @@ def add_padding(metrics: StepMetrics, scorer: Scorer, micro_batches: Sequence[Mi
 
 
 def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -> None:
-    """Add loss, KL, ratio and clip fractions of a micro-batch, over its trained tokens.
+    """Add KL, ratio and clip fractions of a micro-batch, over its trained tokens.
 
     The KL to the reference and the fraction of selected tokens are means over the trained tokens of all completions.
     Completions with advantage 0 do not contribute to the policy loss. All other means describe the policy loss, and are
@@ -348,7 +348,6 @@ def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -
         for name, values in per_token.items():
             if values is not None:
                 metrics.add(f"policy/{name}", (values * mask).sum(), mask.sum())
-    metrics.add_sum("policy/loss", terms.loss.detach())
 
 
 def add_router_loss(metrics: StepMetrics, share: Tensor, largest: Tensor, *, opens_update: bool) -> None:
