@@ -284,6 +284,7 @@ class GRPOLightningModule(L.LightningModule):
 
         Raises:
             TypeError: If an argument without default is missing: `rewards`, or a policy that was a model in memory.
+            ValueError: If settings are missing that were no plain values, such as an `objective` of a subclass.
         """
         try:
             return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
@@ -400,7 +401,12 @@ class GRPOLightningModule(L.LightningModule):
             router_loss=None if self.router_loss is None else self.router_loss.share(tokens.load),
         )
         add_update(self.metrics, batch, terms, is_engine_compared=self.old_logprobs == "recompute")
-        return terms.loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
+        return terms.loss * self.num_averaged
+
+    @property
+    def num_averaged(self) -> int:
+        """Number of losses that Lightning and the strategy average in an optimizer step: micro-batches times ranks."""
+        return self.trainer.accumulate_grad_batches * self.trainer.world_size
 
     # ------------------------------------------------------------------------------------------------------ the cycle
 
@@ -557,6 +563,8 @@ class GRPOLightningModule(L.LightningModule):
             self.prepare_update(micro_step)
         self.notify("on_phase", "update")
         loss = self.update(micro_step)
+        # Logged here and not in `update`, so that it is logged for a subclass's `update`, too.
+        self.metrics.add_sum("policy/loss", loss.detach() / self.num_averaged)
         if self.router_loss is not None:
             add_router_loss(self.metrics, *self.router_loss.pop(), opens_update=micro_step.opens_update)
         if micro_step.closes_update:
@@ -784,6 +792,7 @@ class GRPOLightningModule(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Before weights are loaded, check that the engine, the data and the trainer's settings fit this module."""
+        data_checks.check_no_rows(self.trainer)
         if not self.is_connected:
             sampling = [self.sampling, self.validation_sampling]
             sharding, world_size = sharding_of(self.trainer.strategy), self.trainer.world_size
@@ -975,7 +984,9 @@ class GRPOLightningModule(L.LightningModule):
 
     def on_train_start(self) -> None:
         """Set the schedule's length and a resumed run's data position, now that the length of an epoch is known."""
-        checks.check_loader_teams(self.trainer.train_dataloader, self.ranks_per_group)  # also for a user's data module
+        # These two also check the loader of a user's data module.
+        data_checks.refuse_rows(self.trainer.train_dataloader, "training")
+        checks.check_loader_teams(self.trainer.train_dataloader, self.ranks_per_group)
         checks.warn_of_few_prompts(self.trainer.train_dataloader)
         checkpoints.restore_data_position(self.run, self.trainer)
         cycle_length = self.cycle_length(self.trainer.accumulate_grad_batches)

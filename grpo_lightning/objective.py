@@ -31,6 +31,7 @@ tokens of highest entropy.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 import torch
 from torch import Tensor
 
+from grpo_lightning.core.import_paths import import_object
 from grpo_lightning.core.types import MicroBatch, check_ranges
 from grpo_lightning.functional import (
     aggregate,
@@ -67,6 +69,10 @@ from grpo_lightning.functional import (
 
 log = logging.getLogger(__name__)
 
+SurrogateName = Literal[
+    "clip", "cispo", "sapo", "gmpo", "vespo", "dppo_tv", "dppo_kl", "reinforce", "clip_cov", "kl_cov"
+]
+
 
 class StepCounts(NamedTuple):
     """Counts of an optimizer step over all ranks; the loss is divided by one of them (see `Objective.aggregate`)."""
@@ -90,11 +96,12 @@ class ObjectiveTerms(NamedTuple):
     kl: Tensor
     """[B, T] KL to the reference, in nats; 0 without a reference."""
 
-    clipped_low: Tensor
-    """[B, T] bool, True where the surrogate clips the ratio from below."""
+    clipped_low: Tensor | None
+    """[B, T] bool, True where the surrogate clips the ratio from below; None if that is not known (your own
+    surrogate)."""
 
-    clipped_high: Tensor
-    """[B, T] bool, True where the surrogate clips the ratio from above."""
+    clipped_high: Tensor | None
+    """[B, T] bool, True where the surrogate clips the ratio from above; None if that is not known."""
 
     ratio: Tensor
     """[B, T] importance ratio."""
@@ -130,9 +137,7 @@ class Objective:
     """`token` is one importance ratio per token. `sequence` is one per completion (GSPO). `sequence_token` has the
     value of `sequence`, but the gradient of each token's own log-prob (GSPO-token)."""
 
-    surrogate: Literal[
-        "clip", "cispo", "sapo", "gmpo", "vespo", "dppo_tv", "dppo_kl", "reinforce", "clip_cov", "kl_cov"
-    ] = "clip"
+    surrogate: SurrogateName | str | Callable[..., Any] = "clip"
     """The policy loss of a token. `clip` is minus the clipped ratio times the advantage (PPO). `cispo` is minus the
     capped, detached ratio times advantage times log-prob (CISPO). `sapo` is minus a sigmoid of the ratio (a soft gate)
     times the advantage (SAPO). `gmpo` is minus the geometric mean of the completion's clipped ratios times the
@@ -143,7 +148,8 @@ class Objective:
     KL (`dppo_kl`). `reinforce` is minus the advantage times log-prob (GPG). `clip_cov` is `clip` without some of the
     tokens that lower the entropy most. `kl_cov` is minus the unclipped ratio times the advantage, plus a penalty for
     changing the log-prob of the tokens that lower the entropy most. `covariance_fraction` sets how many of these tokens
-    `clip_cov` and `kl_cov` select."""
+    `clip_cov` and `kl_cov` select. A value with a dot is the import path of your own function of `ratio`,
+    `advantages`, ... that returns the loss of each token, such as `my_losses.my_surrogate` (see docs/grpo.md)."""
 
     epsilon: float = 0.2
     """Lower clip limit: the ratio is clipped from below at 1 - epsilon; an epsilon of 1 means no limit. GMPO clips it
@@ -350,19 +356,19 @@ class Objective:
     @property
     def trains_on_zero_advantages(self) -> bool:
         """False if completions of advantage 0 have no gradient and can be skipped in forward and backward passes."""
-        return self.has_kl_loss or self.trains_entropy or SURROGATES[self.surrogate].trains_on_zero_advantages
+        return self.has_kl_loss or self.trains_entropy or surrogate_of(self).trains_on_zero_advantages
 
     @property
     def selection(self) -> Literal["high_entropy", "high_covariance", "random_covariance"] | None:
         """How tokens are selected before an optimizer step; None if the objective selects none."""
-        return "high_entropy" if self.top_entropy_fraction < 1 else SURROGATES[self.surrogate].selection
+        return "high_entropy" if self.top_entropy_fraction < 1 else surrogate_of(self).selection
 
     @property
     def has_loss_per_completion(self) -> bool:
         """True if all tokens of a completion share one policy loss, so that the loss's gradient reaches all tokens."""
         # CISPO multiplies the sequence ratio by the log-prob of each token.
         is_sequence_loss = self.ratio == "sequence" and self.surrogate != "cispo"
-        return is_sequence_loss or SURROGATES[self.surrogate].is_per_completion
+        return is_sequence_loss or surrogate_of(self).is_per_completion
 
     @property
     def trains_entropy(self) -> bool:
@@ -450,7 +456,7 @@ class Objective:
         mask = batch.completion_mask  # [B, T]
         tokens = self._tokens(logprobs, batch)
         ratio = tokens.ratio  # [B, T] or [B, 1]
-        loss = SURROGATES[self.surrogate].loss(self, tokens)  # [B, T] or [B, 1]
+        loss = surrogate_of(self).loss(self, tokens)  # [B, T] or [B, 1]
         if self.selection == "high_entropy":
             loss = torch.where(tokens.selected, loss, 0.0)
         correction = self._correction(logprobs, batch)
@@ -464,7 +470,8 @@ class Objective:
                 kl = ratio * kl
             if self.has_kl_loss:
                 loss = loss + self.beta * kl
-        clipped_low, clipped_high = self._find_clipped(tokens)  # [B, T] each
+        knows_clipped = surrogate_of(self).knows_clipped
+        clipped_low, clipped_high = self._find_clipped(tokens) if knows_clipped else (None, None)  # [B, T] each
         mean = functools.partial(
             aggregate,
             mask=mask,
@@ -498,12 +505,12 @@ class Objective:
             batch: The micro-batch.
 
         Returns:
-            Two [B, T] bool.
+            Two [B, T] bool; False everywhere if the surrogate is your own function.
         """
         return self._find_clipped(self._tokens(logprobs.detach(), batch))
 
     def _find_clipped(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        low, high = SURROGATES[self.surrogate].clipped(self, tokens)
+        low, high = surrogate_of(self).clipped(self, tokens)
         return low.expand_as(tokens.mask) & tokens.mask, high.expand_as(tokens.mask) & tokens.mask
 
     def _tokens(self, logprobs: Tensor, batch: MicroBatch) -> Tokens:
@@ -539,7 +546,7 @@ class Objective:
         if weight is None or unbounded is None:
             factor = (kept & mask).to(logprobs.dtype)
             return None if threshold is None else Correction(factor, factor, ~kept & mask)
-        is_folded = SURROGATES[self.surrogate].folds_rollout_weights
+        is_folded = surrogate_of(self).folds_rollout_weights
         factor = kept & mask if is_folded else weight * (kept & mask)
         return Correction(factor, weight * (kept & mask), ((weight != unbounded) | ~kept) & mask)
 
@@ -611,6 +618,9 @@ class Surrogate(NamedTuple):
     is_per_completion: bool = False
     """True if there is one loss per completion, [B, 1]. There must then also be one off-policy weight per
     completion."""
+
+    knows_clipped: bool = True
+    """False if it is not known which tokens are clipped; then no clip fractions are logged."""
 
 
 def _clip(objective: Objective, tokens: Tokens) -> Tensor:
@@ -756,11 +766,113 @@ SURROGATES = {
         trains_on_zero_advantages=True,
     ),
 }
-"""Every surrogate, by its name in `Objective.surrogate`."""
+"""Every surrogate of the package, by its name in `Objective.surrogate`."""
+
+OWN_ARGUMENTS = ("ratio", "advantages", "logprobs", "old_logprobs", "mask", "epsilon", "epsilon_high")
+"""Arguments that a user's own surrogate may take."""
+
+
+def surrogate_of(objective: Objective) -> Surrogate:
+    """The surrogate of an objective: one of the package, or the user's own function.
+
+    Raises:
+        ValueError: If `objective.surrogate` is neither a name of the package, nor the import path of a function, nor a
+            function.
+    """
+    given = objective.surrogate
+    if not isinstance(given, str):
+        function = given
+    elif given in SURROGATES:
+        return SURROGATES[given]
+    elif "." not in given.strip("."):
+        raise ValueError(
+            f"objective.surrogate must be one of {', '.join(SURROGATES)}, or the import path of your own function "
+            f"(my_losses.my_surrogate); got {given!r}."
+        )
+    else:
+        try:
+            function = import_object(given)
+        except ValueError as error:
+            raise ValueError(f"objective.surrogate: {error}") from error
+    return own_surrogate(function, name_of(objective))
+
+
+def name_of(objective: Objective) -> str:
+    """Name of the surrogate for messages: `objective.surrogate`, or the name of the user's function."""
+    given = objective.surrogate
+    return given if isinstance(given, str) else getattr(given, "__qualname__", repr(given))
+
+
+def own_surrogate(function: Callable[..., Any], name: str) -> Surrogate:
+    """Make a surrogate of a user's own function.
+
+    The function returns the loss of each token, to be minimized: [B, T], or [B, 1] if `Objective.ratio` is `sequence`.
+    Masked tokens may have any loss. The function gets, by keyword, those of the following arguments that it names;
+    further arguments need a default.
+
+        ratio         [B, T], or [B, 1] if `Objective.ratio` is `sequence`; importance ratios, with gradients
+        advantages    [B, 1], or [B, T] with `turn_credit`
+        logprobs      [B, T] nats, of the current policy, with gradients
+        old_logprobs  [B, T] nats
+        mask          [B, T] bool, True where a token is trained on
+        epsilon       `Objective.epsilon`
+        epsilon_high  `Objective.epsilon_high`; if that is null, `Objective.epsilon`
+
+    Args:
+        function: The function.
+        name: Its name in errors.
+
+    Raises:
+        ValueError: If `function` is no function, or requires another argument.
+    """
+    if not callable(function) or inspect.isclass(function):
+        raise ValueError(f"objective.surrogate must be a function, got {function!r}.")
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
+    named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    for parameter in named:
+        if parameter.default is parameter.empty and parameter.name not in OWN_ARGUMENTS:
+            raise ValueError(
+                f"objective.surrogate {name} requires the argument {parameter.name!r}. It can have "
+                f"{', '.join(OWN_ARGUMENTS)}; give other arguments a default."
+            )
+    taken = {each for each in OWN_ARGUMENTS if takes_all or each in [parameter.name for parameter in named]}
+
+    def loss(objective: Objective, tokens: Tokens) -> Tensor:
+        known = tokens._asdict() | {"epsilon": objective.epsilon, "epsilon_high": objective.high}
+        return check_own_loss(function(**{each: known[each] for each in taken}), tokens, name)
+
+    return Surrogate(
+        loss,
+        _never_clipped,
+        frozenset(taken & {"ratio", "epsilon", "epsilon_high"}),
+        takes_turn_credit=True,
+        trains_on_zero_advantages=True,  # an unknown function may have a gradient there
+        knows_clipped=False,
+    )
+
+
+def check_own_loss(loss: Any, tokens: Tokens, name: str) -> Tensor:
+    """Check what a user's own surrogate returned. Raises: ValueError if it is not the loss of each token."""
+    shape = tokens.mask.shape
+    # A tensor [B] would broadcast along T if B equals T.
+    if not isinstance(loss, Tensor) or loss.shape not in (shape, tokens.ratio.shape):
+        got = list(loss.shape) if isinstance(loss, Tensor) else f"a value of type {type(loss).__name__}"
+        raise ValueError(
+            f"objective.surrogate {name} must return the loss of each token, a Tensor of the shape {list(shape)}; got "
+            f"{got}."
+        )
+    if tokens.logprobs.requires_grad and not loss.requires_grad:
+        raise ValueError(
+            f"objective.surrogate {name} returned a loss without a gradient: compute it from `ratio` or `logprobs`, "
+            "without detach()."
+        )
+    return loss
 
 
 def check_objective(objective: Objective) -> None:
     """Check choices, ranges and combinations. Raises: ValueError if one is invalid; the message says what to do."""
+    surrogate_of(objective)
     for name, kind in get_type_hints(type(objective)).items():
         choices, value = get_args(kind), getattr(objective, name)
         if get_origin(kind) is Literal and value not in choices:
@@ -815,16 +927,16 @@ def _check_ranges(objective: Objective) -> None:
 
 def _check_unused(objective: Objective) -> None:
     """Refuse settings without an effect. Raises: ValueError if one differs from its default; the message says why."""
-    own = SURROGATES[objective.surrogate].settings
+    own = surrogate_of(objective).settings
     others = sorted(frozenset().union(*(surrogate.settings for surrogate in SURROGATES.values())) - own)
     is_capped = objective.surrogate == "cispo" and objective.epsilon_high is not None
     has_low = not is_capped or objective.cispo_lower_bound
     is_corrected = objective.rollout_correction != "none"
     uses = [
-        (False, f"the {objective.surrogate} surrogate does not use it", others),
+        (False, f"the {name_of(objective)} surrogate does not use it", others),
         (
-            SURROGATES[objective.surrogate].selection is None,
-            f"the {objective.surrogate} surrogate selects tokens itself",
+            surrogate_of(objective).selection is None,
+            f"the {name_of(objective)} surrogate selects tokens itself",
             ["top_entropy_fraction"],
         ),
         (
@@ -881,8 +993,8 @@ def _check_correction(objective: Objective) -> None:
 
 def correction_levels(objective: Objective) -> tuple[list[str], str]:
     """The levels of `rollout_correction` that the loss can use, the default first; and why it cannot use the others."""
-    own = SURROGATES[objective.surrogate]
-    surrogate = f"objective.surrogate {objective.surrogate!r}"
+    own = surrogate_of(objective)
+    surrogate = f"objective.surrogate {name_of(objective)!r}"
     if own.folds_rollout_weights:
         return ["token"], f"{surrogate}, which multiplies the weights of the tokens itself"
     if own.is_per_completion:

@@ -5,7 +5,7 @@ import dataclasses
 import re
 import textwrap
 from types import SimpleNamespace
-from typing import get_args, get_type_hints
+from typing import get_args
 
 import pytest
 import torch
@@ -309,7 +309,7 @@ def test_a_kl_in_the_reward_is_not_in_the_loss():
 
 
 def test_every_surrogate_is_in_the_table():
-    assert set(objective_file.SURROGATES) == set(get_args(get_type_hints(Objective)["surrogate"]))
+    assert set(objective_file.SURROGATES) == set(get_args(objective_file.SurrogateName))
     settings = {field.name for field in dataclasses.fields(Objective)}
     assert all(surrogate.settings <= settings for surrogate in objective_file.SURROGATES.values())
 
@@ -629,6 +629,83 @@ def test_the_edges_are_allowed():
 def test_unknown_choices_are_named_before_anything_is_computed(name):
     with pytest.raises(ValueError, match=rf"objective\.{name} must be one of .*got 'nonsense'"):
         Objective(**{name: "nonsense"})
+
+
+def clip_by_hand(ratio, advantages, *, epsilon, epsilon_high, unrelated=1.0):
+    """The default surrogate, as a user would write it."""
+    return -unrelated * torch.minimum(ratio * advantages, ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantages)
+
+
+PATH = f"{__name__}.clip_by_hand"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"epsilon": 0.1, "epsilon_high": 0.3},
+        {"ratio": "sequence", "aggregate": "sequence"},
+        {"rollout_correction": "token_truncate", "top_entropy_fraction": 0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("surrogate", [clip_by_hand, PATH], ids=["function", "path"])
+def test_an_own_surrogate_is_composed_as_those_of_the_package(surrogate, settings):
+    loss, gradient = loss_and_gradient(Objective(surrogate=surrogate, **settings))
+    expected, expected_gradient = loss_and_gradient(Objective(**settings))
+    assert loss == expected
+    assert torch.equal(gradient, expected_gradient)
+
+
+def test_an_own_surrogate_gets_all_arguments_if_it_takes_all():
+    def takes_all(**arguments):
+        seen.update(arguments)
+        return -arguments["ratio"] * arguments["advantages"]
+
+    seen, (logprobs, batch) = {}, make_batch()
+    terms = Objective(surrogate=takes_all, epsilon=0.3)(logprobs, batch, COUNTS, LONGEST)
+    assert tuple(sorted(seen)) == tuple(sorted(objective_file.OWN_ARGUMENTS))
+    assert (seen["epsilon"], seen["epsilon_high"]) == (0.3, 0.3)
+    assert torch.equal(seen["old_logprobs"], batch.old_logprobs)
+    assert (terms.clipped_low, terms.clipped_high) == (None, None), "not known, which is not 0"
+    assert Objective(surrogate=takes_all, beta=0.0).trains_on_zero_advantages
+
+
+def needs_more(ratio, entropy):
+    return ratio * entropy
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"surrogate": "nonsense"}, r"one of clip, .*, or the import path of your own function .*; got 'nonsense'"),
+        ({"surrogate": "no_such_module.f"}, r"surrogate: there is no module 'no_such_module' .*the current folder"),
+        ({"surrogate": f"{__name__}.clip_by_hnd"}, r"has no 'clip_by_hnd'\. Did you mean .*clip_by_hand"),
+        ({"surrogate": f"{__name__}.LONGEST"}, r"is 9, not a function"),
+        ({"surrogate": f"{__name__}.SimpleNamespace"}, r"must be a function, got <class"),
+        ({"surrogate": 3}, r"must be a function, got 3"),
+        ({"surrogate": needs_more}, r"needs_more requires the argument 'entropy'\. It can have ratio, advantages"),
+        ({"surrogate": PATH, "dual_clip": 3.0}, r"dual_clip is 3\.0, but the \S*clip_by_hand surrogate does not use"),
+        ({"surrogate": lambda ratio: ratio, "epsilon": 0.1}, r"epsilon is 0\.1, but the \S*<lambda> surrogate does"),
+    ],
+)
+def test_a_wrong_own_surrogate_is_refused_before_anything_is_computed(settings, message):
+    with pytest.raises(ValueError, match=rf"objective\..*{message}"):
+        Objective(**settings)
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "message"),
+    [
+        (lambda ratio: ratio.sum(), r"a Tensor of the shape \[4, 5\]; got \[\]"),
+        (lambda ratio: ratio.sum(1), r"got \[4\]"),
+        (lambda ratio: None, "got a value of type NoneType"),
+        (lambda ratio: ratio.detach(), "loss without a gradient: compute it from `ratio` or `logprobs`"),
+    ],
+)
+def test_what_an_own_surrogate_returns_is_checked(surrogate, message):
+    with pytest.raises(ValueError, match=rf"objective\.surrogate \S*<lambda> .*{message}"):
+        loss_and_gradient(Objective(beta=0.0, surrogate=surrogate))
 
 
 def test_cispo_reports_a_token_as_clipped_when_its_ratio_is_capped_whatever_the_sign():

@@ -7,9 +7,7 @@ module extracts key and value from the parser's message, and finds the file or f
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -34,9 +32,8 @@ from grpo_lightning.cli.config import (
 from grpo_lightning.cli.help import first_sentence
 from grpo_lightning.cli.recipes import find_fragment
 from grpo_lightning.cli.sources import Source
+from grpo_lightning.core.import_paths import MAX_LISTED, import_path_problem
 from grpo_lightning.core.log_messages import nearest
-
-MAX_LISTED = 60
 
 OTHER_NAMES = {
     "attn_impl": "model.policy.attention",
@@ -349,36 +346,13 @@ def refusal(path: str, text: str) -> str | None:
 
 
 def import_problem(path: str, hint: Any) -> str | None:
-    """Reason why an import path is invalid: missing module, import error, or missing name; None if it is valid."""
-    module_name, _, name = path.rpartition(".")
-    if not module_name:
+    """Reason why a value is no import path, or why the path is invalid; None if it is valid."""
+    if "." not in path.strip("."):
         names = {kind.__name__ for kind in named_classes(hint) if not inspect.isabstract(kind)}
         near = nearest(path, sorted(names))
         known = f"Did you mean {' or '.join(near)}?" if near else "Write module.name."
         return f"{path!r} is neither an import path nor a name of the package. {known}"
-    try:
-        module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or module_name
-        if not f"{module_name}.".startswith(f"{missing}."):
-            return f"{module_name} (for {path}) imports {missing}, which is not installed."
-        return (
-            f"there is no module {missing!r} for {path}. "
-            f"Searched the installed packages and the current folder, {os.getcwd()}."
-        )
-    except Exception as error:  # noqa: BLE001 - importing a user's module can raise anything
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        # The text of a SyntaxError names the place already, and its last frame is that of Python's compiler.
-        where = "" if isinstance(error, SyntaxError) else f" (at {frame.filename}:{frame.lineno})"
-        return f"importing {module_name} for {path} failed: {type(error).__name__}: {error}{where}."
-    if hasattr(module, name):
-        value = getattr(module, name)
-        return None if callable(value) else f"{path} is {value!r}, not a function."
-    public = [other for other in dir(module) if not other.startswith("_")]
-    near = nearest(name, public)
-    choices = f"It has: {', '.join(public[:MAX_LISTED])}."
-    known = f"Did you mean {' or '.join(f'{module_name}.{other}' for other in near)}?" if near else choices
-    return f"{module_name} has no {name!r}. {known}"
+    return import_path_problem(path)
 
 
 WORDS = {

@@ -539,6 +539,9 @@ class EncodedPrompt:
 
 Settings = TypeVar("Settings")
 
+NOT_SAVED = "not_saved"
+"""Key of the note that a checkpoint holds in place of settings that are not plain values. Its value is the reason."""
+
 
 def settings_of(kind: type[Settings], value: Settings | Mapping[str, Any] | None, key: str) -> Settings:
     """Convert a value to settings of the type `kind`.
@@ -550,10 +553,16 @@ def settings_of(kind: type[Settings], value: Settings | Mapping[str, Any] | None
         key: Name of the value in errors.
 
     Raises:
-        ValueError: If the value has another type, or the mapping has a key that is not a field.
+        ValueError: If the value has another type, the mapping has a key that is not a field, or the mapping is the note
+            of a checkpoint that does not hold these settings.
     """
     if isinstance(value, kind):
         return value
+    if isinstance(value, Mapping) and NOT_SAVED in value:
+        raise ValueError(
+            f"The checkpoint does not hold {key}, because {value[NOT_SAVED]}: pass "
+            f"{key.removeprefix('model.')}=... to load_from_checkpoint again."
+        )
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     if not isinstance(value, Mapping | None):
         raise ValueError(f"{key} must be of {kind.__name__}, got {value!r:.80}: write {kind.__name__}(...).")

@@ -73,7 +73,11 @@ class LaterBatch(PromptBatch):
 
 
 def as_prompt(
-    row: Prompt | Mapping[str, Any] | str, index: int = -1, template: PromptTemplate | None = None, where: str = ""
+    row: Prompt | Mapping[str, Any] | str,
+    index: int = -1,
+    template: PromptTemplate | None = None,
+    where: str = "",
+    remedy: str = "Pass the dataset itself, not batches of it.",
 ) -> Prompt:
     """Convert an item of a dataset (a `Prompt`, a text, or a row with a prompt column) to a prompt.
 
@@ -82,6 +86,7 @@ def as_prompt(
         index: Position of the item in the dataset.
         template: Prompt template for texts and rows.
         where: Name of the item in errors; by default "row N", with N = `index` + 1.
+        remedy: Last sentence of the error if the item is not a prompt.
 
     Raises:
         TypeError: If the item is not a `Prompt`, a text or a row.
@@ -95,11 +100,15 @@ def as_prompt(
     if not isinstance(row, Mapping):
         raise TypeError(
             f"{where} must be a prompt: a text, a row with a prompt column or a Prompt, got {type(row).__name__} "
-            f"({row!r:.80}). Pass the dataset itself, not batches of it: the PromptSource creates them."
+            f"({row!r:.80}). {remedy}"
         )
     prompt = to_prompt(row, where=where, index=index, template=template)
     refuse_media(prompt, where)
     return prompt
+
+
+WRAP = "Wrap the data in grpo_lightning.PromptSource, or give the DataLoader `collate_fn=list`."
+"""Remedy in errors about batches that are not prompts."""
 
 
 def as_prompt_batch(batch: Any) -> PromptBatch:
@@ -120,10 +129,13 @@ def as_prompt_batch(batch: Any) -> PromptBatch:
     if isinstance(batch, Mapping) and not any(isinstance(value, str) for value in batch.values()):
         batch = _rows_of_columns(batch)
     if isinstance(batch, Sequence) and not isinstance(batch, str):
-        return PromptBatch([as_prompt(row, where=f"row {number} of the batch") for number, row in enumerate(batch, 1)])
+        where = "row {} of the batch"
+        return PromptBatch(
+            [as_prompt(row, where=where.format(number), remedy=WRAP) for number, row in enumerate(batch, 1)]
+        )
     raise TypeError(
-        f"A training batch must be prompts (a list of texts or rows, or a PromptBatch), got {type(batch).__name__}. "
-        "Wrap the data in grpo_lightning.PromptSource, or give the DataLoader `collate_fn=list`."
+        "A batch of the data loader must be prompts (a list of texts or rows, or a PromptBatch), got "
+        f"{type(batch).__name__}. {WRAP}"
     )
 
 

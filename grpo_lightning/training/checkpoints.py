@@ -21,7 +21,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from grpo_lightning.core import ranks
+from grpo_lightning.core.types import NOT_SAVED, SamplingParams
+from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.reference import SyncReference
+from grpo_lightning.rewards import RewardWorkers
+from grpo_lightning.rollout.conversations import ConversationSettings
+from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.schedules import Schedule
 from grpo_lightning.training.checkpoint_files import (
     RankFiles,
@@ -33,6 +39,7 @@ from grpo_lightning.training.checkpoint_files import (
     unmark_complete,
     why_incomplete,
 )
+from grpo_lightning.training.evaluation import Validation
 from grpo_lightning.training.lightning_internals import remember_saved_step, restore_position
 from grpo_lightning.training.run_state import RunState, root_folder
 from grpo_lightning.training.strategies import can_read
@@ -202,18 +209,43 @@ KEPT_ARGUMENTS = (
 be passed again when a checkpoint is loaded."""
 
 
+SETTINGS = {
+    ConversationSettings,
+    DynamicSampling,
+    Objective,
+    RewardWorkers,
+    SamplingParams,
+    SyncReference,
+    Validation,
+}
+"""The classes of settings whose objects are saved in checkpoints as their fields. Objects of a subclass are not."""
+
+
 def plain_settings(arguments: Mapping[str, Any], loader: PolicyLoader) -> dict[str, Any]:
     """Return the module's arguments to save in checkpoints; `load_from_checkpoint` can then be called without them.
 
     All are plain values, so that the checkpoint can be loaded with `weights_only=True`. Rewards are not included. A
-    policy that was passed as a model object is not included either.
+    policy that was passed as a model object is not included either. An argument whose class is a subclass of its
+    settings class is replaced by a note, with which `settings_of` refuses to load the checkpoint without this argument.
     """
     plain = {name: arguments[name] for name in KEPT_ARGUMENTS if arguments[name] is not None}
     for name, value in plain.items():
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if reason := not_plain_reason(value):
+            plain[name] = {NOT_SAVED: reason}
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             plain[name] = dataclasses.asdict(value)
             plain[name].pop("metrics", None)  # objects, which have to be passed again like rewards
     return plain if loader.settings is None else plain | {"policy": loader.settings}
+
+
+def not_plain_reason(value: Any) -> str | None:
+    """Why an argument cannot be restored from its fields; None if it can."""
+    kind = type(value)
+    if dataclasses.is_dataclass(kind) and kind not in SETTINGS:
+        return f"it was an object of the class {kind.__module__}.{kind.__qualname__}"
+    fields = value if isinstance(value, Mapping) else vars(value) if dataclasses.is_dataclass(kind) else {}
+    functions = [name for name, field in fields.items() if callable(field)]
+    return f"its {functions[0]} was a function" if functions else None
 
 
 def missing_arguments(error: TypeError) -> str | None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.data.source import PromptSource, remedy_for_few_prompts
-from grpo_lightning.objective import SURROGATES, Objective
+from grpo_lightning.objective import SURROGATES, Objective, surrogate_of
 from grpo_lightning.policy.reference import SyncReference
 from grpo_lightning.policy.trainable import check_masters, compute_dtype
 from grpo_lightning.rewards.base import WeightedReward, innermost
@@ -73,6 +73,11 @@ def checked_step(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(returned, kind):
             got = "None" if returned is None else f"a value of type {type(returned).__name__}"
             raise ValueError(f"`{name}` returned {got}; it must return {expected}.")
+        if isinstance(returned, Tensor) and returned.numel() != 1:
+            raise ValueError(
+                f"`update` returned a Tensor of the shape {list(returned.shape)}; it must return the loss of the "
+                "micro-batch, a scalar: sum it, and divide by a number of `micro_step.counts`."
+            )
         if name in ("resample", "compute_advantages"):
             (given,) = (value for value in (*args, *kwargs.values()) if isinstance(value, Rollout))
             return with_scores(cast(Rollout, returned), given)
@@ -136,7 +141,7 @@ def check_pass_k(pass_k: int | None, num_generations: int) -> None:
         )
 
 
-def check_kl_cov(surrogate: str, old_logprobs: str, num_updates: int) -> None:
+def check_kl_cov(surrogate: Any, old_logprobs: str, num_updates: int) -> None:
     """Check that KL-Cov's penalty has a gradient.
 
     Raises:
@@ -150,7 +155,7 @@ def check_kl_cov(surrogate: str, old_logprobs: str, num_updates: int) -> None:
         )
 
 
-def warn_of_off_policy(surrogate: str, old_logprobs: str, num_updates: int) -> None:
+def warn_of_off_policy(surrogate: Any, old_logprobs: str, num_updates: int) -> None:
     """Warn if DPPO ignores the engine's log-probs, or if a surrogate without ratio has several updates per rollout."""
     if surrogate in ("dppo_tv", "dppo_kl") and old_logprobs == "recompute":
         log.warning(
@@ -529,7 +534,7 @@ def check_turn_credit(turn_credit: float, objective: Objective) -> None:
     """Raise ValueError if turns have their own credit, but the objective uses one advantage per completion."""
     if not turn_credit:
         return
-    if not SURROGATES[objective.surrogate].takes_turn_credit:
+    if not surrogate_of(objective).takes_turn_credit:
         others = ", ".join(sorted(name for name, each in SURROGATES.items() if each.takes_turn_credit))
         raise ValueError(
             f"model.conversation.turn_credit is {turn_credit}, but model.objective.surrogate {objective.surrogate!r} "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.core.log_messages import bullet_list
@@ -32,6 +32,51 @@ if TYPE_CHECKING:
     from grpo_lightning.policy.encoder import Encoder
     from grpo_lightning.policy.loading import PolicyLoader
     from grpo_lightning.rewards import RewardSet
+
+
+STAGES = ("training", "validation", "validation", "test", "prediction")
+"""Names of the `reading_loops` in errors."""
+
+
+def check_no_rows(trainer: L.Trainer) -> None:
+    """Check that the trainer got loaders, not rows, for every stage.
+
+    Lightning accepts a list or dict of loaders. It would read a list of rows as such a list, and train on the names of
+    the columns.
+
+    Raises:
+        ValueError: If the data of a stage are rows, texts or a Hugging Face dataset.
+    """
+    for stage, loop in zip(STAGES, reading_loops(trainer), strict=True):
+        refuse_rows(given_loader(loop), stage)
+
+
+def refuse_rows(loader: Any, stage: str) -> None:
+    """Refuse rows in place of a loader. Raises: ValueError; the message says how to make a loader of them.
+
+    Args:
+        loader: A loader, or several loaders in a list or dict.
+        stage: Name of the loader in the message.
+    """
+    loaders = loader.values() if isinstance(loader, Mapping) else loader if isinstance(loader, list | tuple) else []
+    if is_rows(loader) or any(is_row(each) or is_rows(each) for each in loaders):
+        raise ValueError(
+            f"The {stage} loader is a {type(loader).__name__} of rows. Rows are not a loader: write "
+            "grpo_lightning.PromptSource(rows, batch_size=...)."
+        )
+
+
+def is_row(value: Any) -> bool:
+    """True for one row of a dataset: a text, a dict or a `Prompt`."""
+    return isinstance(value, str | Mapping | Prompt)
+
+
+def is_rows(value: Any) -> bool:
+    """True for a list of rows, a Hugging Face dataset, or a text (such as the path of a file)."""
+    if isinstance(value, list | tuple):
+        return any(map(is_row, value))
+    is_hugging_face = any(kind.__module__.partition(".")[0] == "datasets" for kind in type(value).__mro__)
+    return is_hugging_face or isinstance(value, str)
 
 
 def check_columns(rewards: RewardSet, trainer: L.Trainer) -> None:

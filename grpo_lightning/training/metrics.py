@@ -311,7 +311,7 @@ def add_padding(metrics: StepMetrics, scorer: Scorer, micro_batches: Sequence[Mi
 def add_update(
     metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms, *, is_engine_compared: bool = True
 ) -> None:
-    """Add loss, KL, ratio and clip fractions of a micro-batch, over its trained tokens.
+    """Add KL, ratio and clip fractions of a micro-batch, over its trained tokens.
 
     The KL to the reference and the fraction of selected tokens are means over the trained tokens of all completions.
     Completions with advantage 0 do not contribute to the policy loss. All other means describe the policy loss, and are
@@ -335,12 +335,13 @@ def add_update(
     trained = batch.completion_mask
     in_loss = trained & (batch.token_advantages != 0)
     of_all = {"kl": terms.kl, "kl_clamped": terms.kl_clamped} if batch.ref_logprobs is not None else {}
+    low, high = terms.clipped_low, terms.clipped_high
     of_loss = {
         "ratio": terms.ratio,
         "ratio_clamped": terms.ratio_clamped,
-        "clip_fraction": terms.clipped_low | terms.clipped_high,
-        "clip_fraction_low": terms.clipped_low,
-        "clip_fraction_high": terms.clipped_high,
+        "clip_fraction": None if low is None or high is None else low | high,
+        "clip_fraction_low": low,
+        "clip_fraction_high": high,
         "rollout_weight": terms.rollout_weight,
         "rollout_corrected": terms.is_corrected,
     }
@@ -357,7 +358,6 @@ def add_update(
         for name, values in per_token.items():
             if values is not None:
                 metrics.add(f"policy/{name}", (values * mask).sum(), mask.sum())
-    metrics.add_sum("policy/loss", terms.loss.detach())
 
 
 def add_router_loss(metrics: StepMetrics, share: Tensor, largest: Tensor, *, opens_update: bool) -> None:

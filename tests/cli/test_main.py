@@ -27,6 +27,7 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.lora import LoRA
+from grpo_lightning.report.changed_settings import different_settings
 from grpo_lightning.schedules import Cosine
 from grpo_lightning.training.checkpoint_files import mark_complete
 from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
@@ -200,6 +201,23 @@ def test_nested_settings_two_files_flags_and_a_module_of_ones_own(recipe, tmp_pa
     assert cli.model.engine.max_rows == 4
     assert (cli.model.num_generations, cli.trainer.global_step) == (3, 2)  # one step, rounded up to a cycle
     assert cli.model.objective == Objective(epsilon=0.1, aggregate="sequence", beta=0.0)
+
+
+@SLOW
+def test_an_own_surrogate_by_its_import_path(recipe, tmp_path, capsys):
+    (tmp_path / "cli_losses.py").write_text("def plain(ratio, advantages):\n    return -ratio * advantages\n")
+    name = recipe(objective={"surrogate": "cli_losses.plain"}, trainer={"enable_checkpointing": True, "max_steps": 1})
+    main(["fit", "--config", name])
+    saved = yaml.safe_load((tmp_path / "runs" / "recipe" / "version_0" / "config.yaml").read_text())
+    assert ["model.objective.surrogate", "cli_losses.plain", "clip"] in different_settings(saved)
+    cli = main(["fit", "--config", name, "--trainer.max_steps=2", "--ckpt_path=auto"])
+    assert (cli.trainer.global_step, cli.model.objective.surrogate) == (2, "cli_losses.plain")
+    for wrong, message in (
+        ("cli_losses.none", "objective.surrogate: cli_losses has no 'none'"),
+        ("nonsense", "the import path of your own function"),
+        ("3", "surrogate"),
+    ):
+        assert message in failure(capsys, "fit", "--config", name, f"--model.objective.surrogate={wrong}")
 
 
 @SLOW

@@ -46,6 +46,18 @@ def test_what_is_no_batch_is_refused(batch):
         as_prompt_batch(batch)
 
 
+def test_the_error_of_a_batch_names_neither_a_stage_nor_a_source_that_is_not_there():
+    with pytest.raises(TypeError, match=r"^A batch of the data loader must be prompts"):
+        as_prompt_batch(3)
+    with pytest.raises(
+        TypeError, match=r"row 1 of the batch must be a prompt.*Wrap the data in .*collate_fn=list"
+    ) as e:
+        as_prompt_batch([["a"]])
+    assert "not batches" not in str(e.value)
+    with pytest.raises(TypeError, match=r"row 1 must be a prompt.*Pass the dataset itself, not batches of it\.$"):
+        as_prompt(["a"], 0)
+
+
 def test_as_prompt_numbers_only_what_has_no_number():
     assert as_prompt("a", 4).index == 4
     assert as_prompt({"prompt": "a"}, 4).index == 4

@@ -59,7 +59,15 @@ LOGGED_BY_REWARDS = {
 }
 """Metrics that single rewards log; tests/rewards/ has their tests."""
 
-THEIR_FILES = {"grpo_jsonl.py", "train.py", "recipe.yaml", "my_rewards.py", "my_run.yaml", "config.yaml"}
+THEIR_FILES = {
+    "grpo_jsonl.py",
+    "train.py",
+    "recipe.yaml",
+    "my_rewards.py",
+    "my_losses.py",
+    "my_run.yaml",
+    "config.yaml",
+}
 
 
 def migration_rows() -> list[TableRow]:
@@ -81,10 +89,13 @@ def folder(tmp_path, monkeypatch):
     for name in ("name-or-path", "reward-model"):
         tiny_tokenizer().save_pretrained(name)
     Path("my_rewards.py").write_text(files()["my_rewards.py"])
+    Path("my_losses.py").write_text(blocks(read("grpo.md"), "python")[0])
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    for name in ("my_rewards", "my_losses"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     yield tmp_path
-    sys.modules.pop("my_rewards", None)
+    for name in ("my_rewards", "my_losses"):
+        sys.modules.pop(name, None)
 
 
 # -------------------------------------------------------------------------------------------------------------- tables

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
+from operator import attrgetter
 from typing import Any
 
 import lightning as L
@@ -11,6 +13,8 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 
+from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.objective import Objective
 from grpo_lightning.rewards import WeightedReward
 from tests.docs import lightning_arguments, lightning_callbacks  # noqa: F401 - they register their cases
 from tests.helpers.lightning_rows import CASES
@@ -151,6 +155,58 @@ def test_small_weights_logs_and_adds_to_the_loss():
     assert history.of("policy/weight_norm")[0] == pytest.approx(float(squares[0].sqrt()), rel=1e-5)
     # Equal rewards teach nothing: what moves the weights is the added term, by lr x 2 x 1e-6 x weight per step.
     assert float(squares[1]) == pytest.approx(float(squares[0]) * (1 - 2e-6 * LR) ** 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_reinforce_is_the_packages_surrogate_of_this_name(accumulate):
+    """The weights are those of `surrogate: reinforce`, however the step is split."""
+    logged, weights = [], []
+    for kind, objective in (
+        (shown_class("Reinforce"), Objective(beta=0.0)),
+        (GRPOLightningModule, Objective(beta=0.0, surrogate="reinforce")),
+    ):
+        history, module = History(), make_module(kind, objective=objective)
+        fit(module, max_steps=2, accumulate_grad_batches=accumulate, callbacks=[history])
+        logged.append(history)
+        weights.append(weights_of(module))
+    own, expected = logged
+    assert all(torch.allclose(weights[0][name], weights[1][name], atol=1e-6) for name in weights[0])
+    assert own.of("policy/loss") == pytest.approx(expected.of("policy/loss"), abs=1e-6)
+    assert all(value < 0 for value in own.of("policy/logprob"))
+    only_default = {name for name in expected.steps[0].keys() - own.steps[0].keys() if name.startswith("policy/")}
+    (sentence,) = re.findall(r"The default `update` itself logs (.*?)\.\s", PAGE, re.DOTALL)
+    assert {name for name in only_default if "rollout_" not in name and "clip_fraction" not in name} == {
+        "policy/ratio",
+        "policy/ratio_clamped",
+    }
+    assert {"policy/kl", "policy/ratio", "policy/selected"} <= {*re.findall(r"`(policy/\w+)`", sentence)}
+
+
+def test_the_fields_of_a_micro_step_are_there():
+    """Every field of the table exists, and has the shape that the table gives."""
+    rows = [row for row in tables(PAGE) if row.heading.strip("`") == "update"]
+    shapes = {name: row.cells[1] for row in rows for name in row.names()}
+    assert len(shapes) == 10
+
+    class Seen(GRPOLightningModule):
+        def update(self, micro_step):
+            found.append((micro_step, {name: attrgetter(name)(micro_step) for name in shapes}))
+            return super().update(micro_step)
+
+    found = []
+    fit(make_module(Seen, objective=Objective(beta=0.1), updates_per_rollout=2), max_steps=2)
+    (_, at_first), (second, values) = found
+    assert at_first["batch.old_logprobs"] is None
+    sizes = {"B": len(second.batch.advantages), "T": second.batch.completion_ids.shape[1], "1": 1}
+    sizes |= dict(zip("NL", second.batch.prompt_ids.shape, strict=True))
+    for row in rows:
+        expected = re.findall(r"\[([\w, ]+)\]", row.cells[1])
+        for number, name in enumerate(row.names()):
+            if not expected:
+                assert isinstance(values[name], int)
+                continue
+            wanted = expected[number] if len(row.names()) > 1 else expected[0]
+            assert list(values[name].shape) == [sizes[letter] for letter in wanted.split(", ")], name
 
 
 LR = 1000.0

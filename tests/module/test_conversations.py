@@ -280,6 +280,7 @@ def test_what_needs_an_environment_has_one():
     averaged = r"turn_credit is 1\.0, but with model\.objective\.ratio 'sequence' .* set ratio to sequence_token"
     with pytest.raises(ValueError, match=averaged):
         module_of(limits={"turn_credit": 1.0}, objective=Objective(ratio="sequence", aggregate="sequence", beta=0.0))
+    module_of(limits={"turn_credit": 1.0}, objective=Objective(surrogate=lambda ratio, advantages: -ratio * advantages))
 
 
 @pytest.mark.parametrize("reward", [EnvironmentReward(), WeightedReward(EnvironmentReward(), name="won")])

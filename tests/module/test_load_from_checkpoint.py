@@ -1,6 +1,7 @@
 """`load_from_checkpoint` rebuilds a module from its file; what is no plain value is given anew."""
 
 import inspect
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,13 @@ from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.training.checkpoints import KEPT_ARGUMENTS
+from grpo_lightning.policy.reference import SyncReference
+from grpo_lightning.rewards import RewardWorkers
+from grpo_lightning.rollout.conversations import ConversationSettings
+from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
+from grpo_lightning.training.checkpoints import KEPT_ARGUMENTS, SETTINGS
 from grpo_lightning.training.evaluation import Validation
+from tests.environments.games import ByPromptLength
 from tests.helpers.module_runs import SMALL, are_equal, fit, make_module, make_trainer, vowel_share, weights_of
 from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import SLOW
@@ -98,6 +104,62 @@ def test_what_is_given_beats_the_checkpoint(folder):
     trained(policy="policy")
     loaded = load(rewards=[vowel_share], num_generations=5, sampling=SamplingParams(max_completion_length=9))
     assert (loaded.num_generations, loaded.sampling.max_completion_length) == (5, 9)
+
+
+class Halved(Objective):
+    """An objective without own settings."""
+
+    def __call__(self, *args, **kwargs):
+        terms = super().__call__(*args, **kwargs)
+        return terms._replace(loss=terms.loss / 2)
+
+
+@dataclass
+class Cooler(SamplingParams):
+    """Settings with a further field."""
+
+    tau: float = 0.3
+
+
+SUBCLASSES = {
+    "objective": Halved(beta=0.0),
+    "sampling": Cooler(max_completion_length=6),
+    **{
+        name: type(f"My{kind.__name__}", (kind,), {})()
+        for name, kind in {
+            "validation": Validation,
+            "dynamic_sampling": DynamicSampling,
+            "reward_workers": RewardWorkers,
+            "conversation": ConversationSettings,
+            "sync_reference": SyncReference,
+        }.items()
+    },
+}
+
+
+def test_every_settings_class_has_a_case():
+    assert {type(value).__bases__[0] for value in SUBCLASSES.values()} == SETTINGS
+
+
+@pytest.mark.parametrize("name", SUBCLASSES)
+def test_an_argument_of_a_subclass_is_not_restored_as_its_base_class(name):
+    value = SUBCLASSES[name]
+    options = {name: value}
+    if name == "conversation":
+        options["environment"] = ByPromptLength()
+    if name == "sync_reference":
+        options["objective"] = Objective(beta=0.1)
+    saved = make_module(**options).hparams
+    expected = rf"does not hold model\.{name}, .*{type(value).__name__}: pass {name}=\.\.\. "
+    with pytest.raises(ValueError, match=expected):
+        make_module(**options | {name: saved[name]})
+
+
+def test_a_subclass_is_given_anew(folder):
+    trained(policy="policy", objective=SUBCLASSES["objective"])
+    with pytest.raises(ValueError, match=r"does not hold model\.objective, .*Halved: pass objective=\.\.\."):
+        load(rewards=[vowel_share])
+    assert type(load(rewards=[vowel_share], objective=Halved(beta=0.0)).objective) is Halved
 
 
 @SLOW

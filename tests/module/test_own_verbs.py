@@ -110,8 +110,31 @@ def test_what_is_logged_stays(own, tmp_path):
     assert "time/update" in module.trainer.callback_metrics
     if own is not OwnResample:  # which takes groups out after they were counted
         assert first["reward/mean"] == pytest.approx(sum(line["reward"] for line in lines[:16]) / 16)
+    assert {"policy/loss", "policy/entropy"} <= first.keys()
     if own is not OwnUpdate:
-        assert {"policy/kl", "policy/entropy", "policy/ratio"} <= first.keys()
+        assert {"policy/kl", "policy/ratio"} <= first.keys()
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_the_loss_of_an_own_update_is_logged(accumulate):
+    """The logged loss is the mean that the optimizer minimizes, however many micro-batches the step has."""
+
+    class Constant(GRPOLightningModule):
+        def update(self, micro_step):
+            return 0.0 * super().update(micro_step) + 3.0
+
+    history = History()
+    fit(make_module(Constant), max_steps=1, accumulate_grad_batches=accumulate, callbacks=[history])
+    assert history.of("policy/loss") == [3.0]
+
+
+def test_an_update_that_returns_a_loss_per_completion_is_named():
+    class PerCompletion(GRPOLightningModule):
+        def update(self, micro_step):
+            return super().update(micro_step).expand(4)
+
+    with pytest.raises(ValueError, match=r"^`update` returned a Tensor of the shape \[4\]; it must return the loss of"):
+        fit(make_module(PerCompletion), max_steps=1)
 
 
 @few(2, slow=True)

@@ -8,15 +8,17 @@ from typing import Any
 from unittest import mock
 
 import datasets
+import lightning as L
 import pytest
 from PIL import Image
+from torch.utils.data import DataLoader
 
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards import ByMethod, ExactMatch, IoU
-from grpo_lightning.training.data_checks import num_bytes
+from grpo_lightning.training.data_checks import num_bytes, refuse_rows
 from tests.helpers.module_runs import make_module, make_trainer
 from tests.helpers.tiny_vlms import picture
 
@@ -47,7 +49,7 @@ def data(*rows: dict[str, Any], name: str = "rows.jsonl", **entry: Any) -> list[
     return [{"json_path": name, **entry}]
 
 
-def refusal(module: GRPOLightningModule, *sources: PromptSource, datamodule: Any = None, stage: str = "fit") -> str:
+def refusal(module: GRPOLightningModule, *sources: Any, datamodule: Any = None, stage: str = "fit") -> str:
     """Return the error that refuses a run before it reads the weights, which do not exist."""
     with pytest.raises(ValueError, match="rows") as caught:
         getattr(make_trainer(max_steps=1), stage)(module, *sources, datamodule=datamodule)
@@ -84,6 +86,48 @@ def test_boxes_outside_of_their_image_are_named():
 @pytest.mark.parametrize("stage", ["fit", "validate", "predict"])
 def test_every_stage_is_checked(stage: str):
     assert "- row 2: reward" in refusal(module(IoU()), PromptSource(BAD, 2), stage=stage)
+
+
+ROWS = [{"prompt": f"{i} + 1 ="} for i in range(4)]
+TEXTS = [row["prompt"] for row in ROWS]
+NO_LOADERS = {
+    "rows": ROWS,
+    "texts": TEXTS,
+    "a tuple of rows": tuple(ROWS),
+    "prompts": [Prompt(text) for text in TEXTS],
+    "lists of rows": [ROWS[:2], ROWS[2:]],
+    "columns": {"prompt": TEXTS},
+    "a Hugging Face dataset": datasets.Dataset.from_list(ROWS),
+    "a dict of Hugging Face datasets": datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)),
+    "a stream": datasets.Dataset.from_list(ROWS).to_iterable_dataset(),
+    "a path": "rows.jsonl",
+}
+
+
+@pytest.mark.parametrize("kind", NO_LOADERS)
+def test_rows_are_not_a_loader(kind: str):
+    expected = "Rows are not a loader: write grpo_lightning.PromptSource(rows, batch_size=...)."
+    for stage in ("fit", "validate", "test", "predict"):
+        assert expected in refusal(module(ExactMatch()), NO_LOADERS[kind], stage=stage)
+    found = refusal(module(ExactMatch()), PromptSource(TEXTS, batch_size=2), NO_LOADERS[kind])
+    assert found.startswith("The validation loader is a ")
+    assert expected in found
+
+
+def test_rows_of_a_users_data_module_are_not_a_loader_either():
+    class Rows(L.LightningDataModule):
+        def train_dataloader(self) -> list[dict[str, str]]:
+            return ROWS
+
+    with pytest.raises(ValueError, match=r"The training loader is a list of rows\. Rows are not a loader"):
+        make_trainer(max_steps=1).fit(make_module(), datamodule=Rows())
+
+
+def test_several_loaders_are_loaders():
+    source = PromptSource(TEXTS, batch_size=2)
+    batches = [TEXTS[:2], ROWS[2:]]
+    for loaders in (source, [source, DataLoader(ROWS)], [source, batches], {"a": source}, iter(batches)):
+        refuse_rows(loaders, "validation")
 
 
 def test_text_rows_need_a_reward_of_their_own():
