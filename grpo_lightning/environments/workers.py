@@ -10,9 +10,9 @@ An environment can also run in the training process, without workers. `step` and
 environment object itself, so the changes made by a failed call remain. In the training process, memory has no limit,
 and only async methods have a time limit.
 
-The random generators of `random`, numpy and torch (on the CPU) are seeded for each call, in workers and in the training
-process. There are two exceptions: calls of async methods, because several run at the same time, and calls in the
-training process during asynchronous rollouts, because these do not run in the main thread.
+The random generators of `random`, numpy and torch (on the CPU) are seeded for each call in a worker. They are also
+seeded for each call in the training process, except for calls of async methods, several of which run at the same time,
+and calls during asynchronous rollouts, which do not run in the main thread.
 """
 
 from __future__ import annotations

@@ -39,12 +39,12 @@ def forward_like(module: nn.Module, original: nn.Module, *args: Any, **kwargs: A
 def use_float32_head(model: nn.Module) -> None:
     """Have the output head compute the logits in float32, from float32 weights and hidden states, without autocast.
 
-    16-bit weights are converted each time the head runs, so that tied and sharded weights keep their dtype. According
-    to MiniMax-M1 (arXiv:2506.13585, section 3.2), a 16-bit head is the main reason why log-probs differ between
-    sampling and training.
+    The weights stay in 16 bits, because they may be tied or sharded; each call of the head computes with a temporary
+    float32 copy of them. According to MiniMax-M1 (arXiv:2506.13585, section 3.2), a 16-bit head is the main reason why
+    log-probs differ between sampling and training.
 
     Args:
-        model: Changed in place: the `forward` of all layers of the head, including adapters and copies, is replaced.
+        model: Its head gets another `forward` in place, as do the adapters of the head and the copies that peft trains.
 
     Raises:
         ValueError: If the model does not declare its head, or the head is quantized.
