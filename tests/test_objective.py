@@ -888,7 +888,8 @@ def test_rewards_are_compared_one_by_one():
     summed = Objective().combine_rewards(total, by_reward, [1.0, 1.0])
     assert summed is total
     each = Objective(multi_objective_aggregation="normalize_then_sum").combine_rewards(total, by_reward, [1.0, 2.0])
-    want = normalized_sum(torch.stack(list(by_reward.values())), torch.tensor([1.0, 2.0]))
+    comparable = torch.stack(list(by_reward.values())).masked_fill(total.isnan(), torch.nan)
+    want = normalized_sum(comparable, torch.tensor([1.0, 2.0]))
     assert each.isnan().tolist() == [[False, True, False], [False] * 3]
     torch.testing.assert_close(each[0, [0, 2]], want[0, [0, 2]])
     # Their sum is the same for all of the second group; the rewards themselves are not, and they weigh differently.

@@ -102,11 +102,14 @@ def why_of_other_run(path: Path, runs: Path) -> str | None:
 
 
 def version_of(path: Path, runs: Path) -> Path | None:
-    """The version folder of a run that contains a checkpoint, or else the one whose run saved it; None if unknown."""
+    """The version folder of a run that contains a checkpoint, or else the one whose run saved it; None if unknown.
+
+    It is also unknown if the folder was moved, because another version may have its name now.
+    """
     inside = version_around(path, runs)
     if inside is not None or (folder := saved_by(path)) is None:
         return inside
-    return next((version for version in versions(runs).values() if version.name == folder.name), None)
+    return next((version for version in versions(runs).values() if version.resolve() == folder.resolve()), None)
 
 
 def folders_of_run(path: Path) -> list[Path]:

@@ -56,7 +56,7 @@ def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModu
         other commands.
     """
     find_own_modules()
-    given = list(sys.argv[1:] if args is None else args)
+    given = sources.split_short_flags(sys.argv[1:] if args is None else args)
     with short_errors():
         if not given or given[0] in ("-h", "--help"):
             print(help_text())

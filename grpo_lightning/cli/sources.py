@@ -48,6 +48,15 @@ def pairs(args: Sequence[str]) -> Iterator[tuple[int, str, str]]:
         yield i, flag, value
 
 
+def split_short_flags(args: Sequence[str]) -> list[str]:
+    """Split `-cFILE` into `-c FILE`, two spellings that the parser accepts."""
+    split: list[str] = []
+    for arg in args:
+        is_joined = arg.startswith("-c") and len(arg) > len("-c") and arg[len("-c")] != "="
+        split += ["-c", arg[len("-c") :]] if is_joined else [arg]
+    return split
+
+
 def find_configs(args: Sequence[str]) -> tuple[list[str], list[str]]:
     """Replace recipe names in the arguments by paths. Returns: the arguments, and a notice for each replaced name.
 
@@ -80,13 +89,9 @@ def find_configs(args: Sequence[str]) -> tuple[list[str], list[str]]:
 def files_first(args: Sequence[str]) -> list[str]:
     """Move every `--config` to the front, after the command, so that all flags override all files."""
     moved: list[int] = []
-    after = 0  # position after the value of the latest flag
     for i, flag, value in pairs(args):
-        if i < after:  # the value of another flag, for example "-c" in `--data.system_prompt -c`
-            continue
-        after = i + 2 if value and "=" not in args[i] else i + 1
         if flag in CONFIG_FLAGS:
-            moved += range(i, after)
+            moved += range(i, i + 2 if value and "=" not in args[i] else i + 1)
     others = [arg for i, arg in enumerate(args) if i not in moved]
     return [*others[:1], *(args[i] for i in moved), *others[1:]]
 

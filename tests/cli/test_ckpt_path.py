@@ -130,6 +130,10 @@ def test_a_run_continues_in_the_version_that_saved_its_checkpoint(tmp_path):
     assert ckpt_path.version_of(inside, runs) == runs / "version_1"
     elsewhere = saved(tmp_path / "shared" / "a.ckpt", 10, **state)
     assert ckpt_path.version_of(elsewhere, runs) == runs / "version_0"
+    moved = saved(
+        tmp_path / "shared" / "c.ckpt", 10, grpo={"run_folder": str(tmp_path / "gone" / "mine" / "version_0")}
+    )
+    assert ckpt_path.version_of(moved, runs) is None, "version_0 is another run's"
     (runs / "version_0" / "checkpoints").rmdir()
     (runs / "version_0").rmdir()
     assert ckpt_path.version_of(elsewhere, runs) is None, "its folder is gone"

@@ -29,10 +29,15 @@ def test_flags_and_files_as_trees_in_their_order():
 
 
 def test_files_come_before_flags():
-    """A value that looks like `--config` stays with its flag."""
-    args = ["fit", "--a=1", "--config", "r.yaml", "--b", "-c", "--d", "2", "-c", "s.yaml", "--config=t.yaml", "--e"]
+    args = ["fit", "--a=1", "--config", "r.yaml", "--b", "-c", "s.yaml", "--d", "2", "--config=t.yaml", "--e"]
     first = ["--config", "r.yaml", "-c", "s.yaml", "--config=t.yaml"]
-    assert sources.files_first(args) == ["fit", *first, "--a=1", "--b", "-c", "--d", "2", "--e"]
+    assert sources.files_first(args) == ["fit", *first, "--a=1", "--b", "--d", "2", "--e"]
+
+
+def test_a_file_may_follow_the_short_flag_without_a_space():
+    assert sources.split_short_flags(["fit", "-cr.yaml", "-c=s.yaml", "-c", "t.yaml", "--a", "-1"]) == [
+        *("fit", "-c", "r.yaml", "-c=s.yaml", "-c", "t.yaml", "--a", "-1")
+    ]
 
 
 def test_a_negative_number_is_a_value():

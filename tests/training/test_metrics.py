@@ -244,10 +244,9 @@ def update_of(batch, scale):
 def test_updates_by_hand():
     """Two micro-batches of 4 and 1 trained tokens: the mean is over the 5, with holes and padding left out."""
     metrics = StepMetrics()
-    add_update(metrics, *update_of(micro_batch([[True, True, True], [True, False, False]], ref=torch.zeros(2, 3)), 1.0))
-    add_update(
-        metrics, *update_of(micro_batch([[False, False, True], [False, False, False]], ref=torch.zeros(2, 3)), 10.0)
-    )
+    for mask, scale in (([[True, True, True], [True, False, False]], 1.0), ([[False, False, True], [False] * 3], 10.0)):
+        update = update_of(micro_batch(mask, ref=torch.zeros(2, 3)), scale)
+        add_update(metrics, *update, is_engine_compared=False)
     ratio = (1 + 2 + 3 + 4 + 30) / 5
     assert metrics.pop() == {
         "policy/ratio": pytest.approx(ratio),

@@ -277,6 +277,10 @@ def parse_own(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return own, fit_args
 
 
+SIMILAR_FLAGS = ("--per_device_eval_batch_size", "--num_generations_eval", "--eval_accumulation_steps")
+"""Flags of other trainers that are not translated, and are not misspellings of flags that are."""
+
+
 def parse_script(args: list[str]) -> argparse.Namespace:
     """Parse the batch flags of another trainer's script. Raises: SystemExit if a value is missing or invalid."""
     parser = command_parser(
@@ -301,7 +305,8 @@ def parse_script(args: list[str]) -> argparse.Namespace:
     for name in names:
         if name == "--config":
             parser.error("--from takes the flags of another trainer's script, and --config is a flag of fit")
-        if near := nearest(name, [f"--{flag}" for flag in flags], n=1, cutoff=0.8):
+        near = nearest(name, [f"--{flag}" for flag in flags], n=1, cutoff=0.8)
+        if near and name not in SIMILAR_FLAGS:
             parser.error(f"there is no flag {name}. Did you mean {near[0]}?")
     script.ignored = names
     for name, (_, least) in flags.items():

@@ -1,5 +1,6 @@
 """`grpo-lightning plan`: without weights, from a configuration or another trainer's flags."""
 
+import dataclasses
 import json
 import logging
 import re
@@ -16,6 +17,7 @@ from jsonargparse import Namespace
 
 from grpo_lightning.cli.plan import command as plan
 from grpo_lightning.cli.plan.batches import BatchPlan
+from grpo_lightning.cli.plan.command import SIMILAR_FLAGS, parse_script
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rollout.local_engine import LocalEngine
 from tests.cli.plan.real_shapes import llama_1b, published
@@ -411,9 +413,17 @@ def test_translation_is_printed_as_a_configuration(capsys):
 
 
 def test_flags_of_a_script_that_are_not_translated_are_named(capsys):
-    plan.run(["--from", "trl", *["--per_device_train_batch_size", "8", "--beta", "0.04", "--loss_type=dapo", "--bf16"]])
+    others = ["--beta", "0.04", "--loss_type=dapo", "--bf16", *(f"{name}=4" for name in SIMILAR_FLAGS)]
+    plan.run(["--from", "trl", "--per_device_train_batch_size", "8", *others])
     out = " ".join(capsys.readouterr().out.split())
-    assert "--beta, --loss_type, --bf16: docs/migrating.md says for each flag of trl what replaces it." in out
+    names = ", ".join(["--beta", "--loss_type", "--bf16", *SIMILAR_FLAGS])
+    assert f"{names}: docs/migrating.md says for each flag of trl what replaces it." in out
+
+
+@SLOW
+def test_every_flag_of_trl_is_taken():
+    for field in dataclasses.fields(pytest.importorskip("trl").GRPOConfig):
+        parse_script(["--from", "trl", f"--{field.name}=4"])
 
 
 def test_a_misspelled_flag_of_a_script_is_an_error(capsys):
