@@ -102,7 +102,12 @@ def why_of_other_run(path: Path, runs: Path) -> str | None:
 
 
 def version_of(path: Path, runs: Path) -> Path | None:
-    """The version folder of a run that contains a checkpoint, or else the one whose run saved it; None if unknown."""
+    """Find the version folder in `runs` that a checkpoint belongs to.
+
+    Returns:
+        The version folder that contains the checkpoint. If there is none, the version folder of the run that saved the
+        checkpoint. None if `runs` has no such folder, or if the checkpoint does not name its run.
+    """
     inside = version_around(path, runs)
     if inside is not None or (folder := saved_by(path)) is None:
         return inside
