@@ -833,8 +833,8 @@ def own_surrogate(function: Callable[..., Any], name: str) -> Surrogate:
     for parameter in named:
         if parameter.default is parameter.empty and parameter.name not in OWN_ARGUMENTS:
             raise ValueError(
-                f"objective.surrogate {name} requires the argument {parameter.name!r}. It can have "
-                f"{', '.join(OWN_ARGUMENTS)}; give other arguments a default."
+                f"objective.surrogate {name} requires the argument {parameter.name!r}. The function can have the "
+                f"arguments {', '.join(OWN_ARGUMENTS)}; give any other argument a default."
             )
     taken = {each for each in OWN_ARGUMENTS if takes_all or each in [parameter.name for parameter in named]}
 

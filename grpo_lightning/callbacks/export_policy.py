@@ -51,7 +51,10 @@ class ExportPolicy(L.Callback):
         self.write(trainer, pl_module)
 
     def write(self, trainer: L.Trainer, pl_module: Any, name: str = "") -> None:
-        """Gather the weights on every rank and write them on rank 0. In a `fast_dev_run`, the run has no folder."""
+        """Gather the weights on every rank and write them on rank 0.
+
+        A `fast_dev_run` has no folder of its own, so nothing is written unless `folder` is an absolute path.
+        """
         given = Path(self.folder).expanduser()
         if not given.is_absolute() and not is_writing(trainer, None):
             return

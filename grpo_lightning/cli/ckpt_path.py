@@ -102,9 +102,12 @@ def why_of_other_run(path: Path, runs: Path) -> str | None:
 
 
 def version_of(path: Path, runs: Path) -> Path | None:
-    """The version folder of a run that contains a checkpoint, or else the one whose run saved it; None if unknown.
+    """Find the version folder in `runs` that a checkpoint belongs to.
 
-    It is also unknown if the folder was moved, because another version may have its name now.
+    Returns:
+        The version folder that contains the checkpoint. If there is none, the version folder of the run that saved the
+        checkpoint. None if the checkpoint does not name its run, or if `runs` has no such folder (a folder that
+        was moved counts as another one).
     """
     inside = version_around(path, runs)
     if inside is not None or (folder := saved_by(path)) is None:

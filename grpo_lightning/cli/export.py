@@ -36,7 +36,7 @@ def run(args: list[str]) -> None:
     what = "weights of an adapter" if written.is_adapter else "weights"
     print(f"Exported {written.num_weights:,} {what} ({dtype}) to {folder}:")
     for path in written.files:
-        if path.name == card.path.name:  # of an adapter, which peft writes
+        if path.name == card.path.name:  # peft wrote this file for an adapter; the card has replaced it
             continue
         print(f"  {path.name}  {path.stat().st_size / 2**20:,.1f} MiB")
     sections = f": {', '.join(title[0].lower() + title[1:] for title in card.titles)}" if card.titles else ""

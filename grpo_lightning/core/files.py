@@ -78,10 +78,10 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def set_default_modes(folder: Path) -> None:
-    """Set the modes of a folder, and of all folders and files below it, to those of new ones, which the umask gives.
+    """Give a folder, and all folders and files below it, the modes that the umask gives to new folders and files.
 
-    Without this, some of them could be read only by their owner. For example, safetensors writes weights to a temporary
-    file, which has mode 600, and then renames it; a temporary folder has mode 700.
+    Otherwise, some files and folders could be read only by their owner. For example, safetensors writes weights to a
+    temporary file, which has mode 600, and then renames this file; a temporary folder has mode 700.
     """
     new_file, new_folder = folder / ".mode", folder / ".modes"
     new_file.touch()  # os.umask can read the umask only by changing it, also for other threads
@@ -103,9 +103,10 @@ def run_folder(trainer: Any, dirpath: str | None) -> Path:
 
 
 def is_writing(trainer: Any, dirpath: str | None) -> bool:
-    """True unless a callback must write no files into the run's folder, which is so in a `fast_dev_run`.
+    """True if a callback may write its files; False in a `fast_dev_run` without `dirpath`.
 
-    There, Lightning writes nothing, and the run's folder is the current folder, which may contain the user's own files.
+    In a `fast_dev_run`, Lightning writes nothing, and `run_folder` is the current folder, which may contain the user's
+    own files.
     """
     return dirpath is not None or not trainer.fast_dev_run
 

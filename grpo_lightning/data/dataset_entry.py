@@ -72,7 +72,7 @@ class DatasetEntry:
 
     image_root: str | None = None
     """Base folder of relative image paths; null uses `image_root` of the data module. If both are null, the base folder
-    is the folder that contains the file `json_path`, or the folder `dataset`."""
+    is the folder that contains the file `json_path`, or the folder that `dataset` names."""
 
     boxes: Boxes = "auto"
     """Form of the column `solution` in rows with images. `original`: a box [x1, y1, x2, y2] in pixels. `norm1000`: a

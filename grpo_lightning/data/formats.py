@@ -62,8 +62,8 @@ def to_prompt(
         folder: Base folder of relative image paths; None for the current folder.
 
     Raises:
-        ValueError: If the row has none of `PROMPT_COLUMNS`, all of them are null, the prompt is invalid or has half of
-            a character, or the number of images does not match the placeholders in the prompt.
+        ValueError: If each of `PROMPT_COLUMNS` is missing or null in the row, if the prompt is invalid or contains a
+            lone surrogate, or if the number of images does not match the placeholders in the prompt.
     """
     row = nan_to_null(row)
     found = [column for column in PROMPT_COLUMNS if row.get(column) is not None]

@@ -68,9 +68,9 @@ class Step:
 
     keep: int | None = None
     """With None, the observation opens a new message. With a number, the policy's turn is cut after its first `keep`
-    characters, also if `done` is True or a limit ends the conversation, and the tokens after them are dropped. If the
-    cut divides a token, its characters before the cut become tokens that are not trained on. The observation, which
-    must be text, then continues the policy's message."""
+    characters, and the tokens after the cut are dropped. This also happens if `done` is True, or if a limit ends the
+    conversation. If the cut divides a token, the token's characters before the cut become tokens that are not trained
+    on. The observation, which must be text, then continues the policy's message."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers to log. They are summed over a conversation; `environment/<name>` is the mean of these sums."""

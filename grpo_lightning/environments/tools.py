@@ -227,7 +227,7 @@ def content_of(value: Any) -> Content:
         return parts
     try:
         return json.dumps(value, default=str, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):  # JSON has no such keys, or the value contains itself
+    except (TypeError, ValueError, RecursionError):  # a key that JSON does not support, or a value that contains itself
         return str(value)
 
 
@@ -244,7 +244,8 @@ def call_metrics(outcomes: Counter[str]) -> dict[str, float]:
 def read_calls(text: str, names: Mapping[str, Any], style: ToolFormat = "auto") -> Iterator[ToolCall]:
     """Find the calls in a turn, in order. Calls inside reasoning (`<think>...</think>`) are ignored.
 
-    Arguments in XML are texts. If the type hint of an argument does not allow texts, the argument is decoded.
+    In XML, every argument is written as text. If the type hint of the argument does not allow a text, the text is
+    parsed as a value in JSON or Python.
 
     Calls are marked by `<tool_call>...</tool_call>`, by a code fence (`tool_code` or `tool_call`), or by special tokens
     such as `[TOOL_CALLS]`. In a turn with markers, only the marked text is read, and calls of unknown tools are found
@@ -333,7 +334,7 @@ def _calls_in(
 
 
 def _xml_arguments(text: str, tool: Callable[..., Any] | None) -> dict[str, Any]:
-    """The arguments of a call in XML, decoded if the tool's type hints do not allow texts."""
+    """The arguments of a call in XML. If a type hint does not allow a text, `_decode_value` parses the text."""
     hints = {} if tool is None else hints_of(tool)
     values = {name: value.removeprefix("\n").removesuffix("\n") for name, value in _PARAMETER.findall(text)}
     return {

@@ -440,7 +440,8 @@ def uncheckpoint_layers(model: nn.Module) -> None:
     """Undo `checkpoint_layers`, for a model in memory that an earlier run used. Does nothing to other models."""
     for layer in filter(is_checkpointed, model.modules()):
         (forward,) = vars(layer).pop("forward").args
-        if getattr(forward, "__self__", None) is not layer:  # else the forward of the layer's class
+        # A forward that is the layer's own method comes from the layer's class, and needs no attribute.
+        if getattr(forward, "__self__", None) is not layer:
             layer.forward = forward
 
 

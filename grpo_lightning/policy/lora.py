@@ -126,7 +126,7 @@ def adapter_config(adapter: str) -> Any:
         ValueError: If the adapter is not LoRA.
         ValueError: If the adapter trains biases or the embeddings of single tokens, which cannot be switched off for
             the reference.
-        ValueError: If the adapter is aLoRA, which changes only a part of the tokens.
+        ValueError: If the adapter is aLoRA, which is active only on its invocation tokens and on the tokens after them.
         ValueError: If the adapter's initialization changed the base's weights in a way that cannot be repeated.
     """
     from peft import PeftConfig
@@ -168,8 +168,8 @@ def check_config(config: Any, subject: str) -> None:
         )
     if tokens := config.alora_invocation_tokens:
         raise ValueError(
-            f"{subject} is aLoRA (alora_invocation_tokens: {tokens}): it changes only the tokens from these "
-            "on, which is not supported. Use plain LoRA or DoRA."
+            f"{subject} is aLoRA (alora_invocation_tokens: {tokens}), which is not supported: it is active only on its "
+            "invocation tokens and on the tokens after them. Use plain LoRA or DoRA."
         )
     if str(config.init_lora_weights).lower().startswith(BASE_IS_LOST):
         raise ValueError(

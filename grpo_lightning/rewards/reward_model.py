@@ -439,7 +439,7 @@ def _padding(config: Any, chunk: Sequence[Tokens]) -> Iterator[int | None]:
 
 
 def _as_messages(completion: Content) -> list[Message]:
-    """The messages of a conversation with several; otherwise one assistant message with the completion's text."""
+    """The messages of a completion that has several; otherwise one assistant message with the completion's text."""
     if isinstance(completion, str) or len(completion) < 2:
         return [{"role": "assistant", "content": completion_text(completion)}]
     return list(map(_as_text, completion))

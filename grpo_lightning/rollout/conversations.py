@@ -734,8 +734,10 @@ class Game:
         def text_of(count: int) -> str:
             return str(self.tokens.tokenizer.decode(ids[:count], skip_special_tokens=True))
 
-        # Bisection, because each count decodes again from the first token. The text of the first bytes of a character
-        # can be longer than the character, so the search goes down from a few tokens above.
+        # Each tried count of tokens is decoded again from the first token, so bisection finds a count near the cut. The
+        # lengths of the texts may not be sorted: if the last tokens are only some bytes of a character, they become
+        # replacement characters, which can be longer than the character. Bisection may then find too small a count. So
+        # the loop starts a few tokens higher, and goes down until `kept` begins with the text.
         count = bisect.bisect_right(range(len(ids) + 1), len(kept), key=lambda n: len(text_of(n))) - 1
         count = min(count + BYTES_OF_A_CHARACTER, len(ids))
         while count and not kept.startswith(text_of(count)):

@@ -225,8 +225,9 @@ def plain_settings(arguments: Mapping[str, Any], loader: PolicyLoader) -> dict[s
     """Return the module's arguments to save in checkpoints; `load_from_checkpoint` can then be called without them.
 
     All are plain values, so that the checkpoint can be loaded with `weights_only=True`. Rewards are not included. A
-    policy that was passed as a model object is not included either. An argument whose class is a subclass of its
-    settings class is replaced by a note, with which `settings_of` refuses to load the checkpoint without this argument.
+    policy that was passed as a model object is not included either. An argument that cannot be restored (see
+    `not_plain_reason`) is replaced by a note. If the checkpoint is then loaded without passing this argument,
+    `settings_of` finds the note and raises an error.
     """
     plain = {name: arguments[name] for name in KEPT_ARGUMENTS if arguments[name] is not None}
     for name, value in plain.items():

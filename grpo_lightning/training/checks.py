@@ -76,7 +76,8 @@ def checked_step(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(returned, Tensor) and returned.numel() != 1:
             raise ValueError(
                 f"`update` returned a Tensor of the shape {list(returned.shape)}; it must return the loss of the "
-                "micro-batch, a scalar: sum it, and divide by a number of `micro_step.counts`."
+                "micro-batch, a scalar: sum it, and divide the sum by `micro_step.counts.num_tokens` or by "
+                "`micro_step.counts.num_sequences`."
             )
         if name in ("resample", "compute_advantages"):
             (given,) = (value for value in (*args, *kwargs.values()) if isinstance(value, Rollout))
@@ -335,8 +336,8 @@ def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
 def round_up_max_steps(trainer: L.Trainer, cycle: int, requested: int) -> None:
     """Round `max_steps` up to complete cycles, with a warning. Call it again when a run has resumed.
 
-    A resumed run counts its cycles from the checkpoint's step, because the steps before it may have belonged to cycles
-    of another length.
+    A resumed run counts its cycles from the checkpoint's step. If the checkpoint was saved inside a cycle, the run
+    counts from the beginning of this cycle. The steps before may have belonged to cycles of another length.
 
     Args:
         trainer: Trainer whose `max_steps` is changed in place.
@@ -353,7 +354,9 @@ def round_up_max_steps(trainer: L.Trainer, cycle: int, requested: int) -> None:
         return
     trainer.fit_loop.epoch_loop.max_steps = rounded
     if rounded == requested:
-        log.info("max_steps %d ends with a cycle, counted from step %d.", requested, trainer.global_step)
+        log.info(
+            "max_steps is %d again, not rounded up: the resumed run counts its cycles from step %d.", requested, begun
+        )
     else:
         log.warning("max_steps %d ends inside a cycle of %d optimizer steps: running %d.", requested, steps, rounded)
 

@@ -121,7 +121,10 @@ def micro_steps_done(trainer: L.Trainer) -> int:
 
 
 def num_training_steps(trainer: L.Trainer) -> float:
-    """Number of optimizer steps that a run has at its end, once its loaders are set up; infinite if it has no end.
+    """Total number of optimizer steps of a run, including the steps before it was resumed; infinite if it has no end.
+
+    The number is -1 if only `max_epochs` ends the run, and the length of an epoch is unknown. Call this function only
+    after the loaders are set up.
 
     `Trainer.estimated_stepping_batches` assumes that every epoch has as many steps as this run's epochs. In a resumed
     run, earlier epochs may have had more or fewer, because batch size, number of ranks or cycle length has changed.

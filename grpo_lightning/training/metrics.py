@@ -283,7 +283,7 @@ def add_scores(metrics: StepMetrics, scores: Scores) -> None:
     for name, count in scores.failures.items():
         if count:
             metrics.add_sum(f"reward/failures/{name}", count)
-    for name, value in scores.metrics.items():  # a mean counts as often as it has completions
+    for name, value in scores.metrics.items():  # each mean is weighted by the number of completions
         metrics.add(f"reward/{name}", value * total.numel(), total.numel())
 
 

@@ -113,6 +113,22 @@ def test_max_steps_of_a_resumed_run_ends_with_a_cycle(tmp_path, caplog, asked, r
     assert trainer.max_steps == reached
 
 
+@SLOW
+def test_the_log_says_from_which_step_a_resumed_run_counts_its_cycles(tmp_path, caplog):
+    """Three cycles of one step, then cycles of four; the run resumes at the beginning of one and inside it."""
+
+    def run(module, **options):
+        saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        fit(module, max_epochs=-1, callbacks=[saving], enable_checkpointing=True, **options)
+
+    run(make_module(), max_steps=3)
+    for resumed in (3, 5):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "grpo_lightning"):
+            run(two_updates(), max_steps=7, ckpt_path=str(tmp_path / f"step={resumed}.ckpt"))
+        assert "max_steps is 7 again, not rounded up: the resumed run counts its cycles from step 3." in caplog.text
+
+
 def test_max_epochs_sees_every_prompt_once_per_epoch():
     seen = Seen()
     trainer = fit(make_module(), PROMPTS[:7], batch_size=3, max_epochs=2, callbacks=[seen])

@@ -300,7 +300,11 @@ def levers(model: ModelSizes, settings: MemorySettings, moment: str) -> list[str
 
 
 def print_translation(trainer: str, batches: BatchPlan, differences: list[str], ignored: list[str]) -> None:
-    """Print a script's batches as settings of this package, the batch arithmetic, the differences and other flags."""
+    """Print the translation of a script's flags.
+
+    It has four parts: the script's batches as settings of this package, the batch arithmetic, the differences between
+    the script and these settings, and the flags that are not translated.
+    """
     console = Console(highlight=False)
     console.print("\n[bold]Here[/bold]")
     for line in (

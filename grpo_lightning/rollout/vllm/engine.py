@@ -310,8 +310,8 @@ class VLLMEngine(RolloutEngine):
         self.is_held = False
         """True inside the context `hold_weights`."""
         self.known_images: images.KnownImages = {}
-        """The images that were read inside the context `hold_weights`, because all turns of a conversation show the
-        images of earlier turns again; empty outside of the context."""
+        """Cache of the images that were read inside the context `hold_weights`. They are kept because each turn of a
+        conversation shows the images of earlier turns again. The cache is empty outside of the context."""
         self.updates: dict[weights.Kind, int] = {}
         """Number of the last update of each kind."""
         self.num_updates = 0
