@@ -1026,7 +1026,7 @@ class GRPOLightningModule(L.LightningModule):
         self.frozen.recall_trained(state)
         names = checkpoint.get("state_dict", state["trained"])  # sharded strategies have removed the weights already
         if names is not None:
-            checkpoints.check_keys(names, self.state_dict().keys(), self.trained_names)
+            checkpoints.check_keys(names, self.state_dict().keys(), self.saved_names)
         is_training = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
         if is_training and "fit_loop" in checkpoint.get("loops", {}):
             set_position(checkpoint["loops"]["fit_loop"])

@@ -49,6 +49,7 @@ from grpo_lightning.environments.base import (
     text_of,
     without_image_data,
 )
+from grpo_lightning.environments.swift_and_trl import ToolObject
 from grpo_lightning.environments.tools import Tools, example_arguments, tool_schemas
 from grpo_lightning.environments.workers import EnvironmentRunner, OnError, Result
 from grpo_lightning.functional import turn_credits
@@ -58,9 +59,6 @@ from grpo_lightning.rewards.base import WeightedReward
 from grpo_lightning.rollout.engine import OnGroup, Progress, RolloutEngine, Turns
 
 log = logging.getLogger(__name__)
-
-BYTES_OF_A_CHARACTER = 4
-"""Largest number of bytes, and thus of tokens, of a character in UTF-8."""
 
 CHARACTERS_PER_TOKEN = 32
 """An observation is cut to `max_observation_length` times this number of characters before it is tokenized, because
@@ -269,7 +267,7 @@ class Conversations:
     def _check_calls(self, tokens: TurnTokens) -> None:
         """Check that a call which the chat template writes is read. Raises: ValueError if it is not."""
         tools = self.tools
-        if tools is None:  # another environment reads the calls itself
+        if tools is None or type(tools).step not in (Tools.step, ToolObject.step):  # the environment reads calls itself
             return
         name, arguments = self.schemas[0]["function"]["name"], example_arguments(self.schemas[0])
         turn = tokens.turn_with_call(name, arguments, {"tools": self.schemas})
@@ -634,7 +632,8 @@ class Game:
             each.metrics[name] = each.metrics.get(name, 0.0) + value
         is_full = len(each.token_ids) >= self.sampling.max_completion_length
         # `Tools` are done after a turn without a call, but a turn that was cut may have ended before its call.
-        is_cut_answer = turn.finish_reason == "length" and step.done and self.owner.tools is not None
+        is_without_call = self.owner.tools is not None and step.metrics.get("used_tools") == 0
+        is_cut_answer = turn.finish_reason == "length" and step.done and is_without_call
         if (turn.finish_reason == "length" and is_full) or is_cut_answer:
             each.finish_reason = "length"
         elif step.done:
@@ -665,10 +664,11 @@ class Game:
     def _observe(self, each: Conversation, step: Step) -> None:
         """Append an observation if at least one token of a next turn fits after it; else end the conversation."""
         is_chat = not isinstance(self.prompts[each.prompt].content, str)
-        turn, observed = each.turns[-1], None
+        turn, observed, given_back = each.turns[-1], None, ""
         if step.keep is not None:
             assert isinstance(step.observation, str)
-            text = self._keep(each, turn, step.keep) + self._shorten(each, step.observation)
+            given_back = self._keep(each, turn, step.keep)
+            text = given_back + self._shorten(each, step.observation)
             messages: list[Message] = [{"role": "", "content": text}]
             ids = self.tokens.text_ids(text)
         else:
@@ -696,7 +696,8 @@ class Game:
         if len(each.token_ids) + len(ids) >= self.sampling.max_completion_length:
             if observed is not None:
                 self._warn_of_length(each, observed)
-            each.finish_reason, ids, observed = "length", [], None
+            room = self.sampling.max_completion_length - len(each.token_ids)
+            each.finish_reason, ids, observed = "length", self.tokens.text_ids(given_back)[:room], None
         for message in messages[:-1]:
             each.read(str(message["role"]), text_of(message), [])
         each.read(str(messages[-1]["role"]), text_of(messages[-1]), ids, observed)
@@ -734,14 +735,14 @@ class Game:
         def text_of(count: int) -> str:
             return str(self.tokens.tokenizer.decode(ids[:count], skip_special_tokens=True))
 
-        # Each tried count of tokens is decoded again from the first token, so bisection finds a count near the cut. The
-        # lengths of the texts may not be sorted: if the last tokens are only some bytes of a character, they become
-        # replacement characters, which can be longer than the character. Bisection may then find too small a count. So
-        # the loop starts a few tokens higher, and goes down until `kept` begins with the text.
+        # Bisection, because each count of tokens is decoded again from the first token.
         count = bisect.bisect_right(range(len(ids) + 1), len(kept), key=lambda n: len(text_of(n))) - 1
-        count = min(count + BYTES_OF_A_CHARACTER, len(ids))
         while count and not kept.startswith(text_of(count)):
             count -= 1
+        # Incomplete characters can have longer texts than complete ones, so bisection may find too small a count. Then
+        # all larger counts are tried.
+        if count < len(ids) and not text_of(count + 1).startswith(kept):
+            count = next((n for n in range(len(ids), count, -1) if kept.startswith(text_of(n))), count)
         while count and ids[count - 1] in self.tokens.stop_ids:
             count -= 1
         text = text_of(count)

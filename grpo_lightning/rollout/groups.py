@@ -1,4 +1,4 @@
-"""The class `Rollout`, and functions and classes that sample, mask and share the groups of a rollout."""
+"""The class `Rollout`, and functions and classes that sample and share the groups of a rollout."""
 
 from __future__ import annotations
 

@@ -345,14 +345,14 @@ def round_up_max_steps(trainer: L.Trainer, cycle: int, requested: int) -> None:
         requested: `max_steps` as the user has set it.
     """
     steps = cycle // trainer.accumulate_grad_batches
-    pending = (
-        micro_steps_done(trainer) % cycle // trainer.accumulate_grad_batches
-    )  # steps of a pending cycle that are done
-    begun = trainer.global_step - pending
-    rounded = begun + math.ceil((requested - begun) / steps) * steps if requested > trainer.global_step else requested
+    num_done_in_cycle = micro_steps_done(trainer) % cycle // trainer.accumulate_grad_batches
+    begun = trainer.global_step - num_done_in_cycle
+    rounded = begun + math.ceil((requested - begun) / steps) * steps if requested > begun else requested
     if rounded == trainer.max_steps:
         return
     trainer.fit_loop.epoch_loop.max_steps = rounded
+    if requested <= begun:  # without a limit, or complete
+        return
     if rounded == requested:
         log.info(
             "max_steps is %d again, not rounded up: the resumed run counts its cycles from step %d.", requested, begun

@@ -133,7 +133,8 @@ def num_training_steps(trainer: L.Trainer) -> float:
     if not trainer.global_step or trainer.max_epochs in (None, -1) or math.isinf(trainer.num_training_batches):
         return steps
     epochs_left = trainer.max_epochs - trainer.current_epoch  # type: ignore[operator]
-    micro_steps_left = max(0, epochs_left * int(trainer.num_training_batches) - micro_steps_done(trainer))
+    done_in_epoch = micro_steps_done(trainer) % int(trainer.num_training_batches)  # 0 after a complete epoch
+    micro_steps_left = max(0, epochs_left * int(trainer.num_training_batches) - done_in_epoch)
     steps = trainer.global_step + math.ceil(micro_steps_left / trainer.accumulate_grad_batches)
     return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 

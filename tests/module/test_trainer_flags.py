@@ -114,6 +114,38 @@ def test_max_steps_of_a_resumed_run_ends_with_a_cycle(tmp_path, caplog, asked, r
 
 
 @SLOW
+@pytest.mark.parametrize("resumed", [4, 5, 7])
+def test_a_run_that_resumes_inside_its_rounded_up_cycle_ends_with_this_cycle(tmp_path, caplog, resumed):
+    def run(module, **options):
+        saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        return fit(module, max_steps=5, max_epochs=-1, callbacks=[saving], enable_checkpointing=True, **options)
+
+    run(unbroken := two_updates())
+    module = two_updates()
+    with caplog.at_level(logging.INFO, "grpo_lightning"):
+        trainer = run(module, ckpt_path=str(tmp_path / f"step={resumed}.ckpt"))
+    assert (trainer.global_step, module.run.cycle.is_finished) == (8, True)
+    assert are_equal(weights_of(module), weights_of(unbroken))
+    assert "is 5 again" not in caplog.text
+
+
+@SLOW
+def test_a_second_fit_with_more_epochs_has_a_schedule_of_all_epochs():
+    """Lightning builds the schedule again, so that it begins at its peak."""
+    class Rates(L.Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            self.last = optimizer.param_groups[0]["lr"]
+
+    module, rates = make_module(scheduler=Linear), Rates()
+    trainer, source = make_trainer(max_epochs=2, callbacks=[rates]), make_source(module)
+    trainer.fit(module, source)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, source)
+    assert trainer.global_step == 6
+    assert rates.last == pytest.approx(3e-3 * (1 - 1 / 6))
+
+
+@SLOW
 def test_the_log_says_from_which_step_a_resumed_run_counts_its_cycles(tmp_path, caplog):
     """Three cycles of one step, then cycles of four; the run resumes at the beginning of one and inside it."""
 

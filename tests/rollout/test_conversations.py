@@ -311,6 +311,28 @@ def test_a_cut_keeps_all_tokens_before_it(text, characters):
     assert len(each.token_ids) == len(text[:characters].encode())
 
 
+def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer like those of Llama 2 and Gemma: each byte of an unknown character is a token."""
+    names = ["<eos>", *(f"<0x{i:02X}>" for i in range(256)), *"abdneo k"]
+    inner = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True))
+    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<eos>")
+
+
+@pytest.mark.parametrize("text", ["ok " + "\N{GRINNING FACE}" * 12 + " done", "\N{KHMER LETTER KA}" * 20])
+def test_a_cut_between_characters_of_several_bytes(text):
+    """While a character is incomplete, the decoder returns one replacement character per byte."""
+    tokenizer = byte_fallback_tokenizer()
+    for characters in range(len(text)):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        each = Conversation(0, 0, None)  # type: ignore[arg-type]
+        each.token_ids, each.logprobs, each.mask = list(ids), [0.0] * len(ids), [True] * len(ids)
+        each.turns = [Turn("assistant", text, 0, len(ids), is_sampled=True)]
+        game: Any = SimpleNamespace(tokens=TurnTokens(tokenizer, [0]))
+        assert Game._keep(game, each, each.turns[0], characters) == ""
+        assert each.token_ids == tokenizer(text[:characters], add_special_tokens=False)["input_ids"]
+
+
 def test_a_cut_of_a_long_turn_decodes_a_few_times(monkeypatch):
     tokenizer, counts = qwen_tokenizer(), []
     ids = tokenizer("abc " * 500, add_special_tokens=False)["input_ids"]
@@ -347,6 +369,29 @@ def test_a_turn_without_a_call_that_was_cut_is_truncated():
     for environment, reason in ((Tools([double]), "length"), (Over(), "stop")):
         assert play_turns(environment, tiny_tokenizer(), "It is 6", max_turn_length=4).finish_reason == reason
         assert play_turns(environment, tiny_tokenizer(), "It is 6", max_turn_length=9).finish_reason == "stop"
+
+
+class Submits(Tools):
+    """A call of `double` ends the conversation."""
+
+    def step(self, completion: str) -> Step:
+        called = [call.name for call in self.read_calls(completion)]
+        return Step(done=True, reward=1.0) if "double" in called else super().step(completion)
+
+
+def test_a_call_that_ends_the_conversation_is_not_truncated():
+    completion = play_turns(Submits([double]), tiny_tokenizer(), "[double(number=3)]xyz", max_turn_length=18)
+    assert (completion.finish_reason, completion.environment_reward) == ("stop", 1.0)
+
+
+def test_an_environment_that_reads_calls_in_its_own_step_is_not_refused():
+    check_template(CALLS_AS.replace("CALL", GEMMA_CALL), Submits([double]))
+
+
+def test_characters_that_are_given_back_stay_if_the_conversation_ends():
+    """The observation does not fit, and the policy keeps `a>`."""
+    completion = play_turns(Cuts(2), tokenizer_with(">b"), "a>bc", max_turns=2, length=8)
+    assert (completion.text, completion.finish_reason, completion.mask) == ("a>", "length", [True, False])
 
 
 class Interrupt(Environment):
