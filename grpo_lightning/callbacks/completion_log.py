@@ -324,10 +324,11 @@ def keep_rollouts_before(path: Path, rollout: int) -> None:
     """
     if not path.exists():
         return
+    # An incomplete last line may end inside a character, which is not valid UTF-8.
     with (
         atomic_write(path) as shorter,
-        path.open(encoding="utf-8", newline="\n") as old,
-        shorter.open("w", encoding="utf-8", newline="\n") as new,
+        path.open(encoding="utf-8", errors="surrogateescape", newline="\n") as old,
+        shorter.open("w", encoding="utf-8", errors="surrogateescape", newline="\n") as new,
     ):
         for number, line in enumerate(old, start=1):
             if not line.endswith("\n"):
@@ -337,14 +338,29 @@ def keep_rollouts_before(path: Path, rollout: int) -> None:
 
 
 def remove_log(path: Path) -> None:
-    """Remove the log of an earlier run. Raises: ValueError if the first line does not belong to a completion log."""
+    """Remove the log of an earlier run, which may have been killed while it wrote the first line.
+
+    Raises:
+        ValueError: If the first line does not belong to a completion log; the message names file and line.
+    """
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         first = file.readline()
-    if first:
+    if first and not is_incomplete(first):
         rollout_of(first, f"{path}:1")
     path.unlink()
+
+
+def is_incomplete(line: str) -> bool:
+    """True for the beginning of a line of `completions.jsonl` or `tokens.jsonl`, without its end."""
+    if line.endswith("\n") or not line.startswith(('{"step": ', '{"rollout": ')):
+        return False
+    try:
+        json.loads(line)
+    except ValueError:
+        return True
+    return False
 
 
 def rollout_of(line: str, where: str) -> int:

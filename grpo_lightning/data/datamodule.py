@@ -70,7 +70,7 @@ class PromptDataModule(L.LightningDataModule):
             before any weights load and lists all bad rows. (The rows of a stream are checked only when they are read;
             the first bad row then stops the run.) "drop" removes the bad rows and logs how many there are.
         image_root: Base folder of relative image paths, for datasets without an `image_root` of their own. With null,
-            the base is the folder of each data file.
+            the base is the folder that contains the data file, or the folder `dataset`.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config

@@ -90,10 +90,11 @@ def to_prompt(
         content = column.read(row[found[0]], f"{where}: column {found[0]!r}")
         # Text that the policy continues cannot hold an image. In a row with images, text therefore is a question.
         content = template.render(content, is_question=column.is_question or bool(images), where=where)
-    _check_characters(content, f"{where}: column {found[0]!r}")
     if not images:
         _check_no_image_is_lost(row, found, where)
     content, images = _place(content, images, finder)
+    # After `_place`, the content has no image: a file name may have half of a character, and bytes are long.
+    _check_characters(content, f"{where}: column {found[0]!r}")
     return Prompt(
         content=content,
         images=images,
@@ -164,7 +165,7 @@ def describe_prompts(prompts: Iterable[Prompt], known: set[str] | None = None) -
 def _check_characters(content: str | list[Message], where: str) -> None:
     """Raises: ValueError if a text has a lone surrogate, which JSON may contain and tokenizers cannot encode."""
     try:
-        json.dumps(content, ensure_ascii=False, default=str).encode()
+        json.dumps(content, ensure_ascii=False, default=lambda _: None).encode()  # bytes and paths are not text
     except UnicodeEncodeError as error:
         text = error.object[max(0, error.start - 40) : error.end].rpartition('"')[2]
         raise ValueError(

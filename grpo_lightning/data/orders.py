@@ -121,6 +121,22 @@ class PromptStream:
         """Lines already logged about the prompt columns of sources. Each line is logged once."""
 
         self._heads: dict[int, list[Prompt]] = {}
+        self._num_rows: dict[int, int | None] = {}
+
+    @property
+    def num_rows(self) -> list[int | None]:
+        """Number of rows of each dataset; None if it is not known. A dataset that was not opened yet is opened."""
+        for place in range(len(self.parts)):
+            if place not in self._num_rows:
+                self._open(place)
+        return [self._num_rows[place] for place in range(len(self.parts))]
+
+    def _open(self, place: int) -> Iterable[tuple[Any, Callable[[Any, int], Measured]]]:
+        """Open a dataset, and store its number of rows for `num_rows`."""
+        rows = self.parts[place]()
+        size = operator.length_hint(rows, -1)
+        self._num_rows[place] = None if size < 0 else size
+        return rows
 
     def order(self, seed: int | None) -> StreamOrder:
         """Start one pass over the data: shuffled by `seed`, or unshuffled for None."""
@@ -137,8 +153,8 @@ class PromptStream:
         if size not in self._heads:
             measured = [
                 convert(row, number)
-                for part in self.parts
-                for number, (row, convert) in zip(range(size), part(), strict=False)
+                for place in range(len(self.parts))
+                for number, (row, convert) in zip(range(size), self._open(place), strict=False)
             ]
             if self.limit is not None and self.limit.overlong_prompts == "error":
                 self.limit.check(measured, of=f"the first {len(measured)} of the stream")
@@ -156,9 +172,9 @@ class PromptStream:
         """
         rows: Iterator[Any]
         if seed is None:
-            rows = enumerate(itertools.chain.from_iterable(part() for part in self.parts))
+            rows = enumerate(itertools.chain.from_iterable(map(self._open, range(len(self.parts)))))
         else:
-            mixed = mix_parts([part() for part in self.parts], derived_seed(seed, "parts"))
+            mixed = mix_parts([self._open(place) for place in range(len(self.parts))], derived_seed(seed, "parts"))
             rows = shuffle_rows(mixed, self.shuffle_buffer, seed)
         return in_threads(_convert, itertools.islice(enumerate(rows), start, None), self.num_workers)
 

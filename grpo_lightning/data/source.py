@@ -330,7 +330,7 @@ class PromptSource:
             "settled": self.settled if self.position else [],
             "shuffle": self.shuffle,
             **self._sizes(),
-            **self._identity(),
+            **self._identity(shuffle=self.shuffle),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -350,8 +350,9 @@ class PromptSource:
 
         Raises:
             ValueError: For a checkpoint saved inside an epoch, if the number of prompts in the data (for a stream:
-                `shuffle_buffer`) or the seed differs from the checkpoint's. For a checkpoint saved inside a cycle, also
-                if one of the two conditions above is not met.
+                `shuffle_buffer`, and the numbers of rows that determine how several datasets are mixed) or the seed
+                differs from the checkpoint's. For a checkpoint saved inside a cycle, also if one of the two conditions
+                above is not met.
         """
         self._check_state(state)
         sizes, was = self._sizes(), self._sizes_of(state)
@@ -362,7 +363,7 @@ class PromptSource:
                 "number of optimizer steps per epoch differ from those of the uninterrupted run. To keep them, %s.",
                 *size,
             )
-        self.resume_from = state | self._identity() | sizes | {"position": position}
+        self.resume_from = state | self._identity(shuffle=bool(state.get("shuffle"))) | sizes | {"position": position}
         if settled := interleave(state.get("settled", [])):
             self.resume_from["settled"] = [settled[team :: self.world_size] for team in range(self.world_size)]
         if not _is_inside(state):
@@ -374,7 +375,8 @@ class PromptSource:
         """Check that this source can resume at the position in `state`. Raises: ValueError if not."""
         if not _is_inside(state):
             return
-        now, was = self._identity(), self._sizes_of(state)
+        # Not `self.shuffle`: `overfit_batches` turns off shuffling only after the state is loaded.
+        now, was = self._identity(shuffle=bool(state.get("shuffle"))), self._sizes_of(state)
         changed = [f"{name} was {state.get(name)}, is {now[name]}" for name in now if state.get(name) != now[name]]
         if state["position"] * self.cycle % was["cycle"]:
             changed.append(f"cycle was {was['cycle']}, is {self.cycle}")
@@ -437,11 +439,18 @@ class PromptSource:
         """`_sizes` of the source that wrote `state`."""
         return {name: state.get(name, now) for name, now in self._sizes().items()}
 
-    def _identity(self) -> dict[str, int]:
-        """The settings that must equal the checkpoint's; otherwise the checkpoint's position is not valid."""
-        if isinstance(self.prompts, PromptStream):
-            return {"shuffle_buffer": self.prompts.shuffle_buffer, "seed": self.seed}
-        return {"num_prompts": len(self.prompts), "seed": self.seed}
+    def _identity(self, *, shuffle: bool) -> dict[str, Any]:
+        """The settings that must equal the checkpoint's; otherwise the checkpoint's position is not valid.
+
+        Args:
+            shuffle: True for a position in a shuffled order.
+        """
+        if not isinstance(self.prompts, PromptStream):
+            return {"num_prompts": len(self.prompts), "seed": self.seed}
+        identity: dict[str, Any] = {"shuffle_buffer": self.prompts.shuffle_buffer, "seed": self.seed}
+        if shuffle and len(self.prompts.parts) > 1:
+            identity["num_rows"] = self.prompts.num_rows  # `mix_parts` samples the datasets by these numbers
+        return identity
 
 
 def remedy_for_few_prompts(num_prompts: int, num_teams: int) -> str:

@@ -19,7 +19,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugin_util import markdown_to_safe_html
 
 from grpo_lightning.callbacks import CompletionLog
-from grpo_lightning.callbacks.completion_log import cells, choose, first_lines, keep_rollouts_before, markdown
+from grpo_lightning.callbacks.completion_log import (
+    cells,
+    choose,
+    first_lines,
+    keep_rollouts_before,
+    markdown,
+    remove_log,
+)
 from grpo_lightning.core.files import append_lines, json_line
 from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Prompt
@@ -456,6 +463,14 @@ def test_a_resumed_run_keeps_what_was_before_it(tmp_path_factory, rows, rollout,
     assert path.read_bytes() == want.read_bytes()
 
 
+def test_a_line_cut_off_inside_a_character_is_dropped(tmp_path):
+    path = tmp_path / "a.jsonl"
+    whole = '{"rollout": 0, "text": "é"}\n'.encode()
+    path.write_bytes(whole + whole[: whole.index("é".encode()) + 1])
+    keep_rollouts_before(path, 1)
+    assert path.read_bytes() == whole
+
+
 def test_without_a_file_there_is_nothing_to_drop(tmp_path):
     keep_rollouts_before(tmp_path / "a.jsonl", 3)
     assert not list(tmp_path.iterdir())
@@ -478,6 +493,27 @@ def test_a_new_run_does_not_remove_another_file(tmp_path, text):
     with pytest.raises(ValueError, match=r"completions\.jsonl:1 is not a line of a completion log"):
         fit(make_module(length=2), max_steps=1, callbacks=[CompletionLog(dirpath=str(tmp_path))])
     assert path.read_text() == text
+
+
+@pytest.mark.parametrize("name", ["completions.jsonl", "tokens.jsonl"])
+def test_a_new_run_removes_a_log_whose_first_line_is_half_written(tmp_path, name):
+    def train():
+        log = CompletionLog(token_logprobs=True, dirpath=str(tmp_path))
+        fit(make_module(length=2), max_steps=1, callbacks=[log])
+        return lines_of(tmp_path / name)
+
+    lines = train()
+    text = (tmp_path / name).read_text(encoding="utf-8")
+    (tmp_path / name).write_text(text[: len(text.partition("\n")[0]) - 5], encoding="utf-8")
+    assert len(train()) == len(lines)
+
+
+def test_a_new_run_does_not_remove_a_whole_line_of_another_file(tmp_path):
+    path = tmp_path / "completions.jsonl"
+    path.write_text('{"step": 3, "loss": 0.5}')
+    with pytest.raises(ValueError, match=r"completions\.jsonl:1 is not a line of a completion log"):
+        remove_log(path)
+    assert path.exists()
 
 
 @pytest.mark.filterwarnings("ignore:The `fast_dev_run`")

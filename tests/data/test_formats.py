@@ -213,6 +213,27 @@ def test_half_of_a_character_in_a_prompt_is_named(row: dict[str, Any]):
         to_prompt(row, where="train.jsonl:7")
 
 
+class Unprintable(bytes):
+    """Bytes of which no text may be made."""
+
+    def __str__(self) -> str:
+        raise AssertionError("the bytes were converted to text")
+
+    __repr__ = __str__
+
+
+@pytest.mark.parametrize("value", [Unprintable(b"x"), "x\udcff.png", Path("x\udcff.png")], ids=["bytes", "str", "path"])
+def test_half_of_a_character_is_looked_for_in_no_image_of_a_message(value: Any):
+    parts = [{"type": "image", "image": value}, {"type": "text", "text": "What?"}]
+    assert len(to_prompt({"prompt": [{"role": "user", "content": parts}]}, where="f:1").images) == 1
+
+
+@pytest.mark.parametrize("value", [Unprintable(b"x"), Path("x\udcff.mp4")], ids=["bytes", "path"])
+def test_half_of_a_character_is_looked_for_in_texts_only(value: Any):
+    parts = [{"type": "video", "video": value}, {"type": "text", "text": "What?"}]
+    assert not to_prompt({"prompt": [{"role": "user", "content": parts}]}, where="f:1").images
+
+
 def test_half_of_a_character_in_another_column_goes_to_the_rewards():
     assert to_prompt({"question": "\U0001f600?", "answer": HALF}, where="f:1").columns["answer"] == HALF
 

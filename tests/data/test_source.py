@@ -727,6 +727,83 @@ def test_a_stream_of_another_buffer_is_refused():
         source_of().load_state_dict(source.state_dict())
 
 
+def stream_of_parts(*counts, has_length=True, **options):
+    """A source on a stream with a part of each count; the number of rows of a part is known if `has_length`."""
+
+    def part(name, count):
+        rows = [(f"{name}{i}", lambda row, number: Measured(Prompt(row, index=number))) for i in range(count)]
+        return lambda: rows if has_length else iter_only(rows)
+
+    parts = [part("abc"[place], count) for place, count in enumerate(counts)]
+    return PromptSource(PromptStream(parts, shuffle_buffer=2), 2, **options)
+
+
+def iter_only(rows):
+    """Rows without a length."""
+    yield from rows
+
+
+def state_after_one_step(source):
+    names(next(iter(source)))
+    return source.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "numbers"),
+    [
+        ({}, (20, 26), r"was \[20, 20\], is \[20, 26\]"),
+        ({}, (20, 20, 1), r"was \[20, 20\], is \[20, 20, 1\]"),
+        ({"has_length": False}, (20, 20), r"was \[None, None\], is \[20, 20\]"),
+    ],
+    ids=["a longer part", "another part", "a known length"],
+)
+def test_a_shuffled_stream_whose_parts_are_mixed_in_another_order_is_refused(before, after, numbers):
+    state = state_after_one_step(stream_of_parts(20, 20, **before))
+    with pytest.raises(ValueError, match=f"num_rows {numbers}"):
+        stream_of_parts(*after).load_state_dict(state)
+    stream_of_parts(*after).load_state_dict(PromptSource.after_epoch(state))
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+def test_a_mix_of_a_release_without_its_numbers_of_rows_is_refused(has_length):
+    state = state_after_one_step(stream_of_parts(20, 20, has_length=has_length))
+    del state["num_rows"]
+    with pytest.raises(ValueError, match=r"num_rows was None, is \["):
+        stream_of_parts(20, 20, has_length=has_length).load_state_dict(state)
+
+
+@pytest.mark.parametrize("counts", [(20, 20), (20,)])
+def test_a_stream_that_is_not_mixed_resumes_without_its_numbers_of_rows(counts):
+    shuffle = len(counts) == 1
+    source = stream_of_parts(*counts, shuffle=shuffle)
+    steps = iter(source)
+    names(next(steps))
+    state = source.state_dict()
+    assert "num_rows" not in state
+    resumed = stream_of_parts(*counts)
+    resumed.load_state_dict(state)
+    resumed.shuffle = shuffle  # as Lightning's `overfit_batches`, which turns off shuffling after the state is loaded
+    assert [names(batch) for batch in resumed] == [names(batch) for batch in steps]
+
+
+def test_the_numbers_of_rows_open_no_part_again():
+    opened = []
+
+    def part():
+        opened.append(1)
+        return [(f"p{i}", lambda row, number: Measured(Prompt(row, index=number))) for i in range(9)]
+
+    source = PromptSource(PromptStream([part, part]), 2)
+    assert source.state_dict()["num_rows"] == [9, 9]
+    assert len(opened) == 2
+    state_after_one_step(source)
+    assert len(opened) == 4
+    resumed = PromptSource(PromptStream([part, part]), 2)
+    known_prompts(resumed.prompts)
+    resumed.load_state_dict(source.state_dict())
+    assert len(opened) == 6
+
+
 def test_iterable_data_sets_are_streams():
     rows = [{"prompt": f"p{i}"} for i in range(7)]
     data = datasets.Dataset.from_list(rows).to_iterable_dataset()
