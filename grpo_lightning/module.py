@@ -850,7 +850,7 @@ class GRPOLightningModule(L.LightningModule):
         data_checks.check_turned_once(rewards, metrics, trainer)
         data_checks.check_columns(rewards, trainer)  # cheap, so before all images are read
         data_checks.check_images(trainer)  # before the checks of the rewards, which use the image sizes
-        data_checks.check_rows(rewards, trainer)
+        data_checks.check_rows(rewards, trainer, self.conversations)
         data_checks.check_prompts(
             self.loader,
             trainer,

@@ -73,6 +73,7 @@ _OPTION = re.compile(r"(?<![^\s,])\(([A-Za-z])\)(?![^\s,])")
 _LETTERS_COMMA = re.compile(r"(?<=[A-Za-z]),(?=[A-Za-z])")
 _LINKED = re.compile(r"=>?|\||&|->|\u2192|\\\\|\\(?:to|rightarrow|Rightarrow|implies)(?![A-Za-z])")
 _SET_OPERATION = re.compile(r"\\(?:cup|cap|setminus)(?![A-Za-z])")
+_BAR = re.compile(r"\\[lr]?vert(?![A-Za-z])")
 _EDGES = " \t*:,;.=()"
 _SYMBOLS = str.maketrans(
     {
@@ -410,7 +411,23 @@ def names_several(text: str, expressions: list[Any]) -> bool:
     linked = [read_numbers(piece) for part in parts for piece in _LINKED.split(part)]
     if len({piece for piece in linked if isinstance(piece, tuple)}) > 1:
         return True
-    return _SET_OPERATION.search(text) is not None and not is_set_operation(expressions)
+    return any(map(joins_answers, parts)) and not is_set_operation(expressions)
+
+
+def joins_answers(part: str) -> bool:
+    r"""Whether a part of a text has a set operation that joins answers, as in `(1, 2) \cup 4`.
+
+    An operation joins no answers if the part has no number, or if the operation is in brackets or between bars on the
+    left side of an equation, as in `P(A \cup B) = 0.7` and `|A \cap B| = 5`.
+    """
+    if not any(char.isdigit() for char in part):
+        return False
+    part = _BAR.sub("|", part)
+    depths = list(itertools.accumulate((char in "([{") - (char in ")]}") for char in part))
+    bars = list(itertools.accumulate(char == "|" for char in part))
+    equals = max((place for place, char in enumerate(part) if char == "=" and depths[place] <= 0), default=-1)
+    places = [found.start() for found in _SET_OPERATION.finditer(part)]
+    return any(place > equals or (depths[place] <= 0 and bars[place] % 2 == 0) for place in places)
 
 
 def is_set_operation(expressions: list[Any]) -> bool:

@@ -188,8 +188,9 @@ class Reward(ABC):
         must be fast and must not open files.
 
         Args:
-            columns: The row's data columns; a run also passes the row's prompt as `prompts`. If a column is missing
-                here, `__call__` gets None as the column's value for this row.
+            columns: The row's data columns; a run also passes the row's prompt as `prompts`, and the role of the
+                environment's observations as `observation_role` if it has an environment. If a column is missing here,
+                `__call__` gets None as the column's value for this row.
             image_sizes: One per image of the row.
 
         Raises:

@@ -249,7 +249,11 @@ class RewardModel(Reward):
             )
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Check that a row has no images, and that the chat template accepts its prompt. Raises: ValueError if not."""
+        """Check that a row has no images, and that the chat template accepts its prompt and an observation after it.
+
+        Raises:
+            ValueError: If not.
+        """
         if image_sizes:
             raise ValueError(f"RewardModel supports text only, but the prompt has {len(image_sizes)} images.")
         prompt = columns.get("prompts", "")
@@ -257,9 +261,13 @@ class RewardModel(Reward):
             return
         # Templates may refuse a role, or an order of roles. Therefore one prompt per sequence of roles is rendered.
         roles = tuple(message.get("role") for message in prompt)
-        if roles not in self._rendered_roles:
+        observation_role = columns.get("observation_role")
+        if (roles, observation_role) not in self._rendered_roles:
             self._render(prompt, "")
-            self._rendered_roles.add(roles)
+            if observation_role is not None:
+                turn = {"role": "assistant", "content": ""}
+                self._render(prompt, [turn, {"role": observation_role, "content": "observation"}, turn])
+            self._rendered_roles.add((roles, observation_role))
 
     def connect(self, device: torch.device) -> None:
         """Load the weights.
@@ -293,7 +301,7 @@ class RewardModel(Reward):
             [B], None where a sequence is too long.
 
         Raises:
-            ValueError: If a prompt has images, or is a chat that the tokenizer's template does not accept.
+            ValueError: If a prompt or an observation has images, or if the tokenizer's template does not accept a chat.
         """
         if self._loaded is None:
             self.connect(self._place)
@@ -345,10 +353,15 @@ class RewardModel(Reward):
         try:
             rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False)
         except (TemplateError, TypeError) as error:  # templates raise these for unknown roles and contents
+            change = (
+                "Set another `observation_role` in the environment"
+                if others
+                else "Change the prompts (some templates accept no system prompt)"
+            )
             raise ValueError(
                 "The chat template of the reward model's tokenizer does not accept messages with the roles "
-                f"{', '.join(str(message.get('role')) for message in messages)}: {error}. Change the prompts (some "
-                "templates accept no system prompt), or set another `tokenizer.chat_template`."
+                f"{', '.join(str(message.get('role')) for message in messages)}: {error}. {change}, or set another "
+                "`tokenizer.chat_template`."
             ) from error
         return rendered
 
@@ -451,7 +464,10 @@ def _as_text(message: Message) -> Message:
     if content is None or isinstance(content, str):
         return dict(message)
     if kinds := sorted({str(part.get("type")) for part in content} - {"text"}):
-        raise ValueError(f"RewardModel supports text only, but a message has parts of type {', '.join(kinds)}.")
+        raise ValueError(
+            f"RewardModel supports text only, but a message of the role {message.get('role')} has parts of type "
+            f"{', '.join(kinds)}. Score images with a reward of your own."
+        )
     return {**message, "content": "".join(part["text"] for part in content)}
 
 

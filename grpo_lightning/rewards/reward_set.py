@@ -101,13 +101,17 @@ class RewardSet:
         columns = [name for source in sources for name in source.columns]
         self._known_columns = tuple(dict.fromkeys([*self._known_columns, *columns]))
 
-    def check_rows(self, prompts: Iterable[Prompt]) -> None:
+    def check_rows(self, prompts: Iterable[Prompt], observation_role: str | None = None) -> None:
         """Check each row with each reward that will score it (`Reward.check_row`).
+
+        Args:
+            prompts: The prompts.
+            observation_role: As in the function `check_rows`.
 
         Raises:
             ValueError: If a reward with `on_error: raise` cannot score a row; the message lists the rows.
         """
-        check_rows(prompts, self.rewards)
+        check_rows(prompts, self.rewards, observation_role)
 
     def check(self, max_completion_length: int) -> None:
         """Check the settings of the rewards against the settings of the run, before any weights load.
@@ -250,7 +254,9 @@ def _check_weights(weights: Sequence[float], rewards: Sequence[WeightedReward]) 
     return [float(weight) for weight in weights]
 
 
-def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> None:
+def check_rows(
+    prompts: Iterable[Prompt], rewards: Sequence[WeightedReward], observation_role: str | None = None
+) -> None:
     """Run `check_row` of every reward on the rows to which the reward applies.
 
     If the `on_error` of a reward is not "raise", a row that the reward cannot score causes only a warning. Later, each
@@ -259,6 +265,7 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
     Args:
         prompts: The prompts. If a row is used for both training and validation, an error in it is reported only once.
         rewards: The rewards of the run.
+        observation_role: The role of the environment's observations; None if the run has no environment.
 
     Raises:
         ValueError: If a reward with `on_error` "raise" cannot score a row; the message names file, line and reward.
@@ -269,6 +276,7 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
     accepted: dict[tuple[str | int, str], str] = {}
     have: Counter[tuple[str, str, str]] = Counter()
     lack: Counter[tuple[str, str, str]] = Counter()
+    role = {} if observation_role is None else {"observation_role": observation_role}
     for prompt in prompts:
         sizes = [image.known_size for image in prompt.images]
         for reward in rewards:
@@ -277,7 +285,7 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
             for column in reward.required_columns:
                 (have if column in prompt.columns else lack)[prompt.source, reward.name, column] += 1
             try:
-                reward.check_row({**prompt.columns, "prompts": prompt.content}, sizes)
+                reward.check_row({**prompt.columns, **role, "prompts": prompt.content}, sizes)
             except Exception as error:  # noqa: BLE001 - a user's check may raise anything; it is reported with the row
                 kind = "" if isinstance(error, (ValueError, ImportError)) else f"{type(error).__name__}: "
                 line = f"{prompt.label}: reward {reward.name!r}: {kind}{error}"

@@ -94,16 +94,22 @@ def check_columns(rewards: RewardSet, trainer: L.Trainer) -> None:
     rewards.validate_prompts(itertools.chain.from_iterable(data_sets))
 
 
-def check_rows(rewards: RewardSet, trainer: L.Trainer) -> None:
+def check_rows(rewards: RewardSet, trainer: L.Trainer, conversations: Conversations | None = None) -> None:
     """Check that every row in `known_data` can be scored by the rewards that apply to it.
 
     Boxes are compared with the size of their image if the size is known, so call this function after `check_images`.
+
+    Args:
+        rewards: The rewards of the run.
+        trainer: Trainer with the data.
+        conversations: The conversations of the run; None if the run has no environment.
 
     Raises:
         ValueError: If a reward whose `on_error` is "raise" cannot score some rows; the message names the rows. A reward
             with another `on_error` only causes a warning.
     """
-    rewards.check_rows(itertools.chain.from_iterable(known_data(trainer)))
+    observation_role = None if conversations is None else conversations.runner.observation_role
+    rewards.check_rows(itertools.chain.from_iterable(known_data(trainer)), observation_role)
 
 
 def check_images(trainer: L.Trainer) -> None:

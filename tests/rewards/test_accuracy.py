@@ -252,6 +252,19 @@ RIGHT = [
     (r"\boxed{[0,2]\cup\{5\}}", r"[0, 2] \cup \{5\}"),
     (r"\boxed{x \in (0,1) \cup (2,3)}", r"(0,1) \cup (2,3)"),
     (r"\boxed{A \cup B}", r"A \cup B"),
+    # probabilities and sizes of sets
+    *(
+        (rf"\boxed{{{size} = 25}}", "25")
+        for size in [
+            *(r"n(A \cup B)", r"P(A \cap B)", r"|A \cap B|", r"|A \setminus B|", r"\left|A \cup B\right|"),
+            *(r"P(A_1 \cup A_2)", r"n((A \cup B) \cap C)", r"|\{1, 2\} \cup \{3\}|"),
+            *("P(A\u222aB)", r"\lvert A \cap B \rvert", r"P(A \cap B) = P(A) \cdot P(B)"),
+        ]
+    ),
+    (r"The answer is $P(A \cap B) = 0.12$.", "0.12"),
+    (r"So $A \cup B$ has 5 elements.", "5"),
+    (r"<answer>the probability $P(A \cup B)$ is 0.7</answer>", "0.7"),
+    (r"\boxed{25}", r"|A \cup B| = 25"),
     # units of several parts, signs
     *((f"The answer is 54 {unit}.", "54") for unit in ["km/h", "m/s^2", "m/s²", "cm^2", "m²", "m³", "miles per hour"]),
     ("<answer>54 km/h</answer>", "54 km/h"),
@@ -292,7 +305,11 @@ WRONG = [
     # math-verify reads only the last part of these
     *(
         (rf"<answer>{several}</answer>", "4")
-        for several in [r"(1,2) \cup 4", r"[1,2) \cup 4", r"x \cup 4", r"\{3\} \cup 4", r"3 \cap 4"]
+        for several in [
+            *(r"(1,2) \cup 4", r"[1,2) \cup 4", r"x \cup 4", r"\{3\} \cup 4", r"3 \cap 4"),
+            *(r"x = 3 \cup x = 4", r"(x = 3 \cup x = 4)", r"|x| = 3 \cup x = 4", r"P(A) = 3 \cup 4"),
+            *(r"x = ((1,2) \cup 4)", r"P(A \cap B) = (1,2) \cup 4"),
+        ]
     ),
     *((rf"<answer>{several}</answer>", "4") for several in [r"(1,2) \to 4", r"1, 2 \to 4", r"(1,2)\cup(2,3) \to 4"]),
     (r"\boxed{(-2,2)}", r"(-2,0)\cup(0,2)"),

@@ -18,6 +18,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from grpo_lightning.core.types import Completion, Group, Prompt, Turn
 from grpo_lightning.rewards import ByMethod, Cosine, Reward, RewardModel, RewardSet, WeightedReward, reward
 from grpo_lightning.rewards.reward_model import score_chunk
+from tests.environments.games import Counted
 from tests.helpers.module_runs import PROMPTS, SMALL, are_equal, fit, make_module, make_source, make_trainer, weights_of
 from tests.helpers.tiny_models import EOS, PAD, tiny_classifier, tiny_model, tiny_tokenizer
 from tests.marks import SLOW, few
@@ -202,7 +203,7 @@ def test_text_parts_are_read_and_images_are_refused(folder):
     answer = [{"role": "assistant", "content": "2"}]
     assert scored(RewardModel(folder), [(parts, answer)]) == scored(RewardModel(folder), [as_chat("one plus", "2")])
     parts[0]["content"].append({"type": "image"})
-    with pytest.raises(ValueError, match="supports text only, but a message has parts of type image"):
+    with pytest.raises(ValueError, match="supports text only, but a message of the role user has parts of type image"):
         scored(RewardModel(folder), [(parts, answer)])
     with pytest.raises(ValueError, match="the prompt has 1 images"):
         RewardModel(folder).check_row({}, [None])
@@ -323,6 +324,43 @@ def test_roles_that_the_template_refuses_are_found_before_the_run(tmp_path):
         ValueError, match="does not accept messages with the roles system, user, assistant: System role not supported"
     ):
         rewards.check_rows([Prompt([{"role": "system", "content": "s"}, user])])
+
+
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_observations_that_the_template_refuses_are_found_before_the_run(tmp_path):
+    model = RewardModel(save(tmp_path, tiny_classifier(), chat_template=ALTERNATING))
+    chats = [Prompt(ASKED, index=7)]
+    for rewards in (RewardSet([model]), RewardSet([ByMethod({"default": model})]), RewardSet([Cosine(accuracy=model)])):
+        rewards.check_rows(chats)
+        rewards.check_rows(chats, observation_role="user")
+        rewards.check_rows([Prompt("text")], observation_role="tool")
+        with pytest.raises(
+            ValueError,
+            match=r"1 rows cannot be scored(.|\n)*roles user, assistant, tool, assistant: Conversation roles must "
+            r"alternate\. Set another `observation_role` in the environment, or set another `tokenizer.chat_template`",
+        ):
+            rewards.check_rows(chats, observation_role="tool")
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_run_whose_observations_the_template_refuses_does_not_start(tmp_path):
+    environment = Counted()
+    environment.observation_role = "tool"
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    model = RewardModel(save(tmp_path, tiny_classifier(), chat_template=ALTERNATING))
+    module = make_module(rewards=[model], environment=environment, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="Set another `observation_role`"):
+        fit(module, [Prompt(ASKED)] * 4, max_steps=1)
 
 
 # ------------------------------------------------------------------------------------------------------------- in a run

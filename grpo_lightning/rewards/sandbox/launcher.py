@@ -113,15 +113,43 @@ def _nothing() -> None:
     """Do nothing."""
 
 
+def _open_input(body: bytes) -> tuple[int, int]:
+    """Open a standard input for a program: a file in memory, or a pipe if the system has or allows no such files.
+
+    Programs of contests read the size of their input, which a pipe does not have.
+
+    Returns:
+        Two file descriptors: the end that the program reads, and the end of the pipe to which `body` must be written;
+        -1 if there is no pipe.
+    """
+    if not hasattr(os, "memfd_create"):
+        return os.pipe()
+    try:
+        return _input_file(body), -1
+    except OSError:  # for example if the setting vm.memfd_noexec of the kernel is 2
+        return os.pipe()
+
+
 def _input_file(body: bytes) -> int:
-    """Make a file in memory that holds a standard input and cannot be changed. Returns: its file descriptor."""
+    """Make a file in memory that holds a standard input and cannot be changed.
+
+    Returns:
+        Its file descriptor.
+
+    Raises:
+        OSError: If the system does not allow such a file.
+    """
     file = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    left = memoryview(body)
-    while left:
-        left = left[os.write(file, left) :]
-    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
-    os.lseek(file, 0, os.SEEK_SET)
+    try:
+        left = memoryview(body)
+        while left:
+            left = left[os.write(file, left) :]
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+        os.lseek(file, 0, os.SEEK_SET)
+    except OSError:
+        os.close(file)
+        raise
     return file
 
 
@@ -182,8 +210,7 @@ class Launcher:
         if job["kind"] == "judge":
             return self._judge(job, seconds)
         is_main = job["kind"] == "main"
-        # Programs of contests read the size of their input, which a pipe does not have.
-        feed, give = (_input_file(body), -1) if is_main and hasattr(os, "memfd_create") else os.pipe()
+        feed, give = _open_input(body) if is_main else os.pipe()
         take, collect = os.pipe()
         if is_main:
             pid = self._fork(PROGRAM, [feed, collect, None], seconds, self._run_main)

@@ -190,6 +190,18 @@ def test_without_a_filter_nothing_starts(monkeypatch):
         sandbox.run_main(b"", seconds=5, max_output=100)
 
 
+@pytest.mark.parametrize(
+    "refusal", ["os.memfd_create = lambda *_: os.open('/missing', 0)", "fcntl.F_ADD_SEALS = -1"], ids=["file", "seals"]
+)
+def test_without_files_in_memory_the_input_is_a_pipe(monkeypatch, refusal):
+    patch_launcher(monkeypatch, f"import fcntl, os\n{refusal}")
+    program = "import os, stat\nprint(stat.S_ISFIFO(os.fstat(0).st_mode), len(input()))"
+    with Sandbox(program, Limits(2**28)) as sandbox:
+        for _ in range(2):
+            ended = sandbox.run_main(b"x" * 10**6, seconds=5, max_output=100)
+            assert (ended.how, ended.output) == ("exit", b"True 1000000\n")
+
+
 def test_the_probe_sees_a_sandbox_that_does_not_hold(monkeypatch):
     """Teeth: a filter that allows everything."""
     patch_launcher(monkeypatch, "isolation.seccomp_filter = lambda *_, **__: struct.pack('HBBI', 6, 0, 0, 0x7FFF0000)")
