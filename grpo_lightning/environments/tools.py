@@ -56,12 +56,17 @@ _MARKED = re.compile(
 """Matches calls with markers. The capture group of a match is the text between two markers, or after a marker."""
 
 MOST_FAILED = 64
-"""Maximum number of failed attempts to read JSON in a text, because the time of an attempt may be proportional to the
-length of the text."""
+"""Maximum number of failed attempts to read JSON or XML in a text, because the time of an attempt may be proportional
+to the length of the text."""
+
+MOST_ENDS = 8
+"""Maximum number of ends of reasoning that follow a marker, because the calls behind the marker are read for each. If a
+text has more such ends, everything before the last `</think>` is reasoning."""
 
 _REASONING_OR_MARKED = re.compile(rf"(?P<reasoning><think>.*?(?:</think>|\Z)|</think>)|{_MARKED.pattern}", re.DOTALL)
+_CLOSED_REASONING = re.compile(r"<think>.*?</think>", re.DOTALL)
 _FUNCTION = re.compile(
-    r"<function=([^<>\n]+)>\s*((?:<parameter=[^<>\n]+>(?:(?!</parameter>).)*</parameter>\s*)*)</function>", re.DOTALL
+    r"<function=([^<>\n]+)>\s*((?:<parameter=[^<>\n]+>[^<]*(?:<(?!/parameter>)[^<]*)*</parameter>\s*)*)</function>"
 )
 """Matches a call in XML. The capture groups of a match are the name and all parameters."""
 
@@ -261,7 +266,7 @@ def read_calls(text: str, names: Mapping[str, Any], style: ToolFormat = "auto") 
         style: The format of calls.
     """
     text = _without_reasoning(text, names, style)
-    if blocks := [str(match[match.lastindex or 0]) for match in _MARKED.finditer(text)]:
+    if blocks := [_block_of(match) for match in _MARKED.finditer(text)]:
         for block in blocks:
             found = list(_marked_calls(block, names, style))
             yield from found or [
@@ -290,20 +295,37 @@ def _format_hint(block: str, style: ToolFormat) -> str:
 
 
 def _without_reasoning(text: str, names: Mapping[str, Any], style: ToolFormat) -> str:
-    """Remove the reasoning in front of and between calls. Its tags inside an argument are part of the argument."""
-    kept, position = "", 0
+    """Remove the reasoning around and inside calls. Its tags inside an argument are part of the argument."""
+    kept, position, num_ends = "", 0, 0
     while match := _REASONING_OR_MARKED.search(text, position):
         kept += text[position : match.start()]
         position = match.end()
         if match["reasoning"] == "</think>":  # the prompt has opened the reasoning
             kept = ""
         elif match["reasoning"] is None:
-            calls = _marked_calls(str(match[match.lastindex or 0]), names, style)
-            if "</think>" not in match[0] or any("</think>" in str(call.arguments) for call in calls):
-                kept += match[0]
-            else:  # the reasoning mentions a marker, and ends behind it
-                position = match.start() + 1
+            marked = _without_own_reasoning(match, names, style)
+            if marked is not None:
+                kept += marked
+            elif num_ends == MOST_ENDS:
+                return text.rpartition("</think>")[2].strip()
+            else:
+                position = text.index("</think>", match.start()) + len("</think>")
+                kept, num_ends = "", num_ends + 1
     return (kept + text[position:]).strip()
+
+
+def _without_own_reasoning(match: re.Match[str], names: Mapping[str, Any], style: ToolFormat) -> str | None:
+    """Remove the reasoning between two markers. Returns: None if the markers are in reasoning that ends behind them."""
+    calls = _marked_calls(_block_of(match), names, style)
+    if "</think>" not in match[0] or any("</think>" in str(call.arguments) for call in calls):
+        return match[0]
+    text = _CLOSED_REASONING.sub("", match[0])
+    return None if "</think>" in text else text
+
+
+def _block_of(match: re.Match[str]) -> str:
+    """The text between two markers, or after a marker."""
+    return str(match[match.lastindex or 0])
 
 
 def _marked_calls(block: str, names: Mapping[str, Any], style: ToolFormat) -> Iterator[ToolCall]:
@@ -322,14 +344,32 @@ def _calls_in(
         yield from ((call, bool(whole)) for call in found)
         if found:
             return
-    if style in ("auto", "xml") and not _JSON_START.search(text.partition("<function=")[0]):
-        matches, is_alone = list(_FUNCTION.finditer(text)), not _FUNCTION.sub("", text).strip()
-        yield from ((ToolCall(match[1], _xml_arguments(match[2], names.get(match[1]))), is_alone) for match in matches)
-        if matches:
+    if style == "xml" or (style == "auto" and not _is_json_first(text)):
+        calls, rest = _xml_calls(text, names)
+        yield from ((call, not rest) for call in calls)
+        if calls:
             return
     if style in ("auto", "json"):
         values, rest = _json_values(text)
-        yield from ((call, not rest) for value in values for call in _calls_of(value, is_marked=is_marked))
+        # With text around it, an object without arguments may be a part of a call that cannot be read.
+        needs_arguments = not is_marked or bool(rest)
+        yield from ((call, not rest) for value in values for call in _calls_of(value, needs_arguments=needs_arguments))
+
+
+def _xml_calls(text: str, names: Mapping[str, Any]) -> tuple[list[ToolCall], str]:
+    """The calls in XML in a text, and the text around them."""
+    calls: list[ToolCall] = []
+    rest, position, num_failed = "", 0, 0
+    while num_failed < MOST_FAILED and (start := text.find("<function=", position)) >= 0:
+        rest += text[position:start]
+        if match := _FUNCTION.match(text, start):
+            calls.append(ToolCall(match[1], _xml_arguments(match[2], names.get(match[1]))))
+            position = match.end()
+        else:
+            num_failed += 1
+            position = start + 1
+            rest += text[start]
+    return calls, (rest + text[position:]).strip()
 
 
 def _xml_arguments(text: str, tool: Callable[..., Any] | None) -> dict[str, Any]:
@@ -380,8 +420,21 @@ def _json_values(text: str) -> tuple[list[Any], str]:
     return values, (rest + text[position:]).strip(" \n\r\t;,")
 
 
-def _calls_of(value: Any, *, is_marked: bool) -> Iterator[ToolCall]:
-    """Calls in parsed JSON. With markers, a call without arguments may leave out `arguments`."""
+def _is_json_first(text: str) -> bool:
+    """Whether JSON begins before the first call in XML, and has calls, or surrounds this XML, or is malformed."""
+    end, position = text.find("<function="), 0
+    while end >= 0 and (match := _JSON_START.search(text, position, end)):
+        try:
+            value, position = json.JSONDecoder().raw_decode(text, match.start())
+        except (ValueError, RecursionError):  # the XML may be a text in a call that cannot be read
+            return True
+        if position > end or any(_calls_of(value, needs_arguments=True)):
+            return True
+    return False
+
+
+def _calls_of(value: Any, *, needs_arguments: bool) -> Iterator[ToolCall]:
+    """Calls in parsed JSON, with or without `arguments`."""
     items = value if isinstance(value, list) else [value]
     for item in items:
         if not isinstance(item, dict) or not isinstance(item.get("name"), str):
@@ -396,7 +449,7 @@ def _calls_of(value: Any, *, is_marked: bool) -> Iterator[ToolCall]:
             yield ToolCall(item["name"], arguments)
         elif "arguments" in item or "parameters" in item:
             yield ToolCall(item["name"], {}, "the arguments of a call must be an object with their names")
-        elif is_marked:
+        elif not needs_arguments:
             yield ToolCall(item["name"], {})
         else:
             return
@@ -405,7 +458,8 @@ def _calls_of(value: Any, *, is_marked: bool) -> Iterator[ToolCall]:
 def _python_calls(text: str) -> Iterator[ToolCall]:
     """Calls in Python's syntax. They are parsed, never executed."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # warnings about syntax that later versions refuse
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # warnings about syntax that later versions refuse
             tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return
