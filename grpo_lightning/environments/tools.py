@@ -158,7 +158,7 @@ class Tools(Environment):
         if problem := argument_problem(function, call.arguments):
             return "wrong_arguments", f"Error: {problem}"
         try:
-            value = wait_for(function(**call.arguments))
+            content = content_of(wait_for(function(**call.arguments)))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool may raise anything, or run code that exits
             frame = traceback.extract_tb(error.__traceback__)[-1]
             warn_once(
@@ -170,7 +170,7 @@ class Tools(Environment):
                 level=logging.INFO,
             )
             return "exception", f"Error: {type(error).__name__}: {error}"
-        return "ok", content_of(value)
+        return "ok", content
 
     def on_failure(self, kind: str, problem: str) -> Step | None:
         """Report to the policy that a call timed out or crashed. Returns: None for other kinds of failure."""
@@ -223,17 +223,36 @@ def answer(name: str, content: Content) -> Message:
 
 
 def content_of(value: Any) -> Content:
-    """The content of the message for a value that a tool returned: parts for images or a list of parts, else text."""
+    """The content of the message for a value that a tool returned: parts for images or a list of parts, else text.
+
+    Raises:
+        TypeError: If a list has an image and a value that is no part of a message.
+    """
     if isinstance(value, str):
         return value
     values = value if isinstance(value, list | tuple) else [value]
-    parts = [{"type": "image", "image": each} if is_pil_image(each) else each for each in values]
-    if parts and all(map(is_part, parts)):
-        return parts
+    if values and all(map(is_part, values)):
+        return list(values)
+    if any(is_pil_image(each) or (is_part(each) and each["type"] == "image") for each in values):
+        return [_part_of(each) for each in values]
     try:
         return json.dumps(value, default=str, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):  # JSON has no such keys, or the value contains itself
         return str(value)
+
+
+def _part_of(value: Any) -> Mapping[str, Any]:
+    """The part of a message for a value that a tool returned in a list with images."""
+    if is_pil_image(value):
+        return {"type": "image", "image": value}
+    if isinstance(value, str):
+        return {"type": "text", "text": value}
+    if is_part(value):
+        return dict(value)
+    raise TypeError(
+        f"a list with images that a tool returns may have only images, texts and parts, got {type(value).__name__}: "
+        f"{value!r:.80}. Return texts instead of other values"
+    )
 
 
 def call_metrics(outcomes: Counter[str]) -> dict[str, float]:
@@ -518,7 +537,7 @@ def signature_owner(tool: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value from JSON has the type of a hint; True for hints that this function does not know."""
+    """Whether a value from a call has the type of a hint; True for hints that this function does not know."""
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, option) for option in typing.get_args(hint))
@@ -533,9 +552,11 @@ def fits(value: Any, hint: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
     options = typing.get_args(hint)
     if kind is tuple and options and options[-1] is not ...:
-        return isinstance(value, list) and len(value) == len(options) and all(map(fits, value, options))
+        return isinstance(value, list | tuple) and len(value) == len(options) and all(map(fits, value, options))
     if kind in (list, tuple, Sequence):
-        return isinstance(value, list) and (not options or all(fits(each, options[0]) for each in value))
+        # JSON has no tuples, so that a list fits too. A call in Python or XML may have a tuple.
+        is_sequence = isinstance(value, list) or (kind is not list and isinstance(value, tuple))
+        return is_sequence and (not options or all(fits(each, options[0]) for each in value))
     if kind in (str, bool, dict):
         return isinstance(value, kind)
     return True

@@ -338,6 +338,10 @@ def test_images_that_a_tool_returns_are_parts_of_the_observation():
         ([part, text], [part, text]),
         ([image, image], [part, part]),
         ([text], [text]),
+        (["the crop", image], [text, part]),
+        ((image, "the crop"), [part, text]),
+        (["the crop", part], [text, part]),
+        (["the crop", text], '["the crop", {"type": "text", "text": "the crop"}]'),
         ([1, 2], "[1, 2]"),
         ([], "[]"),
         ([{"type": "text"}], '[{"type": "text"}]'),
@@ -348,6 +352,17 @@ def test_images_that_a_tool_returns_are_parts_of_the_observation():
 
         (message,) = Tools([crop]).step("[crop()]").observation
         assert message == {"role": "tool", "name": "crop", "content": content}
+
+
+def test_an_image_among_other_values_is_an_error():
+    for value in ([1, Image.new("RGB", (4, 4))], ["a", {"score": 1}, Image.new("RGB", (4, 4))]):
+
+        def crop(value: Any = value) -> Any:
+            return value
+
+        step = Tools([crop]).step("[crop()]")
+        assert step.metrics["calls/exception"] == 1
+        assert re.match("Error: TypeError: a list with images .*, got (int|dict)", step.observation[0]["content"])
 
 
 def test_the_hints_of_an_object_are_those_of_its_call(tmp_path):
@@ -459,7 +474,11 @@ def test_hints_of_tuples_are_compared_by_position():
     def tool(pair: tuple[int, str] = (1, ""), row: tuple[int, ...] = ()) -> None: ...
 
     assert not argument_problem(tool, {"pair": [2, "left"], "row": [1, 2, 3]})
-    for pair in (["left", 2], [2], [2, "left", 3], [2, 3]):
+    assert not argument_problem(tool, {"pair": (2, "left"), "row": (1, 2, 3)})
+    (call,) = read_calls(as_xml("tool", pair="(2, 'left')", row="(1, 2)"), {"tool": tool})
+    assert call.arguments == {"pair": (2, "left"), "row": (1, 2)}
+    assert not argument_problem(tool, call.arguments)
+    for pair in (["left", 2], [2], [2, "left", 3], [2, 3], (2, 3)):
         assert "'pair'" in argument_problem(tool, {"pair": pair})
     assert "'row'" in argument_problem(tool, {"row": [1, "x"]})
 
