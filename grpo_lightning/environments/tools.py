@@ -56,12 +56,17 @@ _MARKED = re.compile(
 """Matches calls with markers. The capture group of a match is the text between two markers, or after a marker."""
 
 MOST_FAILED = 64
-"""Maximum number of failed attempts to read JSON in a text, because the time of an attempt may be proportional to the
-length of the text."""
+"""Maximum number of failed attempts to read JSON or XML in a text, because the time of an attempt may be proportional
+to the length of the text."""
+
+MOST_ENDS = 8
+"""Maximum number of ends of reasoning that follow a marker, because the calls behind the marker are read for each. If a
+text has more such ends, everything before the last `</think>` is reasoning."""
 
 _REASONING_OR_MARKED = re.compile(rf"(?P<reasoning><think>.*?(?:</think>|\Z)|</think>)|{_MARKED.pattern}", re.DOTALL)
+_CLOSED_REASONING = re.compile(r"<think>.*?</think>", re.DOTALL)
 _FUNCTION = re.compile(
-    r"<function=([^<>\n]+)>\s*((?:<parameter=[^<>\n]+>(?:(?!</parameter>).)*</parameter>\s*)*)</function>", re.DOTALL
+    r"<function=([^<>\n]+)>\s*((?:<parameter=[^<>\n]+>[^<]*(?:<(?!/parameter>)[^<]*)*</parameter>\s*)*)</function>"
 )
 """Matches a call in XML. The capture groups of a match are the name and all parameters."""
 
@@ -153,7 +158,7 @@ class Tools(Environment):
         if problem := argument_problem(function, call.arguments):
             return "wrong_arguments", f"Error: {problem}"
         try:
-            value = wait_for(function(**call.arguments))
+            content = content_of(wait_for(function(**call.arguments)))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool may raise anything, or run code that exits
             frame = traceback.extract_tb(error.__traceback__)[-1]
             warn_once(
@@ -165,7 +170,7 @@ class Tools(Environment):
                 level=logging.INFO,
             )
             return "exception", f"Error: {type(error).__name__}: {error}"
-        return "ok", content_of(value)
+        return "ok", content
 
     def on_failure(self, kind: str, problem: str) -> Step | None:
         """Report to the policy that a call timed out or crashed. Returns: None for other kinds of failure."""
@@ -218,17 +223,36 @@ def answer(name: str, content: Content) -> Message:
 
 
 def content_of(value: Any) -> Content:
-    """The content of the message for a value that a tool returned: parts for images or a list of parts, else text."""
+    """The content of the message for a value that a tool returned: parts for images or a list of parts, else text.
+
+    Raises:
+        TypeError: If a list has an image and a value that is no part of a message.
+    """
     if isinstance(value, str):
         return value
     values = value if isinstance(value, list | tuple) else [value]
-    parts = [{"type": "image", "image": each} if is_pil_image(each) else each for each in values]
-    if parts and all(map(is_part, parts)):
-        return parts
+    if values and all(map(is_part, values)):
+        return list(values)
+    if any(is_pil_image(each) or (is_part(each) and each["type"] == "image") for each in values):
+        return [_part_of(each) for each in values]
     try:
         return json.dumps(value, default=str, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):  # a key that JSON does not support, or a value that contains itself
         return str(value)
+
+
+def _part_of(value: Any) -> Mapping[str, Any]:
+    """The part of a message for a value that a tool returned in a list with images."""
+    if is_pil_image(value):
+        return {"type": "image", "image": value}
+    if isinstance(value, str):
+        return {"type": "text", "text": value}
+    if is_part(value):
+        return dict(value)
+    raise TypeError(
+        f"a list with images that a tool returns may have only images, texts and parts, got {type(value).__name__}: "
+        f"{value!r:.80}. Return texts instead of other values"
+    )
 
 
 def call_metrics(outcomes: Counter[str]) -> dict[str, float]:
@@ -262,7 +286,7 @@ def read_calls(text: str, names: Mapping[str, Any], style: ToolFormat = "auto") 
         style: The format of calls.
     """
     text = _without_reasoning(text, names, style)
-    if blocks := [str(match[match.lastindex or 0]) for match in _MARKED.finditer(text)]:
+    if blocks := [_block_of(match) for match in _MARKED.finditer(text)]:
         for block in blocks:
             found = list(_marked_calls(block, names, style))
             yield from found or [
@@ -291,20 +315,37 @@ def _format_hint(block: str, style: ToolFormat) -> str:
 
 
 def _without_reasoning(text: str, names: Mapping[str, Any], style: ToolFormat) -> str:
-    """Remove the reasoning in front of and between calls. Its tags inside an argument are part of the argument."""
-    kept, position = "", 0
+    """Remove the reasoning around and inside calls. Its tags inside an argument are part of the argument."""
+    kept, position, num_ends = "", 0, 0
     while match := _REASONING_OR_MARKED.search(text, position):
         kept += text[position : match.start()]
         position = match.end()
         if match["reasoning"] == "</think>":  # the prompt has opened the reasoning
             kept = ""
         elif match["reasoning"] is None:
-            calls = _marked_calls(str(match[match.lastindex or 0]), names, style)
-            if "</think>" not in match[0] or any("</think>" in str(call.arguments) for call in calls):
-                kept += match[0]
-            else:  # the reasoning mentions a marker, and ends behind it
-                position = match.start() + 1
+            marked = _without_own_reasoning(match, names, style)
+            if marked is not None:
+                kept += marked
+            elif num_ends == MOST_ENDS:
+                return text.rpartition("</think>")[2].strip()
+            else:
+                position = text.index("</think>", match.start()) + len("</think>")
+                kept, num_ends = "", num_ends + 1
     return (kept + text[position:]).strip()
+
+
+def _without_own_reasoning(match: re.Match[str], names: Mapping[str, Any], style: ToolFormat) -> str | None:
+    """Remove the reasoning between two markers. Returns: None if the markers are in reasoning that ends behind them."""
+    calls = _marked_calls(_block_of(match), names, style)
+    if "</think>" not in match[0] or any("</think>" in str(call.arguments) for call in calls):
+        return match[0]
+    text = _CLOSED_REASONING.sub("", match[0])
+    return None if "</think>" in text else text
+
+
+def _block_of(match: re.Match[str]) -> str:
+    """The text between two markers, or after a marker."""
+    return str(match[match.lastindex or 0])
 
 
 def _marked_calls(block: str, names: Mapping[str, Any], style: ToolFormat) -> Iterator[ToolCall]:
@@ -323,14 +364,32 @@ def _calls_in(
         yield from ((call, bool(whole)) for call in found)
         if found:
             return
-    if style in ("auto", "xml") and not _JSON_START.search(text.partition("<function=")[0]):
-        matches, is_alone = list(_FUNCTION.finditer(text)), not _FUNCTION.sub("", text).strip()
-        yield from ((ToolCall(match[1], _xml_arguments(match[2], names.get(match[1]))), is_alone) for match in matches)
-        if matches:
+    if style == "xml" or (style == "auto" and not _is_json_first(text)):
+        calls, rest = _xml_calls(text, names)
+        yield from ((call, not rest) for call in calls)
+        if calls:
             return
     if style in ("auto", "json"):
         values, rest = _json_values(text)
-        yield from ((call, not rest) for value in values for call in _calls_of(value, is_marked=is_marked))
+        # With text around it, an object without arguments may be a part of a call that cannot be read.
+        needs_arguments = not is_marked or bool(rest)
+        yield from ((call, not rest) for value in values for call in _calls_of(value, needs_arguments=needs_arguments))
+
+
+def _xml_calls(text: str, names: Mapping[str, Any]) -> tuple[list[ToolCall], str]:
+    """The calls in XML in a text, and the text around them."""
+    calls: list[ToolCall] = []
+    rest, position, num_failed = "", 0, 0
+    while num_failed < MOST_FAILED and (start := text.find("<function=", position)) >= 0:
+        rest += text[position:start]
+        if match := _FUNCTION.match(text, start):
+            calls.append(ToolCall(match[1], _xml_arguments(match[2], names.get(match[1]))))
+            position = match.end()
+        else:
+            num_failed += 1
+            position = start + 1
+            rest += text[start]
+    return calls, (rest + text[position:]).strip()
 
 
 def _xml_arguments(text: str, tool: Callable[..., Any] | None) -> dict[str, Any]:
@@ -381,8 +440,21 @@ def _json_values(text: str) -> tuple[list[Any], str]:
     return values, (rest + text[position:]).strip(" \n\r\t;,")
 
 
-def _calls_of(value: Any, *, is_marked: bool) -> Iterator[ToolCall]:
-    """Calls in parsed JSON. With markers, a call without arguments may leave out `arguments`."""
+def _is_json_first(text: str) -> bool:
+    """Whether JSON begins before the first call in XML, and has calls, or surrounds this XML, or is malformed."""
+    end, position = text.find("<function="), 0
+    while end >= 0 and (match := _JSON_START.search(text, position, end)):
+        try:
+            value, position = json.JSONDecoder().raw_decode(text, match.start())
+        except (ValueError, RecursionError):  # the XML may be a text in a call that cannot be read
+            return True
+        if position > end or any(_calls_of(value, needs_arguments=True)):
+            return True
+    return False
+
+
+def _calls_of(value: Any, *, needs_arguments: bool) -> Iterator[ToolCall]:
+    """Calls in parsed JSON, with or without `arguments`."""
     items = value if isinstance(value, list) else [value]
     for item in items:
         if not isinstance(item, dict) or not isinstance(item.get("name"), str):
@@ -397,7 +469,7 @@ def _calls_of(value: Any, *, is_marked: bool) -> Iterator[ToolCall]:
             yield ToolCall(item["name"], arguments)
         elif "arguments" in item or "parameters" in item:
             yield ToolCall(item["name"], {}, "the arguments of a call must be an object with their names")
-        elif is_marked:
+        elif not needs_arguments:
             yield ToolCall(item["name"], {})
         else:
             return
@@ -406,7 +478,8 @@ def _calls_of(value: Any, *, is_marked: bool) -> Iterator[ToolCall]:
 def _python_calls(text: str) -> Iterator[ToolCall]:
     """Calls in Python's syntax. They are parsed, never executed."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # warnings about syntax that later versions refuse
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # warnings about syntax that later versions refuse
             tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return
@@ -465,7 +538,7 @@ def signature_owner(tool: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value from JSON has the type of a hint; True for hints that this function does not know."""
+    """Whether a value from a call has the type of a hint; True for hints that this function does not know."""
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, option) for option in typing.get_args(hint))
@@ -480,9 +553,11 @@ def fits(value: Any, hint: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
     options = typing.get_args(hint)
     if kind is tuple and options and options[-1] is not ...:
-        return isinstance(value, list) and len(value) == len(options) and all(map(fits, value, options))
+        return isinstance(value, list | tuple) and len(value) == len(options) and all(map(fits, value, options))
     if kind in (list, tuple, Sequence):
-        return isinstance(value, list) and (not options or all(fits(each, options[0]) for each in value))
+        # JSON has no tuples, so that a list fits too. A call in Python or XML may have a tuple.
+        is_sequence = isinstance(value, list) or (kind is not list and isinstance(value, tuple))
+        return is_sequence and (not options or all(fits(each, options[0]) for each in value))
     if kind in (str, bool, dict):
         return isinstance(value, kind)
     return True

@@ -18,6 +18,8 @@ from grpo_lightning.environments import Search, Tools, calculator, tools
 from grpo_lightning.environments.tools import ToolCall, argument_problem, read_calls
 from grpo_lightning.rollout.conversations import tool_schemas
 from tests.environments.games import broken, double, later
+from tests.marks import SLOW
+from tests.rewards.test_linear_time import MOST, ratio
 
 KNOWN = {"double": double, "calculator": calculator}
 CALL = ToolCall("double", {"number": 3})
@@ -137,6 +139,19 @@ def test_calls_in_xml_without_markers():
     assert [call.name for call in read_calls(inner.replace("double", "half"), KNOWN)] == ["half"]
 
 
+def test_calls_in_xml_behind_json():
+    inner = as_xml("double", number="3").removeprefix("<tool_call>").removesuffix("</tool_call>")
+    for before in ('I have {"a": 1} and [{"b": 2}]: ', '{"name": "Ann"}'):
+        assert list(read_calls(before + inner, KNOWN)) == [CALL]
+        assert list(read_calls(f"<tool_call>{before}{inner}</tool_call>", KNOWN)) == [CALL]
+    inner = inner.replace("\n", "")
+    call = {"name": "calculator", "arguments": {"expression": inner}}
+    assert list(read_calls(json.dumps(call) + inner, KNOWN)) == [ToolCall("calculator", call["arguments"])]
+    assert list(read_calls(json.dumps(call) + inner, KNOWN, "xml")) == [CALL, CALL]
+    for text in (json.dumps({"answer": inner}), json.dumps(call)[:-1]):  # a text in an answer or in a malformed call
+        assert list(read_calls(text, KNOWN)) == []
+
+
 @pytest.mark.parametrize(
     ("block", "expected"),
     [
@@ -152,10 +167,40 @@ def test_a_malformed_call_is_told_the_format_that_it_has(block, expected):
     assert f"is not a call: {expected}" in call.problem
 
 
-def test_many_unclosed_parameters_take_little_time():
-    text = "<tool_call><function=f>" + "<parameter=a>1</parameter>" * 2000
+REPEATED = {
+    "markers": "<tool_call>\n",
+    "functions": "<function=f>",
+    "parameters": "<function=f><parameter=a>",
+    "closed parameters": "<function=f><parameter=a></parameter>",
+    "marked functions": "<tool_call>\n<function=f>\n<parameter=a>\n",
+    "marked JSON": '<tool_call>\n{"name": "f", ',
+    "reasoning in markers": "<tool_call><think>a</think>",
+    "reasoning that ends": "<tool_call><function=f><parameter=a></think>",
+    "whole blocks": "<tool_call>a</think></tool_call>",
+    "whole calls": '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
+    "objects": '{"a": 1}',
+    "unclosed objects": '[{"a": 1},',
+}
+
+
+@SLOW
+@pytest.mark.parametrize("piece", REPEATED.values(), ids=list(REPEATED))
+def test_a_long_turn_costs_linear_time(piece):
+    def read(text: str) -> list[ToolCall]:
+        return list(read_calls(text, {"f": double}))
+
+    ends = ("", "</think>", "</parameter>", "</parameter></function></tool_call></think>")
+    ratios = {(beginning, end): ratio(read, piece, beginning, end) for beginning in ("", "<tool_call>") for end in ends}
+    assert max(ratios.values()) <= MOST, ratios
+
+
+def test_a_repeated_call_that_is_not_closed_takes_little_time():
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n" * 300
     start = time.monotonic()
-    assert [call.name for call in read_calls(text, KNOWN)] == [""]
+    assert [call.problem != "" for call in read_calls(text, KNOWN)] == [True]
+    assert list(read_calls(text + "</think>", KNOWN)) == []
+    assert list(read_calls("<function=f>\n<parameter=a>\n" * 3000, KNOWN)) == []
+    assert list(read_calls("<tool_call></think>" * 3000 + "[double(number=3)]", KNOWN)) == [CALL]
     assert time.monotonic() - start < 5
 
 
@@ -178,9 +223,38 @@ def test_a_call_in_reasoning_that_the_prompt_has_opened_is_none(mention):
     assert list(read_calls(f"I could write {mention}.\n</think>\n\n{real}", KNOWN)) == [CALL]
 
 
+def test_reasoning_between_the_markers_is_ignored():
+    as_json = '{"name": "double", "arguments": {"number": 3}}'
+    for inner in (as_json, "[double(number=3)]", as_xml("double", number="3")[12:-13]):
+        for before in ("<think>hm</think>", "hm <think>a</think> <think>b</think>\n" if inner == as_json else ""):
+            assert list(read_calls(f"<tool_call>{before}{inner}</tool_call>", KNOWN)) == [CALL]
+        assert list(read_calls(f"Which?</think><tool_call><think>hm</think>{inner}</tool_call>", KNOWN)) == [CALL]
+        other = as_json.replace("3", "9")
+        reasoning = f"I write <tool_call><think>{other}</think>.\n</think>\n"
+        assert list(read_calls(f"{reasoning}<tool_call>{inner}</tool_call>", KNOWN)) == [CALL]
+    (call,) = read_calls("<tool_call><think>hm</think>double 3</tool_call>", KNOWN)
+    assert call.problem.startswith("'double 3' is not a call: write")
+    assert list(read_calls('<tool_call><think>hm</think>{"name": "roll"}</tool_call>', KNOWN)) == [ToolCall("roll", {})]
+
+
 def test_a_marked_call_may_leave_out_its_arguments():
     for text in ('<tool_call>{"name": "roll"}</tool_call>', "<tool_call>\n<function=roll>\n</function>\n</tool_call>"):
         assert list(read_calls(text, KNOWN)) == [ToolCall("roll", {})]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        '{"name": "half", "arguments": {"a": 1, "b": {"name": "double"}',
+        '{"name": "half", "arguments": {"a": 01, "b": {"name": "double"}}}',
+        '<function=half>\n<parameter=a>\n{"name": "double"}\n',
+        '[half(a={"name": "double"}',
+    ],
+)
+def test_an_object_in_a_malformed_call_is_no_call(block):
+    (call,) = read_calls(f"<tool_call>{block}", KNOWN)
+    assert call.name == ""
+    assert "is not a call: write" in call.problem
 
 
 def test_what_follows_a_marker_must_be_a_call():
@@ -264,6 +338,10 @@ def test_images_that_a_tool_returns_are_parts_of_the_observation():
         ([part, text], [part, text]),
         ([image, image], [part, part]),
         ([text], [text]),
+        (["the crop", image], [text, part]),
+        ((image, "the crop"), [part, text]),
+        (["the crop", part], [text, part]),
+        (["the crop", text], '["the crop", {"type": "text", "text": "the crop"}]'),
         ([1, 2], "[1, 2]"),
         ([], "[]"),
         ([{"type": "text"}], '[{"type": "text"}]'),
@@ -274,6 +352,17 @@ def test_images_that_a_tool_returns_are_parts_of_the_observation():
 
         (message,) = Tools([crop]).step("[crop()]").observation
         assert message == {"role": "tool", "name": "crop", "content": content}
+
+
+def test_an_image_among_other_values_is_an_error():
+    for value in ([1, Image.new("RGB", (4, 4))], ["a", {"score": 1}, Image.new("RGB", (4, 4))]):
+
+        def crop(value: Any = value) -> Any:
+            return value
+
+        step = Tools([crop]).step("[crop()]")
+        assert step.metrics["calls/exception"] == 1
+        assert re.match("Error: TypeError: a list with images .*, got (int|dict)", step.observation[0]["content"])
 
 
 def test_the_hints_of_an_object_are_those_of_its_call(tmp_path):
@@ -385,7 +474,11 @@ def test_hints_of_tuples_are_compared_by_position():
     def tool(pair: tuple[int, str] = (1, ""), row: tuple[int, ...] = ()) -> None: ...
 
     assert not argument_problem(tool, {"pair": [2, "left"], "row": [1, 2, 3]})
-    for pair in (["left", 2], [2], [2, "left", 3], [2, 3]):
+    assert not argument_problem(tool, {"pair": (2, "left"), "row": (1, 2, 3)})
+    (call,) = read_calls(as_xml("tool", pair="(2, 'left')", row="(1, 2)"), {"tool": tool})
+    assert call.arguments == {"pair": (2, "left"), "row": (1, 2)}
+    assert not argument_problem(tool, call.arguments)
+    for pair in (["left", 2], [2], [2, "left", 3], [2, 3], (2, 3)):
         assert "'pair'" in argument_problem(tool, {"pair": pair})
     assert "'row'" in argument_problem(tool, {"row": [1, "x"]})
 
