@@ -38,6 +38,10 @@ STAGES = ("training", "validation", "validation", "test", "prediction")
 """Names of the `reading_loops` in errors."""
 
 
+HUGGING_FACE_DATA = ("datasets.arrow_dataset", "datasets.iterable_dataset", "datasets.dataset_dict")
+"""Modules of the classes of Hugging Face datasets. A user's own package may be called `datasets`, too."""
+
+
 def check_no_rows(trainer: L.Trainer) -> None:
     """Check that the trainer got loaders, not rows, for every stage.
 
@@ -75,7 +79,7 @@ def is_rows(value: Any) -> bool:
     """True for a list of rows, a Hugging Face dataset, or a text (such as the path of a file)."""
     if isinstance(value, list | tuple):
         return any(map(is_row, value))
-    is_hugging_face = any(kind.__module__.partition(".")[0] == "datasets" for kind in type(value).__mro__)
+    is_hugging_face = any(kind.__module__ in HUGGING_FACE_DATA for kind in type(value).__mro__)
     return is_hugging_face or isinstance(value, str)
 
 
