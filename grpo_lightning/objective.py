@@ -823,8 +823,8 @@ def own_surrogate(function: Callable[..., Any], name: str) -> Surrogate:
         name: Its name in errors.
 
     Raises:
-        ValueError: If `function` is no function, does not say which arguments it takes, requires another argument, or
-            requires an argument by position.
+        ValueError: If `function` is no function, its arguments are not known, or it requires another argument or an
+            argument by position.
     """
     if not callable(function) or inspect.isclass(function):
         raise ValueError(f"objective.surrogate must be a function, got {function!r}.")
@@ -832,8 +832,8 @@ def own_surrogate(function: Callable[..., Any], name: str) -> Surrogate:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:  # some functions that are written in C
         raise ValueError(
-            f"objective.surrogate {name} does not say which arguments it takes ({error}): wrap it in a function that "
-            "names them."
+            f"The arguments of objective.surrogate {name} are not known ({error}). Call it from a Python function "
+            "that names its arguments, and set objective.surrogate to this function."
         ) from error
     check_own_arguments(parameters, name)
     takes_all = any(each.kind == each.VAR_KEYWORD for each in parameters)
