@@ -45,6 +45,7 @@ from grpo_lightning.objective import Objective, warn_of_length_weights
 from grpo_lightning.optimizers import AdamW, OptimizerFactory
 from grpo_lightning.policy.completion_logprobs import Scorer, TokenLogprobs
 from grpo_lightning.policy.encoder import Encoder
+from grpo_lightning.policy.families import is_tower_trained
 from grpo_lightning.policy.loading import PolicyLike, PolicyLoader
 from grpo_lightning.policy.lora_injection import describe_adapter
 from grpo_lightning.policy.reference import (
@@ -115,6 +116,7 @@ from grpo_lightning.training.micro_batches import (
     agree_on_chunks,
     blank_of,
     find_prompts,
+    forget_features,
     give_images,
     known_observations,
     restore_observed,
@@ -559,6 +561,9 @@ class GRPOLightningModule(L.LightningModule):
     def train_on(self, micro_step: MicroStep) -> Tensor:
         """Call `update`, and log the metrics of the optimizer step after its last micro-batch."""
         self.policy.train()
+        # A callback may unfreeze the vision tower inside a cycle, and freeze it again before the cycle's last step.
+        if self.encoder.is_multimodal and is_tower_trained(self.policy) and self.run.cycle is not None:
+            forget_features(self.run.cycle.micro_batches)
         if micro_step.opens_update:
             self.prepare_update(micro_step)
         self.notify("on_phase", "update")

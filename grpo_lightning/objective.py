@@ -34,7 +34,7 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -823,20 +823,24 @@ def own_surrogate(function: Callable[..., Any], name: str) -> Surrogate:
         name: Its name in errors.
 
     Raises:
-        ValueError: If `function` is no function, or requires another argument.
+        ValueError: If `function` is no function, its arguments are not known, or it requires another argument or an
+            argument by position.
     """
     if not callable(function) or inspect.isclass(function):
         raise ValueError(f"objective.surrogate must be a function, got {function!r}.")
-    parameters = inspect.signature(function).parameters.values()
-    takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
-    named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-    for parameter in named:
-        if parameter.default is parameter.empty and parameter.name not in OWN_ARGUMENTS:
-            raise ValueError(
-                f"objective.surrogate {name} requires the argument {parameter.name!r}. The function can have the "
-                f"arguments {', '.join(OWN_ARGUMENTS)}; give any other argument a default."
-            )
-    taken = {each for each in OWN_ARGUMENTS if takes_all or each in [parameter.name for parameter in named]}
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:  # some functions that are written in C
+        raise ValueError(
+            f"The arguments of objective.surrogate {name} are not known ({error}). Call it from a Python function "
+            "that names its arguments, and set objective.surrogate to this function."
+        ) from error
+    check_own_arguments(parameters, name)
+    takes_all = any(each.kind == each.VAR_KEYWORD for each in parameters)
+    named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    taken = {each for each in OWN_ARGUMENTS if takes_all or each in named}
+    # A null epsilon_high means epsilon, so a function that takes epsilon_high uses both settings.
+    settings = taken & {"ratio", "epsilon", "epsilon_high"} | ({"epsilon"} if "epsilon_high" in taken else set())
 
     def loss(objective: Objective, tokens: Tokens) -> Tensor:
         known = tokens._asdict() | {"epsilon": objective.epsilon, "epsilon_high": objective.high}
@@ -845,11 +849,28 @@ def own_surrogate(function: Callable[..., Any], name: str) -> Surrogate:
     return Surrogate(
         loss,
         _never_clipped,
-        frozenset(taken & {"ratio", "epsilon", "epsilon_high"}),
+        frozenset(settings),
         takes_turn_credit=True,
         trains_on_zero_advantages=True,  # an unknown function may have a gradient there
         knows_clipped=False,
     )
+
+
+def check_own_arguments(parameters: Iterable[inspect.Parameter], name: str) -> None:
+    """Check what a user's own surrogate requires. Raises: ValueError if it cannot be called with `OWN_ARGUMENTS`."""
+    for each in parameters:
+        if each.default is not each.empty or each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
+            continue
+        if each.kind == each.POSITIONAL_ONLY:
+            raise ValueError(
+                f"objective.surrogate {name} takes {each.name!r} only by position, but all arguments are passed by "
+                "keyword: remove the / from its arguments."
+            )
+        if each.name not in OWN_ARGUMENTS:
+            raise ValueError(
+                f"objective.surrogate {name} requires the argument {each.name!r}. The function can have the "
+                f"arguments {', '.join(OWN_ARGUMENTS)}; give any other argument a default."
+            )
 
 
 def check_own_loss(loss: Any, tokens: Tokens, name: str) -> Tensor:

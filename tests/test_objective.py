@@ -671,8 +671,36 @@ def test_an_own_surrogate_gets_all_arguments_if_it_takes_all():
     assert Objective(surrogate=takes_all, beta=0.0).trains_on_zero_advantages
 
 
+def test_epsilon_may_be_set_for_an_own_surrogate_that_takes_only_epsilon_high():
+    """A null epsilon_high means epsilon."""
+
+    def takes_high(ratio, advantages, *, epsilon_high):
+        return -ratio.clamp(max=1 + epsilon_high) * advantages
+
+    loss, _ = loss_and_gradient(Objective(surrogate=takes_high, epsilon=0.1))
+    expected, _ = loss_and_gradient(Objective(surrogate=takes_high, epsilon_high=0.1))
+    assert loss == expected
+    default, _ = loss_and_gradient(Objective(surrogate=takes_high))
+    assert loss != default
+
+
 def needs_more(ratio, entropy):
     return ratio * entropy
+
+
+def by_position(ratio, advantages, /):
+    return -ratio * advantages
+
+
+def test_arguments_by_position_may_have_defaults():
+    """Even an argument with the name of a known one is then not passed."""
+
+    def with_default(mask=1.0, /, *, ratio, advantages):
+        return -mask * ratio * advantages
+
+    loss, _ = loss_and_gradient(Objective(surrogate=with_default))
+    expected, _ = loss_and_gradient(Objective(surrogate=lambda ratio, advantages: -ratio * advantages))
+    assert loss == expected
 
 
 @pytest.mark.parametrize(
@@ -685,6 +713,12 @@ def needs_more(ratio, entropy):
         ({"surrogate": f"{__name__}.SimpleNamespace"}, r"must be a function, got <class"),
         ({"surrogate": 3}, r"must be a function, got 3"),
         ({"surrogate": needs_more}, r"needs_more requires the argument 'entropy'\. .* have the arguments ratio, adv"),
+        (
+            {"surrogate": by_position},
+            r"by_position takes 'ratio' only by position, .*: remove the / from its",
+        ),
+        ({"surrogate": max}, r"surrogate max are not known \(no signature.*\)\. Call it from a Python function"),
+        ({"surrogate": "builtins.max"}, r"surrogate builtins\.max are not known \("),
         ({"surrogate": PATH, "dual_clip": 3.0}, r"dual_clip is 3\.0, but the \S*clip_by_hand surrogate does not use"),
         ({"surrogate": lambda ratio: ratio, "epsilon": 0.1}, r"epsilon is 0\.1, but the \S*<lambda> surrogate does"),
     ],

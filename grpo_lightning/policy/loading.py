@@ -440,8 +440,8 @@ def uncheckpoint_layers(model: nn.Module) -> None:
     """Undo `checkpoint_layers`, for a model in memory that an earlier run used. Does nothing to other models."""
     for layer in filter(is_checkpointed, model.modules()):
         (forward,) = vars(layer).pop("forward").args
-        # A forward that is the layer's own method comes from the layer's class, and needs no attribute.
-        if getattr(forward, "__self__", None) is not layer:
+        # The method of the layer's class needs no attribute. Another function may be bound to the layer, too.
+        if getattr(forward, "__func__", None) is not type(layer).forward:
             layer.forward = forward
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 from collections.abc import Mapping
@@ -69,10 +70,10 @@ def whole_weights(policy: nn.Module, sharding: Sharding, *, keeps: bool = True) 
     sharding.reshard(policy)
     gathered: dict[int, Tensor] = {}
     weights = {}
-    adapter = f".{trained_adapter(policy)}." if is_adapted(policy) else ""
+    adapter = trained_adapter(policy) if is_adapted(policy) else None
     for name, weight in policy.named_parameters(remove_duplicate=False):
         # A callback may have frozen a part of the adapter, so `requires_grad` alone does not find all of its weights.
-        if not (weight.requires_grad or adapter in f"{name}."):
+        if not (adapter is None or weight.requires_grad or is_of_adapter(name, adapter)):
             continue
         if id(weight) not in gathered:  # tied weights stay one tensor: they are saved once
             full = sharding.whole(weight)
@@ -81,6 +82,15 @@ def whole_weights(policy: nn.Module, sharding: Sharding, *, keeps: bool = True) 
     saved = policy.state_dict().keys() if not is_adapted(policy) else ()
     weights |= {name: buffer.cpu() for name, buffer in policy.named_buffers() if name in saved}
     return weights if keeps else {}
+
+
+def is_of_adapter(name: str, adapter: str) -> bool:
+    """Whether a name in peft's model is that of a weight of the adapter: `...lora_A.<adapter>.weight`, for example."""
+    parts = name.split(".")
+    return any(
+        part == adapter and parent.startswith(("lora_", "modules_to_save", "trainable_tokens_"))
+        for parent, part in itertools.pairwise(parts)
+    )
 
 
 def original_tokenizer(loader: PolicyLoader) -> Any:

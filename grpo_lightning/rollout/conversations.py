@@ -352,9 +352,18 @@ class Conversations:
         chats, the text becomes a new user message. An observation that consists of messages is appended to the chat. If
         the prompt is plain text, the text of the observation is appended to it. The texts of the observation are cut
         like those of later observations, and special tokens that are spelled out in them are escaped.
+
+        Raises:
+            ValueError: If the prompt is truncated. It then consists of token ids, to which no text can be added.
         """
         if observation is None or observation == "":
             return prompt
+        if prompt.token_ids is not None:
+            raise ValueError(
+                f"{prompt.label}: the prompt is truncated (data.overlong_prompts is truncate), and `reset` of "
+                f"environment {self.runner.name!r} returned an observation, which cannot be added to a truncated "
+                "prompt. Set data.overlong_prompts to drop, or return None from `reset`."
+            )
         messages = [
             change_texts(message, lambda text: self.tokens.escape(self.shorten(text)[0]))
             for message in messages_of(observation, "user")
@@ -362,7 +371,7 @@ class Conversations:
         images = images_of(messages)
         if images:
             self.check_images(is_chat=not isinstance(prompt.content, str))
-        prompt = replace(prompt, token_ids=None, observation=observation, images=[*prompt.images, *images])
+        prompt = replace(prompt, observation=observation, images=[*prompt.images, *images])
         if isinstance(prompt.content, str):
             return replace(prompt, content=prompt.content + "\n".join(map(text_of, messages)))
         content: list[Message] = list(prompt.content)

@@ -134,7 +134,8 @@ def export(
             raise FileNotFoundError(
                 f"{error} This is the policy named by the run; if it is elsewhere, set --policy."
             ) from error
-        num_from_policy = load_trained_weights(model, weights, num_trained(content), fill_missing=fill_missing)
+        num_missing = load_trained_weights(model, weights, num_trained(content), fill_missing=fill_missing)
+    num_from_policy = 0 if adapter else num_missing  # adapters are written without the frozen weights
     check_random_weights(loader, num_from_policy, checkpoint)
     written = [weight for weight in model.parameters() if weight.requires_grad] if adapter else None
     is_merged = is_adapted(model) and not adapter
@@ -153,7 +154,7 @@ def export(
         folder=folder,
         policy=str(loader.name),
         num_weights=sum(weight.numel() for weight in written),
-        num_from_policy=0 if adapter else num_from_policy,
+        num_from_policy=num_from_policy,
         num_steps=num_steps,
         dtype=written[0].dtype,
         files=sorted(path for path in folder.iterdir() if path.is_file()),
@@ -208,7 +209,7 @@ def check_random_weights(loader: PolicyLoader, num_missing: int, checkpoint: str
 
     Args:
         loader: The loader of the policy.
-        num_missing: Number of parameters that the checkpoint lacks.
+        num_missing: Number of parameters that the export takes from the policy, because the checkpoint lacks them.
         checkpoint: The checkpoint.
     """
     if loader.from_scratch and num_missing:

@@ -66,8 +66,17 @@ def scratch_folder(path: Path) -> tempfile.TemporaryDirectory[str]:
         return scratch
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """Read a checkpoint file of plain values and tensors. No code in the file is executed."""
+def read_file(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
+    """Read a checkpoint file.
+
+    Args:
+        path: The file.
+        weights_only: If true, the file may contain only plain values and tensors, and no code in it is executed. If
+            false, it may contain any Python objects, and loading them executes code.
+
+    Raises:
+        ValueError: If the file is not a checkpoint, or cannot be read.
+    """
     with path.open("rb") as file:
         if file.read(len(ZIP_START)) != ZIP_START:
             raise ValueError(
@@ -75,7 +84,7 @@ def read_file(path: Path) -> dict[str, Any]:
                 "Trainer saved: look in the folder checkpoints of the run."
             )
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(

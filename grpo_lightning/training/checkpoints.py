@@ -350,7 +350,7 @@ def refuse_incomplete(trainer: L.Trainer) -> None:
     load = getattr(trainer.strategy.load_checkpoint, "__wrapped__", trainer.strategy.load_checkpoint)
 
     @functools.wraps(load)
-    def load_complete(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_complete(checkpoint_path: Any, weights_only: bool | None = None) -> Any:  # noqa: FBT001 - as in Lightning
         path = Path(checkpoint_path)  # remote paths (`s3://...`) do not exist here
         is_deepspeed, is_sharded = (path / "latest").is_file(), (path / ".metadata").is_file()
         kind: Literal["DeepSpeed", "FSDP2"] | None = "DeepSpeed" if is_deepspeed else "FSDP2" if is_sharded else None
@@ -369,8 +369,11 @@ def refuse_incomplete(trainer: L.Trainer) -> None:
             check_ranks(trainer, path)
         if is_sharded:  # the strategy reads only the weights that are in the module's state dict
             module: Any = trainer.lightning_module
-            module.frozen.recall_trained(read_file(path / "meta.pt").get("grpo"))
-        content = load(checkpoint_path, *args, **kwargs)
+            content = read_file(
+                path / "meta.pt", weights_only=weights_only is not False
+            )  # None is torch's default, true
+            module.frozen.recall_trained(content.get("grpo"))
+        content = load(checkpoint_path, weights_only=weights_only)
         if trainer.state.fn == TrainerFn.FITTING and (why := RankFiles(path).why_missing(content.get("grpo"))):
             raise ValueError(
                 f"No run can resume from the checkpoint {path}: {why}. Or set ckpt_path to a checkpoint that was saved "

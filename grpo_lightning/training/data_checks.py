@@ -38,6 +38,10 @@ STAGES = ("training", "validation", "validation", "test", "prediction")
 """Names of the `reading_loops` in errors."""
 
 
+HUGGING_FACE_DATA = ("datasets.arrow_dataset", "datasets.iterable_dataset", "datasets.dataset_dict")
+"""Modules of the classes of Hugging Face datasets. A user's own package may be called `datasets`, too."""
+
+
 def check_no_rows(trainer: L.Trainer) -> None:
     """Check that the trainer got loaders, not rows, for every stage.
 
@@ -75,7 +79,7 @@ def is_rows(value: Any) -> bool:
     """True for a list of rows, a Hugging Face dataset, or a text (such as the path of a file)."""
     if isinstance(value, list | tuple):
         return any(map(is_row, value))
-    is_hugging_face = any(kind.__module__.partition(".")[0] == "datasets" for kind in type(value).__mro__)
+    is_hugging_face = any(kind.__module__ in HUGGING_FACE_DATA for kind in type(value).__mro__)
     return is_hugging_face or isinstance(value, str)
 
 
@@ -167,19 +171,20 @@ def check_evaluated_once(trainer: L.Trainer) -> None:
 
 
 def check_truncation(conversations: Conversations | None, trainer: L.Trainer) -> None:
-    """Check that prompts that may be truncated need no text of an environment.
+    """Check that prompts that may be truncated need no descriptions of tools.
 
-    A truncated prompt consists of token ids, to which neither a first observation nor a description of tools can be
-    added.
+    A truncated prompt consists of token ids, to which no descriptions can be added. A first observation cannot be added
+    either; this is checked when an environment returns one (`Conversations.with_observation`).
 
     Raises:
-        ValueError: If the run has an environment, and the data module truncates long prompts.
+        ValueError: If the environment has tools, and the data module truncates long prompts.
     """
-    if conversations is not None and getattr(trainer.datamodule, "overlong_prompts", None) == "truncate":  # type: ignore[attr-defined]
+    is_truncating = getattr(trainer.datamodule, "overlong_prompts", None) == "truncate"  # type: ignore[attr-defined]
+    if is_truncating and conversations is not None and conversations.schemas:
         raise ValueError(
-            "data.overlong_prompts is truncate, but the run has an environment (model.environment "
-            f"{conversations.runner.name!r}), which may add an observation and descriptions of tools to a prompt. They "
-            "cannot be added to a truncated prompt. Set data.overlong_prompts to drop, or remove model.environment."
+            "data.overlong_prompts is truncate, but the run has an environment with tools (model.environment "
+            f"{conversations.runner.name!r}), and descriptions of tools cannot be added to a truncated prompt. Set "
+            "data.overlong_prompts to drop, or remove model.environment."
         )
 
 

@@ -425,6 +425,13 @@ def give_images(
             batch.conversation_vision = VisionInputs(list(conversations_of(batch, prompts)), blank)
 
 
+def forget_features(micro_batches: Sequence[MicroBatch]) -> None:
+    """Remove the stored image features of all prompts, because the vision tower that computed them is being trained."""
+    for batch in micro_batches:
+        for prompt in batch.vision.prompts if batch.vision else ():
+            prompt.features = None
+
+
 def blank_of(micro_batches: Sequence[MicroBatch], encoder: Encoder) -> Mapping[str, Tensor] | None:
     """The encoder's blank image (see `give_images`) if a completion of any rank contains images, else None.
 

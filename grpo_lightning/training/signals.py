@@ -79,8 +79,9 @@ class GracefulStop(L.Callback):
     run neither validates nor ends the epoch: if it ended the epoch, a resumed run would skip the rest of the epoch's
     data. The first signal restores the previous signal handlers, which then handle a second signal.
 
-    An error of a reward, an environment or the engine saves the same checkpoint in a run with one rank. With several
-    ranks it saves none: saving is collective, and the other ranks may not have the error.
+    An error of a reward, an environment or the engine while a training rollout is sampled or scored saves the same
+    checkpoint in a run with one rank. With several ranks it saves none: saving is collective, and the other ranks may
+    not have the error. An error in validation saves none either.
 
     Args:
         folder: Folder of the checkpoint `stopped-step=<N>.ckpt`. The checkpoint of an earlier stop is removed.

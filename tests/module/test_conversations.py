@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -14,7 +15,7 @@ from grpo_lightning.callbacks import CompletionLog
 from grpo_lightning.core.types import Completion, Group, Prompt, Turn
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.environments import Step, Tools
+from grpo_lightning.environments import Environment, Step, Tools
 from grpo_lightning.functional import turn_credits
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
@@ -328,15 +329,63 @@ def test_tools_need_chats_and_a_template_that_describes_them():
         fit(module_of(Tools([double]), tokenizer=tokenizer), chats, max_steps=1)
 
 
-@pytest.mark.parametrize("environment", [ByPromptLength(), Tools([double])])
-def test_truncated_prompts_with_an_environment_are_refused(tmp_path, environment):
-    """They have token ids only, to which neither an observation nor a description of tools can be added."""
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "long " * 20}))
-    module = module_of(environment)
+def truncating_data(tmp_path) -> PromptDataModule:
+    """Two rows: a prompt that is truncated, and one that is short enough."""
+    rows = [json.dumps({"prompt": prompt}) for prompt in ("long " * 20, "short")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    return PromptDataModule(
+        str(tmp_path / "rows.jsonl"), max_prompt_length=9, overlong_prompts="truncate", batch_size=2
+    )
+
+
+def test_truncated_prompts_with_tools_are_refused(tmp_path):
+    """They have token ids only, to which no description of tools can be added."""
+    module = module_of(Tools([double]))
     module.loader.load = None
-    data = PromptDataModule(str(tmp_path / "rows.jsonl"), max_prompt_length=9, overlong_prompts="truncate")
     with pytest.raises(ValueError, match=r"overlong_prompts is truncate, but .*\(model\.environment .* to drop, or"):
-        make_trainer(max_steps=1).fit(module, datamodule=data)
+        make_trainer(max_steps=1).fit(module, datamodule=truncating_data(tmp_path))
+
+
+class Shows(Environment):
+    """Shows the observation in the prompts whose text begins with `start`."""
+
+    in_process = True
+
+    def __init__(self, start: str) -> None:
+        self.start = start
+
+    def reset(self, prompt: str) -> str | None:
+        return "look" if prompt.startswith(self.start) else None
+
+    def step(self, completion: str) -> Step:
+        return Step(done=True, reward=1.0)
+
+
+def test_an_observation_in_a_truncated_prompt_is_an_error(tmp_path):
+    """The prompt has token ids only, to which no observation can be added."""
+    message = (
+        r"rows\.jsonl.*: the prompt is truncated \(data\.overlong_prompts is truncate\), and `reset` of environment "
+        r"'Shows' .*Set data\.overlong_prompts to drop, or return None"
+    )
+    with pytest.raises(ValueError, match=message):
+        make_trainer(max_steps=1, limit_val_batches=0).fit(
+            module_of(Shows("long")), datamodule=truncating_data(tmp_path)
+        )
+
+
+def test_prompts_to_which_an_environment_adds_nothing_may_be_truncated(tmp_path):
+    lengths = {}
+
+    class Records(L.Callback):
+        def on_rollout(self, trainer, pl_module, rollout):
+            lengths.update({group.prompt.content[:5]: len(group.prompt_ids) for group in rollout.groups})
+
+    module = module_of(Shows("short"))
+    make_trainer(max_steps=1, limit_val_batches=0, callbacks=[Records()]).fit(
+        module, datamodule=truncating_data(tmp_path)
+    )
+    assert lengths["long "] == 9
+    assert lengths["short"] == len("short") + len("look")
 
 
 class Remembers(ByPromptLength):

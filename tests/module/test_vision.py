@@ -17,6 +17,7 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.families import freeze_vision, inner_model
 from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.vision import encode_missing
 from grpo_lightning.rewards import RewardWorkers
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm.engine import VLLMEngine
@@ -237,6 +238,41 @@ def test_a_tower_that_is_unfrozen_inside_a_cycle_is_trained_from_the_next_step_o
     source = make_source(module, vision_prompts(image_files), batch_size=4)
     make_trainer(max_steps=2, callbacks=[callback]).fit(module, source)
     assert callback.has_gradient == [False, True]
+
+
+class TrainsTowerOnce(L.Callback):
+    """Unfreezes the vision tower for the second optimizer step only, and compares stored features with its output."""
+
+    def __init__(self):
+        self.differences = []
+
+    def on_train_batch_start(self, trainer, pl_module, *_):
+        inner_model(pl_module.policy).visual.requires_grad_(trainer.global_step == 1)
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        prompts = [prompt for batch in pl_module.run.cycle.micro_batches for prompt in batch.vision.prompts]
+        for prompt in prompts:
+            if prompt.images and prompt.features is not None:
+                fresh = replace(prompt, features=None)
+                encode_missing(pl_module.policy, [fresh])
+                pairs = zip(prompt.features.levels, fresh.features.levels, strict=True)
+                self.differences.append(max((stored - now).abs().max().item() for stored, now in pairs))
+
+
+def test_features_are_not_used_after_a_step_that_trained_their_tower(image_files):
+    """Neither the features of that step's prompts, nor those of the cycle's other prompts."""
+    callback = TrainsTowerOnce()
+    module = vision_module(
+        tiny_vlms.build("qwen2_5_vl"),
+        loader={"freeze_vision_modules": True},
+        objective=Objective(beta=0.0, entropy_coefficient=0.1),
+        optimizer=lambda _: AdamW(module.policy.parameters(), lr=3e-2),
+        updates_per_rollout=3,
+    )
+    source = make_source(module, vision_prompts(image_files), batch_size=4)
+    make_trainer(max_steps=3, callbacks=[callback]).fit(module, source)
+    assert callback.differences, "the first step has stored features"
+    assert max(callback.differences) < 1e-4
 
 
 @SLOW

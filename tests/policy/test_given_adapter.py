@@ -160,6 +160,15 @@ def test_it_is_saved_as_peft_loads_it(name, tmp_path):
     assert torch.equal(logits(again), logits(policy))
 
 
+def test_base_weights_are_not_gathered_if_the_adapter_is_named_like_a_part_of_their_names():
+    policy = loader(given("model", modules_to_save=["lm_head"])).load().model
+    adapted = {name for name, weight in policy.named_parameters() if weight.requires_grad}
+    assert any("modules_to_save.model." in name for name in adapted)
+    first = next(weight for weight in policy.parameters() if weight.requires_grad)
+    first.requires_grad_(False)  # a callback may freeze a part of the adapter
+    assert whole_weights(policy, Sharding()).keys() == adapted
+
+
 # --------------------------------------------------------------------------------------------------------------- errors
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import types
 from pathlib import Path
 
 import pytest
@@ -333,3 +334,14 @@ def test_the_forward_that_a_layer_had_before_checkpointing_is_restored():
     assert calls
     loading.uncheckpoint_layers(model)
     assert layer.forward is replaced
+
+
+def test_a_function_that_is_bound_to_a_layer_is_restored_as_its_forward():
+    """Such a function is a method of the layer, but not the one of the layer's class."""
+    model, ids = tiny_model("qwen2"), torch.tensor([[5, 6]])
+    layer = model.model.layers[0]
+    layer.forward = types.MethodType(lambda self, *args, **kwargs: type(self).forward(self, *args, **kwargs) / 2, layer)
+    expected = model(input_ids=ids).logits
+    loading.checkpoint_layers(model)
+    loading.uncheckpoint_layers(model)
+    assert torch.equal(model(input_ids=ids).logits, expected)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_lightning.policy.loading import PolicyLoader
@@ -176,6 +177,19 @@ def test_frozen_random_weights_are_not_replaced_by_others(tmp_path, kind):
     tiny_tokenizer().save_pretrained(tmp_path / "initial")
     export(tmp_path / "last.ckpt", tmp_path / "model", policy=str(tmp_path / "initial"))
     assert difference(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), module.policy) <= 1e-6
+
+
+def test_an_adapter_on_random_weights_is_exported_alone(tmp_path):
+    """The checkpoint contains all weights of the adapter; the frozen weights are not written."""
+    loader = PolicyLoader(str(save_policy(tmp_path / "policy")), from_scratch=True, lora=LoRA(rank=2))
+    module = make_module(policy=loader, lr=1e-2)
+    fit(module, max_steps=1).save_checkpoint(tmp_path / "last.ckpt")
+    assert export(tmp_path / "last.ckpt", tmp_path / "adapter", adapter=True).is_adapter
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    trained = {name: weight for name, weight in module.policy.named_parameters() if weight.requires_grad}
+    assert len(saved) == len(trained)
+    for name, weight in trained.items():
+        assert torch.equal(saved[name.replace(".default.", ".")], weight.detach().cpu())
 
 
 def test_random_weights_that_were_all_trained_are_exported(tmp_path):

@@ -1,7 +1,9 @@
 """Checkpoints on the disk: incomplete ones are told from complete ones, and every rank finds its own files."""
 
 import zipfile
+from types import SimpleNamespace
 
+import lightning as L
 import pytest
 import torch
 
@@ -12,6 +14,8 @@ from grpo_lightning.training.checkpoint_files import (
     unmark_complete,
     why_incomplete,
 )
+from grpo_lightning.training.checkpoints import refuse_incomplete
+from grpo_lightning.training.strategies import FSDP2Strategy
 
 
 def folder_of_two(tmp_path):
@@ -116,3 +120,26 @@ def test_a_link_has_the_files_of_its_checkpoint(tmp_path):
     assert RankFiles(link).read("rollout2-1", 0) == {"rollout": 1}
     RankFiles(path).remove()
     assert not RankFiles(path).folder.exists()
+
+
+class StateOfACallback:
+    """An object that torch loads only with `weights_only=False`."""
+
+
+def test_custom_objects_in_a_sharded_checkpoint_are_loaded_as_the_trainer_is_told(tmp_path, monkeypatch):
+    folder, unfrozen, strategy = folder_of_two(tmp_path), [], FSDP2Strategy()
+    (folder / ".metadata").touch()
+    torch.save({"grpo": {"unfrozen": ["a"]}, "callbacks": {"mine": StateOfACallback()}}, folder / "meta.pt")
+    mark_complete(folder)
+    passed = []
+    monkeypatch.setattr(strategy, "load_checkpoint", lambda path, weights_only: passed.append(weights_only) or {})
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False)
+    frozen = SimpleNamespace(recall_trained=lambda state: unfrozen.extend(state["unfrozen"]))
+    strategy._lightning_module = SimpleNamespace(frozen=frozen)
+    refuse_incomplete(trainer)
+    for weights_only in (None, True):
+        with pytest.raises(ValueError, match=r"meta\.pt cannot be read as a checkpoint.*Weights only load failed"):
+            strategy.load_checkpoint(folder, weights_only=weights_only)
+    strategy.load_checkpoint(folder, weights_only=False)
+    assert unfrozen == ["a"]
+    assert passed == [False]

@@ -123,6 +123,13 @@ def test_rows_of_a_users_data_module_are_not_a_loader_either():
         make_trainer(max_steps=1).fit(make_module(), datamodule=Rows())
 
 
+def test_a_loader_of_a_users_own_package_datasets_is_a_loader():
+    """Only the name of its package is that of Hugging Face's."""
+    own = type("OwnSource", (PromptSource,), {"__module__": "datasets.sources"})
+    refuse_rows(own(TEXTS, batch_size=2), "training")
+    refuse_rows([own(TEXTS, batch_size=2)], "training")
+
+
 def test_several_loaders_are_loaders():
     source = PromptSource(TEXTS, batch_size=2)
     batches = [TEXTS[:2], ROWS[2:]]
