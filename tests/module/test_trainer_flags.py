@@ -132,6 +132,7 @@ def test_a_run_that_resumes_inside_its_rounded_up_cycle_ends_with_this_cycle(tmp
 @SLOW
 def test_a_second_fit_with_more_epochs_has_a_schedule_of_all_epochs():
     """Lightning builds the schedule again, so that it begins at its peak."""
+
     class Rates(L.Callback):
         def on_before_optimizer_step(self, trainer, module, optimizer):
             self.last = optimizer.param_groups[0]["lr"]
