@@ -249,7 +249,8 @@ class ReasoningGymTasks:
         """Write the files, unless they are up to date.
 
         Raises:
-            ValueError: If all held-out questions of a task are also training questions, or `folder` holds other files.
+            ValueError: If all held-out questions of a task are also training questions, or if `folder` holds files that
+                this method did not write.
         """
         seed = run_seed(self.seed)
         recipe = {

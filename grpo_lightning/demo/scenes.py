@@ -277,8 +277,8 @@ def overlap(one: Cells, other: Cells) -> bool:
 def vary(scene: Scene, draw: random.Random, share: float = 0.5) -> Scene:
     """Give a share of the scene's things a nameless color or shape, for which questions have no word.
 
-    A model that is trained only on named colors and shapes learns fixed pairs, such as "red circle". If the pair "red
-    cross" is held out, the model then does not find a red cross.
+    A model that is trained only on named colors and shapes learns fixed pairs, such as "red circle". Such a model does
+    not find a red cross if the pair "red cross" was held out of its training.
     """
     shapes = draw.sample(list(NAMELESS_SHAPES), len(scene))
     things = []
