@@ -12,8 +12,9 @@ from grpo_lightning.cli.hub import check_push, push
 def run(args: list[str]) -> None:
     """Export a checkpoint. For the errors that it raises, see `grpo_lightning.training.checkpoint_export.export`.
 
-    For a quantized run, the printed summary states that the adapter belongs to the full-precision weights of the base
-    model, or was merged into these weights.
+    The run may have kept its frozen weights quantized. If so, the printed summary states that the exported weights are
+    not quantized: an exported adapter is to be loaded with the base model in full precision, and a merged export has
+    the adapter merged into this base model.
     """
     options = vars(parser().parse_args(args))
     repo, private = options.pop("push"), options.pop("private")

@@ -2,10 +2,12 @@
 
 A group has no gradient if every completion has advantage 0 or is masked by the overlong filter. With the objective's
 baseline `pass_at_k`, some groups without a gradient have nonzero reward variance
-(`functional.groups_without_gradient`). The prompt of a group without a gradient is replaced by the next prompt in the
-data, in up to `max_resample_times` rounds. Each round samples as many new prompts as there are groups to replace, so
-that no group with a gradient is discarded. A group that has still not been replaced when the last round ends stays in
-the rollout.
+(`functional.groups_without_gradient`).
+
+In up to `max_resample_times` rounds, new groups are sampled, for the next prompts in the data: one for each group of
+the rollout that has no gradient. If a new group has a gradient, it takes the place of an old group. Otherwise, the new
+group is discarded, and the old group stays until the next round. After the last round, such old groups stay in the
+rollout. No group with a gradient is discarded.
 """
 
 from __future__ import annotations
