@@ -162,13 +162,17 @@ def newest(paths: object) -> Path:
 
 
 def metrics_of(folder: Path) -> list[dict[str, str]]:
-    """The rows of every metrics.csv below a folder, in order, without timings and empty cells."""
-    rows = []
+    """One row per step, without timings and empty cells, from every metrics.csv below a folder.
+
+    If a resumed run repeats a step in a folder of its own, the later values of the step count.
+    """
+    rows: dict[str, dict[str, str]] = {}
     for path in sorted(folder.glob("runs/*/*/metrics.csv")):
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
-                rows.append({k: v for k, v in row.items() if v and not k.startswith(TIMINGS)})
-    return [row for row in rows if row.keys() - {"step", "epoch"}]
+                values = {k: v for k, v in row.items() if v and not k.startswith(TIMINGS)}
+                rows[row["step"]] = rows.get(row["step"], {}) | values
+    return [row for row in rows.values() if row.keys() - {"step", "epoch"}]
 
 
 def weights_of(folder: Path) -> dict[str, str]:
