@@ -18,7 +18,7 @@ from grpo_lightning.environments import Search, Tools, calculator, tools
 from grpo_lightning.environments.tools import ToolCall, argument_problem, read_calls
 from grpo_lightning.rollout.conversations import tool_schemas
 from tests.environments.games import broken, double, later
-from tests.marks import SLOW
+from tests.marks import few
 from tests.rewards.test_linear_time import MOST, ratio
 
 KNOWN = {"double": double, "calculator": calculator}
@@ -183,7 +183,7 @@ REPEATED = {
 }
 
 
-@SLOW
+@few(3, slow=True)
 @pytest.mark.parametrize("piece", REPEATED.values(), ids=list(REPEATED))
 def test_a_long_turn_costs_linear_time(piece):
     def read(text: str) -> list[ToolCall]:
