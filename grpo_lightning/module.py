@@ -1040,11 +1040,6 @@ class GRPOLightningModule(L.LightningModule):
         self.run.load_state_dict(state, path, shape=shape, pad_id=pad_id)
 
     @property
-    def trained_names(self) -> list[str]:
-        """Names of the parameters that are trainable now."""
-        return [name for name, parameter in self.named_parameters() if parameter.requires_grad]
-
-    @property
     def saved_names(self) -> list[str]:
         """Names of the parameters in checkpoints: all that were trained at any time."""
         never_trained = self.frozen.never_trained(self)

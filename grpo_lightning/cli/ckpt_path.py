@@ -106,8 +106,8 @@ def version_of(path: Path, runs: Path) -> Path | None:
 
     Returns:
         The version folder that contains the checkpoint. If there is none, the version folder of the run that saved the
-        checkpoint. None if the checkpoint does not name its run, or if `runs` has no such folder (a folder that
-        was moved counts as another one).
+        checkpoint. None if the checkpoint does not name its run, or if `runs` has no such folder (a folder that was
+        moved counts as another one).
     """
     inside = version_around(path, runs)
     if inside is not None or (folder := saved_by(path)) is None:
