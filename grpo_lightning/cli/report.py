@@ -1,4 +1,4 @@
-"""`grpo-lightning report`: write one HTML file about a run, or about two runs side by side."""
+"""`grpo-lightning report`: write one HTML file about a run, or about several runs side by side."""
 
 from __future__ import annotations
 
@@ -7,19 +7,25 @@ from pathlib import Path
 
 from grpo_lightning.cli.help import command_parser
 
+MAX_RUNS = 8
+"""Number of runs that the page has colors for."""
+
 
 def run(args: list[str]) -> None:
     """Write the report.
 
     Raises:
         ConfigurationError: If (a) a folder is not the folder of a run, (b) the log of completions or tokens has an
-            invalid line, (c) `--max_completions` is below 1, or (d) `--output` is a folder.
+            invalid line, (c) `--max_completions` is below 1, (d) `--output` is a folder, or (e) there are more than
+            `MAX_RUNS` runs.
     """
     options = parser().parse_args(args)
     from grpo_lightning.cli.errors import ConfigurationError
     from grpo_lightning.report import find_run, read_run, write_report
 
-    paths = [Path(path) for path in (options.run, options.other) if path is not None]
+    paths = [Path(path) for path in (options.run, *options.others)]
+    if len(paths) > MAX_RUNS:
+        raise ConfigurationError(f"A report shows at most {MAX_RUNS} runs, got {len(paths)}: write several reports.")
     if options.max_completions < 1:
         raise ConfigurationError(f"--max_completions must be at least 1, got {options.max_completions}.")
     try:
@@ -37,8 +43,10 @@ def run(args: list[str]) -> None:
 
 
 def default_name(folders: list[Path]) -> str:
-    """Name of the file: `report.html`, or `report_<run>_<version>.html` for a comparison with another run."""
-    return "report.html" if len(folders) == 1 else f"report_{'_'.join(folders[1].resolve().parts[-2:])}.html"
+    """Name of the file: `report.html`, `report_<run>_<version>.html` of the second of two, or `report_3_runs.html`."""
+    if len(folders) == 2:
+        return f"report_{'_'.join(folders[1].resolve().parts[-2:])}.html"
+    return "report.html" if len(folders) == 1 else f"report_{len(folders)}_runs.html"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,14 +54,14 @@ def parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "report",
         "Write one HTML file about a run: settings, curves, histograms of rewards, time by phase, failures, and all "
-        "completions by step and group. With two runs, they are shown side by side. The file loads nothing from the "
-        "network. The run may still be training, or may have crashed.",
+        f"completions by step and group. Several runs, at most {MAX_RUNS}, are shown side by side. The file loads "
+        "nothing from the network. The run may still be training, or may have crashed.",
         ["report runs/quickstart", "report runs/my_run/version_1 runs/my_run/version_0"],
     )
     parser.add_argument(
         "run", help="folder of a run: runs/<run name>/version_<N>, or runs/<run name> for its newest training run"
     )
-    parser.add_argument("other", nargs="?", help="folder of a second run, to compare")
+    parser.add_argument("others", nargs="*", metavar="run", help="folders of further runs, to compare")
     parser.add_argument("--output", help="file to write; default: report.html in the folder of the first run")
     parser.add_argument(
         "--max_completions",

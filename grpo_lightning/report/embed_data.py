@@ -1,4 +1,4 @@
-"""Writes the report: the data of one or two runs inside the page `report.html`, which loads nothing else."""
+"""Writes the report: the data of one run or several inside the page `report.html`, which loads nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_report(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
 
 def page(runs: Sequence[Mapping[str, Any]]) -> str:
     """The HTML page with the data of the runs."""
-    title = " and ".join(str(run["name"]) for run in runs)
+    title = ", ".join(str(run["name"]) for run in runs)
     template = files("grpo_lightning.report").joinpath("report.html").read_text(encoding="utf-8")
     # The data is inserted last: a completion may contain the placeholder of the title.
     head, _, tail = template.partition("{{DATA}}")

@@ -1,4 +1,4 @@
-"""`grpo-lightning report`: one file about one run or two."""
+"""`grpo-lightning report`: one file about one run or several."""
 
 import json
 import re
@@ -25,12 +25,14 @@ def test_a_run(tmp_path, capsys):
     assert "24 completions" in printed
 
 
-def test_two_runs_and_a_file(tmp_path):
+def test_several_runs_and_a_file(tmp_path):
     folders = [write_run(tmp_path / name / "version_0") for name in ("one", "other")]
     run([str(folders[0]), str(tmp_path / "other")])
     assert names_in(folders[0] / "report_other_version_0.html") == ["one/version_0", "other/version_0"]
     run([str(folders[0]), "--output", str(tmp_path / "new" / "a.html")])
     assert names_in(tmp_path / "new" / "a.html") == ["one/version_0"]
+    run([str(folders[0]), str(folders[1]), str(folders[0])])
+    assert names_in(folders[0] / "report_3_runs.html") == ["one/version_0", "other/version_0", "one/version_0"]
 
 
 def test_a_long_run(tmp_path, capsys):
@@ -48,6 +50,7 @@ def test_a_long_run(tmp_path, capsys):
         (["."], r"\. is not the folder of a run: it has none of the files completions\.jsonl"),
         (["r", "--output", "."], r"--output must be a file, but \. is a folder"),
         (["r", "--max_completions", "0"], "--max_completions must be at least 1, got 0"),
+        (["r"] * 9, "A report shows at most 8 runs, got 9"),
         (["broken"], r"completions\.jsonl:1 is not a line of a log of completions"),
     ],
 )
