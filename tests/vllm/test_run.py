@@ -51,15 +51,19 @@ def test_an_environment_is_installed_once(commands, capfd):
     assert BANNER not in capfd.readouterr().err
 
 
-def test_tests_that_take_too_long_are_ended(monkeypatch, capfd):
+def test_tests_that_take_too_long_are_ended(tmp_path, monkeypatch, capfd):
     """By SIGINT, upon which they end the servers that they have started; it is ignored in a shell's background."""
     monkeypatch.setattr(run, "END", time.monotonic())
+    started = tmp_path / "started"
     inherited = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        process = run.start(sys.executable, "-c", "import time; time.sleep(60)")
+        process = run.start(sys.executable, "-c", "import sys, time; open(sys.argv[1], 'w'); time.sleep(60)", started)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, inherited)
+    while not started.exists():  # an interpreter that still starts exits with 1 upon SIGINT
+        assert process.poll() is None
+        time.sleep(0.01)
     assert run.end(process) == 1
     assert process.returncode == -signal.SIGINT
     assert f"{BANNER}: The {run.SECONDS} seconds for installation and tests are over." in capfd.readouterr().err
