@@ -5,7 +5,6 @@ import math
 import os
 import pickle
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -495,12 +494,10 @@ def test_it_decides():
 
 @SLOW
 def test_it_goes_on_after_the_time_is_up():
-    begun = time.monotonic()
     for _ in range(2):
         with pytest.raises(UndecidedError, match=r"took longer than 0\.5 s"):
             compare("3", "$9^{9^{9^{9}}}$", 0.5)
         assert compare("3", "3", 60) is True
-    assert time.monotonic() - begun < 30
 
 
 @SLOW

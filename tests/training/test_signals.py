@@ -8,7 +8,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import lightning as L
@@ -358,10 +357,8 @@ def started(*scripts):
 @SLOW
 def test_who_ends_in_time_is_waited_for_and_who_does_not_is_ended(caplog):
     trainer, processes = started("import time; time.sleep(0.2)", "import time; time.sleep(600)", "raise SystemExit(2)")
-    start = time.monotonic()
     end_launched(trainer, seconds=2)
     assert [process.returncode for process in processes] == [0, -9, 2]
-    assert time.monotonic() - start < 60
     assert trainer.strategy.launcher.procs == [], "Lightning watches them, and would end this process"
     assert caplog.text == "", "of one that was ended here, or said itself why, there is nothing to say"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -96,9 +95,9 @@ def test_everything_that_is_printed_arrives(program):
 def test_the_limit_of_the_output():
     assert run("print('x' * 99)", max_output=100) == Ended("exit", 0, b"x" * 99 + b"\n")
     assert run("print('x' * 100)", max_output=100).how == "output"
-    start = time.monotonic()
-    assert len(run("while True: print('x' * 10**6)", max_output=10**6).output) <= 10**6 + 65536
-    assert time.monotonic() - start < 5
+    endless = run("while True: print('x' * 10**6)", max_output=10**6)
+    assert endless.how == "output"
+    assert len(endless.output) <= 10**6 + 65536
 
 
 def test_the_limit_of_memory():
@@ -127,9 +126,7 @@ def test_the_limit_of_threads():
     start = "import threading, time\nthreading.stack_size(65536)\n"
     few = f"{start}for _ in range(50): threading.Thread(target=time.sleep, args=[0.2]).start()\nprint(1)"
     assert run(few) == Ended("exit", 0, b"1\n")
-    begin = time.monotonic()
     assert run(few.replace("50", "500").replace("0.2", "100")).how == "threads"
-    assert time.monotonic() - begin < 5
 
 
 def test_the_limit_of_cpu_time():
