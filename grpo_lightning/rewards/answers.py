@@ -79,6 +79,13 @@ def after_hashes(text: str) -> str | None:
     return rest.strip().partition("\n")[0] if hashes else None
 
 
+def _after_hashes_unless_heading(text: str) -> str | None:
+    """The result of `after_hashes`; None also for a heading (Markdown): a line with letters that more text follows."""
+    line = after_hashes(text)
+    is_heading = any(char.isalpha() for char in line or "") and "\n" in text.rpartition("####")[2].strip()
+    return None if is_heading else line
+
+
 def in_box(text: str) -> str | None:
     r"""The content of the last closed `\boxed{...}`; None if no box is closed.
 
@@ -128,11 +135,8 @@ def chat_answer(text: str, finish_reason: str = "stop") -> str | None:
 def _announced_answer(text: str) -> str | None:
     """The announced answer or the answer after `####`, whichever comes last."""
     *_, last = None, *_ANNOUNCED.finditer(text)
-    hashes = text.rfind("####")
-    if hashes > (last.start() if last else -1):
-        line, _, rest = text[hashes + 4 :].strip().partition("\n")
-        if line and not (rest.strip() and any(char.isalpha() for char in line)):  # otherwise it is a heading
-            return line
+    if text.rfind("####") > (last.start() if last else -1) and (line := _after_hashes_unless_heading(text)):
+        return line
     if last is None:
         return None
     rest = text[last.end() :].lstrip("*_:= \t\r\n")
@@ -217,6 +221,8 @@ def given_answer(text: str) -> str:
 def gold_answer(answer: Any, column: str) -> str:
     r"""Extract a row's ground-truth answer: after `####`, between answer tags, in `\boxed{}`, or the value's full text.
 
+    A line with letters after `####` is no answer if more text follows it: it is a heading (Markdown).
+
     Args:
         answer: The value of the column.
         column: Name of the column, for messages.
@@ -234,7 +240,7 @@ def gold_answer(answer: Any, column: str) -> str:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError(f"column {column!r} must hold text or a number, got {answer!r:.80}.")
     text = str(answer)
-    for extract in (after_hashes, between_answer_tags, in_box):
+    for extract in (_after_hashes_unless_heading, between_answer_tags, in_box):
         found = extract(text)
         text = text if found is None else found
     return text.strip()
