@@ -298,6 +298,56 @@ def is_number(text: str) -> bool:
     return _NUMBER.fullmatch(readable(text)) is not None
 
 
+_DATE = re.compile(
+    r"(?<![0-9])(?:[0-9]{4}([-/.])[0-9]{1,2}\1[0-9]{1,2}|(?:19|20)[0-9]{2}-(?:0[1-9]|1[0-2])"
+    r"|[0-9]{1,2}([-/.])[0-9]{1,2}\2(?:[0-9]{4}|[0-9]{2}))(?![0-9])"
+)
+
+
+def has_date(text: str) -> bool:
+    """Whether a text has a date in digits, such as 2024-05-01, 2024-05 or 5/1/24."""
+    return _DATE.search(readable(text)) is not None
+
+
+_UNITS = {
+    name: names.split()[0]
+    for names in (
+        *("km kilometer kilometre", "m meter metre", "cm centimeter centimetre", "mm millimeter millimetre"),
+        *("mi mile", "yd yard", "ft foot feet", "in inch inche", "km/h kmh kph", "mi/h mph"),
+        *("kg kilogram kilo", "g gram", "mg milligram", "lb", "oz ounce", "l liter litre", "ml milliliter millilitre"),
+        *("h hour hr", "min minute", "s second sec south", "ms millisecond", "am", "pm"),
+        *("n north", "e east", "w west watt", "kw kilowatt", "c celsius", "f fahrenheit", "k kelvin"),
+        *("kb", "mb", "gb", "tb", "% percent", "$ dollar usd", "\u20ac euro eur", "\u00a3", "\u00a5"),
+    )
+    for name in names.split()
+}
+"""Units by name, in lower case and mostly without the plural's "s". "s" and "w" stand for two units each; "pound" is
+missing, because it is a mass or a currency."""
+
+_TEXT_COMMAND = re.compile(r"\\(?:textbf|textit|text|mathrm|mathbf|mbox|[,;:! ])|\*\*")
+_QUANTITY = re.compile(
+    rf"({_CURRENCY})?\s?[+-]?(?<![\w.,:/^])[0-9]+(?:[.,:][0-9]+)*\s?(?:\u00b0|degrees?\b)?\s?"
+    rf"((?!in\s[a-z])[A-Za-z][A-Za-z.]*(?:(?:/|\sper\s)[A-Za-z]+)?|%|{_CURRENCY})?"  # "5 in total" has no unit
+)
+
+
+def units_differ(a: str, b: str) -> bool:
+    """Whether both texts have exactly one number each, with a known unit, and the units differ: "5 km", "5 m"."""
+    return any(one != other for one, other in zip(_unit(a), _unit(b), strict=False))
+
+
+def _unit(text: str) -> list[str]:
+    """The unit of the only number in a text, in parts: ["km", "h"] of "60 km/h"; empty if there is no known unit."""
+    text = readable(text).replace("{", "").replace("}", "").replace("^\\circ", "\u00b0").replace("$", "")
+    text = _TEXT_COMMAND.sub(" ", text).replace("\\", "")
+    quantities = [found[1] or found[2] or "" for found in _QUANTITY.finditer(" ".join(text.split()))]
+    if len(quantities) != 1:
+        return []
+    names = quantities[0].casefold().replace(".", "").replace(" per ", "/").split("/")
+    units = [_UNITS.get(name) or _UNITS.get(name.removesuffix("s"), "") for name in names]
+    return "/".join(units).split("/") if all(units) else []
+
+
 _LONE = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
 _FIRST = re.compile(r"[\s*_(\[$\"']*(?:([A-Z])(?=[.):,\]*])|([a-z])(?=[.):\]*](?:\W|$)))")
 _ANSWER = re.compile(  # in Chinese: the answer (is); choose
@@ -366,6 +416,26 @@ def choice(text: str) -> str | None:
     capitals = (found for found in _allowed_matches(_CAPITAL, text) if found[0] != "I")
     alone = marked or {None if _is_article(found, text) else found[0] for found in capitals}
     return alone.pop() if len(alone) == 1 else None
+
+
+_LABEL = re.compile(
+    r"(?:\*\*|[\s_$\"'])*"
+    r"(?:[(\[]([A-Za-z])[)\]]|([A-Za-z])\)|([A-H])[.:]|([A-Za-z])(?=(?:\*\*|[\s_$\"'.:])*\Z))"
+    r"(?:\*\*|[_$\"'.:])*(?:\s|\Z|(?=[^\x00-\x7f]))"
+)
+
+
+def as_option(text: str) -> tuple[str, str] | None:
+    """Split a ground truth that is an option into its capital letter and its text; None if it is not an option.
+
+    The letter is the whole text ("B", "B.", "**B**") or stands before the option's text ("(B) Paris", "B) Paris",
+    "B. Paris"). Before a full stop or colon, only A to H are options, because "J. Smith" is a name.
+    """
+    text = readable(text)
+    found = _LABEL.match(text)
+    if found is None or choice(text) != found[found.lastindex or 0].upper():
+        return None
+    return found[found.lastindex or 0].upper(), text[found.end() :].strip(" \t\r\n*")
 
 
 def _allowed_matches(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
