@@ -304,9 +304,14 @@ _DATE = re.compile(
 )
 
 
-def has_date(text: str) -> bool:
-    """Whether a text has a date in digits, such as 2024-05-01, 2024-05 or 5/1/24."""
-    return _DATE.search(readable(text)) is not None
+def dates_in(text: str) -> set[tuple[int, ...]]:
+    """The dates in digits in a text: {(2024, 5, 1)} for "on 2024-05-01", {(5, 1, 24)} for "5/1/24"."""
+    return {tuple(map(int, re.split("[-/.]", date[0]))) for date in _DATE.finditer(readable(text))}
+
+
+def is_date(text: str) -> bool:
+    """Whether the whole text is a date in digits."""
+    return _DATE.fullmatch(readable(text)) is not None
 
 
 _UNITS = {

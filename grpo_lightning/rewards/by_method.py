@@ -17,9 +17,10 @@ from grpo_lightning.rewards.answers import (
     AnswerReward,
     as_option,
     choice,
+    dates_in,
     given_answer,
     gold_answer,
-    has_date,
+    is_date,
     is_number,
     normalize,
     plain,
@@ -152,13 +153,14 @@ class AnyAnswer(Method):
       3). An answer that is a formula ("3/4" for 0.75, "12 cm" for 12) is compared as mathematics.
     - Mathematics: compared as in `Accuracy`. If both the ground truth and the answer have a common unit, and the units
       differ, the answer is wrong ("5 m" for "5 km", "9 AM" for "9 PM"). A unit that only one of them has is ignored.
-    - Other text, such as a date ("2024-05-01"): the answer gets 0 or, with `has_partial_credit`, the value of
-      `TextSimilarity`. VLM-R1 always gives this partial credit, and thus rewards words of similar spelling.
+    - A date in digits ("2024-05-01"): an answer with exactly one date is correct if that date is the same.
+    - Other text: the answer gets 0 or, with `has_partial_credit`, the value of `TextSimilarity`. VLM-R1 always gives
+      this partial credit, and thus rewards words of similar spelling.
 
     Args:
         answer_column: As in `Method`.
-        has_partial_credit: If true, and if the ground truth is other text (see the list above), an answer that differs
-            from the ground truth gets the value of `TextSimilarity` instead of 0.
+        has_partial_credit: If true, and if the ground truth is a date or other text (see the list above), a wrong
+            answer gets the value of `TextSimilarity` instead of 0.
     """
 
     def __init__(self, answer_column: str = "solution", *, has_partial_credit: bool = False) -> None:
@@ -173,9 +175,10 @@ class AnyAnswer(Method):
             return 1.0
         if option := as_option(right):
             return self._score_option(given, *option)
-        if _is_formula(right) and not has_date(right) and not has_date(given):
-            return self._score_formula(given, right)
-        return self._score_text(given, right)
+        if dates_in(given) or dates_in(right):  # as mathematics, 2024-05-01 would be 2018
+            is_right = is_date(normalize(right)) and dates_in(given) == dates_in(right)
+            return 1.0 if is_right else self._score_text(given, right)
+        return self._score_formula(given, right) if _is_formula(right) else self._score_text(given, right)
 
     def _score_option(self, given: str, letter: str, text: str) -> float | None:
         """Compare with the letter of an option, or with the option's text (may be empty)."""
