@@ -101,7 +101,8 @@ class Accuracy(AnswerReward):
     the same words as the ground truth is right, with or without commands such as `\text{...}`. A set ("3, 4", "3 or 4")
     equals the same set in any order. Other answers with several numbers ("3 and 4") are wrong, unless they have the
     words of the ground truth. If the ground truth is an equation of numbers ("2 + 4 = 6"), its right side is the right
-    answer.
+    answer. Units and other words next to a number are ignored: "5 m" equals "5 km". At the end of a sentence without
+    delimiters, "!" is not a factorial: "So it is 7!" is 7, but "So it is $7!$" and "So it is 7!." are 5040.
 
     The reward does not apply to a row without ground truth. The rules above have three exceptions. In each of them,
     some or all answers get no value (None), and the reward logs a warning:

@@ -79,6 +79,13 @@ def after_hashes(text: str) -> str | None:
     return rest.strip().partition("\n")[0] if hashes else None
 
 
+def _after_hashes_unless_heading(text: str) -> str | None:
+    """The result of `after_hashes`; None also for a heading (Markdown): a line with letters that more text follows."""
+    line = after_hashes(text)
+    is_heading = any(char.isalpha() for char in line or "") and "\n" in text.rpartition("####")[2].strip()
+    return None if is_heading else line
+
+
 def in_box(text: str) -> str | None:
     r"""The content of the last closed `\boxed{...}`; None if no box is closed.
 
@@ -128,11 +135,8 @@ def chat_answer(text: str, finish_reason: str = "stop") -> str | None:
 def _announced_answer(text: str) -> str | None:
     """The announced answer or the answer after `####`, whichever comes last."""
     *_, last = None, *_ANNOUNCED.finditer(text)
-    hashes = text.rfind("####")
-    if hashes > (last.start() if last else -1):
-        line, _, rest = text[hashes + 4 :].strip().partition("\n")
-        if line and not (rest.strip() and any(char.isalpha() for char in line)):  # otherwise it is a heading
-            return line
+    if text.rfind("####") > (last.start() if last else -1) and (line := _after_hashes_unless_heading(text)):
+        return line
     if last is None:
         return None
     rest = text[last.end() :].lstrip("*_:= \t\r\n")
@@ -217,6 +221,8 @@ def given_answer(text: str) -> str:
 def gold_answer(answer: Any, column: str) -> str:
     r"""Extract a row's ground-truth answer: after `####`, between answer tags, in `\boxed{}`, or the value's full text.
 
+    A line with letters after `####` is no answer if more text follows it: it is a heading (Markdown).
+
     Args:
         answer: The value of the column.
         column: Name of the column, for messages.
@@ -234,7 +240,7 @@ def gold_answer(answer: Any, column: str) -> str:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError(f"column {column!r} must hold text or a number, got {answer!r:.80}.")
     text = str(answer)
-    for extract in (after_hashes, between_answer_tags, in_box):
+    for extract in (_after_hashes_unless_heading, between_answer_tags, in_box):
         found = extract(text)
         text = text if found is None else found
     return text.strip()
@@ -290,6 +296,61 @@ def single_number(text: str) -> float | None:
 def is_number(text: str) -> bool:
     """Whether the whole text is a number."""
     return _NUMBER.fullmatch(readable(text)) is not None
+
+
+_DATE = re.compile(
+    r"(?<![0-9])(?:[0-9]{4}([-/.])[0-9]{1,2}\1[0-9]{1,2}|(?:19|20)[0-9]{2}-(?:0[1-9]|1[0-2])"
+    r"|[0-9]{1,2}([-/.])[0-9]{1,2}\2(?:[0-9]{4}|[0-9]{2}))(?![0-9])"
+)
+
+
+def dates_in(text: str) -> set[tuple[int, ...]]:
+    """The dates in digits in a text: {(2024, 5, 1)} for "on 2024-05-01", {(5, 1, 24)} for "5/1/24"."""
+    return {tuple(map(int, re.split("[-/.]", date[0]))) for date in _DATE.finditer(readable(text))}
+
+
+def is_date(text: str) -> bool:
+    """Whether the whole text is a date in digits."""
+    return _DATE.fullmatch(readable(text)) is not None
+
+
+_UNITS = {
+    name: names.split()[0]
+    for names in (
+        *("km kilometer kilometre", "m meter metre", "cm centimeter centimetre", "mm millimeter millimetre"),
+        *("mi mile", "yd yard", "ft foot feet", "in inch inche", "km/h kmh kph", "mi/h mph"),
+        *("kg kilogram kilo", "g gram", "mg milligram", "lb", "oz ounce", "l liter litre", "ml milliliter millilitre"),
+        *("h hour hr", "min minute", "s second sec south", "ms millisecond", "am", "pm"),
+        *("n north", "e east", "w west watt", "kw kilowatt", "c celsius", "f fahrenheit", "k kelvin"),
+        *("kb", "mb", "gb", "tb", "% percent", "$ dollar usd", "\u20ac euro eur", "\u00a3", "\u00a5"),
+    )
+    for name in names.split()
+}
+"""Units by name, in lower case and mostly without the plural's "s". "s" and "w" stand for two units each; "pound" is
+missing, because it is a mass or a currency."""
+
+_TEXT_COMMAND = re.compile(r"\\(?:textbf|textit|text|mathrm|mathbf|mbox|[,;:! ])|\*\*")
+_QUANTITY = re.compile(
+    rf"({_CURRENCY})?\s?[+-]?(?<![\w.,:/^])[0-9]+(?:[.,:][0-9]+)*\s?(?:\u00b0|degrees?\b)?\s?"
+    rf"((?!in\s[a-z])[A-Za-z][A-Za-z.]*(?:(?:/|\sper\s)[A-Za-z]+)?|%|{_CURRENCY})?"  # "5 in total" has no unit
+)
+
+
+def units_differ(a: str, b: str) -> bool:
+    """Whether both texts have exactly one number each, with a known unit, and the units differ: "5 km", "5 m"."""
+    return any(one != other for one, other in zip(_unit(a), _unit(b), strict=False))
+
+
+def _unit(text: str) -> list[str]:
+    """The unit of the only number in a text, in parts: ["km", "h"] of "60 km/h"; empty if there is no known unit."""
+    text = readable(text).replace("{", "").replace("}", "").replace("^\\circ", "\u00b0").replace("$", "")
+    text = _TEXT_COMMAND.sub(" ", text).replace("\\", "")
+    quantities = [found[1] or found[2] or "" for found in _QUANTITY.finditer(" ".join(text.split()))]
+    if len(quantities) != 1:
+        return []
+    names = quantities[0].casefold().replace(".", "").replace(" per ", "/").split("/")
+    units = [_UNITS.get(name) or _UNITS.get(name.removesuffix("s"), "") for name in names]
+    return "/".join(units).split("/") if all(units) else []
 
 
 _LONE = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
@@ -360,6 +421,26 @@ def choice(text: str) -> str | None:
     capitals = (found for found in _allowed_matches(_CAPITAL, text) if found[0] != "I")
     alone = marked or {None if _is_article(found, text) else found[0] for found in capitals}
     return alone.pop() if len(alone) == 1 else None
+
+
+_LABEL = re.compile(
+    r"(?:\*\*|[\s_$\"'])*"
+    r"(?:[(\[]([A-Za-z])[)\]]|([A-Za-z])\)|([A-H])[.:]|([A-Za-z])(?=(?:\*\*|[\s_$\"'.:])*\Z))"
+    r"(?:\*\*|[_$\"'.:])*(?:\s|\Z|(?=[^\x00-\x7f]))"
+)
+
+
+def as_option(text: str) -> tuple[str, str] | None:
+    """Split a ground truth that is an option into its capital letter and its text; None if it is not an option.
+
+    The letter is the whole text ("B", "B.", "**B**") or precedes the option's text ("(B) Paris", "B) Paris",
+    "B. Paris"). Before a full stop or colon, only A to H are options, because "J. Smith" is a name.
+    """
+    text = readable(text)
+    found = _LABEL.match(text)
+    if found is None or choice(text) != found[found.lastindex or 0].upper():
+        return None
+    return found[found.lastindex or 0].upper(), text[found.end() :].strip(" \t\r\n*")
 
 
 def _allowed_matches(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:

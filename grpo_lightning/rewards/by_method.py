@@ -15,14 +15,18 @@ from grpo_lightning.core.log_messages import did_you_mean
 from grpo_lightning.rewards.accuracy import Accuracy, UndecidedError
 from grpo_lightning.rewards.answers import (
     AnswerReward,
+    as_option,
     choice,
+    dates_in,
     given_answer,
     gold_answer,
+    is_date,
     is_number,
     normalize,
     plain,
     readable,
     single_number,
+    units_differ,
 )
 from grpo_lightning.rewards.base import (
     METHOD_COLUMN,
@@ -43,6 +47,7 @@ log = logging.getLogger(__name__)
 
 _YES_NO = re.compile(r"\b(?:yes|no)\b", re.IGNORECASE)
 _WORD = re.compile(r"[A-Za-z]{3}")
+_PI = re.compile(r"\b\u03c0\b")
 _JUDGE = "llm"
 
 
@@ -142,17 +147,20 @@ class AnyAnswer(Method):
     An answer that equals the ground truth as in `AllMatch` is correct. Other answers are compared by the kind of ground
     truth:
 
+    - An option ("B", "(B)", "B) Paris", "B. Paris"): compared as in `MultipleChoice`. An answer that names no option is
+      compared with the text of the option ("Paris").
     - A number: an answer with exactly one number is correct if that number equals the ground truth ("There are 3." is
       3). An answer that is a formula ("3/4" for 0.75, "12 cm" for 12) is compared as mathematics.
-    - One letter: compared as in `MultipleChoice`.
-    - Mathematics: compared as in `Accuracy`.
+    - Mathematics: compared as in `Accuracy`. If both the ground truth and the answer have a common unit, and the units
+      differ, the answer is wrong ("5 m" for "5 km", "9 AM" for "9 PM"). A unit that only one of them has is ignored.
+    - A date in digits ("2024-05-01"): an answer with exactly one date is correct if that date is the same.
     - Other text: the answer gets 0 or, with `has_partial_credit`, the value of `TextSimilarity`. VLM-R1 always gives
       this partial credit, and thus rewards words of similar spelling.
 
     Args:
         answer_column: As in `Method`.
-        has_partial_credit: If true, and if the ground truth is other text (see the list above), an answer that differs
-            from the ground truth gets the value of `TextSimilarity` instead of 0.
+        has_partial_credit: If true, and if the ground truth is a date or other text (see the list above), a wrong
+            answer gets the value of `TextSimilarity` instead of 0.
     """
 
     def __init__(self, answer_column: str = "solution", *, has_partial_credit: bool = False) -> None:
@@ -165,21 +173,38 @@ class AnyAnswer(Method):
         """Compare by the kind of the ground truth."""
         if plain(given) == plain(right):
             return 1.0
-        if len(right) == 1 and right.isalpha():
-            return float(choice(given) == choice(right))
+        if option := as_option(right):
+            return self._score_option(given, *option)
+        if dates_in(given) or dates_in(right):  # as mathematics, 2024-05-01 would be 2018
+            is_right = is_date(normalize(right)) and dates_in(given) == dates_in(right)
+            return 1.0 if is_right else self._score_text(given, right)
+        return self._score_formula(given, right) if _is_formula(right) else self._score_text(given, right)
+
+    def _score_option(self, given: str, letter: str, text: str) -> float | None:
+        """Compare with the letter of an option, or with the option's text (may be empty)."""
+        chosen = choice(given)
+        if text and (chosen is None or plain(given) == plain(text)):
+            return self.score(given, text)
+        return float(chosen == letter)
+
+    def _score_formula(self, given: str, right: str) -> float | None:
+        """Compare with a number or other mathematics."""
+        if units_differ(given, right):
+            return 0.0
         if is_number(normalize(right)):
             if single_number(given) == single_number(normalize(right)):
                 return 1.0
             if is_number(normalize(given)) or not _is_formula(given):
                 return 0.0
-        if _is_formula(right):
-            try:
-                is_right = self.accuracy.compare(right, given)
-            except UndecidedError as error:
-                log.warning("AnyAnswer: %.80r could not be compared with %.80r: %s.", given, right, error)
-                return None
-            if is_right is not None:
-                return float(is_right)
+        try:
+            is_right = self.accuracy.compare(right, given)
+        except UndecidedError as error:
+            log.warning("AnyAnswer: %.80r could not be compared with %.80r: %s.", given, right, error)
+            return None
+        return self._score_text(given, right) if is_right is None else float(is_right)
+
+    def _score_text(self, given: str, right: str) -> float:
+        """Compare with a text that the answer does not equal."""
         return similarity(plain(given), plain(right)) if self.has_partial_credit else 0.0
 
 
@@ -423,4 +448,5 @@ def similarity(a: str, b: str) -> float:
 
 def _is_formula(text: str) -> bool:
     """Whether a text is compared as mathematics. "Paris 2024" is not: math-verify would parse only the number."""
-    return any(char.isdigit() or char in "\\^_$" for char in text) and ("\\" in text or not _WORD.search(text))
+    is_math = any(char.isdigit() or char in "\\^_$" for char in text) or _PI.search(text)
+    return bool(is_math) and ("\\" in text or not _WORD.search(text))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.rewards.answers import AnswerReward, given_answer, gold_answer
-from grpo_lightning.rewards.base import Content, completion_text, prompt_text
+from grpo_lightning.rewards.base import Content, ImageSize, completion_text, prompt_text
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -72,10 +72,11 @@ class LLMJudge(AnswerReward):
     completions are sampled, even while other prompts are still being sampled.
 
     If a query fails, or the reply has no score, the completion is not scorable (None). A warning is logged, and the
-    fraction of such completions is logged as `reward/llm_judge/failed`. If all queries of a batch fail (wrong address,
-    key or model), the reward raises an error. `WeightedReward.on_error` decides what happens then. VLM-R1 uses a fixed
-    model, queries it for one completion at a time, and sets no time limit. If a query fails, VLM-R1 gives 1 if the text
-    of the answer equals the ground truth, else 0.
+    fraction of such completions is logged as `reward/llm_judge/failed`. The reward raises an error if all queries of a
+    batch fail (wrong address, key or model). It also raises an error if no reply of a batch has a score, and no earlier
+    reply had one (the prompt requests another form of reply). `WeightedReward.on_error` decides what happens then.
+    VLM-R1 uses a fixed model, queries it for one completion at a time, and sets no time limit. If a query fails, VLM-R1
+    gives 1 if the text of the answer equals the ground truth, else 0.
 
     Args:
         model: The name of the model at the endpoint.
@@ -83,9 +84,10 @@ class LLMJudge(AnswerReward):
             `OPENAI_BASE_URL` or, if this variable is not set, OpenAI's endpoint.
         api_key_env: The environment variable with the API key. It may be unset for your own endpoint.
         answer_column: The data column with the ground truth (see `Method`). The reward does not apply to a row without
-            ground truth.
+            ground truth. If `prompt` has no `{right}`, the column is not read, and the reward applies to every row.
         prompt: The prompt for the judge. In it, `{question}`, `{right}` (the ground truth) and `{given}` (the answer)
-            are replaced by the texts.
+            are replaced by the texts. It must request a reply with the line `Score: x` (or `Reward: x`), or with
+            nothing but the number x, from 0 to 1.
         temperature: Sampling temperature of the reply; None uses the endpoint's default, which some reasoning models
             require.
         timeout_seconds: Time limit for the connection, and for each wait for data from the endpoint. All attempts of a
@@ -123,6 +125,8 @@ class LLMJudge(AnswerReward):
             if not is_valid:
                 raise ValueError(f"{name} must be {allowed}, got {locals()[name]!r:.200}.")
         super().__init__(answer_column)
+        if "{right}" not in prompt:
+            self.required_columns = ()
         self.model = model
         self.base_url = base_url
         self.api_key_env = api_key_env
@@ -132,10 +136,16 @@ class LLMJudge(AnswerReward):
         self.max_retries = max_retries
         self.concurrency = concurrency
         self._queries: Queries | None = None
+        self._has_scored = False
 
     def check(self, max_completion_length: int) -> None:
         """Check that the API key is set. Raises: ValueError if it is missing."""
         self._api_key()
+
+    def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
+        """Check the ground truth if the prompt has it. Raises: ValueError if it is not text or a number."""
+        if self.required_columns:
+            super().check_row(columns, image_sizes)
 
     async def __call__(
         self, prompts: Sequence[Content], completions: Sequence[Content], log_metric: Any = None, **columns: Any
@@ -152,7 +162,7 @@ class LLMJudge(AnswerReward):
             [B] scores in [0, 1]; None for a row without ground truth, and for a completion without a score.
 
         Raises:
-            RuntimeError: If all queries failed.
+            RuntimeError: If all queries failed, or if no reply has a score and no earlier reply had one.
             ValueError: If the API key is missing.
         """
         questions = self._questions(prompts, completions, columns)
@@ -186,12 +196,13 @@ class LLMJudge(AnswerReward):
     def _questions(
         self, prompts: Sequence[Content], completions: Sequence[Content], columns: Mapping[str, Any]
     ) -> dict[int, str]:
-        """Make the prompt for the judge, for each row with ground truth. Returns: the prompts by row."""
-        golds = [gold_answer(answer, self.answer_column) for answer in columns[self.answer_column]]
+        """Make the prompt for the judge, for each row that the reward applies to. Returns: the prompts by row."""
+        answers = columns[self.answer_column] if self.required_columns else [None] * len(completions)
+        golds = [gold_answer(answer, self.answer_column) for answer in answers]
         return {
             row: self._question(prompt_text(prompt), gold, given_answer(completion_text(completion)))
             for row, (prompt, gold, completion) in enumerate(zip(prompts, golds, completions, strict=True))
-            if gold
+            if gold or not self.required_columns
         }
 
     def _question(self, question: str, right: str, given: str) -> str:
@@ -267,7 +278,7 @@ class LLMJudge(AnswerReward):
         return reply_text(found)
 
     def _report(self, replies: Sequence[str | Exception], scores: Sequence[float | None], log_metric: Any) -> None:
-        """Warn about failed queries and log their fraction. Raises: RuntimeError if all queries failed."""
+        """Warn about failed queries and log their fraction. Raises: RuntimeError as described in `__call__`."""
         errors = [reply for reply in replies if isinstance(reply, Exception)]
         first_error = f"{type(errors[0]).__name__}: {errors[0]}" if errors else ""  # a time-out has no text
         silent = [r for r, score in zip(replies, scores, strict=True) if score is None and isinstance(r, str)]
@@ -276,6 +287,12 @@ class LLMJudge(AnswerReward):
                 f"All {len(replies)} calls to the judge {self.model!r} at {self.base_url or 'the default endpoint'} "
                 f"failed. First error: {first_error}"
             ) from errors[0]
+        self._has_scored = self._has_scored or any(score is not None for score in scores)
+        if silent and not self._has_scored:  # later, one prompt that the judge cannot grade must not end the run
+            raise RuntimeError(
+                f"No reply of the judge {self.model!r} has a score from 0 to 1. The prompt for the judge must request "
+                f'a reply of the form "Score: x" or "Reward: x". First reply: {silent[0]!r:.200}'
+            )
         if errors:
             log.warning(
                 "LLMJudge: %d of %d calls failed; their completions are not scorable. First error: %s",
@@ -304,11 +321,11 @@ class LLMJudge(AnswerReward):
 def score_in(reply: str) -> float | None:
     """Parse the score of a reply; None if it is not a number from 0 to 1.
 
-    The text up to the last `</think>` is ignored. The score is the rest of the line after the last "Score:"; without
-    "Score:", it is the whole remaining text.
+    The text up to the last `</think>` is ignored. The score is the rest of the line after the last "Score:", otherwise
+    after the last "Reward:"; without both, it is the whole remaining text.
     """
-    final = reply.rpartition("</think>")[2]
-    _, found, rest = final.lower().rpartition("score:")
+    final = reply.rpartition("</think>")[2].lower()
+    _, found, rest = final.rpartition("score:" if "score:" in final else "reward:")
     text = rest.strip(" \t\r\n*_").partition("\n")[0] if found else final
     text = text.strip(" \t\r\n*_\"'`").rstrip(".")
     if _NUMBER.fullmatch(text) is None:

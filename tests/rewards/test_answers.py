@@ -116,6 +116,13 @@ def test_right_answer():
         (r"so $\boxed{72}$.", "72"),
         (r"<answer>\boxed{72}</answer>", "72"),
         (" Paris ", "Paris"),
+        ("It is\n#### Paris\n", "Paris"),
+        ("#### 72\nThat is it.", "72"),
+        ("72 ####", ""),
+        # headings
+        ("#### 1. Setup\n70 + 2\n#### 2. Result\nThe answer is $\\boxed{72}$.", "72"),
+        ("#### Final answer\n\\boxed{72}", "72"),
+        ("#### Result\n<answer>72</answer>", "72"),
     ]:
         assert gold_answer(value, "solution") == answer, value
 

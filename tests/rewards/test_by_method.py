@@ -181,8 +181,62 @@ def test_any_answer_by_hand():
         ("god", "dog", 0),
         ("", "Paris", 0),
         ("Paris", None, None),
+        # a letter of another alphabet is a text or mathematics
+        *(("否", "是", 0), ("不是", "是", 0), ("\u0412", "\u0411", 0), ("3", "π", 0)),
+        *(("是", "是", 1), (r"\pi", "π", 1)),
+        # dates
+        *((date, "2024-05-01", 1) for date in ["2024-05-01.", "$2024-05-01$", "It is 2024-5-1", "2024/05/01"]),
+        *((date, "2024-05-01", 0) for date in ["2018", "2024-05", "2024-05-02", "2024-05-01 or 2024-05-02"]),
+        *(("2024-05-01", "2018", 0), ("5/24", "5/1/24", 0), ("2019", "2024-05", 0)),
+        ("2024-05-01, 11:00", "2024-05-01, 10:00", 0),
     ]:
         assert value(AnyAnswer(), completion, solution) == reward, (completion, solution)
+
+
+def test_any_answer_compares_options_by_their_letter():
+    for option in [
+        "A.",
+        "(A)",
+        "a)",
+        "**A**",
+        "A: Paris",
+        "(A) Paris",
+        "A) Paris",
+        "**A.** Paris",
+        "A. Paris",
+        "(A)巴黎",
+    ]:
+        for completion, reward in [("A", 1), ("(A) Paris", 1), ("The answer is A", 1), ("B", 0), ("B. Paris", 0)]:
+            assert value(AnyAnswer(), completion, option) == reward, (completion, option)
+    for text in ["A cat", "a red car", "A+", "A*", "A.I.", "Plan A", "I am A", "(A) or (B)"]:
+        assert value(AnyAnswer(), "A", text) == value(AnyAnswer(), "(A)", text) == 0, text
+    for completion, solution, reward in [
+        ("Paris", "A. Paris", 1),
+        ("London", "A. Paris", 0),
+        ("Vitamin C", "B. Vitamin C", 1),
+        ("J", "J. Smith", 0),
+        ("J. Doe", "J. Smith", 0),
+    ]:
+        assert value(AnyAnswer(), completion, solution) == reward, (completion, solution)
+
+
+@SLOW
+def test_any_answer_with_another_unit_is_wrong():
+    for solution, right, wrong in [
+        ("9 PM", ["9 p.m.", "9", "It was taken at 9 PM."], ["9 AM", "9 a.m."]),
+        ("12:30 pm", ["12:30"], ["12:30 am"]),
+        ("5 km", ["5 kilometers", "5km", "The distance is 5", "5 in total"], ["5 m", "5 miles", "5 m long"]),
+        ("60 km/h", ["60 kilometers per hour", "60"], ["60 mph", "60 m/s"]),
+        ("20 S", ["20", "20 south"], ["20 N"]),
+        ("20°C", [r"20^{\circ}\text{C}", "20 degrees Celsius", "20"], ["20°F", "20 F"]),
+        ("50%", [r"50\%", "50 percent", "0.5"], ["50 km"]),
+        (r"5\,\text{cm}", ["5 cm", "5"], ["5 m"]),
+        ("€5", ["5", "5 euros"], ["£5", "5 dollars"]),
+        ("(B) 12 cm", ["12", "12 cm", "B"], ["12 m", "A"]),
+        ("5", ["5 km", "5 dogs"], []),
+    ]:
+        assert [value(AnyAnswer(), completion, solution) for completion in right] == [1] * len(right), solution
+        assert [value(AnyAnswer(), completion, solution) for completion in wrong] == [0] * len(wrong), solution
 
 
 def test_partial_credit_by_hand():

@@ -133,6 +133,19 @@ def test_rows_without_an_answer_are_not_asked(endpoint: Endpoint):
     assert len(endpoint.requests) == 1
 
 
+def test_without_the_ground_truth_in_the_prompt_every_row_is_asked(endpoint: Endpoint):
+    pytest.importorskip("math_verify")
+    reward = LLMJudge("m", endpoint.url, prompt="Is it polite? {given}")
+    assert reward.required_columns == ()
+    reward.check_row({"solution": ["no", "text"]}, [])
+    assert asyncio.run(reward(prompts=["", ""], completions=["a", "b"])) == [1, 1]
+    assert judged(reward, ["a", "b"], None) == judged(reward, ["a", "b"], ["no", "text"]) == [1, 1]
+    rows = [group(["c"]), group(["d"], solution=None)]
+    rewards = RewardSet([ByMethod({"llm": reward}, default="llm")])
+    rewards.validate_prompts([row.prompt for row in rows[:1]])
+    assert judged_early(rewards, rows, rows).total.tolist() == [[1], [1]]
+
+
 def test_calls_run_together_up_to_the_limit(endpoint: Endpoint):
     def slowly(question: str) -> str:
         time.sleep(0.05)
@@ -162,6 +175,19 @@ def test_a_reply_without_a_score_is_not_scorable_and_said(endpoint: Endpoint, ca
         assert judged(LLMJudge("m", endpoint.url), list(replies)) == [1, None, None, None, None, None]
     assert "5 of 6 replies have no score from 0 to 1" in caplog.text
     assert "'I like it'" in caplog.text
+
+
+def test_no_score_at_all_is_an_error_unless_the_judge_has_given_scores_before(endpoint: Endpoint):
+    """Otherwise, one prompt to which the judge never replies with a score could end a long run."""
+    endpoint.reply = lambda question: 500 if "bad" in question else "I like it"
+    reward = LLMJudge("m", endpoint.url, max_retries=0)
+    for texts in (["a", "b"], ["a", "bad"]):
+        with pytest.raises(RuntimeError, match=r"No reply of the judge 'm' has a score .* \"Score: x\".*: 'I like it'"):
+            judged(reward, texts)
+    assert judged(reward, ["a"], None) == [None]
+    endpoint.reply = lambda question: "Score: 1" if graded(question) == "a" else "I like it"
+    assert judged(reward, ["a", "b"]) == [1, None]
+    assert judged(reward, ["b", "b"]) == [None, None]
 
 
 def test_a_body_that_is_no_json_is_a_failed_call(endpoint: Endpoint, caplog: pytest.LogCaptureFixture):
@@ -282,6 +308,9 @@ def test_scores_by_hand():
         ("**Score: 0**", 0),
         ("Score: 1\nIt says the same.", 1),
         ("Score: 0? No. Score: 1", 1),
+        ("Reward: 0.85", 0.85),  # the form that ms-swift's genrm requests
+        ("**Reward:** 1", 1),
+        ("Score: 0\nReward: a good answer", 0),
         ("<think>Score: 0</think> 1.0", 1),
         ("<think>it is 7 or 8</think>\n1.0", 1),
         ("1", 1),
