@@ -39,8 +39,8 @@ data column of the same name takes precedence:
 - `image_path`: the paths of the row's images, None for an image that is not a file; None for rows without images.
 - `problem`: the text of the last user message.
 
-In an argument that the reward's signature names, images of the data are PIL images (upright, in RGB). In `**kwargs`, the
-images of a data column are `ImageRef`s.
+In an argument that the reward's signature names, images of the data are PIL images, upright and in RGB. In `**kwargs`,
+the images of a data column are `ImageRef`s.
 
 A class derived from ms-swift's ORM gets the completions as its first argument, whatever the name of this argument is.
 

@@ -527,7 +527,7 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
     names = [f"{prompt.source}/{prompt.index}" for prompt in prompts]
     sources = [[image.source for image in prompt.images] for prompt in prompts]
     paths = per_prompt([[str(path) if isinstance(path, Path) else None for path in of_row] for of_row in sources])
-    aliases = {
+    aliases: dict[str, Any] = {
         "completions_ids": ids,
         "response_token_ids": ids,
         "messages": per_completion(_messages),
@@ -548,7 +548,7 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
         "environments": lambda _, completion: _environment(completion),
     }
     assert {"images", *aliases, *of_conversations} == set(ALIASES)
-    if reward.names("images"):
+    if reward.names("images"):  # not through `**kwargs`, because the images would be sent to the worker
         aliases["images"] = per_prompt([list(prompt.images) for prompt in prompts])
     has_turns = any(completion.turns is not None for group in groups for completion in group.completions)
     for name, read in of_conversations.items():
