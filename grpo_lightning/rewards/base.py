@@ -35,9 +35,12 @@ data column of the same name takes precedence:
 - `prompt_id`: "<source>/<index>" of the prompt.
 - `request_id`: "<prompt_id>/<g>" with g the index of the completion in its group.
 - `rollout_infos`: empty dicts.
-- `images`: the paths of the row's images; None for an image that is not a file.
-- `image_path`: the same as `images`, but None for rows without images.
+- `images`: the row's images, only if the reward's signature names this argument.
+- `image_path`: the paths of the row's images, None for an image that is not a file; None for rows without images.
 - `problem`: the text of the last user message.
+
+In an argument that the reward's signature names, images of the data are PIL images, upright and in RGB. In `**kwargs`,
+the images of a data column are `ImageRef`s.
 
 A class derived from ms-swift's ORM gets the completions as its first argument, whatever the name of this argument is.
 
@@ -75,10 +78,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Message
 
 if TYPE_CHECKING:  # worker processes must not import torch, which only type hints need here
     import torch
+    from PIL.Image import Image
 
 log = logging.getLogger(__name__)
 
@@ -352,14 +357,35 @@ class WeightedReward(Reward):
         return self.in_process and isinstance(inner, Reward) and type(inner).connect is not Reward.connect
 
     def __call__(self, **available: Any) -> Any:
-        """Call the reward with the arguments that it takes."""
-        return self.reward(**self.select(available))
+        """Call the reward with the arguments that it takes. Raises: ImageError if an image cannot be read."""
+        return self.reward(**self._read_images(self.select(available)))
 
     def select(self, available: Mapping[str, Any]) -> dict[str, Any]:
         """Select the arguments that the reward takes."""
         if self._completions_name is not None and "completions" in available:
             available = {**available, self._completions_name: available["completions"]}
         return {name: value for name, value in available.items() if self._takes_all or name in self._named}
+
+    def _read_images(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Replace the `ImageRef`s in the arguments that the signature names by PIL images.
+
+        The images are read here, not when the arguments are built, so that workers are not sent pixels.
+        """
+        decoded: dict[int, Image] = {}  # completions of the same prompt have the same reference
+
+        def read(value: Any) -> Any:
+            if isinstance(value, list):
+                return [read(ref) for ref in value] if value and isinstance(value[0], ImageRef) else value
+            if not isinstance(value, ImageRef):
+                return value
+            if id(value) not in decoded:
+                decoded[id(value)] = value.decode()  # not `read`: a reward may change its image
+            return decoded[id(value)]
+
+        return {
+            name: [read(each) for each in value] if name in self._named and isinstance(value, list) else value
+            for name, value in arguments.items()
+        }
 
     def names(self, argument: str) -> bool:
         """Whether the reward's signature names an argument; `**kwargs` alone does not name it."""
@@ -407,7 +433,7 @@ class WeightedReward(Reward):
         """Run `prefetch` of the wrapped reward, if it is a `Reward`."""
         inner = innermost(self.reward)
         if isinstance(inner, Reward):
-            await inner.prefetch(**self.select(arguments))
+            await inner.prefetch(**self._read_images(self.select(arguments)))
 
     def warm_up(self) -> None:
         """Run `warm_up` of the wrapped reward, if it is a `Reward`."""

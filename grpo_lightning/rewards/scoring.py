@@ -527,7 +527,7 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
     names = [f"{prompt.source}/{prompt.index}" for prompt in prompts]
     sources = [[image.source for image in prompt.images] for prompt in prompts]
     paths = per_prompt([[str(path) if isinstance(path, Path) else None for path in of_row] for of_row in sources])
-    aliases = {
+    aliases: dict[str, Any] = {
         "completions_ids": ids,
         "response_token_ids": ids,
         "messages": per_completion(_messages),
@@ -536,7 +536,6 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
         "prompt_id": per_prompt(names),
         "request_id": in_form([[f"{name}/{g}" for g in range(group_size)] for name in names]),
         "rollout_infos": per_completion(lambda *_: {}),
-        "images": paths,
         "image_path": [of_row or None for of_row in paths],
         "problem": per_prompt([_question(prompt) for prompt in prompts]),
     }
@@ -548,7 +547,9 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
         ),
         "environments": lambda _, completion: _environment(completion),
     }
-    assert aliases.keys() | of_conversations.keys() == set(ALIASES)
+    assert {"images", *aliases, *of_conversations} == set(ALIASES)
+    if reward.names("images"):  # not through `**kwargs`, because the images would be sent to the worker
+        aliases["images"] = per_prompt([list(prompt.images) for prompt in prompts])
     has_turns = any(completion.turns is not None for group in groups for completion in group.completions)
     for name, read in of_conversations.items():
         # `environments` is passed only to rewards that name it, not through `**kwargs`. The objects must be unpickled

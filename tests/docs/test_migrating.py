@@ -573,18 +573,22 @@ def test_a_delta_below_the_clip_range_is_refused():
         Objective(beta=0.0, dual_clip=1.1)
 
 
-def test_masked_completions_count_in_the_divisor_of_trls_grpo_alone(batch):
+def test_masked_completions_count_in_trls_averages_over_completions(batch):
     logprobs, micro_batch, entropies = batch
     mask = micro_batch.completion_mask.clone()
     mask[3] = False
     masked = (logprobs, dataclasses.replace(micro_batch, completion_mask=mask), entropies)
-    for loss_type, aggregate, factor in [
-        ("grpo", "sequence", 4 / 3),
-        ("dr_grpo", "constant", 4 / 3),
-        ("dapo", "token", 1),
+    of_sequence = {"importance_sampling_level": "sequence"}
+    for flags, settings, factor in [
+        ({"loss_type": "grpo"}, {"aggregate": "sequence"}, 4 / 3),
+        ({"loss_type": "grpo", **of_sequence}, {"aggregate": "sequence", "ratio": "sequence"}, 4 / 3),
+        ({"loss_type": "sapo"}, {"aggregate": "sequence", "surrogate": "sapo"}, 4 / 3),
+        ({"loss_type": "dr_grpo"}, {"aggregate": "constant"}, 4 / 3),
+        ({"loss_type": "luspo", **of_sequence}, {"aggregate": "constant", "ratio": "sequence"}, 4 / 3 / LONGEST),
+        ({"loss_type": "dapo"}, {"aggregate": "token"}, 1),
     ]:
-        ours = our_loss(masked, {"beta": 0.0, "aggregate": aggregate})
-        assert_close(ours, loss_of_trl(masked, {"loss_type": loss_type}) * factor, rtol=1e-5, atol=1e-6)
+        ours = our_loss(masked, {"beta": 0.0} | settings)
+        assert_close(ours, loss_of_trl(masked, flags) * factor, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])

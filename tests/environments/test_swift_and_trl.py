@@ -119,6 +119,15 @@ def test_an_environment_of_trl():
     assert environment.step("It is cat.").reward == 1.0
 
 
+def test_functions_join_an_environment_of_trl_as_static_methods():
+    class Doubling(Wordle):
+        double = staticmethod(double)
+
+    environment = ToolObject(Doubling)
+    assert [tool.__name__ for tool in environment.tools] == ["double", "guess"]
+    assert environment.step('{"name": "double", "arguments": {"number": 3}}').observation[0]["content"] == "6"
+
+
 class NoReward:
     """An object with a tool, and nothing else."""
 

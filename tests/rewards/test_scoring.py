@@ -4,14 +4,18 @@ import asyncio
 import logging
 import math
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch.testing import assert_close
 
+from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Completion, Group, ImageView, Prompt
 from grpo_lightning.rewards import Reward, RewardSet, Scores, WeightedReward
+from grpo_lightning.rewards.scoring import CallContext, worker_call
 
 NAN = math.nan
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "question"}]
@@ -116,10 +120,37 @@ def test_arguments_for_text_prompts():
         "prompt_id": ["/0"] * 4,
         "request_id": ["/0/0", "/0/1"] * 2,
         "rollout_infos": [{}] * 4,
-        "images": [[]] * 4,
         "image_path": [None] * 4,
         "problem": ["question", "question", "other", "other"],
     }
+
+
+RED = ImageRef(Image.new("RGB", (4, 2), "red"))
+
+
+def with_image(*texts: str, **columns: Any) -> Group:
+    of_text = group(*texts, **columns)
+    return replace(of_text, prompt=replace(of_text.prompt, images=[RED]))
+
+
+@at_once
+def named(images: Any, image: Any = None, picture: Any = None, **_: Any) -> list[float]:
+    """Whether the named arguments are images as in TRL."""
+    pixels = [each.getpixel((3, 0)) for each in (images[0][0], image[0], picture[0])]
+    return [float(pixels == [(255, 0, 0)] * 3 and (images[2], image[2]) == ([], None))] * len(images)
+
+
+def test_a_reward_gets_pil_images_in_the_arguments_that_it_names():
+    batch = [with_image("a", "b", image=RED, picture=RED), group("c", "d")]
+    close(score(named, *batch).total, [[1, 1]] * 2)
+    close(score(lambda images, **_: [each[0].width for each in images], with_image("a", images=[RED])).total, [[4]])
+    reward = WeightedReward(named)
+    call, _ = worker_call(reward, batch[0], CallContext(["image", "picture"]))
+    assert (call["image"], call["images"]) == ([RED] * 2, [[RED]] * 2)  # a worker reads them itself
+    spy = Spy()
+    score(spy, *batch)
+    assert spy.seen["image"] == [RED, RED, None, None]
+    assert "images" not in spy.seen
 
 
 def test_image_views_reach_a_reward():
