@@ -231,13 +231,23 @@ class Reward(ABC):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The progress of the run, as rewards get it: a picklable copy of the Trainer's counters, with the same names."""
+    """The progress of the run, as rewards get it: picklable, with the names of Lightning's and transformers' counters."""
 
     global_step: int
     """Completed optimizer steps."""
 
     max_steps: int
-    """Limit of `global_step`; -1 means no limit."""
+    """Optimizer steps of the whole run, even if only `trainer.max_epochs` limits the run; -1 if this number is unknown.
+    It is unknown before and without training, and in a run without `trainer.max_steps` whose number of steps per epoch
+    is unknown (streams, dynamic sampling)."""
+
+    epoch: float
+    """`current_epoch` plus the completed fraction of the current epoch; without the fraction if the number of steps per
+    epoch is unknown."""
+
+    num_train_epochs: int | None
+    """Epochs of the whole run, even if only `trainer.max_steps` limits the run; `max_epochs` if this number is
+    unknown."""
 
     current_epoch: int
     max_epochs: int | None
@@ -245,31 +255,9 @@ class TrainerState:
     world_size: int
 
     @property
-    def epoch(self) -> float:
-        """`current_epoch`, under the name that the transformers Trainer uses."""
-        return float(self.current_epoch)
-
-    @property
-    def num_train_epochs(self) -> int | None:
-        """`max_epochs`, under the name that the transformers Trainer uses."""
-        return self.max_epochs
-
-    @property
     def is_world_process_zero(self) -> bool:
         """Whether `global_rank` is 0, under the name that the transformers Trainer uses."""
         return self.global_rank == 0
-
-    @classmethod
-    def of(cls, trainer: Any) -> TrainerState:
-        """Copy the counters of a Lightning Trainer."""
-        return cls(
-            trainer.global_step,
-            trainer.max_steps,
-            trainer.current_epoch,
-            trainer.max_epochs,
-            trainer.global_rank,
-            trainer.world_size,
-        )
 
 
 RewardLike = Reward | Callable[..., Any]
