@@ -25,7 +25,7 @@ completions, token ids and finish reasons, the element is a list of G values. Th
 per group.
 
 Every reward can also take the following arguments, which rewards of ms-swift, VLM-R1 and older versions of TRL use; a
-data column of the same name takes precedence:
+data column of the same name takes precedence, except where this is stated below:
 
 - `response_token_ids` and `completions_ids`: the same as `completion_ids`.
 - `messages`: the chat including the completion. If the last message of the prompt is an assistant message, the
@@ -37,9 +37,14 @@ data column of the same name takes precedence:
 - `rollout_infos`: empty dicts.
 - `images`: the paths of the row's images; None for an image that is not a file.
 - `image_path`: the same as `images`, but None for rows without images.
+- `image_grid_thw`: the size [t, h, w] of the row's first image in patches; None for rows without images, and for
+  policies whose processor has no output of that name.
 - `problem`: the text of the last user message.
 
 A class derived from ms-swift's ORM gets the completions as its first argument, whatever the name of this argument is.
+As in ms-swift, its arguments `response_token_ids`, `messages`, `finish_reason`, `is_truncated`, `prompt_id`,
+`request_id` and `rollout_infos` take precedence over data columns. Other rewards get the column. If such a reward names
+an argument that describes the completions, and its data have a column of that name, the run logs a warning.
 
 For conversations (`model.environment`), the completion of a chat consists of all messages after the prompt, including
 the observations. The text of such a completion (`completion_text`) is the policy's last message, even if the
@@ -96,6 +101,7 @@ ALIASES = (
     "rollout_infos",
     "images",
     "image_path",
+    "image_grid_thw",
     "problem",
     "turns",
     "environments",
@@ -104,6 +110,20 @@ ALIASES = (
 )
 """Further arguments, passed if the data has no column of that name. The last four describe conversations and their
 environments. The others have names from TRL, ms-swift and VLM-R1."""
+
+ROW_ALIASES = ("prompt_id", "images", "image_path", "image_grid_thw", "problem")
+"""Those of `ALIASES` that describe the row. The others describe the completions."""
+
+ORM_ALIASES = (
+    "response_token_ids",
+    "messages",
+    "finish_reason",
+    "is_truncated",
+    "prompt_id",
+    "request_id",
+    "rollout_infos",
+)
+"""Those of `ALIASES` with which ms-swift replaces data columns of the same name."""
 
 RESERVED_NAMES = frozenset(
     {"zero_variance_groups", "failures", "length", "mean", "not_scorable", "reward", "std", "truncated"}
@@ -155,6 +175,10 @@ class Reward(ABC):
 
     completions_as: CompletionsAs = "auto"
     """The form of completions that the reward takes; "auto" is the form of the prompt."""
+
+    is_orm: bool = False
+    """True if the arguments in `ORM_ALIASES` take precedence over data columns, as in ms-swift. Classes derived from
+    ms-swift's ORM or AsyncORM need not set this."""
 
     @property
     def name(self) -> str:
@@ -318,6 +342,7 @@ class WeightedReward(Reward):
         self.completions_as = _own_form(reward) if completions_as == "auto" else completions_as
         self.per_group = bool(getattr(innermost(reward), "per_group", False))
         self.says_solved = bool(getattr(innermost(reward), "says_solved", False))
+        self.is_orm = _is_orm(reward) or bool(getattr(innermost(reward), "is_orm", False))
         self.is_async = is_async(reward)
         self.in_process = self.is_async or _belongs_here(reward)
         self._name = name or _name(reward)

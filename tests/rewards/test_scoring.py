@@ -118,6 +118,7 @@ def test_arguments_for_text_prompts():
         "rollout_infos": [{}] * 4,
         "images": [[]] * 4,
         "image_path": [None] * 4,
+        "image_grid_thw": [None] * 4,
         "problem": ["question", "question", "other", "other"],
     }
 
