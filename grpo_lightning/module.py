@@ -745,9 +745,7 @@ class GRPOLightningModule(L.LightningModule):
 
     def begin_rewards(self, groups: list[Group], num_generations: int) -> Scoring:
         """Start all reward calls. Even in evaluation, rewards get the maximum completion length of training."""
-        return self.reward_set.begin(
-            groups, self.sampling.max_completion_length, self.trainer_state, num_generations
-        )
+        return self.reward_set.begin(groups, self.sampling.max_completion_length, self.trainer_state, num_generations)
 
     def early_rewards(self, prompts: Sequence[Prompt]) -> contextlib.AbstractContextManager[None]:
         """Start reward calls on each group as soon as `generate` has sampled the group (`RewardSet.early_calls`).

@@ -255,7 +255,7 @@ class Reward(ABC):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The progress of the run, as rewards get it: picklable, with the names of Lightning's and transformers' counters."""
+    """The progress of the run, as rewards get it: picklable, with names of Lightning's Trainer and of transformers'."""
 
     global_step: int
     """Completed optimizer steps."""

@@ -141,8 +141,8 @@ def num_training_steps(trainer: L.Trainer) -> float:
 
 def epochs_done(trainer: L.Trainer) -> float:
     """Completed epochs, including the completed fraction of the current epoch if its number of micro-steps is known."""
-    progress = trainer.fit_loop.epoch_progress.current
-    is_inside = progress.started > progress.completed  # between two epochs, the count of micro-steps is the last epoch's
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    is_inside = progress.started > progress.completed  # otherwise, the micro-steps are those of the last epoch
     return trainer.current_epoch + (micro_steps_done(trainer) / trainer.num_training_batches if is_inside else 0.0)
 
 
