@@ -95,7 +95,6 @@ from grpo_lightning.training.evaluation import (
 from grpo_lightning.training.lightning_internals import (
     RunLength,
     clipping_unscaled,
-    epochs_done,
     num_training_steps,
     run_length,
     set_position,
@@ -758,18 +757,7 @@ class GRPOLightningModule(L.LightningModule):
     @property
     def trainer_state(self) -> TrainerState:
         """The progress of the run, for the rewards."""
-        trainer = self.trainer
-        max_steps, num_epochs = self.run_length or (trainer.max_steps, trainer.max_epochs)
-        return TrainerState(
-            global_step=trainer.global_step,
-            max_steps=max_steps,
-            epoch=epochs_done(trainer),
-            num_train_epochs=num_epochs,
-            current_epoch=trainer.current_epoch,
-            max_epochs=trainer.max_epochs,
-            global_rank=trainer.global_rank,
-            world_size=trainer.world_size,
-        )
+        return TrainerState.of(self.trainer, *(self.run_length or (self.trainer.max_steps, self.trainer.max_epochs)))
 
     # ------------------------------------------------------------------------------------------------------ evaluation
 
@@ -1037,7 +1025,7 @@ class GRPOLightningModule(L.LightningModule):
         checkpoints.restore_optimizer_settings(self.trainer, getattr(self, "optimizer_settings", []), schedule)
         if isinstance(schedule, Schedule):
             schedule.set_length(num_training_steps(self.trainer))
-        self.run_length = run_length(self.trainer)
+        self.run_length = run_length(self.trainer, self.trainer_state.epoch)
         checks.warn_of_unknown_length(self.reward_set.rewards, self.run_length.steps)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

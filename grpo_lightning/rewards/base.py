@@ -283,6 +283,24 @@ class TrainerState:
         """Whether `global_rank` is 0, under the name that the transformers Trainer uses."""
         return self.global_rank == 0
 
+    @classmethod
+    def of(cls, trainer: Any, max_steps: int, num_train_epochs: int | None) -> TrainerState:
+        """Copy the counters of a Lightning Trainer, and add the length of the run."""
+        loop = trainer.fit_loop
+        epochs, micro_steps = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current
+        is_inside = epochs.started > epochs.completed  # otherwise, the micro-steps are those of the last epoch
+        fraction = micro_steps.processed / trainer.num_training_batches if is_inside else 0.0
+        return cls(
+            global_step=trainer.global_step,
+            max_steps=max_steps,
+            epoch=trainer.current_epoch + fraction,
+            num_train_epochs=num_train_epochs,
+            current_epoch=trainer.current_epoch,
+            max_epochs=trainer.max_epochs,
+            global_rank=trainer.global_rank,
+            world_size=trainer.world_size,
+        )
+
 
 RewardLike = Reward | Callable[..., Any]
 """A reward as users pass it."""

@@ -139,13 +139,6 @@ def num_training_steps(trainer: L.Trainer) -> float:
     return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
 
-def epochs_done(trainer: L.Trainer) -> float:
-    """Completed epochs, including the completed fraction of the current epoch if its number of micro-steps is known."""
-    progress: Any = trainer.fit_loop.epoch_progress.current
-    is_inside = progress.started > progress.completed  # otherwise, the micro-steps are those of the last epoch
-    return trainer.current_epoch + (micro_steps_done(trainer) / trainer.num_training_batches if is_inside else 0.0)
-
-
 class RunLength(NamedTuple):
     """Length of an entire run, including the part before it was resumed."""
 
@@ -156,8 +149,13 @@ class RunLength(NamedTuple):
     """Epochs; `trainer.max_epochs` if unknown."""
 
 
-def run_length(trainer: L.Trainer) -> RunLength:
-    """Compute the length of a run. Call this function only after the loaders are set up."""
+def run_length(trainer: L.Trainer, epoch: float) -> RunLength:
+    """Compute the length of a run. Call this function only after the loaders are set up.
+
+    Args:
+        trainer: The trainer.
+        epoch: Completed epochs, including the completed fraction of the current epoch.
+    """
     steps, limit = num_training_steps(trainer), trainer.max_epochs
     if math.isinf(steps) or steps < 0:
         return RunLength(-1, limit)
@@ -165,7 +163,7 @@ def run_length(trainer: L.Trainer) -> RunLength:
         return RunLength(int(steps), limit)
     per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
     # Rounded, because 2/3 + 1/3 may be slightly above 1.
-    epochs = math.ceil(round(epochs_done(trainer) + (steps - trainer.global_step) / per_epoch, 6))
+    epochs = math.ceil(round(epoch + (steps - trainer.global_step) / per_epoch, 6))
     return RunLength(int(steps), epochs if limit in (None, -1) else min(epochs, limit))
 
 
