@@ -358,19 +358,19 @@ def _with_row_system(messages: list[Message], row: Mapping[str, Any], where: str
         ValueError: If the column is not a text.
     """
     system = row.get("system")
-    if system in (None, "") or messages[0]["role"] in ("system", "developer"):
+    if system is None or messages[0]["role"] in ("system", "developer"):
         return messages
     if not isinstance(system, str):
         raise ValueError(
             f"{where}: the column 'system' is the system message of the prompt and must be a text, got {system!r:.80}. "
             "To leave it out, drop the column: columns: {system: null}."
         )
-    return [{"role": "system", "content": system}, *messages]
+    return [{"role": "system", "content": system}, *messages] if system else messages
 
 
 def _history(value: Any, where: str) -> list[Message]:
     """Convert pairs `[query, response]` to messages. Raises: ValueError if the value is not a list of such pairs."""
-    pairs = () if value in (None, "") else value
+    pairs = () if value is None or str(value) == "" else value
     if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not all(map(_is_pair, pairs)):
         raise ValueError(
             f"{where} must be a list of pairs [query, response] of texts, got {value!r:.80}. To leave it out, drop the "
@@ -390,7 +390,7 @@ def _is_pair(value: Any) -> bool:
 
 def _refuse_tools(row: Mapping[str, Any], where: str) -> None:
     """Raises: ValueError if the row has tools, which ms-swift shows to the policy."""
-    if row.get("tools") not in (None, "", "[]", [], ()):
+    if str(row.get("tools", "")) not in ("", "None", "null", "[]", "()"):
         raise ValueError(
             f"{where}: the column 'tools' is not shown to the policy, so its prompt would lack the tools: got "
             f"{row['tools']!r:.80}. Describe the tools in the system message, or set model.environment. Then drop the "
@@ -400,8 +400,8 @@ def _refuse_tools(row: Mapping[str, Any], where: str) -> None:
 
 def _refuse_objects(row: Mapping[str, Any], content: str | Sequence[Message], where: str) -> None:
     """Raises: ValueError if the prompt has placeholders that ms-swift replaces by the row's objects."""
-    found = [text for text in PLACEHOLDERS if text in str(content)] if row.get("objects") else []
-    if found:
+    has_objects = isinstance(row.get("objects"), Mapping | str) and bool(row["objects"])
+    if has_objects and (found := [text for text in PLACEHOLDERS if text in str(content)]):
         raise ValueError(
             f"{where}: the prompt has the placeholder {found[0]}, which is not replaced by the column 'objects': got "
             f"{row['objects']!r:.80}. Write the name or the box into the prompt. If {found[0]} is meant literally, "

@@ -231,9 +231,9 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
     G, S, differences = script.num_generations, micro_steps_per_generation(script), []
     if script.sleep_level and A > 1 and script.trainer == "ms-swift" and not spreads_groups(script):
         differences.append(
-            "This version of ms-swift sets gradient_accumulation_steps to 1 if vLLM sleeps (--sleep_level), so the "
-            f"settings above are those of 1 micro-step per update, not {A}. To train on {A} micro-steps per update, "
-            "leave out --sleep_level here."
+            "This version of ms-swift sets gradient_accumulation_steps to 1 if vLLM sleeps (--sleep_level without "
+            f"--async_generate), so the settings above are those of 1 micro-step per update, not {A}. To train on {A} "
+            "micro-steps per update, leave out --sleep_level here."
         )
         A = S = 1
     if S % A and (A % S or script.num_iterations > 1):
