@@ -92,7 +92,13 @@ from grpo_lightning.training.evaluation import (
     evaluation_tables,
     numbers_of,
 )
-from grpo_lightning.training.lightning_internals import clipping_unscaled, num_training_steps, set_position
+from grpo_lightning.training.lightning_internals import (
+    RunLength,
+    clipping_unscaled,
+    num_training_steps,
+    run_length,
+    set_position,
+)
 from grpo_lightning.training.metrics import (
     PeakMemory,
     StepLog,
@@ -260,6 +266,8 @@ class GRPOLightningModule(L.LightningModule):
         self.is_connected = False
         self.requested_max_steps = -1
         """`trainer.max_steps` before it was rounded up to complete cycles."""
+        self.run_length: RunLength | None = None
+        """Length of the run in steps and epochs, for the rewards; None until training starts."""
         self.in_flight: InFlight | None = None
         """Groups that are sampled in the background; None if `max_staleness` is 0, and before training starts."""
         self.router_loss: RouterLoss | None = None
@@ -736,8 +744,7 @@ class GRPOLightningModule(L.LightningModule):
 
     def begin_rewards(self, groups: list[Group], num_generations: int) -> Scoring:
         """Start all reward calls. Even in evaluation, rewards get the maximum completion length of training."""
-        limit, state = self.sampling.max_completion_length, TrainerState.of(self.trainer)
-        return self.reward_set.begin(groups, limit, state, num_generations)
+        return self.reward_set.begin(groups, self.sampling.max_completion_length, self.trainer_state, num_generations)
 
     def early_rewards(self, prompts: Sequence[Prompt]) -> contextlib.AbstractContextManager[None]:
         """Start reward calls on each group as soon as `generate` has sampled the group (`RewardSet.early_calls`).
@@ -745,8 +752,12 @@ class GRPOLightningModule(L.LightningModule):
         The caller samples and scores the batch inside this context. Early calls whose results `begin_rewards` does not
         use are cancelled at the end of the context.
         """
-        limit, state = self.sampling.max_completion_length, TrainerState.of(self.trainer)
-        return self.reward_set.early_calls(prompts, limit, state)
+        return self.reward_set.early_calls(prompts, self.sampling.max_completion_length, self.trainer_state)
+
+    @property
+    def trainer_state(self) -> TrainerState:
+        """The progress of the run, for the rewards."""
+        return TrainerState.of(self.trainer, *(self.run_length or (self.trainer.max_steps, self.trainer.max_epochs)))
 
     # ------------------------------------------------------------------------------------------------------ evaluation
 
@@ -817,6 +828,7 @@ class GRPOLightningModule(L.LightningModule):
         if stage == "fit":
             self.run.cycle = None  # removes the cycle of an earlier run; a checkpoint, loaded later, sets its own cycle
             self.requested_max_steps = self.trainer.max_steps
+            self.run_length = None
             checks.round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
 
     def check_settings(self) -> None:
@@ -1013,6 +1025,8 @@ class GRPOLightningModule(L.LightningModule):
         checkpoints.restore_optimizer_settings(self.trainer, getattr(self, "optimizer_settings", []), schedule)
         if isinstance(schedule, Schedule):
             schedule.set_length(num_training_steps(self.trainer))
+        self.run_length = run_length(self.trainer, self.trainer_state.epoch)
+        checks.warn_of_unknown_length(self.reward_set.rewards, self.run_length.steps)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the run state, so that a run killed within a cycle resumes bit-exactly."""

@@ -28,6 +28,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 SPEAKERS = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 """Chat roles by the value of `from` in a `conversations` column."""
 
+SWIFT_COLUMNS = ("query", "messages", "conversations")
+"""Prompt columns of ms-swift. If the prompt is one of them, the columns `system` and `history` belong to it."""
+
+PLACEHOLDERS = ("<ref-object>", "<bbox>")
+"""Texts that ms-swift replaces by the names and boxes in the column `objects`."""
+
 MEDIA_COLUMNS = ("video", "videos", "audio", "audios")
 """Columns of unsupported media."""
 
@@ -47,6 +53,9 @@ def to_prompt(
     `problem` and as `messages` with a worked answer. `problem` takes precedence, so that the question template applies.
     The rewards get all columns of the row, except a prompt column that is not kept (`PromptColumn.is_kept`).
 
+    As in ms-swift, the text in the column `system` is the system message of a prompt in `SWIFT_COLUMNS`, unless the
+    prompt has a system message itself. The pairs in the column `history` are the turns before a `query`.
+
     Images come from the column `image` or `images`, or from message parts (see `place_images`). No image file is
     opened: the prompt and its image column hold references to the images. A row with images always becomes a chat
     (`prompt_as: text` is an error), and gets the system prompt like other rows. In VLM-R1, only rows without images get
@@ -63,7 +72,8 @@ def to_prompt(
 
     Raises:
         ValueError: If each of `PROMPT_COLUMNS` is missing or null in the row, if the prompt is invalid or contains a
-            lone surrogate, or if the number of images does not match the placeholders in the prompt.
+            lone surrogate, if the number of images does not match the placeholders in the prompt, or if a prompt in
+            `SWIFT_COLUMNS` has tools, or placeholders of objects.
     """
     row = nan_to_null(row)
     found = [column for column in PROMPT_COLUMNS if row.get(column) is not None]
@@ -82,18 +92,28 @@ def to_prompt(
     column = PROMPT_COLUMNS[found[0]]
     finder = ImageFinder(where, folder)
     columns, images = finder.columns({name: value for name, value in row.items() if column.is_kept or name != found[0]})
+    if found[0] in SWIFT_COLUMNS:
+        _refuse_tools(row, where)
     if found[0] == "conversations":
-        content, answer = _conversation(row[found[0]], template, f"{where}: column {found[0]!r}")
+        content, answer = _conversation(row, template, where)
         if answer is not None and columns.get("solution") is None:
             columns["solution"] = answer
+    elif found[0] == "query":
+        question: Message = {"role": "user", "content": _text(row["query"], f"{where}: column 'query'")}
+        messages = [*_history(row.get("history"), f"{where}: column 'history'"), question]
+        content = _ask(_with_row_system(messages, row, where), template, f"{where}: column 'query'")
     else:
         content = column.read(row[found[0]], f"{where}: column {found[0]!r}")
+        if found[0] == "messages":
+            content = _with_row_system(content, row, where)  # type: ignore[arg-type]
         # Text that the policy continues cannot hold an image. In a row with images, text therefore is a question.
         content = template.render(content, is_question=column.is_question or bool(images), where=where)
     if not images:
         _check_no_image_is_lost(row, found, where)
     content, images = _place(content, images, finder)
     # After `_place`, the content has no image: a file name may have half of a character, and bytes are long.
+    if found[0] in SWIFT_COLUMNS:
+        _refuse_objects(row, content, where)
     _check_characters(content, f"{where}: column {found[0]!r}")
     return Prompt(
         content=content,
@@ -302,25 +322,91 @@ PROMPT_COLUMNS = {
 """Prompt columns in order of precedence: the first one that a row has is the prompt."""
 
 
-def _conversation(value: Any, template: PromptTemplate, where: str) -> tuple[str | list[Message], str | None]:
+def _conversation(
+    row: Mapping[str, Any], template: PromptTemplate, where: str
+) -> tuple[str | list[Message], str | None]:
     """The prompt in a `conversations` column, and the final answer (or None) in the form that VLM-R1's rewards read.
 
     Raises:
         ValueError: If the conversation ends neither with a question nor with a question and its answer.
     """
-    messages = _turns(value, where)
+    value, column = row["conversations"], f"{where}: column 'conversations'"
+    messages = _turns(value, column)
     answer = None
     if messages[-1]["role"] == "assistant":
         bare = messages.pop()["content"].replace("<answer>", "").replace("</answer>", "").strip()
         answer = f"<answer> {bare} </answer>"
     if not messages or messages[-1]["role"] != "user":
-        raise ValueError(f"{where} must end with a question, or a question and its answer: got {value!r:.80}.")
+        raise ValueError(f"{column} must end with a question, or a question and its answer: got {value!r:.80}.")
+    return _ask(_with_row_system(messages, row, where), template, column), answer
+
+
+def _ask(messages: Sequence[Message], template: PromptTemplate, where: str) -> str | list[Message]:
+    """Render messages of which the last is a question. Raises: ValueError if `prompt_as: text` cannot hold them."""
     question = _text(messages[-1]["content"], f"{where}, the last question")
     if len(messages) == 1:
-        return template.render(question, is_question=True, where=where), answer
+        return template.render(question, is_question=True, where=where)
     if template.prompt_as == "text":
         raise ValueError(f"{where} has several turns, which prompt_as 'text' cannot hold. Set it to 'auto'.")
-    return template.with_system([*messages[:-1], {"role": "user", "content": template.question(question)}]), answer
+    return template.with_system([*messages[:-1], {"role": "user", "content": template.question(question)}])
+
+
+def _with_row_system(messages: list[Message], row: Mapping[str, Any], where: str) -> list[Message]:
+    """Prepend the text in the column `system`, unless the messages start with a system or developer message.
+
+    Raises:
+        ValueError: If the column is not a text.
+    """
+    system = row.get("system")
+    if system is None or messages[0]["role"] in ("system", "developer"):
+        return messages
+    if not isinstance(system, str):
+        raise ValueError(
+            f"{where}: the column 'system' is the system message of the prompt and must be a text, got {system!r:.80}. "
+            "To leave it out, drop the column: columns: {system: null}."
+        )
+    return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+def _history(value: Any, where: str) -> list[Message]:
+    """Convert pairs `[query, response]` to messages. Raises: ValueError if the value is not a list of such pairs."""
+    pairs = () if value is None or str(value) == "" else value
+    if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not all(map(_is_pair, pairs)):
+        raise ValueError(
+            f"{where} must be a list of pairs [query, response] of texts, got {value!r:.80}. To leave it out, drop the "
+            "column: columns: {history: null}."
+        )
+    return [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+
+
+def _is_pair(value: Any) -> bool:
+    """True for a list of two texts."""
+    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(text, str) for text in value)
+
+
+def _refuse_tools(row: Mapping[str, Any], where: str) -> None:
+    """Raises: ValueError if the row has tools, which ms-swift shows to the policy."""
+    if str(row.get("tools", "")) not in ("", "None", "null", "[]", "()"):
+        raise ValueError(
+            f"{where}: the column 'tools' is not shown to the policy, so its prompt would lack the tools: got "
+            f"{row['tools']!r:.80}. Describe the tools in the system message, or set model.environment. Then drop the "
+            "column (columns: {tools: null}), or rename it for the rewards."
+        )
+
+
+def _refuse_objects(row: Mapping[str, Any], content: str | Sequence[Message], where: str) -> None:
+    """Raises: ValueError if the prompt has placeholders that ms-swift replaces by the row's objects."""
+    has_objects = isinstance(row.get("objects"), Mapping | str) and bool(row["objects"])
+    if has_objects and (found := [text for text in PLACEHOLDERS if text in str(content)]):
+        raise ValueError(
+            f"{where}: the prompt has the placeholder {found[0]}, which is not replaced by the column 'objects': got "
+            f"{row['objects']!r:.80}. Write the name or the box into the prompt. If {found[0]} is meant literally, "
+            "rename the column (columns: {objects: boxes})."
+        )
 
 
 def _messages(prompt: Prompt) -> Sequence[Message]:

@@ -25,7 +25,7 @@ completions, token ids and finish reasons, the element is a list of G values. Th
 per group.
 
 Every reward can also take the following arguments, which rewards of ms-swift, VLM-R1 and older versions of TRL use; a
-data column of the same name takes precedence:
+data column of the same name takes precedence, except where this is stated below:
 
 - `response_token_ids` and `completions_ids`: the same as `completion_ids`.
 - `messages`: the chat including the completion. If the last message of the prompt is an assistant message, the
@@ -37,12 +37,17 @@ data column of the same name takes precedence:
 - `rollout_infos`: empty dicts.
 - `images`: the row's images, only if the reward's signature names this argument.
 - `image_path`: the paths of the row's images, None for an image that is not a file; None for rows without images.
+- `image_grid_thw`: the size [t, h, w] of the row's first image in patches; None for rows without images, and for
+  policies whose processor has no output of that name.
 - `problem`: the text of the last user message.
 
 In an argument that the reward's signature names, images of the data are PIL images, upright and in RGB. In `**kwargs`,
 the images of a data column are `ImageRef`s.
 
 A class derived from ms-swift's ORM gets the completions as its first argument, whatever the name of this argument is.
+As in ms-swift, its arguments `response_token_ids`, `messages`, `finish_reason`, `is_truncated`, `prompt_id`,
+`request_id` and `rollout_infos` take precedence over data columns. Other rewards get the column. If such a reward names
+an argument that describes the completions, and its data have a column of that name, the run logs a warning.
 
 For conversations (`model.environment`), the completion of a chat consists of all messages after the prompt, including
 the observations. The text of such a completion (`completion_text`) is the policy's last message, even if the
@@ -101,6 +106,7 @@ ALIASES = (
     "rollout_infos",
     "images",
     "image_path",
+    "image_grid_thw",
     "problem",
     "turns",
     "environments",
@@ -109,6 +115,20 @@ ALIASES = (
 )
 """Further arguments, passed if the data has no column of that name. The last four describe conversations and their
 environments. The others have names from TRL, ms-swift and VLM-R1."""
+
+ROW_ALIASES = ("prompt_id", "images", "image_path", "image_grid_thw", "problem")
+"""Those of `ALIASES` that describe the row. The others describe the completions."""
+
+ORM_ALIASES = (
+    "response_token_ids",
+    "messages",
+    "finish_reason",
+    "is_truncated",
+    "prompt_id",
+    "request_id",
+    "rollout_infos",
+)
+"""Those of `ALIASES` with which ms-swift replaces data columns of the same name."""
 
 RESERVED_NAMES = frozenset(
     {"zero_variance_groups", "failures", "length", "mean", "not_scorable", "reward", "std", "truncated"}
@@ -160,6 +180,10 @@ class Reward(ABC):
 
     completions_as: CompletionsAs = "auto"
     """The form of completions that the reward takes; "auto" is the form of the prompt."""
+
+    is_orm: bool = False
+    """True if the arguments in `ORM_ALIASES` take precedence over data columns, as in ms-swift. Classes derived from
+    ms-swift's ORM or AsyncORM need not set this."""
 
     @property
     def name(self) -> str:
@@ -236,13 +260,23 @@ class Reward(ABC):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The progress of the run, as rewards get it: a picklable copy of the Trainer's counters, with the same names."""
+    """The progress of the run, as rewards get it: picklable, with names of Lightning's Trainer and of transformers'."""
 
     global_step: int
     """Completed optimizer steps."""
 
     max_steps: int
-    """Limit of `global_step`; -1 means no limit."""
+    """Optimizer steps of the whole run, even if only `trainer.max_epochs` limits the run; -1 if this number is unknown.
+    It is unknown before and without training, and in a run without `trainer.max_steps` whose number of steps per epoch
+    is unknown (streams, dynamic sampling)."""
+
+    epoch: float
+    """`current_epoch` plus the completed fraction of the current epoch; without the fraction if the number of steps per
+    epoch is unknown."""
+
+    num_train_epochs: int | None
+    """Epochs of the whole run, even if only `trainer.max_steps` limits the run; `max_epochs` if this number is
+    unknown."""
 
     current_epoch: int
     max_epochs: int | None
@@ -250,30 +284,26 @@ class TrainerState:
     world_size: int
 
     @property
-    def epoch(self) -> float:
-        """`current_epoch`, under the name that the transformers Trainer uses."""
-        return float(self.current_epoch)
-
-    @property
-    def num_train_epochs(self) -> int | None:
-        """`max_epochs`, under the name that the transformers Trainer uses."""
-        return self.max_epochs
-
-    @property
     def is_world_process_zero(self) -> bool:
         """Whether `global_rank` is 0, under the name that the transformers Trainer uses."""
         return self.global_rank == 0
 
     @classmethod
-    def of(cls, trainer: Any) -> TrainerState:
-        """Copy the counters of a Lightning Trainer."""
+    def of(cls, trainer: Any, max_steps: int, num_train_epochs: int | None) -> TrainerState:
+        """Copy the counters of a Lightning Trainer, and add the length of the run."""
+        loop = trainer.fit_loop
+        epochs, micro_steps = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current
+        is_inside = epochs.started > epochs.completed  # otherwise, the micro-steps are those of the last epoch
+        fraction = micro_steps.processed / trainer.num_training_batches if is_inside else 0.0
         return cls(
-            trainer.global_step,
-            trainer.max_steps,
-            trainer.current_epoch,
-            trainer.max_epochs,
-            trainer.global_rank,
-            trainer.world_size,
+            global_step=trainer.global_step,
+            max_steps=max_steps,
+            epoch=trainer.current_epoch + fraction,
+            num_train_epochs=num_train_epochs,
+            current_epoch=trainer.current_epoch,
+            max_epochs=trainer.max_epochs,
+            global_rank=trainer.global_rank,
+            world_size=trainer.world_size,
         )
 
 
@@ -335,6 +365,7 @@ class WeightedReward(Reward):
         self.completions_as = _own_form(reward) if completions_as == "auto" else completions_as
         self.per_group = bool(getattr(innermost(reward), "per_group", False))
         self.says_solved = bool(getattr(innermost(reward), "says_solved", False))
+        self.is_orm = _is_orm(reward) or bool(getattr(innermost(reward), "is_orm", False))
         self.is_async = is_async(reward)
         self.in_process = self.is_async or _belongs_here(reward)
         self._name = name or _name(reward)

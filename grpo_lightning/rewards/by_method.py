@@ -278,6 +278,7 @@ class ByMethod(Reward):
         self.required_columns = self.methods[default].required_columns
         self.optional_columns = (method_column,)
         self.in_process = any(method.in_process for method in self.methods.values())
+        self.is_orm = any(method.is_orm for method in self.methods.values())
 
     @property
     def name(self) -> str:

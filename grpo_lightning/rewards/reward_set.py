@@ -15,7 +15,16 @@ import torch
 from grpo_lightning.core.log_messages import bullet_list, did_you_mean
 from grpo_lightning.core.types import Group, Prompt
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.rewards.base import CONTRACT, METHOD_COLUMN, RESERVED_NAMES, RewardLike, WeightedReward
+from grpo_lightning.rewards.base import (
+    ALIASES,
+    CONTRACT,
+    METHOD_COLUMN,
+    ORM_ALIASES,
+    RESERVED_NAMES,
+    ROW_ALIASES,
+    RewardLike,
+    WeightedReward,
+)
 from grpo_lightning.rewards.scoring import CallContext, EarlyCalls, Scores, Scoring, applies
 from grpo_lightning.rewards.workers import RewardWorkers, WorkerPool
 
@@ -67,6 +76,7 @@ class RewardSet:
                     f"WeightedReward(reward, name=...)."
                 )
         self._known_columns: tuple[str, ...] = ()
+        self._warned_of: set[tuple[str, str]] = set()
         self.pool = WorkerPool(self.rewards, workers)
         self.early: EarlyCalls | None = None
         """Starts calls on single groups of a batch that is still being sampled; None outside of `early_calls`."""
@@ -98,8 +108,24 @@ class RewardSet:
         """
         sources = sources_of(prompts)
         check_sources(sources, self.rewards, self._weights)
+        self._warn_of_replaced(sources)
         columns = [name for source in sources for name in source.columns]
         self._known_columns = tuple(dict.fromkeys([*self._known_columns, *columns]))
+
+    def _warn_of_replaced(self, sources: Sequence[Source]) -> None:
+        """Warn once if a reward gets a data column in place of an argument that describes the completions."""
+        for reward in self.rewards:
+            columns = {column for source in sources if source.uses(reward.name) for column in source.columns}
+            for name in ALIASES:
+                is_first = reward.is_orm and name in ORM_ALIASES
+                is_replaced = name in columns and reward.names(name) and name not in ROW_ALIASES and not is_first
+                if is_replaced and (reward.name, name) not in self._warned_of:
+                    self._warned_of.add((reward.name, name))
+                    log.warning(
+                        "Reward %r: its argument %r is the data column of this name, and does not describe the "
+                        "completions. To score the completions, drop the column (columns: {%s: null}) or rename it.",
+                        *(reward.name, name, name),
+                    )
 
     def check_rows(self, prompts: Iterable[Prompt], observation_role: str | None = None) -> None:
         """Check each row with each reward that will score it (`Reward.check_row`).

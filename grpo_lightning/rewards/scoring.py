@@ -31,6 +31,7 @@ from grpo_lightning.core.seeding import derived_seed
 from grpo_lightning.core.types import Completion, Group, Message, Prompt
 from grpo_lightning.rewards.base import (
     ALIASES,
+    ORM_ALIASES,
     RESERVED_NAMES,
     Content,
     WeightedReward,
@@ -537,6 +538,7 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
         "request_id": in_form([[f"{name}/{g}" for g in range(group_size)] for name in names]),
         "rollout_infos": per_completion(lambda *_: {}),
         "image_path": [of_row or None for of_row in paths],
+        "image_grid_thw": per_prompt([_image_grid(group) for group in groups]),
         "problem": per_prompt([_question(prompt) for prompt in prompts]),
     }
     of_conversations: dict[str, Callable[[Group, Completion], Any]] = {
@@ -556,9 +558,11 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
         # for the call, and pickled again for a worker, which takes time.
         if reward.names(name) or (has_turns and name != "environments"):
             aliases[name] = per_completion(read)
+    first = {name: aliases[name] for name in ORM_ALIASES} if reward.is_orm else {}
     return reward.select(
         aliases
         | columns
+        | first
         | {
             "prompts": prompts_given,
             "completions": per_completion(lambda group, completion: _in_form(reward, group, completion)),
@@ -612,6 +616,12 @@ def _messages(group: Group, completion: Completion) -> list[Message]:
     start = chat[-1]["content"] or ""
     merged = f"{start}{text}" if isinstance(start, str) else [*start, {"type": "text", "text": text}]
     return [*chat[:-1], {**chat[-1], "content": merged}, *others]
+
+
+def _image_grid(group: Group) -> list[int] | None:
+    """The size [t, h, w] of the first image in patches; None without images, or if the processor does not return it."""
+    grids = None if group.vision is None else group.vision.images.get("image_grid_thw")
+    return None if grids is None else grids[0].tolist()
 
 
 def _question(prompt: Prompt) -> str:

@@ -652,3 +652,14 @@ def warn_of_few_prompts(loader: Any) -> None:
         *(loader.prompts_per_rollout, loader.batch_size, loader.world_size * per_group, shared, num_prompts),
         remedy_for_few_prompts(num_prompts, loader.world_size),
     )
+
+
+def warn_of_unknown_length(rewards: Sequence[WeightedReward], num_steps: int) -> None:
+    """Warn if the number of steps of the run is unknown (-1), and a reward may compute with it."""
+    readers = [reward.name for reward in rewards if reward.names("trainer_state")]
+    if num_steps < 0 and readers:
+        log.warning(
+            "`trainer_state.max_steps` is -1 in the rewards %s, because the number of steps per epoch is unknown, or "
+            "the run has no end. If they compute with it, set trainer.max_steps.",
+            ", ".join(map(repr, readers)),
+        )

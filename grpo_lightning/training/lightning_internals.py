@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -137,6 +137,34 @@ def num_training_steps(trainer: L.Trainer) -> float:
     micro_steps_left = max(0, epochs_left * int(trainer.num_training_batches) - done_in_epoch)
     steps = trainer.global_step + math.ceil(micro_steps_left / trainer.accumulate_grad_batches)
     return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
+
+
+class RunLength(NamedTuple):
+    """Length of an entire run, including the part before it was resumed."""
+
+    steps: int
+    """Optimizer steps; -1 if unknown."""
+
+    epochs: int | None
+    """Epochs; `trainer.max_epochs` if unknown."""
+
+
+def run_length(trainer: L.Trainer, epoch: float) -> RunLength:
+    """Compute the length of a run. Call this function only after the loaders are set up.
+
+    Args:
+        trainer: The trainer.
+        epoch: Completed epochs, including the completed fraction of the current epoch.
+    """
+    steps, limit = num_training_steps(trainer), trainer.max_epochs
+    if math.isinf(steps) or steps < 0:
+        return RunLength(-1, limit)
+    if math.isinf(trainer.num_training_batches):
+        return RunLength(int(steps), limit)
+    per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+    # Rounded, because 2/3 + 1/3 may be slightly above 1.
+    epochs = math.ceil(round(epoch + (steps - trainer.global_step) / per_epoch, 6))
+    return RunLength(int(steps), epochs if limit in (None, -1) else min(epochs, limit))
 
 
 def set_position(loops: dict[str, Any]) -> None:

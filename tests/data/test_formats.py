@@ -50,6 +50,17 @@ GPT = {"from": "gpt", "value": "<answer>2</answer>"}
             [SYSTEM, USER, ASSISTANT, USER],
             {},
         ),
+        ({"query": "1 + 1?", "system": "Be brief."}, [SYSTEM, USER], {"query": "1 + 1?", "system": "Be brief."}),
+        ({"messages": [USER], "system": "Be brief."}, [SYSTEM, USER], {"system": "Be brief."}),
+        ({"messages": [SYSTEM, USER], "system": "Other."}, [SYSTEM, USER], {"system": "Other."}),  # as in ms-swift
+        ({"conversations": [HUMAN], "system": "Be brief."}, [SYSTEM, USER], {"system": "Be brief."}),
+        ({"query": "Hi", "system": "", "history": []}, HI, {"query": "Hi", "system": "", "history": []}),
+        ({"prompt": [USER], "system": "linux", "tools": "all"}, [USER], {"system": "linux", "tools": "all"}),
+        (
+            {"query": "Hi", "history": [["1 + 1?", "2"]]},
+            [USER, ASSISTANT, *HI],
+            {"query": "Hi", "history": [["1 + 1?", "2"]]},
+        ),
     ],
 )
 def test_the_prompt_and_the_columns(row: dict[str, Any], content: Any, columns: dict[str, Any]):
@@ -236,6 +247,33 @@ def test_half_of_a_character_is_looked_for_in_texts_only(value: Any):
 
 def test_half_of_a_character_in_another_column_goes_to_the_rewards():
     assert to_prompt({"question": "\U0001f600?", "answer": HALF}, where="f:1").columns["answer"] == HALF
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"query": "Hi", "history": "before"}, r"f:1: column 'history' must be a list of pairs .* got 'before'"),
+        ({"query": "Hi", "history": [["a", None]]}, "must be a list of pairs"),
+        ({"query": "Hi", "system": {"os": "linux"}}, r"f:1: the column 'system' .* must be a text.*\{system: null\}"),
+        ({"messages": [USER], "tools": [{"name": "add"}]}, "f:1: the column 'tools' is not shown to the policy"),
+        ({"query": "Find the <ref-object>", "objects": {"ref": ["dog"]}}, "f:1: the prompt has .* <ref-object>.*'dog'"),
+    ],
+)
+def test_what_ms_swift_would_show_is_not_left_out(row: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        to_prompt(row, where="f:1")
+    # An answer is left out of the prompt, and the placeholders in it.
+    answer = {"role": "assistant", "content": "<bbox>"}
+    to_prompt({"messages": [USER, answer], "objects": {"bbox": [[1, 2, 3, 4]]}, "tools": []}, where="f:1")
+
+
+def test_the_system_message_of_a_row_comes_before_the_system_prompt():
+    template = PromptTemplate(system_prompt="Of the run.", question_template="Q: {question}")
+    row = {"query": "Hi", "system": "Be brief.", "history": [["1 + 1?", "2"]]}
+    question = {"role": "user", "content": "Q: Hi"}
+    assert to_prompt(row, where="f:1", template=template).content == [SYSTEM, USER, ASSISTANT, question]
+    with pytest.raises(ValueError, match="column 'query' has several turns, which prompt_as 'text' cannot hold"):
+        to_prompt(row, where="f:1", template=PromptTemplate(prompt_as="text"))
 
 
 def test_long_values_are_cut_in_messages():

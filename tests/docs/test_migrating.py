@@ -39,7 +39,7 @@ from tests.arguments.registry import CASES
 from tests.helpers.doc_keys import SETTINGS, class_named
 from tests.helpers.pages import TableRow, read, tables
 from tests.helpers.paths import TESTS
-from tests.helpers.tiny_models import tiny_tokenizer
+from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import SLOW
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of TRL and transformers are not ours to fix
@@ -670,6 +670,13 @@ def test_adamw_is_the_one_of_transformers():
     # The Trainer gives the decay to its groups of parameters.
     assert_close(ours, stepped(lambda p: kind(p, **settings, weight_decay=arguments.weight_decay)))
     assert not torch.equal(ours, stepped(lambda p: optimizers.AdamW(p, lr=0.1)))
+
+
+def test_transformers_decays_neither_biases_nor_norms():
+    model = tiny_model("qwen2")
+    decayed = transformers.Trainer.get_decay_parameter_names(None, model)
+    left_out = {name for name, _ in model.named_parameters()} - set(decayed)
+    assert left_out == {name for name, parameter in model.named_parameters() if parameter.ndim == 1}
 
 
 @pytest.mark.parametrize(

@@ -395,3 +395,60 @@ def test_a_fused_optimizer_is_clipped_in_bf16_mixed():
     clipped = weights(fused=True, clip=0.01)
     assert are_equal(clipped, weights(fused=False, clip=0.01))
     assert not are_equal(clipped, weights(fused=True, clip=None))
+
+
+class Progress:
+    """A reward that keeps the steps, epochs and lengths of its calls."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, completions, trainer_state, **columns):
+        state = trainer_state
+        self.seen.append((state.global_step, state.max_steps, state.epoch, state.num_train_epochs))
+        return [0.0] * len(completions)
+
+
+@few(2)
+@pytest.mark.parametrize(
+    ("flags", "steps", "epochs"),
+    [
+        ({"max_epochs": 2}, 8, 2),
+        ({"max_steps": 6}, 6, 2),
+        ({"max_epochs": 5, "max_steps": 3}, 4, 1),  # rounded up to a whole cycle
+        ({"max_epochs": 2, "accumulate_grad_batches": 2}, 8, 2),
+    ],
+)
+def test_rewards_know_the_length_of_the_run_and_the_fraction_of_the_epoch(flags, steps, epochs):
+    """Two rollouts of two updates in an epoch."""
+    reward = Progress()
+    fit(make_module(rewards=[reward], updates_per_rollout=2, length=1), **flags)
+    assert sorted(set(reward.seen)) == [(step, steps, step / 4, epochs) for step in range(0, steps, 2)]
+
+
+@SLOW
+def test_rewards_of_a_resumed_run_know_its_length(tmp_path):
+    trainer = fit(make_module(length=1), max_steps=3)
+    trainer.save_checkpoint(path := str(tmp_path / "3.ckpt"))
+    reward = Progress()
+    fit(make_module(rewards=[reward], length=1), max_epochs=2, batch_size=2, ckpt_path=path)
+    # An epoch of 2 steps, then the rest of an epoch of 4 and its 2 steps.
+    assert sorted(set(reward.seen)) == [(3, 5, 1.5, 2), (4, 5, 1.75, 2)]
+
+
+def test_rewards_of_a_validation_know_the_length_of_the_run():
+    reward = Progress()
+    module = make_module(rewards=[reward], length=1)
+    trainer = make_trainer(max_epochs=1, num_sanity_val_steps=1, val_check_interval=1)
+    trainer.fit(module, make_source(module), PromptSource(PROMPTS[:1], 1))
+    trainer.validate(module, PromptSource(PROMPTS[:1], 1), verbose=False)
+    before, first, second, end = (0, -1, 0.0, 1), (0, 2, 0.0, 1), (1, 2, 0.5, 1), (2, 2, 1.0, 1)
+    assert list(dict.fromkeys(reward.seen)) == [before, first, second, end]
+
+
+def test_an_unknown_length_is_minus_one_and_warned_of(caplog):
+    reward = Progress()
+    module = make_module(rewards=[reward], dynamic_sampling={"max_resample_times": 1}, length=1)
+    fit(module, max_epochs=1)
+    assert {(steps, epochs) for _, steps, _, epochs in reward.seen} == {(-1, 1)}
+    assert "`trainer_state.max_steps` is -1 in the rewards 'progress'" in caplog.text

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from grpo_lightning.core.images import ImageRef
-from grpo_lightning.core.types import Completion, Group, Prompt
+from grpo_lightning.core.types import Completion, Group, Prompt, PromptVision
 from grpo_lightning.rewards import ByMethod, Cosine, RewardSet, Scores, WeightedReward
 from grpo_lightning.rewards.base import TrainerState, _rename_reward
 
@@ -98,14 +98,10 @@ def test_trl_text():
 
 def test_trl_names_of_older_versions_and_its_state():
     def ids(completions_ids, trainer_state, **kwargs):
-        assert (trainer_state.epoch, trainer_state.num_train_epochs, trainer_state.is_world_process_zero) == (
-            2,
-            3,
-            True,
-        )
+        assert trainer_state.is_world_process_zero
         return [float(len(ids) + trainer_state.global_step) for ids in completions_ids]
 
-    state = TrainerState(global_step=7, max_steps=9, current_epoch=2, max_epochs=3, global_rank=0, world_size=1)
+    state = TrainerState(7, 9, 2.5, 3, 2, 3, global_rank=0, world_size=1)
     assert RewardSet([ids]).score([group("abc", "")], trainer_state=state).total.tolist() == [[10, 7]]
 
 
@@ -290,6 +286,40 @@ def test_a_data_column_has_its_own_values():
     assert score(reads, group("2", messages="own")).total.tolist() == [[1]]
 
 
+class LastMessage(ORM):
+    """Compares the last message of the chat with the solution."""
+
+    def __call__(self, completions, messages, solution, **kwargs):
+        assert kwargs["finish_reason"] == ["stop"] * len(completions)
+        return [float(chat[-1]["content"] == right) for chat, right in zip(messages, solution, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "around", [lambda orm: orm, lambda orm: Cosine(0.9, 0.9, 0, accuracy=orm), lambda orm: ByMethod({"default": orm})]
+)
+def test_the_rollout_comes_before_data_columns_in_rewards_of_ms_swift(around: Any, caplog: pytest.LogCaptureFixture):
+    gold = [*CHAT, {"role": "assistant", "content": "2"}]
+    batch = group("2", "3", content=CHAT, solution="2", messages=gold, finish_reason="own")
+    rewards = RewardSet([around(LastMessage())])
+    rewards.validate_prompts([batch.prompt])
+    right, wrong = rewards.score([batch], max_completion_length=64).total[0].tolist()
+    assert right > 0 == wrong
+    assert not caplog.records
+
+
+def test_a_column_in_place_of_the_completions_is_warned_of_once(caplog: pytest.LogCaptureFixture):
+    def reads(completions, messages, problem, **kwargs):
+        return [0.0 for _ in messages]
+
+    rewards = RewardSet([reads])
+    for _ in range(2):
+        rewards.validate_prompts([group("2", messages="own", problem="own", turns=1).prompt])
+    assert [record.getMessage() for record in caplog.records] == [
+        "Reward 'reads': its argument 'messages' is the data column of this name, and does not describe the "
+        "completions. To score the completions, drop the column (columns: {messages: null}) or rename it."
+    ]
+
+
 def test_the_form_asked_for_beats_the_class():
     class Chats(ORM):
         def __call__(self, completions, **kwargs):
@@ -320,17 +350,23 @@ def format_reward(completions, **kwargs):
 
 def debug_reward(completions, solution, **kwargs):
     """Check the columns that VLM-R1's rewards read for their debug log and for the size of an image."""
-    path, problem = kwargs.get("image_path")[0], kwargs.get("problem")[0]
-    return [float(path == ["/images/a.jpg"] and problem == "Where?") for _ in completions]
+    path, problem, grid = (kwargs.get(name)[0] for name in ("image_path", "problem", "image_grid_thw"))
+    is_right = path == ["/images/a.jpg"] and problem == "Where?" and int(grid[2] * 14) == 84
+    return [float(is_right) for _ in completions]
 
 
 def test_vlm_r1_reads_paths_and_questions():
     content = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where?"}]}]
     of_text = group("2", content=content, solution="2")
     prompt = dataclasses.replace(of_text.prompt, images=[ImageRef(Path("/images/a.jpg"))])
-    batch = dataclasses.replace(of_text, prompt=prompt)
+    vision = PromptVision({"image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2]])})
+    batch = dataclasses.replace(of_text, prompt=prompt, vision=vision)
     assert score(debug_reward, batch).total.tolist() == [[1]]
-    assert score(lambda image_path, images, **_: [float(image_path == [None] and images == [[]])], of_text).total == 1
+
+    def without(image_path, images, image_grid_thw):
+        return [float(image_path == image_grid_thw == [None] and images == [[]])]
+
+    assert score(without, of_text).total == 1
 
 
 def test_vlm_r1():

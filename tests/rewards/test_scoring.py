@@ -121,6 +121,7 @@ def test_arguments_for_text_prompts():
         "request_id": ["/0/0", "/0/1"] * 2,
         "rollout_infos": [{}] * 4,
         "image_path": [None] * 4,
+        "image_grid_thw": [None] * 4,
         "problem": ["question", "question", "other", "other"],
     }
 

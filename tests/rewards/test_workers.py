@@ -269,7 +269,7 @@ def test_workers_load_what_the_rewards_need_and_no_torch_for_those_of_text():
     pytest.importorskip("math_verify")
     rewards = RewardSet([ExactMatch(), Accuracy(), misbehaving.has_torch], workers=LIMITS)
     batch = groups("one", answer="1", solution="1")
-    state = TrainerState(1, 2, 0, 1, 0, 1)
+    state = TrainerState(1, 2, 0.5, 1, 0, 1, 0, 1)
     assert rewards.score(batch, trainer_state=state).by_reward["has_torch"].tolist() == [[0, 0]]
 
 

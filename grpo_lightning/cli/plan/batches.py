@@ -209,7 +209,7 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
     - b: completions per device and micro-step
     - W: ranks
     - G: completions per prompt
-    - A: micro-steps per update
+    - A: micro-steps per update (1 in ms-swift before 3.4 if vLLM sleeps)
     - S: micro-steps per generation: the script samples the completions of S micro-steps together, then trains on them.
       If S is below A, the script samples several times with the same weights; in this package these samples form one
       rollout, so A replaces S.
@@ -229,6 +229,13 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
     """
     b, A, W = script.per_device_train_batch_size, script.gradient_accumulation_steps, script.world_size
     G, S, differences = script.num_generations, micro_steps_per_generation(script), []
+    if script.sleep_level and A > 1 and script.trainer == "ms-swift" and not spreads_groups(script):
+        differences.append(
+            "This version of ms-swift sets gradient_accumulation_steps to 1 if vLLM sleeps (--sleep_level without "
+            f"--async_generate), so the settings above are those of 1 micro-step per update, not {A}. To train on {A} "
+            "micro-steps per update, leave out --sleep_level here."
+        )
+        A = S = 1
     if S % A and (A % S or script.num_iterations > 1):
         differences.append(
             f"In the script, a generation covers {S} micro-steps and an update {A}, so some updates start inside one "
@@ -250,14 +257,19 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
     return batches, differences
 
 
+def spreads_groups(script: Namespace) -> bool:
+    """Whether the completions of a group may be in different micro-steps of an update."""
+    first = FIRST_WITH_ACCUMULATION.get(script.trainer)
+    return first is not None and (script.version is None or script.version >= first)
+
+
 def micro_steps_per_generation(script: Namespace) -> int:
     """Return S of `translate`: the number of micro-steps whose completions the script samples together.
 
     Raises:
         ValueError: If the script's batch flags are not valid for its `trainer` and `version`.
     """
-    first = FIRST_WITH_ACCUMULATION.get(script.trainer)
-    spreads = first is not None and (script.version is None or script.version >= first)
+    spreads = spreads_groups(script)
     given = [name for name in ("steps_per_generation", "generation_batch_size") if getattr(script, name) is not None]
     if len(given) == 2:
         raise ValueError("Set --steps_per_generation or --generation_batch_size, not both.")

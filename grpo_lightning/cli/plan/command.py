@@ -296,7 +296,7 @@ def parse_script(args: list[str]) -> argparse.Namespace:
     )
     flags: dict[str, tuple[int | None, int]] = {"world_size": (1, 1), "num_generations": (8, 2)}
     flags |= {"num_iterations": (1, 1), "steps_per_generation": (None, 1), "generation_batch_size": (None, 1)}
-    flags |= dict.fromkeys(HF_DEFAULTS, (None, 1))
+    flags |= {"sleep_level": (0, 0)} | dict.fromkeys(HF_DEFAULTS, (None, 1))
     for name, (default, _) in flags.items():
         text = f"as in the script (default {HF_DEFAULTS.get(name, default)})".replace(" (default None)", "")
         parser.add_argument(f"--{name}", type=int, default=default, help=text, metavar="N")
@@ -308,7 +308,7 @@ def parse_script(args: list[str]) -> argparse.Namespace:
         near = nearest(name, [f"--{flag}" for flag in flags], n=1, cutoff=0.8)
         if near and name not in SIMILAR_FLAGS:
             parser.error(f"there is no flag {name}. Did you mean {near[0]}?")
-    script.ignored = names
+    script.ignored = [*names, "--sleep_level"] if script.sleep_level else names
     for name, (_, least) in flags.items():
         if (value := getattr(script, name)) is not None and value < least:
             parser.error(f"--{name} must be at least {least}, got {value}")

@@ -146,6 +146,16 @@ def test_the_version_decides_whether_groups_may_spread():
         translate(script(b=1, A=4, G=4, **new))
 
 
+def test_a_vllm_that_sleeps_has_no_accumulation_in_old_versions_of_ms_swift():
+    flags = {"trainer": "ms-swift", "b": 1, "A": 2, "W": 8, "G": 8, "sleep_level": 1}
+    batches, (difference,) = translate(script(**flags, version="3.3.1"))
+    assert batches == BatchPlan(1, 8, world_size=8, ranks_per_group=8)
+    assert "sets gradient_accumulation_steps to 1" in difference
+    for other in ({"version": "3.4"}, {}, {"version": "3.3.1", "sleep_level": 0}):
+        assert translate(script(**flags | other)) == (BatchPlan(1, 8, 2, world_size=8, ranks_per_group=4), [])
+    assert script(**flags).ignored == ["--sleep_level"]
+
+
 @pytest.mark.parametrize("flags", [{"A": 4, "S": 6}, {"A": 4, "S": 3}, {"A": 4, "S": 2, "mu": 2}])
 def test_updates_across_generations_have_no_equal(flags):
     (difference,) = translate(script(b=8, G=8, **flags))[1]
