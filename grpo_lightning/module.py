@@ -520,7 +520,7 @@ class GRPOLightningModule(L.LightningModule):
         Collective: all ranks must call this.
         """
         trainer = self.trainer
-        source: Any = trainer.train_dataloader  # a PromptSource: `check_asynchronous` refuses others
+        source: Any = trainer.train_dataloader  # has `next_cycles`: `check_loader` refuses others
         count = int(min(self.max_staleness, self.cycle_shape.cycles_left(trainer.max_steps, trainer.global_step)))
         num_epochs = trainer.max_epochs
         epochs_left = None if num_epochs in (None, -1) else num_epochs - trainer.current_epoch - 1
@@ -782,6 +782,7 @@ class GRPOLightningModule(L.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Create the evaluation tables of each loader, one per kind of completion (sampled, greedy)."""
+        data_checks.check_loaders(self.trainer)  # also the loaders of a user's data module
         sources = data_checks.known_sources(self.trainer)
         loaders = self.trainer.num_test_batches if self.trainer.testing else self.trainer.num_val_batches
         self.tables = [evaluation_tables(self.reward_set, self.validation, sources, self.device) for _ in loaders]
@@ -800,6 +801,10 @@ class GRPOLightningModule(L.LightningModule):
     test_step = validation_step
     on_test_epoch_end = on_validation_epoch_end
 
+    def on_predict_epoch_start(self) -> None:
+        """Check the loaders of a user's data module."""
+        data_checks.check_loaders(self.trainer)
+
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
         """One record per sampled completion: prompt, text, rewards, and the row's columns."""
         return list(records(self.evaluate(as_prompt_batch(batch).prompts, is_greedy=False)))
@@ -808,7 +813,7 @@ class GRPOLightningModule(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Before weights are loaded, check that the engine, the data and the trainer's settings fit this module."""
-        data_checks.check_no_rows(self.trainer)
+        data_checks.check_loaders(self.trainer)
         if not self.is_connected:
             sampling = [self.sampling, self.validation_sampling]
             sharding, world_size = sharding_of(self.trainer.strategy), self.trainer.world_size
@@ -816,13 +821,10 @@ class GRPOLightningModule(L.LightningModule):
         if stage == "fit":
             checks.check_not_loaded(getattr(self, "sharding", None), self.trainer)
             checks.check_precision(self.loader, self.trainer)
-            needs_more = self.dynamic_sampling is not None
             checks.check_teams(self.ranks_per_group, self.num_generations, self.engine, self.trainer.world_size)
             checks.check_shared_environment(self.ranks_per_group, self.conversations)
-            checks.check_asynchronous(self.max_staleness, self.engine, self.ranks_per_group, self.trainer)
-            checks.check_loader(
-                self.trainer, self.cycle_shape, self.num_generations, self.ranks_per_group, needs_more=needs_more
-            )
+            checks.check_asynchronous(self.max_staleness, self.engine, self.ranks_per_group)
+            self.check_training_loader()
             checks.check_validation_interval(self.trainer)
         self.check_data()
         if stage == "fit":
@@ -830,6 +832,17 @@ class GRPOLightningModule(L.LightningModule):
             self.requested_max_steps = self.trainer.max_steps
             self.run_length = None
             checks.round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
+
+    def check_training_loader(self) -> None:
+        """Check that the training loader fits this module, if the loader is known. Raises: ValueError if not."""
+        checks.check_loader(
+            self.trainer,
+            self.cycle_shape,
+            self.num_generations,
+            self.ranks_per_group,
+            needs_more=self.dynamic_sampling is not None,
+            max_staleness=self.max_staleness,
+        )
 
     def check_settings(self) -> None:
         """Check settings, and warn about doubtful ones. Raises: ValueError if one is invalid; the message names it."""
@@ -862,7 +875,6 @@ class GRPOLightningModule(L.LightningModule):
         """Check that data, rewards and policy fit. Raises: ValueError if not; the message names the row or setting."""
         trainer, rewards, metrics = self.trainer, self.reward_set, self.validation.metrics
         rewards.check(self.sampling.max_completion_length)
-        data_checks.check_evaluated_once(trainer)
         data_checks.check_truncation(self.conversations, trainer)
         data_checks.check_turned_once(rewards, metrics, trainer)
         data_checks.check_columns(rewards, trainer)  # cheap, so before all images are read
@@ -1001,9 +1013,9 @@ class GRPOLightningModule(L.LightningModule):
 
     def on_train_start(self) -> None:
         """Set the schedule's length and a resumed run's data position, now that the length of an epoch is known."""
-        # These two also check the loader of a user's data module.
-        data_checks.refuse_rows(self.trainer.train_dataloader, "training")
-        checks.check_loader_teams(self.trainer.train_dataloader, self.ranks_per_group)
+        # The loaders of a user's data module are known only now.
+        data_checks.check_loaders(self.trainer)
+        self.check_training_loader()
         checks.warn_of_few_prompts(self.trainer.train_dataloader)
         checkpoints.restore_data_position(self.run, self.trainer)
         cycle_length = self.cycle_length(self.trainer.accumulate_grad_batches)

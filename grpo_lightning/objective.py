@@ -839,8 +839,6 @@ def own_surrogate(function: Callable[..., Any], name: str) -> Surrogate:
     takes_all = any(each.kind == each.VAR_KEYWORD for each in parameters)
     named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     taken = {each for each in OWN_ARGUMENTS if takes_all or each in named}
-    # A null epsilon_high means epsilon, so a function that takes epsilon_high uses both settings.
-    settings = taken & {"ratio", "epsilon", "epsilon_high"} | ({"epsilon"} if "epsilon_high" in taken else set())
 
     def loss(objective: Objective, tokens: Tokens) -> Tensor:
         known = tokens._asdict() | {"epsilon": objective.epsilon, "epsilon_high": objective.high}
@@ -849,7 +847,7 @@ def own_surrogate(function: Callable[..., Any], name: str) -> Surrogate:
     return Surrogate(
         loss,
         _never_clipped,
-        frozenset(settings),
+        frozenset(taken & {"ratio", "epsilon", "epsilon_high"}),
         takes_turn_credit=True,
         trains_on_zero_advantages=True,  # an unknown function may have a gradient there
         knows_clipped=False,
@@ -949,6 +947,8 @@ def _check_ranges(objective: Objective) -> None:
 def _check_unused(objective: Objective) -> None:
     """Refuse settings without an effect. Raises: ValueError if one differs from its default; the message says why."""
     own = surrogate_of(objective).settings
+    if "epsilon_high" in own and objective.epsilon_high is None:
+        own |= {"epsilon"}  # a null epsilon_high means epsilon
     others = sorted(frozenset().union(*(surrogate.settings for surrogate in SURROGATES.values())) - own)
     is_capped = objective.surrogate == "cispo" and objective.epsilon_high is not None
     has_low = not is_capped or objective.cispo_lower_bound

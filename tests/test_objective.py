@@ -682,6 +682,8 @@ def test_epsilon_may_be_set_for_an_own_surrogate_that_takes_only_epsilon_high():
     assert loss == expected
     default, _ = loss_and_gradient(Objective(surrogate=takes_high))
     assert loss != default
+    with pytest.raises(ValueError, match=r"epsilon is 0\.1, but the .*takes_high surrogate does not use it"):
+        Objective(surrogate=takes_high, epsilon=0.1, epsilon_high=0.3)
 
 
 def needs_more(ratio, entropy):

@@ -11,6 +11,7 @@ import operator
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -331,6 +332,8 @@ def source_names(prompts: Prompts) -> list[str]:
 def as_prompts(data: Any, convert: Callable[[Any, int], Prompt], **stream: int) -> Prompts:
     """Convert a dataset to prompts: a list immediately, other datasets lazily.
 
+    Every prompt has an index of its own. Prompts of a list keep their indices unless two of them have the same.
+
     Args:
         data: Prompts, rows or texts, in a list, a dataset with a length, or an iterable that can be iterated
             repeatedly.
@@ -355,18 +358,27 @@ def as_prompts(data: Any, convert: Callable[[Any, int], Prompt], **stream: int) 
             f"PromptSource reads the data once per epoch, and a {type(data).__name__} can be read only once. Give a "
             "list, or a datasets.IterableDataset (datasets.IterableDataset.from_generator)."
         )
+    convert_at = functools.partial(_convert_at, convert)
     if not hasattr(data, "__len__"):
-        return stream_rows(cast(Iterable[Any], without_decoding(data)), convert, **stream)
+        return stream_rows(cast(Iterable[Any], without_decoding(data)), convert_at, **stream)
     if not len(data):
         raise ValueError("The prompt source has no prompts: the dataset is empty.")
     if isinstance(data, list | tuple):
         # Not copied: the source shares the list and its prompts with the caller.
-        if all(isinstance(prompt, Prompt) and prompt.index >= 0 for prompt in data):
-            return data
-        prompts = [convert(row, number) for number, row in enumerate(data)]
-        log_prompt_columns(prompts, set())
+        prompts: Sequence[Prompt] = data
+        if not all(isinstance(prompt, Prompt) and prompt.index >= 0 for prompt in data):
+            prompts = [convert(row, number) for number, row in enumerate(data)]
+            log_prompt_columns(prompts, set())
+        if len({prompt.index for prompt in prompts}) < len(prompts):  # for example two mixtures in one list
+            prompts = [replace(prompt, index=number) for number, prompt in enumerate(prompts)]
         return prompts
-    return data if isinstance(data, LazyPrompts) else LazyPrompts(with_cells(data, "the dataset"), convert)
+    return data if isinstance(data, LazyPrompts) else LazyPrompts(with_cells(data, "the dataset"), convert_at)
+
+
+def _convert_at(convert: Callable[[Any, int], Prompt], row: Any, number: int) -> Prompt:
+    """Convert a row to a prompt whose index is the row's position, because indices of the data may not be unique."""
+    prompt = convert(row, number)
+    return prompt if prompt.index == number else replace(prompt, index=number)
 
 
 def stream_rows(rows: Iterable[T], convert: Callable[[T, int], Prompt], **options: Any) -> PromptStream:

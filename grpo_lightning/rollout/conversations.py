@@ -340,9 +340,19 @@ class Conversations:
         return short if not is_cut or short.endswith(TRUNCATED) else short + TRUNCATED, is_cut
 
     def describe_tools(self, prompt: Prompt) -> Prompt:
-        """Add the tools to the arguments of a prompt's chat template."""
+        """Add the tools to the arguments of a prompt's chat template.
+
+        Raises:
+            ValueError: If the prompt is truncated. It then consists of token ids, to which no text can be added.
+        """
         if not self.schemas:
             return prompt
+        if prompt.token_ids is not None:
+            raise ValueError(
+                f"{prompt.label}: the prompt is truncated (it has token_ids), and the descriptions of the tools of "
+                f"environment {self.runner.name!r} cannot be added to a truncated prompt. Give prompts without "
+                "token_ids, and drop those that are too long, or remove model.environment."
+            )
         return replace(prompt, chat_template_kwargs={**prompt.chat_template_kwargs, "tools": self.schemas})
 
     def with_observation(self, prompt: Prompt, observation: Any) -> Prompt:

@@ -21,7 +21,7 @@ from grpo_lightning.objective import SURROGATES, Objective, surrogate_of
 from grpo_lightning.policy.reference import SyncReference
 from grpo_lightning.policy.trainable import check_masters, compute_dtype
 from grpo_lightning.rewards.base import WeightedReward, innermost
-from grpo_lightning.rewards.environment import EnvironmentReward
+from grpo_lightning.rewards.environment import EnvironmentReward, ToolUse
 from grpo_lightning.rewards.scoring import Scores
 from grpo_lightning.rollout import dynamic_sampling
 from grpo_lightning.rollout.groups import Rollout, sending_problem
@@ -29,8 +29,8 @@ from grpo_lightning.rollout.overlong_filter import OverlongFilter
 from grpo_lightning.training import data_checks
 from grpo_lightning.training.actor import OldLogprobs
 from grpo_lightning.training.lightning_internals import (
-    given_loader,
     has_validation_data,
+    known_loader,
     make_loader,
     micro_steps_done,
     validation_seconds,
@@ -516,7 +516,7 @@ def check_conversation(environment: Any, settings: Any, rewards: Sequence[Weight
         rewards: The rewards of the run.
 
     Raises:
-        ValueError: If `model.conversation` or `EnvironmentReward` is given without an environment.
+        ValueError: If `model.conversation`, `EnvironmentReward` or `ToolUse` is given without an environment.
     """
     if environment is not None:
         return
@@ -526,10 +526,10 @@ def check_conversation(environment: Any, settings: Any, rewards: Sequence[Weight
             "saved in checkpoints: pass environment=... to load_from_checkpoint), or remove model.conversation."
         )
     for reward in rewards:
-        if isinstance(innermost(reward.reward), EnvironmentReward):
+        if isinstance(innermost(reward.reward), EnvironmentReward | ToolUse):
             raise ValueError(
-                f"The reward {reward.name!r} reads the environment's rewards, but there is no environment: set "
-                "model.environment, or remove the reward."
+                f"The reward {reward.name!r} needs an environment, but there is none: set model.environment, or remove "
+                "the reward."
             )
 
 
@@ -551,16 +551,11 @@ def check_turn_credit(turn_credit: float, objective: Objective) -> None:
         )
 
 
-def check_asynchronous(
-    max_staleness: int, engine: RolloutEngine, ranks_per_group: int, trainer: L.Trainer | None
-) -> None:
+def check_asynchronous(max_staleness: int, engine: RolloutEngine, ranks_per_group: int) -> None:
     """If `max_staleness` is above 0, check that rollouts can be sampled in the background.
 
-    Without a trainer (in the command `plan`), the training loader is not checked.
-
     Raises:
-        ValueError: If the engine cannot sample while the policy trains, if ranks share groups, or if the training
-            loader does not know the prompts of the next cycles.
+        ValueError: If the engine cannot sample while the policy trains, or if ranks share groups.
     """
     if not max_staleness:
         return
@@ -575,12 +570,6 @@ def check_asynchronous(
         raise ValueError(
             f"{setting}, and model.ranks_per_group is {ranks_per_group}: ranks that share groups cannot sample in the "
             "background. Set one of them to its default."
-        )
-    loader = None if trainer is None else given_loader(trainer.fit_loop)
-    if isinstance(loader, DataLoader | list):
-        raise ValueError(
-            f"{setting}, but a {type(loader).__name__} does not know the prompts of the next rollouts: wrap the data "
-            "in grpo_lightning.PromptSource(data, ...)."
         )
 
 
@@ -601,11 +590,18 @@ def check_loader_teams(loader: Any, ranks_per_group: int) -> None:
 
 
 def check_loader(
-    trainer: L.Trainer, shape: CycleShape, num_generations: int, ranks_per_group: int, *, needs_more: bool
+    trainer: L.Trainer,
+    shape: CycleShape,
+    num_generations: int,
+    ranks_per_group: int,
+    *,
+    needs_more: bool,
+    max_staleness: int,
 ) -> None:
     """Check that the training loader repeats each batch for every micro-step of a cycle, and fills all micro-batches.
 
-    A cycle is one rollout and all training on it. If the loader is not known yet, it is not checked.
+    A cycle is one rollout and all training on it. If the loader is not known yet, it is not checked: call this function
+    again when the loader is made.
 
     Args:
         trainer: Trainer with the training loader.
@@ -613,15 +609,21 @@ def check_loader(
         num_generations: Completions per prompt.
         ranks_per_group: Number of ranks that share the completions of a prompt.
         needs_more: True if dynamic sampling is on. It requests further prompts from the loader.
+        max_staleness: Number of next cycles whose prompts the loader has to know.
 
     Raises:
         ValueError: If the loader does not match these arguments, or some micro-batches would be empty.
     """
-    loader, cycle = given_loader(trainer.fit_loop), shape.num_micro_steps
+    loader, cycle = known_loader(trainer.fit_loop), shape.num_micro_steps
     if isinstance(loader, PromptSource) and loader.cycle != cycle:
         raise ValueError(shape.wrong_loader(loader.cycle, is_from_source=True))
-    if isinstance(loader, PromptSource | DataLoader | list) and needs_more != getattr(loader, "takes_more", False):
+    if loader is not None and needs_more != getattr(loader, "takes_more", False):
         raise ValueError(dynamic_sampling.wrong_loader(is_on=needs_more))
+    if loader is not None and max_staleness and not hasattr(loader, "next_cycles"):
+        raise ValueError(
+            f"model.max_staleness is {max_staleness}, but a {type(loader).__name__} does not know the prompts of the "
+            "next rollouts: wrap the data in grpo_lightning.PromptSource(data, ...)."
+        )
     if isinstance(loader, DataLoader | list) and cycle != 1:
         raise ValueError(shape.wrong_loader(1, is_from_source=False))
     check_loader_teams(loader, ranks_per_group)

@@ -11,6 +11,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
 from grpo_lightning.core.log_messages import bullet_list
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.images.preflight import check_given
@@ -22,7 +24,7 @@ from grpo_lightning.policy.rope import original_length
 from grpo_lightning.policy.transformers_internals import num_positions
 from grpo_lightning.rewards.by_method import ByMethod
 from grpo_lightning.rollout.conversations import Conversations
-from grpo_lightning.training.lightning_internals import given_loader, reading_loops
+from grpo_lightning.training.lightning_internals import given_loader, known_loader, reading_loops
 
 if TYPE_CHECKING:
     import lightning as L
@@ -42,17 +44,21 @@ HUGGING_FACE_DATA = ("datasets.arrow_dataset", "datasets.iterable_dataset", "dat
 """Modules of the classes of Hugging Face datasets. A user's own package may be called `datasets`, too."""
 
 
-def check_no_rows(trainer: L.Trainer) -> None:
-    """Check that the trainer got loaders, not rows, for every stage.
+def check_loaders(trainer: L.Trainer) -> None:
+    """Check the loaders of all stages. The loaders of a user's data module are checked once they are made.
 
     Lightning accepts a list or dict of loaders. It would read a list of rows as such a list, and train on the names of
     the columns.
 
     Raises:
-        ValueError: If the data of a stage are rows, texts or a Hugging Face dataset.
+        ValueError: If the data of a stage are rows, texts or a Hugging Face dataset, or if an evaluation loader does
+            not yield each prompt once.
     """
-    for stage, loop in zip(STAGES, reading_loops(trainer), strict=True):
-        refuse_rows(given_loader(loop), stage)
+    training, *evaluation = loaders = [known_loader(loop) for loop in reading_loops(trainer)]
+    for stage, loader in zip(STAGES, loaders, strict=True):
+        refuse_rows(loader, stage)
+    for loader in evaluation:
+        check_evaluated_once(loader, training)
 
 
 def refuse_rows(loader: Any, stage: str) -> None:
@@ -159,33 +165,60 @@ def prompt_sources(loops: Sequence[Any]) -> list[PromptSource]:
     return [loader for loader in loaders.values() if isinstance(loader, PromptSource)]
 
 
-def check_evaluated_once(trainer: L.Trainer) -> None:
-    """Check that ranks evaluate different prompts. Raises: ValueError if a source gives a prompt to several ranks."""
-    for source in prompt_sources(reading_loops(trainer)[1:]):
-        if source.ranks_per_group > 1:
+def check_evaluated_once(evaluation: Any, training: Any) -> None:
+    """Check that each prompt is evaluated once, and that the evaluation does not disturb training.
+
+    Args:
+        evaluation: One or several loaders of an evaluation; None if not known.
+        training: The training loader; None if not known.
+
+    Raises:
+        ValueError: If a source of an evaluation repeats its prompts, or is also the source of training.
+    """
+    trained = sources_in(training)
+    for source in sources_in(evaluation):
+        for name in ("ranks_per_group", "cycle"):
+            if (times := getattr(source, name)) > 1:
+                raise ValueError(
+                    f"The PromptSource for validation, test or prediction has {name}={times}, so that each prompt "
+                    f"would be evaluated {times} times. Create one without {name}."
+                )
+        if any(source is each for each in trained):
             raise ValueError(
-                "A run evaluates each prompt on one rank, but the PromptSource for validation, test or prediction "
-                f"gives each prompt to {source.ranks_per_group} ranks (ranks_per_group={source.ranks_per_group}), so "
-                "that it would be counted several times. Create one without ranks_per_group."
+                "The run has one PromptSource for both training and validation. A source has a single position in its "
+                "data, so that training would skip prompts after each validation. Create a second PromptSource for "
+                "validation."
             )
 
 
+def sources_in(loaders: Any) -> list[PromptSource]:
+    """Prompt sources among one or several loaders; a DataLoader may have a prompt source as its dataset."""
+    loaders = CombinedLoader(loaders, "sequential").flattened
+    sources = [getattr(loader, "dataset", loader) for loader in loaders]
+    return [source for source in sources if isinstance(source, PromptSource)]
+
+
 def check_truncation(conversations: Conversations | None, trainer: L.Trainer) -> None:
-    """Check that prompts that may be truncated need no descriptions of tools.
+    """Check that prompts that are or may be truncated need no descriptions of tools.
 
     A truncated prompt consists of token ids, to which no descriptions can be added. A first observation cannot be added
     either; this is checked when an environment returns one (`Conversations.with_observation`).
 
     Raises:
-        ValueError: If the environment has tools, and the data module truncates long prompts.
+        ValueError: If the environment has tools, and a known prompt is truncated or the data module truncates long
+            prompts.
     """
-    is_truncating = getattr(trainer.datamodule, "overlong_prompts", None) == "truncate"  # type: ignore[attr-defined]
-    if is_truncating and conversations is not None and conversations.schemas:
+    if conversations is None or not conversations.schemas:
+        return
+    if getattr(trainer.datamodule, "overlong_prompts", None) == "truncate":  # type: ignore[attr-defined]
         raise ValueError(
             "data.overlong_prompts is truncate, but the run has an environment with tools (model.environment "
             f"{conversations.runner.name!r}), and descriptions of tools cannot be added to a truncated prompt. Set "
             "data.overlong_prompts to drop, or remove model.environment."
         )
+    for prompt in itertools.chain.from_iterable(known_data(trainer)):
+        if prompt.token_ids is not None:
+            conversations.describe_tools(prompt)  # raises
 
 
 def known_sources(trainer: L.Trainer) -> list[str]:

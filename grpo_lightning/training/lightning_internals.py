@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from grpo_lightning.data.source import PromptSource
 
@@ -31,6 +32,13 @@ def reading_loops(trainer: L.Trainer) -> list[Any]:
 def given_loader(loop: Any) -> Any:
     """The loader, data module or module that was passed to the trainer as the data of a loop; None without data."""
     return loop._data_source.instance
+
+
+def known_loader(loop: Any) -> Any:
+    """The loader of a loop; None if it is not known, because a hook of the module or data module has yet to make it."""
+    source, made = loop._data_source, loop._combined_loader
+    loader = source.instance if made is None and not source.is_module() else made
+    return loader.iterables if isinstance(loader, CombinedLoader) else loader
 
 
 def make_loader(loop: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader
 
 from grpo_lightning.core.ranks import interleave
 from grpo_lightning.core.types import Prompt
@@ -506,6 +506,28 @@ def test_a_bad_row_is_named():
 def test_every_prompt_of_a_list_has_its_place():
     source = PromptSource(["a", {"prompt": "b"}, Prompt("c"), Prompt("d", index=9)], 2)
     assert [p.index for p in source.prompts] == [0, 1, 2, 9]
+
+
+class Repeatable:
+    """Rows that can be read again and again, of unknown number."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize(
+    "kind", [list, lambda given: ConcatDataset([given]), Repeatable], ids=["list", "lazy", "stream"]
+)
+def test_prompts_of_the_same_index_are_numbered_again(kind):
+    """Such as two mixtures in one list: images, observations and rollouts in flight are found by the index."""
+    given = [Prompt(name, index=index) for name, index in (("a0", 0), ("a1", 1), ("b0", 0))]
+    source = PromptSource(kind(given), 3, shuffle=False)
+    (batch,) = source
+    assert [(prompt.content, prompt.index) for prompt in batch.prompts] == [("a0", 0), ("a1", 1), ("b0", 2)]
+    assert given[2].index == 0, "the caller's prompts are unchanged"
 
 
 def test_the_template_is_put_around_rows():

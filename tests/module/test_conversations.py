@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -272,8 +273,10 @@ def test_credit_of_turns_reaches_their_tokens():
 def test_what_needs_an_environment_has_one():
     with pytest.raises(ValueError, match=r"model\.conversation is set, but there is no environment"):
         make_module(conversation=ConversationSettings())
-    with pytest.raises(ValueError, match="The reward 'environment_reward' reads the environment's rewards"):
-        make_module(rewards=[EnvironmentReward()])
+    for reward, name in ((EnvironmentReward(), "environment_reward"), (ToolUse(), "tool_use")):
+        for own in (reward, WeightedReward(reward)):
+            with pytest.raises(ValueError, match=f"The reward '{name}' needs an environment, but there is none"):
+                make_module(rewards=[own])
     with pytest.raises(
         ValueError, match=r"turn_credit is 1\.0, but model\.objective\.surrogate 'gmpo' has one advantage"
     ):
@@ -291,9 +294,13 @@ def test_rewards_of_the_environment_that_are_read_are_not_named(reward, caplog):
 
 
 def test_a_reward_that_names_turns_gets_none_without_an_environment():
-    module = make_module(rewards=[vowel_share, ToolUse()], reward_weights=[1.0, 0.0])
-    fit(module, PROMPTS, max_steps=1)
-    assert (module.rollout.scores.by_reward["tool_use"] == 0).all()
+    def reads(completions, turns, environment_metrics):
+        seen.extend(zip(turns, environment_metrics, strict=True))
+        return [0.0] * len(completions)
+
+    seen: list[Any] = []
+    fit(make_module(rewards=[reads]), PROMPTS, max_steps=1)
+    assert seen == [(None, {})] * 16
 
 
 @SLOW
@@ -344,6 +351,17 @@ def test_truncated_prompts_with_tools_are_refused(tmp_path):
     module.loader.load = None
     with pytest.raises(ValueError, match=r"overlong_prompts is truncate, but .*\(model\.environment .* to drop, or"):
         make_trainer(max_steps=1).fit(module, datamodule=truncating_data(tmp_path))
+
+
+def test_prompts_of_token_ids_to_which_tools_cannot_be_added_are_refused():
+    """Before weights are loaded if the prompts are known by then, and else when completions are sampled."""
+    prompt = Prompt("long", token_ids=[3, 4])
+    module = module_of(Tools([double]))
+    with pytest.raises(ValueError, match=r"prompt 0: the prompt is truncated .* tools of environment 'Tools'"):
+        module.conversations.begin([replace(prompt, index=0)], [0])
+    module.loader.load = None
+    with pytest.raises(ValueError, match=r"prompt 1: the prompt is truncated .* tools of environment 'Tools'"):
+        make_trainer(max_steps=1).fit(module, PromptSource(["short", prompt], 2))
 
 
 class Shows(Environment):

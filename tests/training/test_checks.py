@@ -7,13 +7,16 @@ from datetime import timedelta
 
 import lightning as L
 import pytest
+from torch.utils.data import DataLoader
 
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.mixture import DatasetEntry
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards import Format
+from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.training.checks import round_up_limits, warn_of_few_prompts
+from tests.helpers.background_engine import BackgroundEngine
 from tests.helpers.lightning_rows import Count
 from tests.helpers.module_runs import PROMPTS, fit, make_module, make_source, make_trainer
 from tests.marks import SLOW, few
@@ -168,6 +171,28 @@ def test_a_run_resumed_with_another_batch_uses_the_rest_of_the_epoch(tmp_path, b
     for epoch in range(3):
         numbers = [number for at, batch in used + drawn if at == epoch for number in batch]
         assert sorted(numbers) == list(range(10)), epoch
+
+
+class PlainLoader(L.LightningDataModule):
+    """A user's own data module, whose loader is known only when it is made."""
+
+    def train_dataloader(self):
+        return DataLoader(PROMPTS, batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_staleness": 1}, "a DataLoader does not know the prompts of the next rollouts"),
+        ({"dynamic_sampling": DynamicSampling()}, "takes_more=True"),
+        ({"updates_per_rollout": 2}, "yields every batch once"),
+    ],
+)
+def test_the_loader_of_a_users_data_module_is_checked_before_the_first_rollout(options, said):
+    engine = BackgroundEngine()
+    with pytest.raises(ValueError, match=said):
+        make_trainer(max_steps=1).fit(make_module(engine=engine, **options), datamodule=PlainLoader())
+    assert not engine.calls
 
 
 def test_a_validation_that_no_epoch_comes_to_is_refused_before_weights_load(tmp_path):

@@ -215,11 +215,12 @@ def test_a_part_of_a_group_must_fill_the_micro_batches(monkeypatch):
         make_trainer(max_steps=1).fit(module, source)
 
 
+@pytest.mark.parametrize("setting", ["ranks_per_group", "cycle"])
 @pytest.mark.parametrize("stage", ["validate", "test", "predict", "fit"])
-def test_an_evaluation_in_which_ranks_repeat_prompts(stage):
+def test_an_evaluation_that_repeats_prompts_is_refused(stage, setting):
     """Each rank evaluates its own prompts: of a source for teams, each prompt would count once per member."""
-    sources = [PromptSource(PROMPTS, 2, ranks_per_group=2)]
+    loaders = [[PromptSource(PROMPTS, 2), PromptSource(PROMPTS, 2, **{setting: 2})]]
     if stage == "fit":
-        sources.insert(0, PromptSource(PROMPTS, 2))
-    with pytest.raises(ValueError, match=r"evaluates each prompt on one rank, but .*\(ranks_per_group=2\)"):
-        getattr(make_trainer(max_steps=1), stage)(make_module(), *sources)
+        loaders.insert(0, PromptSource(PROMPTS, 2))
+    with pytest.raises(ValueError, match=f"has {setting}=2, .* evaluated 2 times. Create one without {setting}"):
+        getattr(make_trainer(max_steps=1), stage)(make_module(), *loaders)

@@ -11,7 +11,7 @@ import datasets
 import lightning as L
 import pytest
 from PIL import Image
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.datamodule import PromptDataModule
@@ -121,6 +121,53 @@ def test_rows_of_a_users_data_module_are_not_a_loader_either():
 
     with pytest.raises(ValueError, match=r"The training loader is a list of rows\. Rows are not a loader"):
         make_trainer(max_steps=1).fit(make_module(), datamodule=Rows())
+
+
+class Loaders(L.LightningDataModule):
+    """A user's own data module, which makes these loaders."""
+
+    def __init__(self, training: Any, validation: Any) -> None:
+        super().__init__()
+        self.training, self.validation = training, validation
+
+    def train_dataloader(self) -> Any:
+        return self.training
+
+    def val_dataloader(self) -> Any:
+        return self.validation
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+@pytest.mark.parametrize("epochs", [1, 2], ids=["from the first epoch on", "later"])
+def test_validation_rows_of_a_users_data_module_are_refused_when_they_are_known(epochs: int):
+    trainer = make_trainer(max_epochs=2, num_sanity_val_steps=0, check_val_every_n_epoch=epochs)
+    with pytest.raises(ValueError, match=r"The validation loader is a list of rows\. Rows are not a loader"):
+        trainer.fit(make_module(length=1), datamodule=Loaders(PromptSource(TEXTS, batch_size=4), ROWS))
+    assert trainer.global_step == 2 * (epochs - 1)
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_the_loaders_of_a_users_data_module_are_checked_in_every_stage(stage: str):
+    data = Loaders(None, PromptSource(TEXTS, batch_size=2, cycle=2))
+    with pytest.raises(ValueError, match="has cycle=2"):
+        getattr(make_trainer(), stage)(make_module(), datamodule=data)
+
+
+@pytest.mark.parametrize("kind", ["given", "in a list", "as a dataset", "from a data module"])
+def test_a_source_for_both_training_and_validation_is_refused(kind: str):
+    """Validation would move its position, so that training skips prompts."""
+    source = type("Own", (PromptSource, IterableDataset), {})(TEXTS, batch_size=2)
+    loaders = {
+        "given": (source, source),
+        "in a list": (source, [PromptSource(TEXTS, batch_size=2), source]),
+        "as a dataset": (DataLoader(source, batch_size=None), DataLoader(source, batch_size=None)),
+    }
+    data = {"datamodule": Loaders(source, source)} if kind == "from a data module" else {}
+    trainer = make_trainer(max_steps=1)
+    with pytest.raises(ValueError, match="one PromptSource for both training and validation"):
+        trainer.fit(make_module() if data else module(ExactMatch()), *loaders.get(kind, ()), **data)
+    assert trainer.global_step == 0
 
 
 def test_a_loader_of_a_users_own_package_datasets_is_a_loader():

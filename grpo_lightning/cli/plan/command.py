@@ -175,7 +175,7 @@ def set_up_run(
         num_prompts=None if prompts.train is None else len(prompts.train),
     )
     checks.check_teams(module.ranks_per_group, module.num_generations, engine, ranks.world_size)
-    checks.check_asynchronous(module.max_staleness, engine, module.ranks_per_group, None)
+    checks.check_asynchronous(module.max_staleness, engine, module.ranks_per_group)
     return PlannedRun(config, module, data, ranks, prompts, batches, *longest)
 
 
