@@ -21,7 +21,7 @@ from typing import Any
 import lightning as L
 from jsonargparse import Namespace
 from lightning.fabric.loggers.logger import rank_zero_experiment
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ModelSummary
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ModelSummary, OnExceptionCheckpoint
 from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
@@ -340,9 +340,7 @@ def default_callbacks(subcommand: str, settings: Namespace, own: Sequence[L.Call
 
     For example, a progress bar in the recipe replaces the default progress bar.
 
-    Two checkpoints are kept: the newest that was saved at the end of an epoch, and the newest that was saved during an
-    epoch. Checkpoints are saved during an epoch because an epoch may take days. The last step of a run is saved, too,
-    if the recipe has a `ModelCheckpoint` of its own; `NewestCheckpoints` does this itself.
+    `fit` also adds the checkpoints of `default_checkpoints`.
     """
     callbacks: list[L.Callback] = [WritePredictions()] if subcommand == "predict" else [CompletionLog()]
     # Lightning raises an error for a progress bar callback if enable_progress_bar is false.
@@ -352,20 +350,43 @@ def default_callbacks(subcommand: str, settings: Namespace, own: Sequence[L.Call
         callbacks.append(ParameterSummary())
     if subcommand == "fit":
         callbacks += [Watchdog(), RunRecord(), RunSummary()]
-    if subcommand == "fit" and is_saving(settings.trainer):
-        callbacks += [
-            ModelCheckpoint(save_on_train_epoch_end=True),  # otherwise only after a validation
-            ModelCheckpoint(filename="latest-{epoch}-{step}", train_time_interval=CHECKPOINT_INTERVAL),
-        ]
-        saving = [callback for callback in own if isinstance(callback, ModelCheckpoint) and callback.save_top_k != 0]
-        if saving and not any(isinstance(callback, NewestCheckpoints) for callback in saving):
-            callbacks.append(LastCheckpoint(saving))
-    kinds = {ProgressBar: AnyProgressBar, ModelCheckpoint: Checkpoint, ParameterSummary: ModelSummary}
-    return [
+    kinds = {ProgressBar: AnyProgressBar, ParameterSummary: ModelSummary}
+    callbacks = [
         callback
         for callback in callbacks
         if not any(isinstance(other, kinds.get(type(callback), type(callback))) for other in own)
     ]
+    return [*callbacks, *default_checkpoints(own)] if subcommand == "fit" and is_saving(settings.trainer) else callbacks
+
+
+def default_checkpoints(own: Sequence[L.Callback]) -> list[ModelCheckpoint]:
+    """Default checkpoint callbacks of `fit`, next to the recipe's own callbacks (`own`).
+
+    By default, two checkpoints are kept: the newest that was saved at the end of an epoch, and the newest that was
+    saved during an epoch. Checkpoints are saved during an epoch because an epoch may take days. Checkpoint callbacks of
+    the recipe replace both. However, callbacks that keep only the best checkpoints replace only the first: otherwise, a
+    run that is killed long after its best step would lose all steps since then. `OnExceptionCheckpoint` replaces none,
+    because a run without errors would save nothing.
+
+    The last step of a run is saved, too, if the recipe has a `ModelCheckpoint` of its own; `NewestCheckpoints` does
+    this itself.
+    """
+    own = [each for each in own if isinstance(each, Checkpoint) and not isinstance(each, OnExceptionCheckpoint)]
+    saving = [callback for callback in own if isinstance(callback, ModelCheckpoint) and callback.save_top_k != 0]
+    callbacks: list[ModelCheckpoint] = []
+    if not own:
+        callbacks.append(ModelCheckpoint(save_on_train_epoch_end=True))  # otherwise only after a validation
+    if all(isinstance(callback, ModelCheckpoint) and keeps_only_best(callback) for callback in own):
+        # In the run's folder: a `dirpath` of the recipe may be remote, where several ranks cannot save inside a cycle.
+        callbacks.append(ModelCheckpoint(filename="latest-{epoch}-{step}", train_time_interval=CHECKPOINT_INTERVAL))
+    if saving and not any(isinstance(callback, NewestCheckpoints) for callback in saving):
+        callbacks.append(LastCheckpoint(saving))
+    return callbacks
+
+
+def keeps_only_best(callback: ModelCheckpoint) -> bool:
+    """True if a callback keeps the best checkpoints by a metric, and a run can resume from them."""
+    return callback.monitor not in (None, "step") and callback.save_top_k > 0 and not callback.save_weights_only
 
 
 # --------------------------------------------------------------------------------------------------------- its results

@@ -10,11 +10,13 @@ import lightning as L
 import pytest
 import torch
 from jsonargparse import Namespace
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader
 
+from grpo_lightning.callbacks import NewestCheckpoints
 from grpo_lightning.cli import runs
 from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.cli.runs import MetricsLogger, ParameterSummary, print_results, without_anonymous
@@ -293,6 +295,46 @@ def test_a_setting_without_effect_is_not_handed_on_unless_given():
         without_anonymous(logger)
         assert logger._wandb_init == {"name": "n"} | kept
     without_anonymous(DummyLogger())  # answers to every name
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+BEST = {"monitor": "val/reward", "mode": "max"}
+EPOCH, TIME, LAST = "{epoch}-{step}", "latest-{epoch}-{step}", "finished-{step}"
+
+
+@pytest.mark.parametrize(
+    ("own", "added"),
+    [
+        ([], [EPOCH, TIME]),
+        ([OnExceptionCheckpoint("there")], [EPOCH, TIME]),
+        ([ModelCheckpoint("there", **BEST, save_last=True)], [TIME, LAST]),
+        ([OnExceptionCheckpoint("here"), ModelCheckpoint("there", **BEST)], [TIME, LAST]),
+        ([ModelCheckpoint(**BEST), ModelCheckpoint(every_n_train_steps=5)], [LAST]),
+        ([ModelCheckpoint(**BEST), NewestCheckpoints()], []),
+        ([ModelCheckpoint(**BEST, save_weights_only=True)], [LAST]),
+        ([ModelCheckpoint(**BEST, save_top_k=-1)], [LAST]),
+        ([ModelCheckpoint(save_top_k=0)], []),
+        ([Checkpoint()], []),
+    ],
+    ids=[
+        "none",
+        "exception",
+        "best",
+        "exception and best",
+        "steps",
+        "newest",
+        "weights",
+        "all",
+        "off",
+        "unknown class",
+    ],
+)
+def test_the_default_checkpoints_depend_on_what_the_recipe_saves(own, added):
+    callbacks = runs.default_callbacks("fit", Namespace(trainer=Namespace()), own)
+    saving = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+    assert [callback.filename or EPOCH for callback in saving] == added
 
 
 # -------------------------------------------------------------------------------------------------------------- summary

@@ -46,6 +46,7 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
     for name, content in files().items():
         Path(name).write_text(content)
+    exec(files()["make_rows.py"], {})
     for name in ("Qwen/Qwen2.5-0.5B-Instruct", "runs/quickstart/task/model"):
         save_policy(name)
     yield tmp_path

@@ -63,6 +63,7 @@ THEIR_FILES = {
     "grpo_jsonl.py",
     "train.py",
     "recipe.yaml",
+    "make_rows.py",
     "my_rewards.py",
     "my_losses.py",
     "my_run.yaml",
@@ -88,7 +89,8 @@ def folder(tmp_path, monkeypatch):
     tiny_classifier("qwen2").save_pretrained("reward-model")
     for name in ("name-or-path", "reward-model"):
         tiny_tokenizer().save_pretrained(name)
-    Path("my_rewards.py").write_text(files()["my_rewards.py"])
+    own = [block for block in blocks(read("rewards.md"), "python") if "class Graded" in block]
+    Path("my_rewards.py").write_text("\n".join([files()["my_rewards.py"], *own]))
     Path("my_losses.py").write_text(blocks(read("grpo.md"), "python")[0])
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     for name in ("my_rewards", "my_losses"):

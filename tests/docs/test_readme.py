@@ -21,7 +21,7 @@ def test_it_is_short():
 
 
 def test_the_files_and_commands_are_found():
-    assert list(files()) == ["rows.jsonl", "my_rewards.py", "my_run.yaml"]
+    assert list(files()) == ["make_rows.py", "my_rewards.py", "my_run.yaml"]
     assert [command.split()[1] for command in commands(README)] == ["fit", "plan", "fit", "report", "fit"]
 
 
@@ -45,7 +45,7 @@ def test_the_first_recipe_solves_its_rows_when_the_model_answers_right(newcomer)
     sys.path.insert(0, str(newcomer))
     (model,) = instantiate(parse(["--config", "my_run.yaml"]), "model")
     assert model.validation.success is None
-    rows = [json.loads(line) for line in files()["rows.jsonl"].splitlines()]
+    rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
     for answer, solved in (("{}", 1), ("The answer is {}.", 1), ("It is **{}**.", 1), ("It is 1{}.", 0)):
         texts = [answer.format(row["answer"]) for row in rows]
         groups = [
@@ -59,7 +59,7 @@ def test_the_first_recipe_solves_its_rows_when_the_model_answers_right(newcomer)
 def test_python_examples_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_policy("name-or-path")
-    assert len(blocks(README, "python")) == 2
+    assert len(blocks(README, "python")) == 3
     for block in blocks(README, "python"):
         code = block.replace("L.Trainer(", 'L.Trainer(accelerator="cpu", logger=False, ')
         exec(compile(code, "README.md", "exec"), {"__name__": "example"})

@@ -1,11 +1,16 @@
 """docs/rewards.md: every reward of its table is there, and its examples of packages, answers and rewards hold."""
 
+import json
+import math
 import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from grpo_lightning import rewards
-from grpo_lightning.rewards import ExactMatch, Plugin, RewardWorkers
+from grpo_lightning.core.types import Completion, Group, Prompt
+from grpo_lightning.rewards import ExactMatch, Plugin, RewardSet, RewardWorkers
 from grpo_lightning.rewards.registry import SHIPPED
 from tests.helpers.doc_keys import arguments
 from tests.helpers.pages import blocks, read, tables
@@ -72,7 +77,7 @@ def test_every_example_of_a_reward_scores():
     """Each gets what a chat and a plain text have, and its values differ."""
     short, long = "7", "7" * 100
     given = {"completion_ids": [[1], [1] * 100], "answer": ["7", "7"]}
-    for block in blocks(PAGE, "python"):
+    for block in (block for block in blocks(PAGE, "python") if "async def" not in block):
         scope: dict = {}
         exec(compile(block, "rewards.md", "exec"), scope)
         (reward,) = [value for name, value in scope.items() if name in ("brief", "exact")]
@@ -80,3 +85,27 @@ def test_every_example_of_a_reward_scores():
         texts = [[{"role": "assistant", "content": text}] if chat else text for text in (short, long)]
         better, worse = reward(completions=texts, **given)
         assert better > worse
+
+
+def test_the_example_of_a_service_loses_only_the_completion_whose_request_fails():
+    class Service(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            query = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(500 if query["text"] == "crash" else 200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"score": float(query["text"] == query["answer"])}).encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    (block,) = [block for block in blocks(PAGE, "python") if "async def" in block]
+    scope: dict = {"__name__": "my_rewards"}
+    exec(compile(block, "rewards.md", "exec"), scope)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        reward = scope["Graded"](f"http://127.0.0.1:{server.server_address[1]}/score")
+        texts = [Completion([1], [0.0], "stop", text) for text in ("7", "8", "crash")]
+        group = Group(Prompt([{"role": "user", "content": "?"}], columns={"answer": "7"}), [1], texts)
+        values = RewardSet([reward]).score([group]).by_reward["graded"].tolist()
+        server.shutdown()
+    assert values == [[1, 0, pytest.approx(math.nan, nan_ok=True)]]

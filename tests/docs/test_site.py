@@ -427,6 +427,7 @@ def test_the_first_run_works_as_described(folder, monkeypatch, capsys):
     text = read("get_started.md")
     for name, content in re.findall(r"`([\w.]+)`:\n\n```\w+\n(.*?)```", text, re.DOTALL):
         Path(name).write_text(content)
+    exec(Path("make_rows.py").read_text(), {})
     assert {path.name for path in folder.glob("*")} >= {"rows.jsonl", "my_rewards.py", "my_run.yaml"}
     tiny_model("qwen2").save_pretrained("policy")
     tokenizer = tiny_tokenizer()

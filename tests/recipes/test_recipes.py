@@ -407,6 +407,32 @@ def test_ddp_runs_on_one_process(tiny, tmp_path):
     assert len(logged_steps(tmp_path / "runs")) == 2
 
 
+NEEDS = {
+    "grounding": r"\b(DetectionMAP|OdLength)\b",
+    "vision": r"freeze_vision_modules|-VL-|InternVL|demo\.grounding",
+    "peft": r"\blora:",
+    "quantization": r"\bquantization:|8bit",
+    "deepspeed": r"strategy: zero|DeepSpeedStrategy",
+    "wandb": r"WandbLogger",
+    "flash": r"flash_attention_2",
+    "math": r"rewards\.Accuracy\b",
+    "reasoning-gym": r"ReasoningGym",
+    "judge": r"LLMJudge",
+}
+"""Extras, and what in a recipe needs them."""
+
+
+@pytest.mark.parametrize("recipe", WHOLE, ids=lambda path: path.stem)
+def test_the_header_lists_the_extras_that_the_recipe_needs(recipe):
+    lines = recipe.read_text().splitlines()
+    settings = "\n".join(line.partition("#")[0] for line in lines)
+    needed = {extra for extra, pattern in NEEDS.items() if re.search(pattern, settings)}
+    if "grounding" in needed:  # includes vision
+        needed.remove("vision")
+    listed = [line.removeprefix("# Extras: ").partition(".")[0] for line in lines if line.startswith("# Extras: ")]
+    assert {extra for extras in listed for extra in extras.split(", ")} == needed
+
+
 def hardware(recipe: Path) -> str:
     """Return the devices and memory in a header."""
     header = " ".join(line.lstrip("# ") for line in recipe.read_text().splitlines() if line.startswith("#"))
