@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -85,6 +85,42 @@ def checked_step(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
         return returned
 
     return check
+
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def required_hook(hook: Hook) -> Hook:
+    """Mark a Lightning hook of the module that also has to run if a subclass overrides it without `super()`."""
+
+    @functools.wraps(hook)
+    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+        module.hooks_run.add(hook.__name__)
+        return hook(module, *args, **kwargs)
+
+    run.is_required = True  # type: ignore[attr-defined]
+    return cast(Hook, run)
+
+
+def completed_hook(override: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an override of a required hook; the wrapper runs the module's own hook if the override did not call it.
+
+    The own hook runs after the override, because `setup` often makes the data that the own hook checks. Callbacks that
+    the own hook returns (`configure_callbacks`) are added to those of the override.
+    """
+
+    @functools.wraps(override)
+    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+        module.hooks_run.discard(own.__name__)
+        returned = override(module, *args, **kwargs)
+        if own.__name__ in module.hooks_run:
+            return returned
+        callbacks = own(module, *args, **kwargs)
+        if callbacks is None:
+            return returned
+        return [*callbacks, *(returned if isinstance(returned, Sequence) else [returned])]
+
+    return run
 
 
 def with_scores(returned: Rollout, given: Rollout) -> Rollout:

@@ -12,10 +12,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
+from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
+from torch.optim import Optimizer
 
 from grpo_lightning.data.source import PromptSource
 
@@ -49,7 +52,21 @@ def validation_seconds(trainer: L.Trainer) -> float | None:
     return getattr(trainer, "_val_check_time_interval", None)
 
 
-# ----------------------------------------------------------------------------------------------------------- gradients
+# ------------------------------------------------------------------------------------------- optimizers and gradients
+
+
+def configured_optimizers(configured: Any) -> list[Optimizer]:
+    """The optimizers in the return value of `configure_optimizers`, which may be None, a list, a tuple or a dict."""
+    return [] if configured is None else _configure_optimizers(configured)[0]
+
+
+def loss_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
+    """The factor of the gradients before the optimizer's step: above 1 if a fused optimizer unscales them in its step.
+
+    With 16-mixed, Lightning itself unscales the gradients of all other optimizers before `on_before_optimizer_step`.
+    """
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None and _optimizer_handles_unscaling(optimizer) else 1.0
 
 
 @contextlib.contextmanager
@@ -99,6 +116,13 @@ def logged_items(trainer: L.Trainer) -> list[Any]:
 def last_value(item: Any) -> Any:
     """The last logged value of one of the `logged_items`."""
     return item._forward_cache
+
+
+def forget(item: Any) -> None:
+    """Remove one of the `logged_items` from the loggers until it is logged again. A user's own metric is not reset."""
+    if item.is_tensor:
+        item.reset()
+    item.has_reset = True
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
