@@ -31,6 +31,7 @@ from grpo_lightning.training.actor import OldLogprobs
 from grpo_lightning.training.lightning_internals import (
     given_loader,
     has_validation_data,
+    known_length,
     make_loader,
     micro_steps_done,
     validation_seconds,
@@ -399,14 +400,13 @@ def round_up_max_steps(trainer: L.Trainer, cycle: int, requested: int) -> None:
 
 def num_batches(trainer: L.Trainer) -> int:
     """Number of batches of the training loader. Raises: ValueError if the loader has no length."""
-    loader = make_loader(trainer.fit_loop)
-    try:
-        return len(loader)
-    except TypeError as error:  # a stream, or dynamic sampling
+    length = known_length(make_loader(trainer.fit_loop))
+    if length is None:
         raise ValueError(
             f"limit_train_batches {trainer.limit_train_batches} is a fraction of a loader without length. Give a "
             "number of micro-steps, or set max_steps."
-        ) from error
+        )
+    return length
 
 
 def check_validation_interval(trainer: L.Trainer) -> None:
@@ -435,17 +435,16 @@ def check_validation_interval(trainer: L.Trainer) -> None:
         return
     if not (is_share or is_count):
         return
-    loader, limit = make_loader(trainer.fit_loop), trainer.limit_train_batches
-    has_length = not isinstance(loader, PromptSource) or loader.has_length
-    if is_share and not has_length:
+    length, limit = known_length(make_loader(trainer.fit_loop)), trainer.limit_train_batches
+    if is_share and length is None:
         raise ValueError(
             f"trainer.val_check_interval is {every}, a fraction of an epoch, but epochs of this loader have no length "
             "(a stream, or dynamic sampling): give a number of micro-steps, and set trainer.check_val_every_n_epoch to "
             "null to count across epochs."
         )
-    if is_share or not has_length:
+    if is_share or length is None:
         return
-    batches = min(len(loader), limit) if isinstance(limit, int) else int(len(loader) * limit)
+    batches = min(length, limit) if isinstance(limit, int) else int(length * limit)
     if every > batches:
         raise ValueError(
             f"trainer.val_check_interval is {every} micro-steps, but an epoch has only {batches}: set "

@@ -41,6 +41,14 @@ def make_loader(loop: Any) -> Any:
     return loop._data_source.dataloader()
 
 
+def known_length(loader: Any) -> int | None:
+    """Number of batches of a loader; None for a stream, and for a `CombinedLoader` that Lightning has not begun."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError, RuntimeError):
+        return None
+
+
 def has_validation_data(trainer: L.Trainer) -> bool:
     """True if `fit` has a loader to validate on."""
     loop = trainer.fit_loop.epoch_loop.val_loop

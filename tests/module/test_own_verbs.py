@@ -27,7 +27,7 @@ from tests.helpers.module_runs import (
     make_trainer,
     weights_of,
 )
-from tests.marks import few
+from tests.marks import SLOW, few
 
 
 class OwnSample(GRPOLightningModule):
@@ -378,6 +378,7 @@ class OwnHooks(GRPOLightningModule):
         self.loaded = checkpoint["seen"]
 
 
+@SLOW
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_hooks_without_super_change_neither_a_run_nor_its_resumption(tmp_path):
     settings = {"scheduler": Linear, "updates_per_rollout": 2, "length": 3}
