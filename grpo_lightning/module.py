@@ -985,7 +985,8 @@ class GRPOLightningModule(L.LightningModule):
             )
         checks.check_trainer(self.trainer)
         checkpoints.refuse_incomplete(self.trainer)
-        own: list[L.Callback] = [StepLog(), UpdateLog(), checkpoints.StepEnds(self.trainer.min_steps), RequeueAtStepEnd()]
+        step_ends = checkpoints.StepEnds(self.trainer.min_steps)
+        own: list[L.Callback] = [StepLog(), UpdateLog(), step_ends, RequeueAtStepEnd()]
         if self.trainer.strategy.root_device.type == "cuda":
             own.append(PeakMemory())
         # Remove the callbacks that an earlier run of this Trainer added here. Lightning would replace them as well, but

@@ -135,7 +135,7 @@ def test_a_part_of_another_schedule_does_not_stay_constant():
     parts = [Linear(optimizer), Cosine(optimizer)]
     schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
     optimizer.step()
-    with pytest.raises(ValueError, match="Linear does not know the length of the run.* such as SequentialLR"):
+    with pytest.raises(ValueError, match=r"Linear does not know the length of the run.* such as SequentialLR"):
         schedule.step()
 
 

@@ -95,7 +95,7 @@ def test_a_reference_that_has_moved_in_memory_cannot_go_back(tmp_path):
     saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     fit(module := moving(), max_steps=3, max_epochs=-1, callbacks=[saving], enable_checkpointing=True)
     run = {"max_steps": 3, "max_epochs": -1}
-    with pytest.raises(ValueError, match="an earlier trainer.fit has updated the reference of this module: create a"):
+    with pytest.raises(ValueError, match=r"earlier trainer\.fit has updated the reference of this module: create a"):
         fit(module, **run, ckpt_path=str(tmp_path / "step=1.ckpt"))
     fit(module, **run, ckpt_path=str(tmp_path / "step=2.ckpt"))
 
