@@ -191,8 +191,7 @@ class GRPOLightningModule(L.LightningModule):
     scorer: Scorer
     sharding: Sharding
     frozen: FrozenWeights
-    # `configure_optimizers` sets `optimizer_settings`. `on_validation_epoch_start` sets `tables`.
-    optimizer_settings: list[dict[str, Any]]
+    # Set by `on_validation_epoch_start`
     tables: list[dict[str, EvaluationTable]]
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
@@ -264,6 +263,10 @@ class GRPOLightningModule(L.LightningModule):
         """This rank's latest rollout, for callbacks to inspect. Training reads `run.cycle` instead."""
         self.run = RunState(self.teams)
         self.is_connected = False
+        self.hooks_run: set[str] = set()
+        """Names of the required hooks that have run; `checks.completed_hook` uses it."""
+        self.optimizer_settings: list[dict[str, Any]] = []
+        """Settings of the optimizer's parameter groups, as `configure_optimizers` returned them."""
         self.requested_max_steps = -1
         """`trainer.max_steps` before it was rounded up to complete cycles."""
         self.run_length: RunLength | None = None
@@ -280,10 +283,23 @@ class GRPOLightningModule(L.LightningModule):
         self.strict_loading = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make each overridden step of the algorithm check the type of its return value (`checks.STEPS`)."""
+        """Wrap the methods that a subclass or its mixins override.
+
+        Steps of the algorithm check the type of their return value (`checks.STEPS`), required hooks of Lightning run
+        the module's own hook too, and `configure_optimizers` records the settings of its optimizer.
+        """
         super().__init_subclass__(**kwargs)
-        for name in checks.STEPS.keys() & vars(cls).keys():
-            setattr(cls, name, checks.checked_step(name, vars(cls)[name]))
+        for name, own in vars(GRPOLightningModule).items():
+            owner = next(kind for kind in cls.__mro__ if name in vars(kind))
+            if owner is not cls and issubclass(owner, GRPOLightningModule):
+                continue  # inherited: already wrapped
+            override = vars(owner)[name]
+            if name in checks.STEPS:
+                setattr(cls, name, checks.checked_step(name, override))
+            elif getattr(own, "is_required", False):
+                setattr(cls, name, checks.completed_hook(override, own))
+            elif name == "configure_optimizers":
+                setattr(cls, name, checkpoints.recording_settings(override))
 
     @_restricted_classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:  # noqa: N805 - a classmethod
@@ -780,6 +796,7 @@ class GRPOLightningModule(L.LightningModule):
             scores = self.begin_rewards(groups, num_generations).finish()
         return Evaluation(groups, scores.without(have_failed(groups).view_as(scores.total)))
 
+    @checks.required_hook
     def on_validation_epoch_start(self) -> None:
         """Create the evaluation tables of each loader, one per kind of completion (sampled, greedy)."""
         data_checks.check_loaders(self.trainer)  # also the loaders of a user's data module
@@ -792,6 +809,7 @@ class GRPOLightningModule(L.LightningModule):
         for kind, table in self.tables[dataloader_idx].items():
             table.update(self.evaluate(as_prompt_batch(batch).prompts, is_greedy=kind == "greedy"))
 
+    @checks.required_hook
     def on_validation_epoch_end(self) -> None:
         """Log `val/...` (sampled) and `val/greedy/...` (greedy) per loader, over the prompts of all ranks."""
         self.log_dict(numbers_of(self.tables, "test" if self.trainer.testing else "val"), sync_dist=True)
@@ -811,6 +829,10 @@ class GRPOLightningModule(L.LightningModule):
 
     # ---------------------------------------------------------------------------------------------------- Lightning
 
+    # A subclass can override each of Lightning's hooks without calling super(): a required hook of this class then runs
+    # after the override.
+
+    @checks.required_hook
     def setup(self, stage: str) -> None:
         """Before weights are loaded, check that the engine, the data and the trainer's settings fit this module."""
         data_checks.check_loaders(self.trainer)
@@ -895,12 +917,14 @@ class GRPOLightningModule(L.LightningModule):
         """Sampling parameters of validation."""
         return self.validation.sampling_settings(self.sampling, is_greedy=False)[1]
 
+    @checks.required_hook
     def teardown(self, stage: str) -> None:
         """Stop the workers that run rewards and environments. They start again when they are needed."""
         self.reward_set.pool.close()
         if self.conversations is not None:
             self.conversations.close()
 
+    @checks.required_hook
     def configure_model(self) -> None:
         """Load the policy, and connect the engine and the rewards. Idempotent: Lightning calls this hook repeatedly."""
         self.load_policy()
@@ -949,12 +973,12 @@ class GRPOLightningModule(L.LightningModule):
         self.load_policy()
         return super().load_state_dict(state_dict, *args, **kwargs)
 
+    @checkpoints.recording_settings
     def configure_optimizers(self) -> Any:
         """Build the optimizer of the trainable parameters, and the schedule, which is stepped per optimizer step."""
         with checks.naming_key("model.optimizer"):
             optimizer = self.optimizer_factory([p for p in self.policy.parameters() if p.requires_grad])
         checks.check_paging(self.offload, optimizer)
-        self.optimizer_settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         if self.scheduler_factory is None:
             return optimizer
         with checks.naming_key("model.scheduler"):
@@ -974,6 +998,7 @@ class GRPOLightningModule(L.LightningModule):
         with clipping_unscaled(self.trainer):
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
+    @checks.required_hook
     def configure_callbacks(self) -> list[L.Callback]:
         """Add the callbacks that every run needs. Also checks the trainer, because Lightning calls this hook first."""
         if self._compiler_ctx is not None:  # trainer.fit(torch.compile(module))
@@ -984,7 +1009,8 @@ class GRPOLightningModule(L.LightningModule):
             )
         checks.check_trainer(self.trainer)
         checkpoints.refuse_incomplete(self.trainer)
-        own: list[L.Callback] = [StepLog(), UpdateLog(), checkpoints.StepEnds(), RequeueAtStepEnd()]
+        step_ends = checkpoints.StepEnds(self.trainer.min_steps)
+        own: list[L.Callback] = [StepLog(), UpdateLog(), step_ends, RequeueAtStepEnd()]
         if self.trainer.strategy.root_device.type == "cuda":
             own.append(PeakMemory())
         # Remove the callbacks that an earlier run of this Trainer added here. Lightning would replace them as well, but
@@ -994,6 +1020,7 @@ class GRPOLightningModule(L.LightningModule):
         callbacks[:] = [callback for callback in callbacks if type(callback) not in kinds]
         return own
 
+    @checks.required_hook
     def on_fit_start(self) -> None:
         """Make the load-balancing loss of the experts; if weights are sharded, first choose how log-probs are computed.
 
@@ -1011,6 +1038,7 @@ class GRPOLightningModule(L.LightningModule):
         if hasattr(self.engine, check):
             getattr(self.engine, check)(*arguments)
 
+    @checks.required_hook
     def on_train_start(self) -> None:
         """Set the schedule's length and a resumed run's data position, now that the length of an epoch is known."""
         # The loaders of a user's data module are known only now.
@@ -1033,13 +1061,13 @@ class GRPOLightningModule(L.LightningModule):
             loader.shuffle = False  # Lightning turns off shuffling only for DataLoaders
         self.sources = data_checks.training_sources(self.trainer)
         schedule = self.lr_schedulers()
-        # A subclass may have overridden `configure_optimizers`.
-        checkpoints.restore_optimizer_settings(self.trainer, getattr(self, "optimizer_settings", []), schedule)
+        checkpoints.restore_optimizer_settings(self.trainer, self.optimizer_settings, schedule)
         if isinstance(schedule, Schedule):
             schedule.set_length(num_training_steps(self.trainer))
         self.run_length = run_length(self.trainer, self.trainer_state.epoch)
         checks.warn_of_unknown_length(self.reward_set.rewards, self.run_length.steps)
 
+    @checks.required_hook
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the run state, so that a run killed within a cycle resumes bit-exactly."""
         end = self.run.last_step_end(self.trainer)
@@ -1050,6 +1078,7 @@ class GRPOLightningModule(L.LightningModule):
         if is_adapted(self.policy):  # for `export`, if the policy was given in memory
             checkpoint["grpo"]["adapter"] = describe_adapter(self.policy) | {"dtype": dtype_name(self.loader)}
 
+    @checks.required_hook
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Check that the weights are complete, and restore the run state."""
         # A checkpoint without "grpo" was not written by this module: the run starts at its first rollout.

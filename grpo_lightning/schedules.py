@@ -35,6 +35,9 @@ class Schedule(LambdaLR):
 
     Raises:
         ValueError: If both `warmup_ratio` and `warmup_steps` are given, or `warmup_ratio` is not in [0, 1].
+
+    The training module calls `set_length`. A schedule inside another one (`SequentialLR`) has no length, so its second
+    step raises ValueError.
     """
 
     kind: ClassVar[str]
@@ -48,7 +51,17 @@ class Schedule(LambdaLR):
         if warmup_steps is not None and warmup_ratio:
             raise ValueError(f"Give warmup_steps ({warmup_steps}) or warmup_ratio ({warmup_ratio}), not both.")
         self.warmup_ratio, self.warmup_steps = warmup_ratio, warmup_steps
-        super().__init__(optimizer, lambda _: 1.0)
+        super().__init__(optimizer, self.without_length)
+
+    def without_length(self, step: int) -> float:
+        """The factor until `set_length` is called: 1 at step 0. Raises: ValueError at later steps."""
+        if step:
+            raise ValueError(
+                f"The schedule {type(self).__name__} does not know the length of the run: the training module sets it "
+                "only if the schedule is the run's only one, not a part of another one such as SequentialLR. Use one "
+                "schedule of this package (with warmup_steps or warmup_ratio), or only schedules of torch."
+            )
+        return 1.0
 
     def set_length(self, num_training_steps: float) -> None:
         """Set the length of the run in optimizer steps; call this before the first optimizer step.

@@ -130,6 +130,15 @@ def test_a_run_without_end_is_refused():
             Linear(make_optimizer()).set_length(length)
 
 
+def test_a_part_of_another_schedule_does_not_stay_constant():
+    optimizer = make_optimizer()
+    parts = [Linear(optimizer), Cosine(optimizer)]
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"Linear does not know the length of the run.* such as SequentialLR"):
+        schedule.step()
+
+
 @pytest.mark.parametrize("ratio", [-0.1, 1.1, 100])
 def test_a_ratio_that_is_none_is_refused(ratio):
     with pytest.raises(ValueError, match=f"between 0 and 1, got {ratio}; warmup_steps takes a number"):

@@ -231,13 +231,23 @@ class RunReference:
             assert isinstance(self.reference, FrozenCopy)
             mix(self.reference, self.policy, self.sync.mixup_alpha, self.sharding)
 
-    def check_fingerprint(self, saved: Mapping[str, int]) -> None:
-        """Raise ValueError if the initial reference differs from that of the run that wrote the checkpoint.
+    def check_initial(self, saved: Mapping[str, int]) -> None:
+        """Check that the reference is the one that the checkpoint's run began with.
 
         Args:
             saved: Checksums, by dtype, of the reference that the checkpoint's run began with. Only dtypes that both
                 references have are compared.
+
+        Raises:
+            ValueError: If the reference was updated, or the initial reference differs from that of the checkpoint's
+                run.
         """
+        if self.has_moved:
+            raise ValueError(
+                "The run of this checkpoint had not updated its reference yet (model.sync_reference), but an earlier "
+                "trainer.fit has updated the reference of this module: create a new module to resume from the "
+                "checkpoint."
+            )
         if any(self.fingerprint[dtype] != saved[dtype] for dtype in self.fingerprint.keys() & saved.keys()):
             raise ValueError(
                 "model.policy is not the policy that the run of this checkpoint began with, which is the reference of "

@@ -40,7 +40,7 @@ from grpo_lightning.training.checkpoint_files import (
     why_incomplete,
 )
 from grpo_lightning.training.evaluation import Validation
-from grpo_lightning.training.lightning_internals import remember_saved_step, restore_position
+from grpo_lightning.training.lightning_internals import configured_optimizers, remember_saved_step, restore_position
 from grpo_lightning.training.run_state import RunState, root_folder
 from grpo_lightning.training.strategies import can_read
 
@@ -55,16 +55,19 @@ class StepEnds(L.Callback):
     requested while the optimizer changes the weights is saved at the end of the current step. If an error ends the run
     while the optimizer changes the weights, a checkpoint that is requested after the error is saved at once. This
     checkpoint may contain partly updated weights, so no run can resume from it.
+
+    Args:
+        min_steps: The user's setting, which the run temporarily overrides.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, min_steps: int | None) -> None:
         self.waiting: list[Callable[[], None]] = []
-        self.min_steps = 0
+        self.min_steps = min_steps
         self.has_ended = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Replace the trainer's `save_checkpoint` and the strategy's `remove_checkpoint`, which all callbacks use."""
-        self.waiting, self.min_steps, self.has_ended = [], trainer.min_steps or 0, False
+        self.waiting, self.has_ended = [], False
         module: Any = pl_module
         run: RunState = module.run
         run.begin()
@@ -100,7 +103,7 @@ class StepEnds(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
         """Keep the trainer from stopping before the step is done."""
-        trainer.fit_loop.epoch_loop.min_steps = max(self.min_steps, trainer.global_step + 1)
+        trainer.fit_loop.epoch_loop.min_steps = max(self.min_steps or 0, trainer.global_step + 1)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
         """Record that the optimizer changes the weights from now on until the end of this step, and which weights."""
@@ -115,9 +118,14 @@ class StepEnds(L.Callback):
         for save in waiting:
             save()
 
-    def on_train_end(self, *args: Any) -> None:
+    def on_train_end(self, trainer: L.Trainer, *args: Any) -> None:
         """Record that training has ended. From now on, callbacks may have replaced the weights by an average."""
         self.has_ended = True
+        trainer.fit_loop.epoch_loop.min_steps = self.min_steps
+
+    def on_exception(self, trainer: L.Trainer, *args: Any) -> None:
+        """Put the user's `min_steps` back."""
+        trainer.fit_loop.epoch_loop.min_steps = self.min_steps
 
     def on_fit_end(self, trainer: L.Trainer, *args: Any) -> None:
         """Log that a resumed run had nothing left to train: Lightning then skips training and `on_train_end`."""
@@ -285,26 +293,40 @@ def check_keys(names: Collection[str], known: Collection[str], trained: Sequence
         )
 
 
+def recording_settings(configure: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wrap `configure_optimizers`; the wrapper records the settings of every parameter group in the module."""
+
+    @functools.wraps(configure)
+    def run(module: Any) -> Any:
+        configured = configure(module)
+        groups = [group for optimizer in configured_optimizers(configured) for group in optimizer.param_groups]
+        module.optimizer_settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        return configured
+
+    return run
+
+
 def restore_optimizer_settings(trainer: L.Trainer, settings: Sequence[dict[str, Any]], schedule: Any) -> None:
     """Replace the optimizer settings of the loaded checkpoint with those of this run.
 
     The learning rate is replaced too, unless the run has a schedule that is not a `Schedule` of this library: such a
-    schedule continues from the learning rate in the checkpoint. If it also changes the momentum (`OneCycleLR`,
-    `CyclicLR`), the same holds for the momentum.
+    schedule continues from the learning rates in the checkpoint (`lr`, `initial_lr`, `max_lr`). If it also changes the
+    momentum (`OneCycleLR`, `CyclicLR`), the same holds for the momentum.
 
     Args:
         trainer: Trainer of a run that may be resumed.
-        settings: This run's settings of every parameter group.
+        settings: This run's settings of every parameter group (`recording_settings`).
         schedule: This run's schedule, or None.
     """
     if trainer.ckpt_path is None:
         return
-    kept = set()
+    kept: tuple[str, ...] = ()
     if schedule and not isinstance(schedule, Schedule):
         parts = [schedule, *getattr(schedule, "_schedulers", [])]  # of a `SequentialLR` or `ChainedScheduler`
-        kept = {"lr", "momentum", "betas"} if any(getattr(p, "cycle_momentum", False) for p in parts) else {"lr"}
+        cycles_momentum = any(getattr(part, "cycle_momentum", False) for part in parts)
+        kept = ("lr", "momentum", "betas") if cycles_momentum else ("lr",)
     for group, own in zip(trainer.optimizers[0].param_groups, settings, strict=False):
-        group.update({name: value for name, value in own.items() if name not in kept})
+        group.update({name: value for name, value in own.items() if not name.endswith(kept)})
 
 
 def restore_data_position(run: RunState, trainer: L.Trainer) -> None:

@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -30,6 +30,7 @@ from grpo_lightning.training import data_checks
 from grpo_lightning.training.actor import OldLogprobs
 from grpo_lightning.training.lightning_internals import (
     has_validation_data,
+    known_length,
     known_loader,
     make_loader,
     micro_steps_done,
@@ -85,6 +86,42 @@ def checked_step(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
         return returned
 
     return check
+
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def required_hook(hook: Hook) -> Hook:
+    """Mark a Lightning hook of the module that also has to run if a subclass overrides it without `super()`."""
+
+    @functools.wraps(hook)
+    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+        module.hooks_run.add(hook.__name__)
+        return hook(module, *args, **kwargs)
+
+    run.is_required = True  # type: ignore[attr-defined]
+    return cast(Hook, run)
+
+
+def completed_hook(override: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an override of a required hook; the wrapper runs the module's own hook if the override did not call it.
+
+    The own hook runs after the override, because `setup` often makes the data that the own hook checks. Callbacks that
+    the own hook returns (`configure_callbacks`) are added to those of the override.
+    """
+
+    @functools.wraps(override)
+    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+        module.hooks_run.discard(own.__name__)
+        returned = override(module, *args, **kwargs)
+        if own.__name__ in module.hooks_run:
+            return returned
+        callbacks = own(module, *args, **kwargs)
+        if callbacks is None:
+            return returned
+        return [*callbacks, *(returned if isinstance(returned, Sequence) else [returned])]
+
+    return run
 
 
 def with_scores(returned: Rollout, given: Rollout) -> Rollout:
@@ -363,14 +400,13 @@ def round_up_max_steps(trainer: L.Trainer, cycle: int, requested: int) -> None:
 
 def num_batches(trainer: L.Trainer) -> int:
     """Number of batches of the training loader. Raises: ValueError if the loader has no length."""
-    loader = make_loader(trainer.fit_loop)
-    try:
-        return len(loader)
-    except TypeError as error:  # a stream, or dynamic sampling
+    length = known_length(make_loader(trainer.fit_loop))
+    if length is None:
         raise ValueError(
             f"limit_train_batches {trainer.limit_train_batches} is a fraction of a loader without length. Give a "
             "number of micro-steps, or set max_steps."
-        ) from error
+        )
+    return length
 
 
 def check_validation_interval(trainer: L.Trainer) -> None:
@@ -399,17 +435,16 @@ def check_validation_interval(trainer: L.Trainer) -> None:
         return
     if not (is_share or is_count):
         return
-    loader, limit = make_loader(trainer.fit_loop), trainer.limit_train_batches
-    has_length = not isinstance(loader, PromptSource) or loader.has_length
-    if is_share and not has_length:
+    length, limit = known_length(make_loader(trainer.fit_loop)), trainer.limit_train_batches
+    if is_share and length is None:
         raise ValueError(
             f"trainer.val_check_interval is {every}, a fraction of an epoch, but epochs of this loader have no length "
             "(a stream, or dynamic sampling): give a number of micro-steps, and set trainer.check_val_every_n_epoch to "
             "null to count across epochs."
         )
-    if is_share or not has_length:
+    if is_share or length is None:
         return
-    batches = min(len(loader), limit) if isinstance(limit, int) else int(len(loader) * limit)
+    batches = min(length, limit) if isinstance(limit, int) else int(length * limit)
     if every > batches:
         raise ValueError(
             f"trainer.val_check_interval is {every} micro-steps, but an epoch has only {batches}: set "

@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import lightning as L
+from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.optim import Optimizer
 
 from grpo_lightning.data.source import PromptSource
 
@@ -46,6 +49,14 @@ def make_loader(loop: Any) -> Any:
     return loop._data_source.dataloader()
 
 
+def known_length(loader: Any) -> int | None:
+    """Number of batches of a loader; None for a stream, and for a `CombinedLoader` that Lightning has not begun."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError, RuntimeError):
+        return None
+
+
 def has_validation_data(trainer: L.Trainer) -> bool:
     """True if `fit` has a loader to validate on."""
     loop = trainer.fit_loop.epoch_loop.val_loop
@@ -57,7 +68,21 @@ def validation_seconds(trainer: L.Trainer) -> float | None:
     return getattr(trainer, "_val_check_time_interval", None)
 
 
-# ----------------------------------------------------------------------------------------------------------- gradients
+# ------------------------------------------------------------------------------------------- optimizers and gradients
+
+
+def configured_optimizers(configured: Any) -> list[Optimizer]:
+    """The optimizers in the return value of `configure_optimizers`, which may be None, a list, a tuple or a dict."""
+    return [] if configured is None else _configure_optimizers(configured)[0]
+
+
+def loss_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
+    """The factor of the gradients before the optimizer's step: above 1 if a fused optimizer unscales them in its step.
+
+    With 16-mixed, Lightning itself unscales the gradients of all other optimizers before `on_before_optimizer_step`.
+    """
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None and _optimizer_handles_unscaling(optimizer) else 1.0
 
 
 @contextlib.contextmanager
@@ -107,6 +132,13 @@ def logged_items(trainer: L.Trainer) -> list[Any]:
 def last_value(item: Any) -> Any:
     """The last logged value of one of the `logged_items`."""
     return item._forward_cache
+
+
+def forget(item: Any) -> None:
+    """Remove one of the `logged_items` from the loggers until it is logged again. A user's own metric is not reset."""
+    if item.is_tensor:
+        item.reset()
+    item.has_reset = True
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints

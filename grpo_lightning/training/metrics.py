@@ -30,7 +30,7 @@ from grpo_lightning.rewards import Scores
 from grpo_lightning.rollout.dynamic_sampling import Resampling
 from grpo_lightning.rollout.groups import Rollout
 from grpo_lightning.rollout.overlong_filter import OverlongFilter
-from grpo_lightning.training.lightning_internals import last_value, logged_items
+from grpo_lightning.training.lightning_internals import forget, last_value, logged_items, loss_scale
 
 log = logging.getLogger(__name__)
 
@@ -470,7 +470,7 @@ class StepLog(L.Callback):
             # Metrics that other callbacks logged in this hook belong to the step that begins.
             is_new = item.meta.fx == "on_train_batch_start"
             if item.meta.on_step and not item.meta.on_epoch and not is_new:
-                item.reset()
+                forget(item)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Put the user's setting back."""
@@ -524,7 +524,8 @@ class UpdateLog(L.Callback):
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
         """Log the gradient norm, if gradients are accessible before the step."""
         gradients = [p.grad for p in pl_module.policy.parameters() if p.grad is not None]
-        self.log_norm(pl_module, pl_module.sharding.norm(gradients))
+        norm = pl_module.sharding.norm(gradients)
+        self.log_norm(pl_module, None if norm is None else norm / loss_scale(trainer, optimizer))
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the seconds, and the gradient norm if the strategy provides it only after the step."""

@@ -250,7 +250,7 @@ class RunState:
         """Restore the reference if it was updated; else check that this run has made the same reference."""
         if not state.get("has_moved"):
             if self.reference is not None:
-                self.reference.check_fingerprint(state.get("reference_fingerprint", {}))  # {} without a reference
+                self.reference.check_initial(state.get("reference_fingerprint", {}))  # {} without a reference
             return
         if self.reference is None:
             raise ValueError(NO_REFERENCE)

@@ -1,6 +1,7 @@
-"""Every verb of a step overridden without `super()`: what is logged, dynamic sampling, validation and resume stay."""
+"""Verbs and hooks overridden without `super()`: what is logged, dynamic sampling, validation and resume stay."""
 
 import json
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -13,6 +14,7 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.groups import Rollout
+from grpo_lightning.schedules import Linear
 from grpo_lightning.training.micro_batches import CompletionRow, Cycle, collate
 from tests.helpers.module_runs import (
     PROMPTS,
@@ -25,7 +27,7 @@ from tests.helpers.module_runs import (
     make_trainer,
     weights_of,
 )
-from tests.marks import few
+from tests.marks import SLOW, few
 
 
 class OwnSample(GRPOLightningModule):
@@ -342,3 +344,101 @@ def test_other_groups_without_rewards_are_named():
 
     with pytest.raises(ValueError, match="`resample` must return the Rollout with `rewards` of its groups; got none"):
         fit(make_module(Own), max_steps=1)
+
+
+class Mine(L.Callback):
+    """A callback of the module."""
+
+
+class OwnHooks(GRPOLightningModule):
+    """Hooks as Lightning documents them: its own ones are empty, so nobody calls `super()`."""
+
+    def setup(self, stage):
+        self.prompts = PROMPTS
+
+    def train_dataloader(self):
+        return make_source(self, self.prompts, batch_size=2)
+
+    def configure_model(self):
+        self.seen = ["model"]
+
+    def configure_callbacks(self):
+        return Mine()
+
+    def on_fit_start(self):
+        self.seen.append("fit")
+
+    def on_train_start(self):
+        self.seen.append("train")
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["seen"] = self.seen
+
+    def on_load_checkpoint(self, checkpoint):
+        self.loaded = checkpoint["seen"]
+
+
+@SLOW
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_hooks_without_super_change_neither_a_run_nor_its_resumption(tmp_path):
+    settings = {"scheduler": Linear, "updates_per_rollout": 2, "length": 3}
+    plain, own = History(), History()
+    want = make_module(**settings)
+    fit(want, batch_size=2, max_steps=3, max_epochs=-1, callbacks=[plain])
+    saving = ModelCheckpoint(tmp_path, filename="a", every_n_train_steps=3)
+    options = {"max_steps": 3, "max_epochs": -1}
+    module = make_module(OwnHooks, **settings)
+    trainer = make_trainer(**options, callbacks=[own, saving], enable_checkpointing=True)
+    trainer.fit(module)
+    assert trainer.global_step == 4, "rounded up"
+    assert sum(isinstance(callback, Mine) for callback in trainer.callbacks) == 1
+    assert are_equal(weights_of(module), weights_of(want))
+    assert own.of("policy/lr") == plain.of("policy/lr")
+    assert own.of("policy/grad_norm") == plain.of("policy/grad_norm")
+    again = make_module(OwnHooks, **settings)
+    make_trainer(**options).fit(again, ckpt_path=tmp_path / "a.ckpt")
+    assert again.loaded == ["model", "fit", "train"]
+    assert again.run.rollout_index == 2
+    assert are_equal(weights_of(again), weights_of(want))
+
+
+class CallsSuper(GRPOLightningModule):
+    def teardown(self, stage):
+        super().teardown(stage)
+
+
+class WithoutSuper(GRPOLightningModule):
+    def teardown(self, stage):
+        pass
+
+
+class ChildWithSuper(WithoutSuper):
+    def teardown(self, stage):
+        super().teardown(stage)
+
+
+class ChildWithout(CallsSuper):
+    def teardown(self, stage):
+        pass
+
+
+class Inherits(WithoutSuper):
+    pass
+
+
+class Mixin:
+    def teardown(self, stage):
+        pass
+
+
+class Mixed(Mixin, GRPOLightningModule):
+    pass
+
+
+@pytest.mark.parametrize("own", [CallsSuper, WithoutSuper, ChildWithSuper, ChildWithout, Inherits, Mixed])
+def test_a_hook_of_the_module_runs_exactly_once(own):
+    module = make_module(own)
+    with mock.patch.object(module.reward_set.pool, "close") as close:
+        module.teardown(stage="fit")
+        module.teardown(stage="fit")
+    assert close.call_count == 2

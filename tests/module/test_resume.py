@@ -1,5 +1,6 @@
 """Killed and resumed, a run ends with the weights of the unbroken one, bit for bit."""
 
+import contextlib
 import os
 import re
 import signal
@@ -269,6 +270,17 @@ def test_an_early_stop_waits_for_the_end_of_the_step(unbroken, tmp_path):
 def test_an_early_stop_waits_for_the_steps_asked_for(tmp_path):
     module = train(tmp_path, Timer({"microseconds": 1}), min_steps=10)
     assert module.trainer.global_step == 10
+    assert module.trainer.min_steps == 10
+
+
+@pytest.mark.parametrize("ends", ["complete", "by an error"])
+def test_the_minimum_of_steps_of_a_trainer_stays_as_it_was(ends):
+    module, kill = make_module(length=2), KillAt(2 if ends == "by an error" else 9)
+    trainer = make_trainer(max_steps=2, callbacks=[kill])
+    with contextlib.suppress(KilledError):
+        trainer.fit(module, make_source(module, batch_size=1))
+    assert trainer.global_step == 2
+    assert trainer.min_steps is None
 
 
 class Breaking(Clipping):
@@ -623,6 +635,18 @@ def adamw(lr, weight_decay=0.0):
 def test_settings_of_the_optimizer_beat_those_of_the_checkpoint(tmp_path):
     settings = {"optimizer": adamw(1e-3)}, {"optimizer": adamw(5e-4, weight_decay=0.5)}
     assert resumed_rates(tmp_path, *settings) == (5e-4, 0.5)
+
+
+@SLOW
+def test_settings_that_a_subclass_changes_after_super_beat_those_of_the_checkpoint(tmp_path):
+    class Own(GRPOLightningModule):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            optimizer.param_groups[0].update(lr=2e-3, weight_decay=0.1)
+            return optimizer
+
+    settings = {"module_class": Own, "optimizer": adamw(1e-3)}
+    assert resumed_rates(tmp_path, settings, settings) == (2e-3, 0.1)
 
 
 @SLOW

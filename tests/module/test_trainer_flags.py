@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader
 
 from grpo_lightning.data.batch import as_prompt
@@ -216,6 +217,19 @@ def test_gradient_clip_val_bounds_an_sgd_step():
     clipped, norm = run(gradient_clip_val=0.1)
     assert clipped == pytest.approx(0.1, rel=1e-3)
     assert norm == pytest.approx(whole, rel=1e-4)  # logged before clipping
+
+
+@SLOW
+def test_the_norm_of_scaled_gradients_is_that_without_the_scale():
+    """Lightning leaves it to fused optimizers to undo the scale of 16-mixed."""
+
+    def norms(*, fused):
+        history, scaler = History(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        module = make_module(optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=fused))
+        fit(module, max_steps=2, plugins=[MixedPrecision("16-mixed", "cpu", scaler)], callbacks=[history])
+        return history.of("policy/grad_norm")
+
+    assert norms(fused=True) == pytest.approx(norms(fused=False), rel=1e-3)
 
 
 def test_bf16_mixed_trains_fp32_weights():

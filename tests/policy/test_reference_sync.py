@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
@@ -86,6 +87,17 @@ def test_a_moved_reference_needs_a_place(tmp_path):
     fit(moving(), max_steps=2, max_epochs=-1).save_checkpoint(tmp_path / "moved.ckpt")
     with pytest.raises(ValueError, match=r"has a reference that was updated .* this run has no reference"):
         fit(make_module(), max_steps=3, max_epochs=-1, ckpt_path=str(tmp_path / "moved.ckpt"))
+
+
+@SLOW
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_reference_that_has_moved_in_memory_cannot_go_back(tmp_path):
+    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(module := moving(), max_steps=3, max_epochs=-1, callbacks=[saving], enable_checkpointing=True)
+    run = {"max_steps": 3, "max_epochs": -1}
+    with pytest.raises(ValueError, match=r"earlier trainer\.fit has updated the reference of this module: create a"):
+        fit(module, **run, ckpt_path=str(tmp_path / "step=1.ckpt"))
+    fit(module, **run, ckpt_path=str(tmp_path / "step=2.ckpt"))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import lightning as L
 import pytest
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from grpo_lightning.data.datamodule import PromptDataModule
@@ -214,6 +215,21 @@ def test_a_validation_that_no_epoch_comes_to_is_refused_before_weights_load(tmp_
     ):
         with pytest.raises(OSError, match="not/there"):
             run(**options)
+
+
+def test_a_number_of_micro_steps_needs_no_length_of_an_epoch():
+    class Stream:
+        def __iter__(self):
+            return iter([[prompt] for prompt in PROMPTS[:4]])
+
+    counting = Count()
+    trainer = make_trainer(max_epochs=1, val_check_interval=2, num_sanity_val_steps=0, callbacks=[counting])
+    trainer.fit(make_module(length=2), Stream(), PromptSource(PROMPTS[:2], 2, shuffle=False))
+    assert counting.validations == [2, 4]
+    with pytest.raises(ValueError, match=r"limit_train_batches 0\.5 is a fraction of a loader without length"):
+        make_trainer(max_epochs=1, limit_train_batches=0.5).fit(
+            make_module(), CombinedLoader([PromptSource(PROMPTS, 2)])
+        )
 
 
 def test_an_interval_without_validation_data_is_said(tmp_path, caplog):

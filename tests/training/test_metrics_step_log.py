@@ -5,6 +5,7 @@ import csv
 import lightning as L
 import pytest
 from lightning.pytorch.loggers import CSVLogger
+from torchmetrics import MeanMetric
 
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.module import GRPOLightningModule
@@ -138,6 +139,24 @@ def test_callbacks_and_epoch_means_are_left_alone(tmp_path):
     assert rows[-1]["both_epoch"] == 0.5
     assert [seen["start"] for seen in callback.seen] == [0.0, 1.0]
     assert [seen["both"] for seen in callback.seen] == [0.0, 1.0]
+
+
+class LogsAMetric(GRPOLightningModule):
+    def update(self, micro_step):
+        if not hasattr(self, "own"):
+            self.own = MeanMetric()
+        self.own.update(float(self.run.rollout_index))
+        self.log("my/mean", self.own)
+        return super().update(micro_step)
+
+    def on_train_epoch_end(self):
+        self.mean_of_epoch = self.own.compute().item()
+
+
+def test_a_logged_metric_object_is_not_reset(tmp_path):
+    module = make_module(LogsAMetric, length=3)
+    fit(module, batch_size=4, max_epochs=1)
+    assert module.mean_of_epoch == 1.5
 
 
 class LogsInEveryMicroBatch(GRPOLightningModule):
