@@ -37,7 +37,6 @@ from grpo_lightning.core.ranks import Teams
 from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.core.types import Group, MicroBatch, Prompt, SamplingParams, optional_settings, settings_of
 from grpo_lightning.data.batch import PromptBatch, as_prompt_batch
-from grpo_lightning.data.source import PromptSource
 from grpo_lightning.environments.base import EnvironmentLike
 from grpo_lightning.environments.swift_and_trl import as_environment
 from grpo_lightning.environments.workers import EnvironmentRunner
@@ -97,7 +96,9 @@ from grpo_lightning.training.lightning_internals import (
     clipping_unscaled,
     num_training_steps,
     run_length,
+    set_evaluation_order,
     set_position,
+    set_training_order,
 )
 from grpo_lightning.training.metrics import (
     PeakMemory,
@@ -262,6 +263,8 @@ class GRPOLightningModule(L.LightningModule):
         self.rollout: Rollout | None = None
         """This rank's latest rollout, for callbacks to inspect. Training reads `run.cycle` instead."""
         self.run = RunState(self.teams)
+        self.is_run_checked = False
+        """True if `check_run` of the engine has found no problem."""
         self.is_connected = False
         self.hooks_run: set[str] = set()
         """Names of the required hooks that have run; `checks.completed_hook` uses it."""
@@ -800,6 +803,7 @@ class GRPOLightningModule(L.LightningModule):
     def on_validation_epoch_start(self) -> None:
         """Create the evaluation tables of each loader, one per kind of completion (sampled, greedy)."""
         data_checks.check_loaders(self.trainer)  # also the loaders of a user's data module
+        set_evaluation_order(self.trainer)
         sources = data_checks.known_sources(self.trainer)
         loaders = self.trainer.num_test_batches if self.trainer.testing else self.trainer.num_val_batches
         self.tables = [evaluation_tables(self.reward_set, self.validation, sources, self.device) for _ in loaders]
@@ -819,9 +823,11 @@ class GRPOLightningModule(L.LightningModule):
     test_step = validation_step
     on_test_epoch_end = on_validation_epoch_end
 
+    @checks.required_hook
     def on_predict_epoch_start(self) -> None:
-        """Check the loaders of a user's data module."""
+        """Check the loaders of a user's data module, and predict the prompts in the order of the data."""
         data_checks.check_loaders(self.trainer)
+        set_evaluation_order(self.trainer)
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
         """One record per sampled completion: prompt, text, rewards, and the row's columns."""
@@ -837,9 +843,7 @@ class GRPOLightningModule(L.LightningModule):
         """Before weights are loaded, check that the engine, the data and the trainer's settings fit this module."""
         data_checks.check_loaders(self.trainer)
         if not self.is_connected:
-            sampling = [self.sampling, self.validation_sampling]
-            sharding, world_size = sharding_of(self.trainer.strategy), self.trainer.world_size
-            self.check_engine("check_run", self.loader, sampling, sharding, world_size)
+            self.check_run()
         if stage == "fit":
             checks.check_not_loaded(getattr(self, "sharding", None), self.trainer)
             checks.check_precision(self.loader, self.trainer)
@@ -927,12 +931,14 @@ class GRPOLightningModule(L.LightningModule):
     @checks.required_hook
     def configure_model(self) -> None:
         """Load the policy, and connect the engine and the rewards. Idempotent: Lightning calls this hook repeatedly."""
+        if not (self.is_connected or self.is_run_checked):  # called before `setup`, as `WeightAveraging` does
+            self.check_run()
         self.load_policy()
         if self.is_connected:
+            if isinstance(self.engine, LocalEngine) and self.engine.policy is not self.policy:
+                self.connect_engine()  # another module, which has the same engine, has connected it to its own policy
             return
-        self.engine.connect(self.policy, self.tokenizer, self.sharding)
-        if self.scorer is not None:
-            self.check_engine("check_logprobs", self.scorer)
+        self.connect_engine()
         device = self._trainer.strategy.root_device if self._trainer else self.device  # the module moves there later
         num_local_ranks = self._trainer.num_devices if self._trainer else 1
         self.reward_set.connect(device, self.sharding, num_local_ranks)
@@ -941,6 +947,17 @@ class GRPOLightningModule(L.LightningModule):
                 TurnTokens(self.tokenizer, stop_ids(self.policy, self.tokenizer), self.encoder), num_local_ranks
             )
         self.is_connected = True
+
+    def connect_engine(self) -> None:
+        """Connect the engine to the policy, and compare its log-probs with those of training.
+
+        If the weights are sharded, `on_fit_start` compares the log-probs.
+        """
+        self.engine.connect(self.policy, self.tokenizer, self.sharding)
+        if self.sharding.is_sharded:
+            self.scorer = None  # type: ignore[assignment]
+        if self.scorer is not None:
+            self.check_engine("check_logprobs", self.scorer)
 
     def load_policy(self) -> None:
         """Load the policy and make its reference, unless this was done before."""
@@ -1033,6 +1050,14 @@ class GRPOLightningModule(L.LightningModule):
             self.scorer = scorer
         self.router_loss = make_router_loss(self.policy, self.scorer, self.objective.router_aux_loss_coef)
 
+    def check_run(self) -> None:
+        """Check that the engine can sample in this run. Raises: see `RolloutEngine.check_run`."""
+        sharding = sharding_of(self._trainer.strategy) if self._trainer else Sharding()
+        world_size = self._trainer.world_size if self._trainer else ranks.world_size()
+        sampling = [self.sampling, self.validation_sampling]
+        self.check_engine("check_run", self.loader, sampling, sharding, world_size)
+        self.is_run_checked = True
+
     def check_engine(self, check: Literal["check_run", "check_logprobs"], *arguments: Any) -> None:
         """Run a check of the engine, if the engine has a method of this name."""
         if hasattr(self.engine, check):
@@ -1056,9 +1081,7 @@ class GRPOLightningModule(L.LightningModule):
         self.run.record(self.trainer)
         self.metrics = StepMetrics()  # without what a failed step of an earlier `fit` has left
         self.in_flight = InFlight() if self.max_staleness else None
-        loader = self.trainer.train_dataloader
-        if self.trainer.overfit_batches and isinstance(loader, PromptSource):  # type: ignore[attr-defined]
-            loader.shuffle = False  # Lightning turns off shuffling only for DataLoaders
+        set_training_order(self.trainer)
         self.sources = data_checks.training_sources(self.trainer)
         schedule = self.lr_schedulers()
         checkpoints.restore_optimizer_settings(self.trainer, self.optimizer_settings, schedule)
@@ -1066,6 +1089,11 @@ class GRPOLightningModule(L.LightningModule):
             schedule.set_length(num_training_steps(self.trainer))
         self.run_length = run_length(self.trainer, self.trainer_state.epoch)
         checks.warn_of_unknown_length(self.reward_set.rewards, self.run_length.steps)
+
+    @checks.required_hook
+    def on_train_epoch_start(self) -> None:
+        """Set the order of the prompts again, because the loader may have been made again for this epoch."""
+        set_training_order(self.trainer)
 
     @checks.required_hook
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

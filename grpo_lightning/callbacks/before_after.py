@@ -24,6 +24,7 @@ from grpo_lightning.data.orders import known_prompts
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards.base import prompt_text
 from grpo_lightning.training.evaluation import Evaluation, evaluation_tables
+from grpo_lightning.training.lightning_internals import keep_order
 
 WIDE = 100
 """Minimum width of a terminal, in columns, for which a table cell shows a value and its interval on one line."""
@@ -66,6 +67,11 @@ class BeforeAfter(L.Callback):
         self.num_images = 0
         self.after: Numbers | None = None
         self.progress: Progress | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forget the results of an earlier run. For a resumed run, Lightning restores them after this hook."""
+        if stage == "fit" and trainer.global_step == 0:
+            self.before, self.after, self.samples = None, None, {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate before training. A resumed run keeps the earlier results; a `fast_dev_run` does not evaluate."""
@@ -214,11 +220,13 @@ class Progress:
 def validation_loader(trainer: L.Trainer) -> Any:
     """Return the data module's loader of validation prompts, to which `limit_val_batches` does not apply.
 
-    Without a data module, return the trainer's loader.
+    Without a data module, return the trainer's loader. A `PromptSource` keeps the order of the data, as in validation.
     """
     datamodule = getattr(trainer, "datamodule", None)
     loader = trainer.val_dataloaders if datamodule is None else datamodule.val_dataloader()
-    return [] if loader is None else loader
+    loader = [] if loader is None else loader
+    keep_order(loader)
+    return loader
 
 
 def samples(evaluation: Evaluation, count: int) -> list[tuple[str, str]]:

@@ -124,6 +124,11 @@ class DrawBoxes(L.Callback):
 
         self.chosen: list[Prompt] | None = None
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forget the answers of an earlier run. For a resumed run, Lightning restores them after this hook."""
+        if stage == "fit" and trainer.global_step == 0:
+            self.before = None
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draw the boxes before training, except in a `fast_dev_run`. A resumed run gets them from its checkpoint."""
         self.chosen = None

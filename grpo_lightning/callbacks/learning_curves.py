@@ -65,6 +65,11 @@ class LearningCurves(StepMetrics):
         self.path: Path | None = None
         self.history: dict[str, list[tuple[int, float]]] = defaultdict(list)
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forget the points of an earlier run. For a resumed run, Lightning restores them after this hook."""
+        if stage == "fit" and trainer.global_step == 0:
+            self.history = defaultdict(list)
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Choose the panels."""
         assert isinstance(pl_module, GRPOLightningModule)

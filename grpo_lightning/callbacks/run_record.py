@@ -63,6 +63,10 @@ class RunRecord(L.Callback):
         """Record the end of the run."""
         self.write(trainer, "interrupted" if trainer.interrupted else "finished")
 
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forget the run, which has ended, so that an error in a later one does not change its record."""
+        self.folder = None
+
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Record the error that ended the run."""
         is_stopped = isinstance(exception, KeyboardInterrupt | SystemExit)
@@ -70,6 +74,7 @@ class RunRecord(L.Callback):
         error = {"type": type(exception).__name__, "message": str(exception), "traceback": trace[-20_000:]}
         self.record["error"] = error
         self.write(trainer, "interrupted" if is_stopped else "failed")
+        self.folder = None
 
     def write(self, trainer: L.Trainer, status: str) -> None:
         """Write the file on rank 0 (atomic write)."""

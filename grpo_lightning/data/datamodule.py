@@ -134,6 +134,7 @@ class PromptDataModule(L.LightningDataModule):
         self.val_prompts: Prompts | None = None
         self.test_prompts: Prompts | None = None
         self._unused: set[str] = set()  # settings logged as having no effect
+        self._loader: Any = None  # loader of the policy whose tokens `max_prompt_length` has counted in the prompts
 
     def prepare_data(self) -> None:
         """Download or build the files."""
@@ -144,7 +145,16 @@ class PromptDataModule(L.LightningDataModule):
                 download(entries)
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the data (only the first rows of a stream); an invalid row stops the run before weights are loaded."""
+        """Read the data (only the first rows of a stream); an invalid row stops the run before weights are loaded.
+
+        Data that have been read before are not read again, unless `max_prompt_length` has counted tokens of another
+        policy.
+        """
+        if self.max_prompt_length is not None:
+            loader = self._attached_to().lightning_module.loader  # type: ignore[union-attr]
+            if self._loader not in (None, loader):
+                self.train_prompts = self.val_prompts = self.test_prompts = None
+            self._loader = loader
         needs_training_data = stage in (None, "fit") or self.val_split is not None
         if needs_training_data and self.train_prompts is None:
             assert self.datasets is not None

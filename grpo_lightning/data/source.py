@@ -44,7 +44,8 @@ class PromptSource:
             that are added, all prompts get their position in the list as `index`.
         batch_size: Prompts per rank and rollout. If `ranks_per_group` is above 1, this is the number per team of ranks.
         cycle: Micro-steps per rollout, as returned by `GRPOLightningModule.cycle_length(accumulate_grad_batches)`.
-        shuffle: Shuffle the prompts in a new order every epoch; False keeps the order of the data.
+        shuffle: Shuffle the training prompts in a new order every epoch; False keeps the order of the data. Validation,
+            test and prediction always keep the order of the data.
         seed: Seed of the order.
         rank: Index of this rank, from 0 to `world_size` - 1, which determines its prompts in every cycle. None uses the
             rank in the process group.
@@ -95,6 +96,8 @@ class PromptSource:
         self.images = ImageReader(prompts.num_workers if isinstance(prompts, PromptStream) else num_workers)
         self.batch_size, self.cycle = batch_size, cycle
         self.shuffle, self.seed = shuffle, seed
+        self.keeps_order = False  # set by runs: True in evaluations and with `overfit_batches`, whatever `shuffle` is
+        self.is_shuffled = shuffle  # whether the current epoch is shuffled
         self.takes_more = takes_more
         self.ranks_per_group = ranks_per_group
         self.given_rank, self.given_world_size = rank, world_size
@@ -171,7 +174,7 @@ class PromptSource:
     @property
     def order(self) -> ListedOrder | StreamOrder:
         """The order of this epoch's prompts."""
-        key = (self.epoch, self.shuffle)
+        key = (self.epoch, self.is_shuffled)
         if self._order is None or self._order[0] != key:
             seed = self.order_seed(self.epoch)
             is_stream = isinstance(self.prompts, PromptStream)
@@ -181,7 +184,7 @@ class PromptSource:
 
     def order_seed(self, epoch: int) -> int | None:
         """Seed of the order of an epoch; None without shuffling."""
-        return derived_seed(self.seed, "order", epoch) if self.shuffle else None
+        return derived_seed(self.seed, "order", epoch) if self.is_shuffled else None
 
     def __iter__(self) -> Iterator[PromptBatch]:
         """Yield the batches of one epoch, or the rest of it after a resume."""
@@ -218,10 +221,11 @@ class PromptSource:
         Raises:
             ValueError: If a stream has no prompts, or the checkpoint was saved with a different value of `shuffle`.
         """
+        self.is_shuffled = self.shuffle and not self.keeps_order
         resume, self.resume_from = self.resume_from, None
         # Not checked in load_state_dict: `overfit_batches` turns off shuffling only after that call.
-        if resume is not None and _is_inside(resume) and resume.get("shuffle") != self.shuffle:
-            raise ValueError(_other_settings([f"shuffle was {resume.get('shuffle')}, is {self.shuffle}"]))
+        if resume is not None and _is_inside(resume) and resume.get("shuffle") != self.is_shuffled:
+            raise ValueError(_other_settings([f"shuffle was {resume.get('shuffle')}, is {self.is_shuffled}"]))
         if resume is None:
             resume = {"epoch": self.epoch, "prompts_used": 0, "cycle_start": 0, "position": 0}
         self.epoch = resume["epoch"]
@@ -329,9 +333,9 @@ class PromptSource:
             "position": self.position,
             "cycle_size": self.cycle_size if self.position else 0,
             "settled": self.settled if self.position else [],
-            "shuffle": self.shuffle,
+            "shuffle": self.is_shuffled,
             **self._sizes(),
-            **self._identity(shuffle=self.shuffle),
+            **self._identity(shuffle=self.is_shuffled),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ This file also keeps frozen weights out of checkpoints, and refuses dtypes in wh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -98,13 +99,24 @@ def frozen_names(owner: nn.Module) -> set[str]:
 
 @dataclass
 class FrozenWeights:
-    """Names of the weights that were frozen when the run began, and which of them were trained since."""
+    """Names of the weights that were frozen when the run began, and which of them were trained since.
+
+    A deep copy of the module shares this record, which only the module keeps up to date.
+    """
 
     at_start: set[str]
     """Names of the weights that were frozen when the policy was loaded."""
 
     unfrozen: set[str] = field(default_factory=set)
     """Names in `at_start` that were trained since, in this run or in the run that it resumes."""
+
+    loaded: str = ""
+    """Prefix of the owner's keys while a state dict is loaded: the owner, or a copy of it, may be a submodule of the
+    loaded module."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FrozenWeights:
+        """The record itself."""
+        return self
 
     def record_trained(self, owner: nn.Module) -> None:
         """Record which weights are trained now. Call it before every optimizer step."""
@@ -141,28 +153,33 @@ def keep_frozen_out_of_checkpoints(owner: nn.Module) -> FrozenWeights:
         share it.
     """
     frozen = FrozenWeights(frozen_names(owner))
-
-    def drop(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, metadata: Any) -> None:
-        is_dropped = dropped_keys_filter(module, frozen)
-        for key in [key for key in state_dict if key.startswith(prefix) and is_dropped(key.removeprefix(prefix))]:
-            del state_dict[key]
-
-    loaded = ""  # prefix of the owner's keys: the owner, or a copy of it, may be a submodule of the loaded module
-
-    def remember(module: nn.Module, state_dict: Any, prefix: str, *others: Any) -> None:
-        nonlocal loaded
-        loaded = prefix
-
-    def forgive(module: nn.Module, keys: Any) -> None:
-        is_dropped = dropped_keys_filter(module, frozen)
-        keys.missing_keys[:] = [
-            key for key in keys.missing_keys if not (key.startswith(loaded) and is_dropped(key.removeprefix(loaded)))
-        ]
-
-    owner.register_state_dict_post_hook(drop)
-    owner.register_load_state_dict_pre_hook(remember)
-    owner.register_load_state_dict_post_hook(forgive)
+    # Partial functions can be pickled with the owner.
+    owner.register_state_dict_post_hook(functools.partial(_drop_frozen, frozen))
+    owner.register_load_state_dict_pre_hook(functools.partial(_remember_prefix, frozen))
+    owner.register_load_state_dict_post_hook(functools.partial(_forgive_frozen, frozen))
     return frozen
+
+
+def _drop_frozen(
+    frozen: FrozenWeights, module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, metadata: Any
+) -> None:
+    """State-dict hook: drop the keys that are left out of checkpoints."""
+    is_dropped = dropped_keys_filter(module, frozen)
+    for key in [key for key in state_dict if key.startswith(prefix) and is_dropped(key.removeprefix(prefix))]:
+        del state_dict[key]
+
+
+def _remember_prefix(frozen: FrozenWeights, module: nn.Module, state_dict: Any, prefix: str, *others: Any) -> None:
+    """Hook before loading: remember the prefix, which `_forgive_frozen` does not get."""
+    frozen.loaded = prefix
+
+
+def _forgive_frozen(frozen: FrozenWeights, module: nn.Module, keys: Any) -> None:
+    """Hook after loading: do not report dropped keys as missing."""
+    is_dropped, prefix = dropped_keys_filter(module, frozen), frozen.loaded
+    keys.missing_keys[:] = [
+        key for key in keys.missing_keys if not (key.startswith(prefix) and is_dropped(key.removeprefix(prefix)))
+    ]
 
 
 def dropped_keys_filter(owner: nn.Module, frozen: FrozenWeights) -> Callable[[str], bool]:

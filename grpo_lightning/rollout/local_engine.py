@@ -139,6 +139,10 @@ class LocalEngine(RolloutEngine):
         check_ranges("engine", self, limits)
         self.logged_gathering: bool | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies of the engine capture graphs of their own."""
+        return vars(self) | {"captured": None, "layers": None}
+
     def check_run(
         self, policy: PolicySettings, sampling: Sequence[SamplingParams], sharding: Sharding, world_size: int
     ) -> None:
@@ -224,7 +228,17 @@ class LocalEngine(RolloutEngine):
         return (torch.tensor([row.logprobs for row in rows], device=device) - scores).abs().flatten()
 
     def sync_weights(self, policy: nn.Module) -> None:
-        """Do nothing: the engine always samples with the policy's current weights."""
+        """Do nothing: the engine always samples with the current weights of the policy that it is connected to.
+
+        Raises:
+            RuntimeError: If the engine is connected to another policy.
+        """
+        if policy is not self.policy:
+            raise RuntimeError(
+                "LocalEngine is connected to another policy: a module that was given the same engine has connected it "
+                "since. Give each module an engine of its own, or use the module through a Trainer, which connects the "
+                "engine again."
+            )
 
     @torch.no_grad()
     def generate(  # noqa: PLR0913 - see `RolloutEngine`

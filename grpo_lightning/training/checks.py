@@ -662,7 +662,7 @@ def check_loader(
     if isinstance(loader, DataLoader | list) and cycle != 1:
         raise ValueError(shape.wrong_loader(1, is_from_source=False))
     check_loader_teams(loader, ranks_per_group)
-    owner = loader if isinstance(loader, PromptSource) else getattr(trainer, "datamodule", None)
+    owner = loader if isinstance(loader, PromptSource) else data_checks.prompt_data_module(trainer)
     batch_size = getattr(owner, "batch_size", None)
     micro_batches = shape.accumulate_grad_batches * shape.updates_per_rollout
     if isinstance(batch_size, int) and batch_size * (num_generations // ranks_per_group) < micro_batches:

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from grpo_lightning.core.log_messages import bullet_list
 from grpo_lightning.core.types import Prompt
+from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.images.preflight import check_given
 from grpo_lightning.data.mixture import as_entries
 from grpo_lightning.data.orders import known_prompts, source_names
@@ -152,9 +153,15 @@ def evaluation_sets(trainer: L.Trainer) -> list[Any]:
     return _data_sets(trainer, ["val_prompts", "test_prompts"], reading_loops(trainer)[1:])
 
 
+def prompt_data_module(trainer: L.Trainer) -> PromptDataModule | None:
+    """The trainer's data module if it is a `PromptDataModule`; attributes of other classes may have other meanings."""
+    datamodule = getattr(trainer, "datamodule", None)
+    return datamodule if isinstance(datamodule, PromptDataModule) else None
+
+
 def _data_sets(trainer: L.Trainer, names: Sequence[str], loops: Sequence[Any]) -> list[Any]:
-    """Datasets in the named attributes of the data module, and datasets of the loops' prompt sources."""
-    data = [getattr(getattr(trainer, "datamodule", None), name, None) for name in names]
+    """Datasets in the named attributes of a `PromptDataModule`, and datasets of the loops' prompt sources."""
+    data = [getattr(prompt_data_module(trainer), name, None) for name in names]
     data += [source.prompts for source in prompt_sources(loops)]
     return [prompts for prompts in data if prompts]
 
@@ -210,7 +217,7 @@ def check_truncation(conversations: Conversations | None, trainer: L.Trainer) ->
     """
     if conversations is None or not conversations.schemas:
         return
-    if getattr(trainer.datamodule, "overlong_prompts", None) == "truncate":  # type: ignore[attr-defined]
+    if getattr(prompt_data_module(trainer), "overlong_prompts", None) == "truncate":
         raise ValueError(
             "data.overlong_prompts is truncate, but the run has an environment with tools (model.environment "
             f"{conversations.runner.name!r}), and descriptions of tools cannot be added to a truncated prompt. Set "
@@ -297,8 +304,8 @@ def longest_row(loader: PolicyLoader, trainer: L.Trainer, longest_completion: in
     config = loader.load_config()
     if original_length(config.get_text_config(decoder=True)) is None:
         return None
-    datamodule = getattr(trainer, "datamodule", None)
-    longest: int | None = getattr(datamodule, "max_prompt_length", None)
+    datamodule = prompt_data_module(trainer)
+    longest = None if datamodule is None else datamodule.max_prompt_length
     if longest is None:
         data = training_sets(trainer) + evaluation_sets(trainer)
         loaders = map(given_loader, reading_loops(trainer))
@@ -420,6 +427,6 @@ def _watchers(metrics: Sequence[Any], trainer: L.Trainer) -> list[Any]:
 
 
 def _entries(trainer: L.Trainer) -> list[DatasetEntry]:
-    datamodule = getattr(trainer, "datamodule", None)
+    datamodule = prompt_data_module(trainer)
     given = [getattr(datamodule, name, None) for name in ("datasets", "val_datasets", "test_datasets")]
     return [entry for mixture in given if mixture is not None for entry in as_entries(mixture)]

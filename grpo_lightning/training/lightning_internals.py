@@ -18,7 +18,7 @@ from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities import CombinedLoader
 from torch.optim import Optimizer
 
 from grpo_lightning.data.source import PromptSource
@@ -55,6 +55,29 @@ def known_length(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError, RuntimeError):
         return None
+
+
+def keep_order(loaders: Any, *, is_on: bool = True) -> None:
+    """Make prompt sources keep the order of the data from their next epoch on, or shuffle again.
+
+    Args:
+        loaders: A loader, or several loaders in lists and dicts. Other loaders than prompt sources are not changed.
+        is_on: False lets the sources shuffle, unless their `shuffle` is False.
+    """
+    for loader in CombinedLoader(loaders).flattened:
+        if isinstance(loader, PromptSource):
+            loader.keeps_order = is_on
+
+
+def set_training_order(trainer: L.Trainer) -> None:
+    """With `overfit_batches`, keep the order of the data: Lightning turns off shuffling only for DataLoaders."""
+    keep_order(trainer.train_dataloader, is_on=bool(trainer.overfit_batches))  # type: ignore[attr-defined]
+
+
+def set_evaluation_order(trainer: L.Trainer) -> None:
+    """In a validation, test or prediction, keep the order of the data."""
+    loop: Any = trainer._active_loop
+    keep_order(loop._combined_loader.flattened)
 
 
 def has_validation_data(trainer: L.Trainer) -> bool:

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from grpo_lightning.callbacks import BeforeAfter, ProgressBar
 from grpo_lightning.callbacks.before_after import cell, samples
@@ -64,6 +64,7 @@ def train(
     val_datasets="the same",
     validation=None,
     extra=(),
+    ckpt_path=None,
     **options,
 ):
     settings = {"engine": Improving(right), "num_generations": 2, "seed": 7, "validation": validation}
@@ -71,7 +72,7 @@ def train(
     val_datasets = entries if val_datasets == "the same" else val_datasets
     data = PromptDataModule(entries, val_datasets, batch_size=2, val_batch_size=3)
     trainer = make_trainer(max_steps=2, limit_val_batches=0, callbacks=[callback, *extra], **options)
-    trainer.fit(module, datamodule=data)
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
 
 
 def summary_of(folder):
@@ -239,15 +240,21 @@ def test_a_metric_without_a_value_afterwards_does_not_lose_the_summary(entries, 
 
 
 def test_a_resumed_run_keeps_what_was_measured_before(entries, tmp_path):
-    first = BeforeAfter("accuracy", dirpath=str(tmp_path))
-    train(first, entries)
-    torch.save(first.state_dict(), tmp_path / "state.pt")
-    resumed = BeforeAfter("accuracy", dirpath=str(tmp_path))
-    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    options = {"extra": [saving], "enable_checkpointing": True}
+    train(BeforeAfter("accuracy"), entries, **options, default_root_dir=str(tmp_path))
     # This engine always answers right: 0.25 can only be what was measured then.
-    train(resumed, entries, right=dict.fromkeys(RIGHT, 4))
+    options |= {"right": dict.fromkeys(RIGHT, 4), "ckpt_path": str(tmp_path / "step=1.ckpt")}
+    train(BeforeAfter("accuracy", dirpath=str(tmp_path)), entries, **options)
     assert summary_of(tmp_path)["accuracy_before"] == 0.25
     assert summary_of(tmp_path)["accuracy_after"] == 1.0
+
+
+def test_a_second_run_with_the_same_callback_is_measured_before(entries, tmp_path):
+    callback = BeforeAfter("accuracy", dirpath=str(tmp_path))
+    train(callback, entries)
+    train(callback, entries, right=dict.fromkeys(RIGHT, 4))
+    assert summary_of(tmp_path)["accuracy_before"] == 1.0
 
 
 def test_without_a_folder_it_goes_to_the_root(entries, tmp_path):

@@ -142,6 +142,15 @@ def test_a_resumed_run_shows_the_answers_before_the_first_part(tmp_path, drawn):
 
 
 @SLOW
+def test_a_second_run_with_the_same_callback_draws_its_own_answers_before_training(tmp_path, drawn):
+    callback = DrawBoxes()
+    train(callback, tmp_path, steps=1)
+    train(callback, tmp_path, steps=1, engine=Answers("[0, 0, 40, 40]", "-"))
+    assert len(drawn["before"]) == 2
+    assert drawn["after"][1][0][0].earlier == Answer((0, 0, 40, 40), 1.0)
+
+
+@SLOW
 def test_only_pictures_of_the_same_prompts_show_the_answers_before_training(tmp_path, drawn):
     """As many test prompts as validation prompts: one has another image, one is the same, one has another box."""
     callback = DrawBoxes()

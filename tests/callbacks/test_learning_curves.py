@@ -183,6 +183,14 @@ def test_a_resumed_run_draws_the_whole_curve(tmp_path):
     assert whole[:2] == first
 
 
+@SLOW
+def test_a_second_run_with_the_same_callback_starts_anew(tmp_path):
+    curves, history = LearningCurves(["reward/mean"], dirpath=str(tmp_path)), History()
+    fit(make_module(length=2), max_steps=2, callbacks=[curves])
+    fit(make_module(length=3), max_steps=1, callbacks=[curves, history])
+    assert curves.history["reward/mean"] == [(0, history.of("reward/mean")[0])]
+
+
 def test_state_survives_a_file(tmp_path):
     curves = LearningCurves(["a"])
     curves.history["a"] += [(1, 0.5), (4, 0.25)]

@@ -3,9 +3,11 @@
 import json
 import subprocess
 
+import pytest
+
 from grpo_lightning.callbacks import RunRecord
 from grpo_lightning.callbacks.run_record import commit
-from tests.helpers.module_runs import fit, make_module
+from tests.helpers.module_runs import PROMPTS, fit, make_module, make_trainer
 
 
 def record_of(folder):
@@ -39,3 +41,13 @@ def test_the_commit_is_that_of_the_current_folder(tmp_path, monkeypatch):
     assert commit() == {"commit": git("rev-parse", "HEAD"), "has_changes": False}
     (tmp_path / "a.txt").write_text("two")
     assert commit()["has_changes"] is True
+
+
+def test_an_error_in_a_later_run_does_not_change_the_record(tmp_path):
+    """It may come before the later run starts its own record."""
+    record, module = RunRecord(dirpath=str(tmp_path)), make_module(length=2)
+    trainer = fit(module, max_steps=1, callbacks=[record])
+    for failing in (trainer, make_trainer(max_steps=1, callbacks=[record])):
+        with pytest.raises(ValueError, match="Rows are not a loader"):
+            failing.fit(module, PROMPTS)
+    assert record_of(tmp_path)["status"] == "finished"

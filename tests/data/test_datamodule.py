@@ -211,6 +211,20 @@ def test_lengths_are_counted_by_the_policys_tokenizer(rows, tmp_path):
         ready(rows["train"], max_prompt_length=4)
 
 
+def test_a_second_policy_counts_its_own_tokens(rows):
+    data = ready(rows["train"], rows["val"], max_prompt_length=3, overlong_prompts="truncate")
+    assert len(data.train_prompts[0].token_ids) == len(data.val_prompts[0].token_ids) == 3
+    other = tiny_tokenizer()
+    other.add_tokens(["train", "val"])
+    loader = SimpleNamespace(load_encoder=lambda: Encoder(other))
+    data.trainer = trainer(lightning_module=SimpleNamespace(loader=loader))
+    data.setup("fit")
+    prompts = data.train_prompts
+    assert not any(prompt.token_ids for prompt in [*prompts, *data.val_prompts])
+    data.setup("fit")
+    assert data.train_prompts is prompts, "the data of the same policy are read once"
+
+
 def test_no_tokenizer_is_loaded_without_need(rows):
     ready(rows["train"], facts={"lightning_module": SimpleNamespace(loader=None)})
 

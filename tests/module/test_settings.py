@@ -7,12 +7,15 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.utils.data import DataLoader
 
 from grpo_lightning.core.types import SamplingParams
+from grpo_lightning.data.batch import as_prompt
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.mixture import DatasetEntry
+from grpo_lightning.data.source import PromptSource
 from grpo_lightning.grounding import RECAccuracy
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
@@ -24,6 +27,7 @@ from grpo_lightning.training.evaluation import Validation
 from grpo_lightning.training.strategies import GRPODeepSpeedStrategy
 from tests.helpers import tiny_vlms
 from tests.helpers.module_runs import (
+    PROMPTS,
     SMALL,
     History,
     ScriptedEngine,
@@ -301,3 +305,30 @@ def test_a_second_fit_loads_what_failed_to_load_in_the_first(monkeypatch):
         with pytest.raises(MemoryError):
             fit(module, max_steps=1)
     assert fit(module, max_steps=1).global_step == 1
+
+
+def test_modules_that_share_an_engine_sample_from_their_own_policies():
+    torch.manual_seed(0)
+    engine, prompts = LocalEngine(), PromptSource(PROMPTS[:2], 2)
+    modules = [make_module(engine=engine, policy=tiny_model("qwen2", **SMALL), length=4) for _ in range(2)]
+    with torch.no_grad():
+        for weight in modules[1].loader.model.parameters():
+            weight.add_(0.3 * torch.randn_like(weight))
+
+    def texts(module):
+        return [record["completion"] for record in make_trainer().predict(module, prompts)[0]]
+
+    first, second = map(texts, modules)
+    assert first != second
+    with pytest.raises(RuntimeError, match="connected to another policy: a module that was given the same engine"):
+        modules[0].evaluate([as_prompt(PROMPTS[0])], is_greedy=False)
+    assert [texts(module) for module in modules] == [first, second]
+
+
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
+def test_with_averaged_weights_the_engine_is_checked_before_weights_load():
+    """The callback calls `configure_model` before the module's `setup`."""
+    module = make_module(sampling=SamplingParams(guided_regex="a+"))
+    with pytest.raises(ValueError, match="LocalEngine has no guided decoding"):
+        fit(module, max_steps=1, callbacks=[EMAWeightAveraging()])
+    assert not hasattr(module, "policy")

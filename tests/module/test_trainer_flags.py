@@ -181,6 +181,53 @@ def test_overfit_batches_gives_the_same_prompts_every_epoch():
     assert all(indices == seen.rollouts[0][1] for _, indices in seen.rollouts)
 
 
+class Own(L.LightningDataModule):
+    """A user's own data module."""
+
+    def train_dataloader(self):
+        return PromptSource(PROMPTS, 2)
+
+    val_dataloader = train_dataloader
+    predict_dataloader = train_dataloader
+
+
+@pytest.mark.filterwarnings("ignore:You requested to overfit")
+def test_overfit_batches_holds_for_a_loader_that_is_made_again():
+    seen = Seen()
+    flags = {"overfit_batches": 1, "reload_dataloaders_every_n_epochs": 1, "limit_val_batches": 0}
+    make_trainer(max_epochs=2, callbacks=[seen], **flags).fit(make_module(length=2), datamodule=Own())
+    assert seen.rollouts == [(0, [0, 1]), (1, [0, 1])]
+
+
+@pytest.mark.filterwarnings("ignore:You requested to overfit")
+def test_a_source_shuffles_again_after_overfit_batches():
+    seen, module = Seen(), make_module(length=2)
+    source = make_source(module)
+    make_trainer(max_epochs=1, overfit_batches=1).fit(module, source)
+    make_trainer(max_epochs=1, callbacks=[seen]).fit(module, source)
+    assert seen.rollouts == [(0, [p.index for p in batch.prompts]) for batch in make_source(module)]
+
+
+@pytest.mark.parametrize("is_own", [pytest.param(False, marks=SLOW), True])
+def test_evaluations_keep_the_order_of_the_data(is_own):
+    """`limit_val_batches` then evaluates the same prompts every time."""
+    seen = []
+
+    class Evaluated(L.Callback):
+        def on_validation_batch_start(self, trainer, pl_module, batch, *others):
+            seen.append([prompt.index for prompt in batch.prompts])
+
+    module, own = make_module(length=2), Own()
+    given = {"train_dataloaders": own.train_dataloader(), "val_dataloaders": own.val_dataloader()}
+    data = {"datamodule": own} if is_own else given
+    flags = {"limit_train_batches": 1, "limit_val_batches": 1, "num_sanity_val_steps": 1}
+    make_trainer(max_epochs=2, callbacks=[Evaluated()], **flags).fit(module, **data)
+    assert seen == [[0, 1]] * 3
+    data = {"datamodule": own} if is_own else {"dataloaders": own.predict_dataloader()}
+    records = make_trainer().predict(module, **data)
+    assert [record["prompt_index"] for batch in records for record in batch] == list(range(8))
+
+
 @SLOW
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_accumulation_leaves_the_number_of_steps_alone(accumulate):

@@ -1,5 +1,7 @@
 """Frozen weights stay as they are and out of checkpoints; steps that would be lost in rounding are refused."""
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -142,6 +144,13 @@ def test_what_was_trained_between_two_times_of_being_frozen_is_held():
     policy["between"].requires_grad_(False)
     assert set(owner.state_dict()) == {"policy.between.weight"}
     assert set(averaged.state_dict()) == {"n_averaged", "module.policy.between.weight"}
+
+
+def test_a_pickled_module_leaves_out_the_same_weights():
+    owner = Owner(nn.ModuleDict({"frozen": nn.Linear(1, 1).requires_grad_(False), "trained": nn.Linear(1, 1)}))
+    owner = pickle.loads(pickle.dumps(owner))
+    assert set(owner.state_dict()) == {"policy.trained.weight", "policy.trained.bias"}
+    owner.load_state_dict(owner.state_dict())  # strict: nothing is missed
 
 
 def test_the_reference_is_left_out_whole():

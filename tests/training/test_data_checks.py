@@ -170,6 +170,28 @@ def test_a_source_for_both_training_and_validation_is_refused(kind: str):
     assert trainer.global_step == 0
 
 
+OWN_ATTRIBUTES = {
+    "datasets": {"train": ROWS},
+    "train_prompts": TEXTS,
+    "val_prompts": ROWS,
+    "overlong_prompts": "truncate",
+    "max_prompt_length": "short",
+    "batch_size": 0,
+}
+
+
+def test_attributes_of_a_users_data_module_may_mean_anything():
+    class Own(L.LightningDataModule):
+        def train_dataloader(self) -> PromptSource:
+            return PromptSource(TEXTS, 2)
+
+    own = Own()
+    vars(own).update(OWN_ATTRIBUTES)
+    trainer = make_trainer(max_steps=1)
+    trainer.fit(make_module(length=2), datamodule=own)
+    assert trainer.global_step == 1
+
+
 def test_a_loader_of_a_users_own_package_datasets_is_a_loader():
     """Only the name of its package is that of Hugging Face's."""
     own = type("OwnSource", (PromptSource,), {"__module__": "datasets.sources"})

@@ -1,6 +1,7 @@
 """`VLLMEngine` against a small vLLM made of transformers (`fakes.py`): weights, completions, errors."""
 
 import contextlib
+import copy
 import os
 import random
 import sys
@@ -11,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import SamplingParams
@@ -317,6 +319,19 @@ def test_weights_that_vllm_has_discarded_are_sent_again(fake_vllm):  # noqa: F81
         assert found.logprobs == pytest.approx(scored(policy, PROMPTS[0], found), abs=1e-4)
 
 
+def test_an_engine_of_several_policies_samples_from_the_one_that_was_sent_last(fake_vllm):  # noqa: F811
+    """Also if vLLM has discarded its weights, which are then sent again. A copy of a policy samples with them, too."""
+    engine, policy = VLLMEngine(sleep_level=2), tiny_model(**SMALL)
+    other = tiny_model(**SMALL)
+    step(other, 0)
+    for each in (policy, other):
+        engine.connect(each, tiny_tokenizer(), Sharding())
+    copy.deepcopy(engine).sync_weights(policy)
+    for _ in range(2):
+        ((found,),) = engine.generate(PROMPTS[:1], 1, SAMPLING, seeds=[1])
+        assert found.logprobs == pytest.approx(scored(policy, PROMPTS[0], found), abs=1e-4)
+
+
 @SLOW
 def test_a_rank_without_prompts_sleeps_too(fake_vllm):  # noqa: F811
     engine, policy = VLLMEngine(sleep_level=1), tiny_model(**SMALL)
@@ -442,6 +457,18 @@ def test_a_run_trains(connect):
     assert max(map(abs, history.of("policy/rollout_kl"))) < 1e-6
     assert max(history.of("policy/rollout_difference_max")) < 1e-4
     assert min(history.of("policy/rollout_ess")) > 0.999
+
+
+@SLOW
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
+def test_a_run_with_averaged_weights_trains(connect):
+    engine, _ = connect()
+    history, module = History(), make_module(engine=engine, lr=0.05)
+    if engine.mode == "server":
+        engine.backend = None
+    fit(module, batch_size=2, max_steps=3, callbacks=[EMAWeightAveraging(decay=0.5), history])
+    assert module.is_run_checked
+    assert max(map(abs, history.of("policy/rollout_kl"))) < 1e-6
 
 
 @pytest.mark.slow

@@ -507,6 +507,10 @@ class VLLMEngine(RolloutEngine):
             self.backend = self.connect_servers(None)
         self.sent, self.is_discarded = None, False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> VLLMEngine:
+        """The engine itself, because a copy of the module (as in `WeightAveraging`) samples with the same vLLM."""
+        return self
+
     def connect_servers(self, policy: str | None) -> Servers:
         """Make the `Servers`, and check them.
 
@@ -569,6 +573,7 @@ class VLLMEngine(RolloutEngine):
                 raised.
         """
         with self.lock:
+            self.policy = policy  # not always that of `connect`: several modules may share the engine
             self.syncing_thread = threading.get_ident()
             self.is_discarded = False
             sent, self.sent = self.sent or {}, None  # a failed update may have replaced only some weights
