@@ -132,7 +132,8 @@ class Ending:
     """The environment, pickled if it runs in workers."""
 
     failure: str = ""
-    """Kind of failure that ended the conversation (`environments.workers.FAILURES`); empty if nothing failed."""
+    """Kind of the last failed call (`environments.workers.FAILURES`), also if the environment's method `on_failure` has
+    answered and the conversation went on; empty if no call failed."""
 
     is_scorable: bool = True
     """False if the completion gets no reward because of the failure."""

@@ -51,10 +51,10 @@ class Result(NamedTuple):
 
     value: Any
     """The checked result of the method: an observation or None for `reset`, a `Step` for `step`, a number or None for
-    `end`, and a `Step` or None for `on_failure`. If the call failed, it is None."""
+    `end`, and a `Step` or None for `on_failure`. If the call failed, it is None, unless `on_failure` has answered."""
 
     failure: str = ""
-    """One of `FAILURES`; empty on success."""
+    """One of `FAILURES`, also if `on_failure` has answered; empty on success."""
 
     problem: str = ""
     """Description of the failure; in messages, it follows the name of the environment."""
@@ -156,7 +156,8 @@ class EnvironmentRunner:
         """Wait until a call of the environment's method `step` ends, and return its result.
 
         If the call fails, the environment's method `on_failure` is called. If `on_failure` returns a valid value other
-        than None, the result is that of `on_failure`. Otherwise, the result describes the failure of `step`.
+        than None, the result has this value and the kind of the failure. Otherwise, the result describes the failure of
+        `step`.
 
         Args:
             future: The future that `EnvironmentRunner.step` returned for the call.
@@ -169,7 +170,7 @@ class EnvironmentRunner:
             return result
         late = self._deadline + self.limits.timeout_seconds  # `on_failure` may run after the deadline
         answer = self._result(self._call("on_failure", state, (result.failure, result.problem), 0, late), state)
-        return result if answer.failure or answer.value is None else answer
+        return result if answer.failure or answer.value is None else answer._replace(failure=result.failure)
 
     def _begin_round(self) -> None:
         """Begin a round of calls. These have no deadline while turns are still being sampled."""

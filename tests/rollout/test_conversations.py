@@ -474,6 +474,19 @@ def test_on_error_says_what_happens_to_a_conversation(policy, way, caplog):
     assert [(c.ending.is_scorable, c.environment_reward, c.finish_reason) for c in row] == [(True, -1.0, "stop")] * 3
 
 
+class Answers(Faulty):
+    """Answers failures."""
+
+    def on_failure(self, kind: str, problem: str) -> Step:
+        return Step(f"failed: {kind}")
+
+
+def test_an_answered_failure_is_counted_and_the_conversation_continues(policy):
+    for completion in flat(sample(policy, Answers("raise"), ["p"], max_turn_length=3, max_turns=3)):
+        assert (completion.ending.failure, completion.ending.is_scorable) == ("exception", True)
+        assert [turn.text for turn in completion.turns[1::2]] == ["on", "failed: exception", "on"]
+
+
 def test_settings_are_checked():
     for wrong, message in [
         ({"max_turns": 0}, "conversation.max_turns must be at least 1, got 0"),
