@@ -123,6 +123,9 @@ class Turn:
     reward: float | None = None
     """The environment's reward for the policy's turn; None if the environment gave no reward."""
 
+    name: str = ""
+    """The `name` in the environment's message, which is the tool in a tool message; empty if there is none."""
+
 
 @dataclass
 class Ending:
@@ -133,7 +136,7 @@ class Ending:
 
     failure: str = ""
     """Kind of the last failed call (`environments.workers.FAILURES`), also if the environment's method `on_failure` has
-    answered and the conversation went on; empty if no call failed."""
+    answered and the conversation continued; empty if no call failed."""
 
     is_scorable: bool = True
     """False if the completion gets no reward because of the failure."""

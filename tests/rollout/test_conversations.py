@@ -239,6 +239,40 @@ def test_observations_are_cut_and_counted(policy):
         assert completion.ending.metrics["truncated_observations"] == 1
 
 
+class Several(Environment):
+    """Returns messages whose texts have 6, 6 and 0 characters, and a name."""
+
+    observation_role = "tool"
+
+    def step(self, completion: str) -> list[dict[str, str]]:
+        return [{"role": "tool", "content": text, "name": "f"} for text in ("x" * 6, "y" * 6, "")]
+
+
+def test_the_texts_of_an_observation_are_cut_to_the_limit_together(policy):
+    (row,) = sample(policy, Several(), ["p"], max_turn_length=3, max_observation_length=8, max_turns=2)
+    for completion in row:
+        assert [turn.text for turn in completion.turns[1:4]] == ["x" * 6, "yy ... (truncated)", ""]
+        assert completion.ending.metrics["truncated_observations"] == 1
+
+
+@pytest.mark.parametrize(("limits", "count"), [({"max_turns": 2}, 5), ({"max_turns": 2, "length": 15}, 1)])
+def test_rewards_do_not_get_an_observation_that_the_policy_has_not_seen(limits, count):
+    completion = play_turns(Several(), tiny_tokenizer(), "ab", **limits)
+    messages = written_messages(completion)
+    assert len(completion.turns) == count + 3  # in the logs
+    tools = [{"role": "tool", "content": text, "name": "f"} for text in ("x" * 6, "y" * 6, "")]
+    policys = {"role": "assistant", "content": "ab"}
+    assert messages == [policys, *tools, policys][:count]
+
+
+def test_a_continuation_that_the_policy_has_not_seen_is_no_part_of_its_message():
+    """The policy wrote `a>b` with the token `>b`, and the environment keeps `a>`."""
+    completion = play_turns(Cuts(2), tokenizer_with(">b"), "a>bc", length=8)
+    assert (completion.text, completion.finish_reason) == ("a>", "length")
+    assert [(turn.text, turn.end - turn.start) for turn in completion.turns] == [("a", 1), (">", 1), ("[more]", 0)]
+    assert written_messages(completion) == [{"role": "assistant", "content": "a>"}]
+
+
 class Continue(Environment):
     """Goes on behind the first two characters of each turn."""
 
