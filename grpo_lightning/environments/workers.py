@@ -29,7 +29,7 @@ from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
 from grpo_lightning.core.event_loop import event_loop
-from grpo_lightning.core.types import Prompt
+from grpo_lightning.core.types import FinishReason, Prompt
 from grpo_lightning.environments.base import Environment, InvalidStepError
 from grpo_lightning.environments.method_calls import EnvironmentCalls, Method, copy_environment
 from grpo_lightning.rewards.workers import Answer, RewardWorkers, WorkerPool, seeded_random
@@ -140,17 +140,18 @@ class EnvironmentRunner:
         """Copy a prompt's environment for one conversation. Raises: RuntimeError if it cannot be copied."""
         return state if isinstance(state, bytes) else copy_environment(state)
 
-    def step(self, state: Any, text: str, seed: int) -> Future[Answer]:
+    def step(self, state: Any, text: str, seed: int, finish_reason: FinishReason = "stop") -> Future[Answer]:
         """Start a call of the environment's method `step`.
 
         Args:
             state: The environment.
             text: The policy's turn.
             seed: Seed of the random numbers of the call.
+            finish_reason: Why the turn ended.
         """
         if not math.isinf(self._deadline):
             self._begin_round()
-        return self._call("step", state, text, seed)
+        return self._call("step", state, (text, finish_reason), seed)
 
     def wait(self, future: Future[Answer], state: Any) -> Result:
         """Wait until a call of the environment's method `step` ends, and return its result.

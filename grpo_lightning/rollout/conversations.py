@@ -176,10 +176,8 @@ class Conversation:
             Turn("assistant", sampled.text, start, end, is_sampled=True, finish_reason=sampled.finish_reason)
         )
 
-    def read(
-        self, messages: Sequence[Message], ids: Sequence[int] = (), images: ObservedImages | None = None
-    ) -> None:
-        """Append an observation, whose tokens belong to the last message. Without tokens, the policy does not see it."""
+    def read(self, messages: Sequence[Message], ids: Sequence[int] = (), images: ObservedImages | None = None) -> None:
+        """Append an observation. Its tokens belong to its last message; without tokens, the policy does not see it."""
         start = len(self.token_ids)
         if images is not None:
             self.images.append(replace(images, start=start, end=start + len(ids)))
@@ -638,7 +636,7 @@ class Game:
             )  # fmt: skip
         each.write(sampled)
         seed = derived_seed(self.seeds[each.prompt], "step", each.number, each.num_turns)
-        each.call = self.runner.step(each.state, sampled.text, seed)
+        each.call = self.runner.step(each.state, sampled.text, seed, sampled.finish_reason)
 
     def finish_turn(self, each: Conversation) -> None:
         """Wait for the environment, and end the conversation or append the observation."""
