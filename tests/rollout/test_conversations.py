@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grpo_lightning.core.types import Completion, Prompt, Turn
-from grpo_lightning.environments import Environment, EnvironmentRunner, Step, Tools, calculator
+from grpo_lightning.environments import Environment, EnvironmentRunner, MultiTurnFunction, Step, Tools, calculator
 from grpo_lightning.environments.tools import ToolCall
 from grpo_lightning.functional import turn_credits
 from grpo_lightning.policy.encoder import Encoder
@@ -383,6 +383,21 @@ def test_a_cut_of_a_long_turn_decodes_a_few_times(monkeypatch):
 def test_characters_that_are_given_back_are_no_part_of_the_observations_limit():
     completion = play_turns(Cuts(2), tokenizer_with(">b"), "a>bc", max_turns=2, max_observation_length=6)
     assert completion.text.startswith("a>[more]a")
+
+
+def repeats_the_reason(inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A multi-turn function."""
+    for each in inputs:
+        each["messages"].append({"role": "user", "content": each["finish_reason"]})
+        each["finished"] = False
+    return inputs
+
+
+@pytest.mark.parametrize(("max_turn_length", "reason"), [(2, "length"), (3, "stop")])
+def test_a_multi_turn_function_gets_the_reason_why_the_turn_ended(max_turn_length, reason):
+    environment = MultiTurnFunction(repeats_the_reason)
+    completion = play_turns(environment, tiny_tokenizer(), "ab", max_turns=2, max_turn_length=max_turn_length)
+    assert completion.turns[1].text == reason
 
 
 @pytest.mark.parametrize(("done", "max_turns", "reason"), [(True, 8, "stop"), (False, 1, "turns")])
