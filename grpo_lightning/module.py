@@ -485,6 +485,8 @@ class GRPOLightningModule(L.LightningModule):
         groups = rollout.groups
         rewards = per_completion(rollout.rewards, groups, name="rewards", verb="score_rewards")
         scores = Scores.of_totals(rewards) if rollout.scores is None else rollout.scores
+        if self.conversations is not None:
+            scores = scores.without(have_failed(groups).view_as(scores.total))
         add_scores(self.metrics, scores)
         if len(self.sources) > 1:
             add_sources(self.metrics, groups, scores)

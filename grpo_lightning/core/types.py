@@ -123,6 +123,9 @@ class Turn:
     reward: float | None = None
     """The environment's reward for the policy's turn; None if the environment gave no reward."""
 
+    name: str = ""
+    """The `name` in the environment's message, which is the tool in a tool message; empty if there is none."""
+
 
 @dataclass
 class Ending:
@@ -132,7 +135,8 @@ class Ending:
     """The environment, pickled if it runs in workers."""
 
     failure: str = ""
-    """Kind of failure that ended the conversation (`environments.workers.FAILURES`); empty if nothing failed."""
+    """Kind of the last failed call (`environments.workers.FAILURES`), also if the environment's method `on_failure` has
+    answered and the conversation continued; empty if no call failed."""
 
     is_scorable: bool = True
     """False if the completion gets no reward because of the failure."""

@@ -262,16 +262,16 @@ class PromptSource:
             epochs_left: Epochs after this one in the run; None if the run has no limit.
         """
         cycles: list[list[Prompt]] = []
-        epoch, order, used = self.epoch, self.order, self.prompts_used
+        epoch, order, used, size = self.epoch, self.order, self.prompts_used, self.prompts_per_rollout
         while len(cycles) < count:
-            block, used = order.take(used, self.prompts_per_rollout)
-            if len(block):
-                cycles.append(order.share(block[self.rank :: self.world_size]))  # type: ignore[arg-type]
-            elif isinstance(self.prompts, PromptStream) or epoch - self.epoch == epochs_left:
+            # One block for all cycles, because a `StreamOrder` forgets the prompts before the start of a block.
+            block, _ = order.take(used, (count - len(cycles)) * size)
+            parts = [block[start : start + size] for start in range(0, len(block), size)]
+            cycles += [order.share(part[self.rank :: self.world_size]) for part in parts]  # type: ignore[arg-type]
+            if isinstance(self.prompts, PromptStream) or epoch - self.epoch == epochs_left:
                 break
-            else:
-                epoch, used = epoch + 1, 0
-                order = ListedOrder(self.prompts, self.order_seed(epoch))
+            epoch, used = epoch + 1, 0
+            order = ListedOrder(self.prompts, self.order_seed(epoch))
         return cycles
 
     def read(self, block: Sequence[Any]) -> list[Prompt]:

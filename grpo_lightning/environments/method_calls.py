@@ -17,6 +17,7 @@ from grpo_lightning.environments.base import (
     messages_of,
     named_columns,
 )
+from grpo_lightning.environments.swift_and_trl import MultiTurnFunction
 
 Method = Literal["reset", "step", "end", "on_failure"]
 
@@ -109,7 +110,8 @@ class EnvironmentCalls:
         Args:
             method: Name of the method.
             environment: The environment; None uses a copy of the environment that conversations begin with.
-            arguments: The columns for `reset`, the text for `step`, None for `end`, (kind, problem) for `on_failure`.
+            arguments: The columns for `reset`, (text, finish reason) for `step`, None for `end`, (kind, problem) for
+                `on_failure`.
 
         Returns:
             The pair (environment after the call, value), or a coroutine that returns this pair.
@@ -120,7 +122,10 @@ class EnvironmentCalls:
             reset = getattr(environment, "reset", None)
             value = None if reset is None else reset(**named_columns(reset, arguments))
         elif method == "step":
-            value = environment.step(arguments)
+            text, finish_reason = arguments
+            if isinstance(environment, MultiTurnFunction):
+                environment.finish_reason = finish_reason
+            value = environment.step(text)
         elif method == "end":
             value = environment.end() if hasattr(environment, "end") else None
         elif hasattr(environment, "on_failure"):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from grpo_lightning.core.event_loop import wait_for
-from grpo_lightning.core.types import Message
+from grpo_lightning.core.types import FinishReason, Message
 from grpo_lightning.environments.base import Environment, EnvironmentLike, Step, named_columns
 from grpo_lightning.environments.tools import ToolFormat, Tools, name_of
 
@@ -17,11 +17,13 @@ from grpo_lightning.environments.tools import ToolFormat, Tools, name_of
 class MultiTurnFunction(Environment):
     """An environment that calls a function written for ms-swift 3 as a `multi_turn_func`.
 
-    The function gets a list with one dict. The dict contains the data columns and `messages`, the chat up to and
-    including the policy's turn. The function sets `finished` in the dict to True or False, and returns the list. To
-    continue the conversation, the function either appends messages, which become the observation, or changes the
-    policy's last message. A changed message must consist of the policy's message, which may be cut off at any point,
-    and of added text. The policy then continues after the added text.
+    The function gets a list with one dict. The dict contains the data columns, `messages` (the chat up to and including
+    the policy's turn), `finish_reason` ("stop", or "length" for a truncated turn) and `index`, which is always 0. Keys
+    that the function sets are kept until the next turn. The function sets `finished` in the dict to True or False, and
+    returns the list. To continue the conversation, the function either appends messages, which become the observation,
+    or changes the policy's last message. A changed message must consist of the policy's message, which may be cut off
+    at any point, and of added text. The policy then continues after the added text. If `finished` is True, the last
+    message may only be cut off, and the logs show appended messages.
 
     Args:
         function: The function.
@@ -31,10 +33,12 @@ class MultiTurnFunction(Environment):
         self.function = function
         self.columns: dict[str, Any] = {}
         self.messages: list[Message] = []
+        self.finish_reason: FinishReason = "stop"
+        """Why the policy's turn ended, set before each call of `step`."""
 
     def reset(self, prompt: Any, **columns: Any) -> None:
         """Store the prompt and the columns, which `step` passes to the function."""
-        self.columns = dict(columns)
+        self.columns = {"index": 0, **columns}
         self.messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
     def step(self, completion: str) -> Step:
@@ -43,17 +47,17 @@ class MultiTurnFunction(Environment):
         before = str(self.messages[-1]["content"]) if is_continued else ""
         kept = self.messages[:-1] if is_continued else self.messages
         messages = [*kept, {"role": "assistant", "content": before + completion}]
-        returned = self.function([{**self.columns, "messages": copy.deepcopy(messages)}])
+        given = {**self.columns, "finish_reason": self.finish_reason, "messages": copy.deepcopy(messages)}
+        returned = self.function([given])
         if not isinstance(returned, Sequence) or len(returned) != 1 or not isinstance(returned[0], Mapping):
             raise ValueError(f"A multi-turn function must return the list of dicts that it got, got {returned!r:.120}.")
         if "finished" not in returned[0]:
             raise ValueError("A multi-turn function must set 'finished' to True or False in each dict that it returns.")
-        after = list(returned[0]["messages"])
-        if returned[0]["finished"]:
-            return Step(done=True)
-        self.messages = after
+        self.columns |= {name: value for name, value in returned[0].items() if name != "messages"}
+        self.messages, is_finished = list(returned[0]["messages"]), bool(returned[0]["finished"])
+        after = self.messages
         if after[: len(messages)] == messages and len(after) > len(messages):
-            return Step([dict(message) for message in after[len(messages) :]])
+            return Step([dict(message) for message in after[len(messages) :]], done=is_finished)
         changed = str(after[-1]["content"]) if len(after) == len(messages) else ""
         if len(after) != len(messages) or after[:-1] != messages[:-1] or not changed.startswith(before):
             raise ValueError(
@@ -65,6 +69,13 @@ class MultiTurnFunction(Environment):
             (i for i, (a, b) in enumerate(zip(mine, completion, strict=False)) if a != b),
             min(len(mine), len(completion)),
         )
+        if is_finished:
+            if mine[keep:]:
+                raise ValueError(
+                    "A multi-turn function has added text to the last message, and has set 'finished' to True: it may "
+                    "only cut the last message off, or leave it unchanged. Only the policy's text is trained on."
+                )
+            return Step(done=True) if keep == len(completion) else Step("", done=True, keep=keep)
         if not mine[keep:]:
             raise ValueError(
                 "A multi-turn function has set 'finished' to False, but has added nothing from which the policy can "

@@ -29,7 +29,7 @@ from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
 from grpo_lightning.core.event_loop import event_loop
-from grpo_lightning.core.types import Prompt
+from grpo_lightning.core.types import FinishReason, Prompt
 from grpo_lightning.environments.base import Environment, InvalidStepError
 from grpo_lightning.environments.method_calls import EnvironmentCalls, Method, copy_environment
 from grpo_lightning.rewards.workers import Answer, RewardWorkers, WorkerPool, seeded_random
@@ -51,10 +51,10 @@ class Result(NamedTuple):
 
     value: Any
     """The checked result of the method: an observation or None for `reset`, a `Step` for `step`, a number or None for
-    `end`, and a `Step` or None for `on_failure`. If the call failed, it is None."""
+    `end`, and a `Step` or None for `on_failure`. If the call failed, it is None, unless `on_failure` has answered."""
 
     failure: str = ""
-    """One of `FAILURES`; empty on success."""
+    """One of `FAILURES`, also if `on_failure` has answered; empty on success."""
 
     problem: str = ""
     """Description of the failure; in messages, it follows the name of the environment."""
@@ -140,23 +140,25 @@ class EnvironmentRunner:
         """Copy a prompt's environment for one conversation. Raises: RuntimeError if it cannot be copied."""
         return state if isinstance(state, bytes) else copy_environment(state)
 
-    def step(self, state: Any, text: str, seed: int) -> Future[Answer]:
+    def step(self, state: Any, text: str, seed: int, finish_reason: FinishReason = "stop") -> Future[Answer]:
         """Start a call of the environment's method `step`.
 
         Args:
             state: The environment.
             text: The policy's turn.
             seed: Seed of the random numbers of the call.
+            finish_reason: Why the turn ended.
         """
         if not math.isinf(self._deadline):
             self._begin_round()
-        return self._call("step", state, text, seed)
+        return self._call("step", state, (text, finish_reason), seed)
 
     def wait(self, future: Future[Answer], state: Any) -> Result:
         """Wait until a call of the environment's method `step` ends, and return its result.
 
         If the call fails, the environment's method `on_failure` is called. If `on_failure` returns a valid value other
-        than None, the result is that of `on_failure`. Otherwise, the result describes the failure of `step`.
+        than None, the result has this value and the kind of the failure. Otherwise, the result describes the failure of
+        `step`.
 
         Args:
             future: The future that `EnvironmentRunner.step` returned for the call.
@@ -169,7 +171,7 @@ class EnvironmentRunner:
             return result
         late = self._deadline + self.limits.timeout_seconds  # `on_failure` may run after the deadline
         answer = self._result(self._call("on_failure", state, (result.failure, result.problem), 0, late), state)
-        return result if answer.failure or answer.value is None else answer
+        return result if answer.failure or answer.value is None else answer._replace(failure=result.failure)
 
     def _begin_round(self) -> None:
         """Begin a round of calls. These have no deadline while turns are still being sampled."""

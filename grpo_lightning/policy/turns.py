@@ -28,7 +28,7 @@ REASONING = "reasoningofthepolicy"
 """The word that stands for the reasoning of the policy."""
 
 TRUNCATED = " ... (truncated)"
-"""Appended to an observation that was cut."""
+"""Appended to a text of an observation that was cut."""
 
 
 class TurnTokens:
@@ -138,12 +138,12 @@ class TurnTokens:
                 shown += mark
         return str(self.tokenizer.decode(shown, skip_special_tokens=True))
 
-    def cut(self, text: str, max_tokens: int) -> tuple[str, bool]:
-        """Cut a text to at most `max_tokens` tokens. Returns: the text, and whether it was cut."""
+    def cut(self, text: str, max_tokens: int) -> tuple[str, int]:
+        """Cut a text to at most `max_tokens` tokens. Returns: the text, and its number of tokens."""
         ids = self.encode(text)
         if len(ids) <= max_tokens:
-            return text, False
-        return str(self.tokenizer.decode(ids[:max_tokens])) + TRUNCATED, True
+            return text, len(ids)
+        return str(self.tokenizer.decode(ids[:max_tokens])), max_tokens
 
     def behind_the_turn(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
         """Text that the template writes after a turn of the policy."""

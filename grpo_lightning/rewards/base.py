@@ -492,10 +492,7 @@ def message_text(message: Message) -> str:
 
 
 def completion_text(completion: Content) -> str:
-    """Extract the text of a completion: the string itself, or the text of the last assistant message.
-
-    A conversation may end with an observation. Its text is not the policy's, so it is not part of the result.
-    """
+    """Extract the text of a completion: the string itself, or the text of the last assistant message."""
     if isinstance(completion, str):
         return completion
     return next(

@@ -592,16 +592,24 @@ def _environment(completion: Completion) -> Any:
 
 
 def written_messages(completion: Completion) -> list[Message]:
-    """The messages of a completion: one assistant message, or the messages of all turns of a conversation."""
+    """The messages of a completion: one assistant message, or the messages of all turns of a conversation.
+
+    An observation at the end is left out, because the policy has not seen it.
+    """
     if completion.turns is None:
         return [{"role": "assistant", "content": completion.text}]
     messages: list[dict[str, Any]] = []
-    for turn in completion.turns:
+    turns = list(completion.turns)
+    while turns and not turns[-1].is_sampled and turns[-1].start == turns[-1].end:
+        turns.pop()
+    for turn in turns:
         is_continued = bool(messages) and messages[-1]["role"] == "assistant" and turn.role in ("assistant", "")
         if is_continued:
             messages[-1]["content"] += turn.text
         else:
             messages.append({"role": turn.role or "assistant", "content": turn.text})
+            if turn.name or turn.role == "tool":
+                messages[-1]["name"] = turn.name
     return messages  # type: ignore[return-value]
 
 

@@ -77,9 +77,10 @@ class ConversationSettings:
     completion (`sampling.max_completion_length`) always applies, and includes the tokens of observations."""
 
     max_observation_length: int = 1024
-    """Tokens to which the text of an observation is cut. Images are never cut, and their tokens do not count here. The
-    policy's `max_pixels` or `max_anyres_num` limits the size of images. All tokens, including those of images, count
-    towards `sampling.max_completion_length`."""
+    """Tokens to which the text of an observation is cut. If the observation has several texts (messages, or parts of a
+    message), this limits their sum. Images are never cut, and their tokens do not count here. The policy's `max_pixels`
+    or `max_anyres_num` limits the size of images. All tokens, including those of images, count towards
+    `sampling.max_completion_length`."""
 
     on_error: OnError = "raise"
     """The consequence of a failed call of an environment. "raise" stops the run. "none" ends the conversation, and its
@@ -175,8 +176,8 @@ class Conversation:
             Turn("assistant", sampled.text, start, end, is_sampled=True, finish_reason=sampled.finish_reason)
         )
 
-    def read(self, role: str, text: str, ids: Sequence[int], images: ObservedImages | None = None) -> None:
-        """Append an observation."""
+    def read(self, messages: Sequence[Message], ids: Sequence[int] = (), images: ObservedImages | None = None) -> None:
+        """Append an observation. Its tokens belong to its last message; without tokens, the policy does not see it."""
         start = len(self.token_ids)
         if images is not None:
             self.images.append(replace(images, start=start, end=start + len(ids)))
@@ -185,7 +186,10 @@ class Conversation:
         self.mask += [False] * len(ids)
         if self.entropies is not None:
             self.entropies += [0.0] * len(ids)
-        self.turns.append(Turn(role, text, start, len(self.token_ids), is_sampled=False))
+        for number, message in enumerate(messages, 1):
+            end = len(self.token_ids) if number == len(messages) else start
+            name = str(message.get("name") or "")
+            self.turns.append(Turn(str(message["role"]), text_of(message), start, end, is_sampled=False, name=name))
 
     def drop_behind(self, count: int, text: str) -> None:
         """Keep the first `count` tokens of the last turn, and replace its text by `text`."""
@@ -332,12 +336,24 @@ class Conversations:
         """
         return [self.with_observation(self.describe_tools(prompt), observations.get(prompt.key)) for prompt in prompts]
 
-    def shorten(self, text: str) -> tuple[str, bool]:
-        """Cut an observation to `max_observation_length` tokens. Returns: the text, and whether it was cut."""
-        longest = self.settings.max_observation_length
-        short, is_cut = self.tokens.cut(text[: longest * CHARACTERS_PER_TOKEN], longest)
-        is_cut = is_cut or len(text) > longest * CHARACTERS_PER_TOKEN
-        return short if not is_cut or short.endswith(TRUNCATED) else short + TRUNCATED, is_cut
+    def shorten(self, messages: Sequence[Message]) -> tuple[list[Message], bool]:
+        """Cut the texts of an observation to `max_observation_length` tokens in total.
+
+        Returns:
+            The messages, and whether a text was cut.
+        """
+        left, is_cut = self.settings.max_observation_length, False
+
+        def cut(text: str) -> str:
+            nonlocal left, is_cut
+            short, num_tokens = self.tokens.cut(text[: left * CHARACTERS_PER_TOKEN], left)
+            left -= num_tokens
+            if short == text:
+                return text
+            is_cut = True
+            return short + TRUNCATED
+
+        return [change_texts(message, cut) for message in messages], is_cut
 
     def describe_tools(self, prompt: Prompt) -> Prompt:
         """Add the tools to the arguments of a prompt's chat template.
@@ -374,10 +390,8 @@ class Conversations:
                 f"environment {self.runner.name!r} returned an observation, which cannot be added to a truncated "
                 "prompt. Set data.overlong_prompts to drop, or return None from `reset`."
             )
-        messages = [
-            change_texts(message, lambda text: self.tokens.escape(self.shorten(text)[0]))
-            for message in messages_of(observation, "user")
-        ]
+        shortened, _ = self.shorten(messages_of(observation, "user"))
+        messages = [change_texts(message, self.tokens.escape) for message in shortened]
         images = images_of(messages)
         if images:
             self.check_images(is_chat=not isinstance(prompt.content, str))
@@ -632,7 +646,7 @@ class Game:
             )  # fmt: skip
         each.write(sampled)
         seed = derived_seed(self.seeds[each.prompt], "step", each.number, each.num_turns)
-        each.call = self.runner.step(each.state, sampled.text, seed)
+        each.call = self.runner.step(each.state, sampled.text, seed, sampled.finish_reason)
 
     def finish_turn(self, each: Conversation) -> None:
         """Wait for the environment, and end the conversation or append the observation."""
@@ -663,11 +677,9 @@ class Game:
             self._observe(each, step)
             return
         if step.keep is None:
-            for message in messages_of(step.observation, self.runner.observation_role):
-                each.read(str(message["role"]), text_of(message), [])
-        elif rest := self._keep(each, turn, step.keep):
-            room = self.sampling.max_completion_length - len(each.token_ids)
-            each.read("", rest, self.tokens.text_ids(rest)[:room])
+            each.read(self._messages(step))
+        else:
+            self._give_back(each, self._keep(each, turn, step.keep))
 
     def end(self, limited: Sequence[Conversation]) -> None:
         """Call `end` of the environments of conversations that a limit has ended, and add the returned rewards."""
@@ -684,17 +696,13 @@ class Game:
         """Append an observation if at least one token of a next turn fits after it; else end the conversation."""
         is_chat = not isinstance(self.prompts[each.prompt].content, str)
         turn, observed, given_back = each.turns[-1], None, ""
+        messages, is_cut = self.owner.shorten(self._messages(step))
+        if is_cut:
+            each.metrics["truncated_observations"] = each.metrics.get("truncated_observations", 0.0) + 1
         if step.keep is not None:
-            assert isinstance(step.observation, str)
             given_back = self._keep(each, turn, step.keep)
-            text = given_back + self._shorten(each, step.observation)
-            messages: list[Message] = [{"role": "", "content": text}]
-            ids = self.tokens.text_ids(text)
+            ids = self.tokens.text_ids(given_back + text_of(messages[0]))
         else:
-            messages = [
-                change_texts(message, lambda text: self._shorten(each, text))
-                for message in messages_of(step.observation, self.runner.observation_role)
-            ]
             settings = self.prompts[each.prompt].chat_template_kwargs
             last = each.token_ids[-1] if turn.end > turn.start else None
             if images := images_of(messages):
@@ -715,11 +723,21 @@ class Game:
         if len(each.token_ids) + len(ids) >= self.sampling.max_completion_length:
             if observed is not None:
                 self._warn_of_length(each, observed)
+            self._give_back(each, given_back)
+            each.finish_reason, ids, observed = "length", [], None
+        elif given_back:
+            messages = [{"role": "", "content": given_back + text_of(messages[0])}]
+        each.read(messages, ids, observed)
+
+    def _messages(self, step: Step) -> list[Message]:
+        """The messages of an observation. The role is empty if the observation continues the policy's message."""
+        return messages_of(step.observation, self.runner.observation_role if step.keep is None else "")
+
+    def _give_back(self, each: Conversation, text: str) -> None:
+        """Append the characters that `_keep` returned."""
+        if text:
             room = self.sampling.max_completion_length - len(each.token_ids)
-            each.finish_reason, ids, observed = "length", self.tokens.text_ids(given_back)[:room], None
-        for message in messages[:-1]:
-            each.read(str(message["role"]), text_of(message), [])
-        each.read(str(messages[-1]["role"]), text_of(messages[-1]), ids, observed)
+            each.read([{"role": "", "content": text}], self.tokens.text_ids(text)[:room])
 
     def _warn_of_length(self, each: Conversation, observed: ObservedImages) -> None:
         """Warn that a conversation ends because an observation with images is too long."""
@@ -734,13 +752,6 @@ class Game:
             len(each.token_ids),
             self.sampling.max_completion_length,
         )
-
-    def _shorten(self, each: Conversation, text: str) -> str:
-        """Cut an observation to `max_observation_length` tokens, and count it if it was too long."""
-        short, is_cut = self.owner.shorten(text)
-        if is_cut:
-            each.metrics["truncated_observations"] = each.metrics.get("truncated_observations", 0.0) + 1
-        return short
 
     def _keep(self, each: Conversation, turn: Turn, characters: int) -> str:
         """Cut the last turn after its first `characters` characters, and drop the tokens after them.

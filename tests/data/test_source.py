@@ -626,6 +626,17 @@ def test_a_stream_has_no_length_and_is_not_read_ahead_of_use():
     assert source.prompts.parts[0].args[0].reads == 3
 
 
+def test_the_next_cycles_of_a_stream_are_read_once():
+    source = streaming(shuffle=False)
+    peeked = []
+    for batch in source:
+        batch.use()
+        peeked.append([[prompt.content for prompt in prompts] for prompts in source.next_cycles(2)])
+    cycles = [["p0", "p1", "p2"], ["p3", "p4", "p5"], ["p6", "p7", "p8"], ["p9"]]
+    assert peeked == [cycles[1:3], cycles[2:4], cycles[3:], []]
+    assert source.prompts.parts[0].args[0].reads == 10
+
+
 @SLOW
 @given(
     st.integers(1, 12), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.sampled_from([0, 2])

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from grpo_lightning.environments import MultiTurnFunction, Tools, as_environment
+from grpo_lightning.environments import MultiTurnFunction, Step, Tools, as_environment
+from grpo_lightning.environments.method_calls import EnvironmentCalls
 from grpo_lightning.environments.swift_and_trl import ToolObject
 from tests.environments.games import Counted, Locked, double
 
@@ -60,7 +61,38 @@ def test_a_changed_message_goes_on_behind_what_is_unchanged():
     assert (step.observation, step.keep) == ("But wait... ", len("So it is "))
     last = environment.step("<answer>2</answer>")
     assert last.done
-    assert environment.messages[-1]["content"] == "So it is But wait... "
+    assert environment.messages[-1]["content"] == "So it is But wait... <answer>2</answer>"
+
+
+def ends(inputs, text):
+    """Change the last message, and end the conversation."""
+    inputs[0]["messages"][-1]["content"] = text
+    return [{**inputs[0], "finished": True}]
+
+
+def test_the_last_message_of_a_conversation_may_be_cut_off():
+    environment = MultiTurnFunction(lambda inputs: ends(inputs, "So it is"))
+    for text, step in (("So it is 2", Step("", done=True, keep=len("So it is"))), ("So it is", Step(done=True))):
+        environment.reset(prompt="1+1?")
+        assert environment.step(text) == step
+
+
+def counts_turns(inputs):
+    """Counts turns in a key of its own, and copies the keys that ms-swift needs to new dicts."""
+    (each,) = inputs
+    turns = each.get("turns", 0) + 1
+    kept = {name: each[name] for name in ("index", "finish_reason")}
+    observation = {"role": "user", "content": f"{each['finish_reason']} {each['index']} {each['solution']}"}
+    return [{**kept, "messages": [*each["messages"], observation], "turns": turns, "finished": turns == 2}]
+
+
+def test_keys_are_kept_between_turns_and_appended_messages_of_the_last_turn_are_logged():
+    calls, seen = EnvironmentCalls(MultiTurnFunction(counts_turns), 100), []
+    state, _ = calls.call("reset", None, {"prompt": "1+1?", "solution": "2"})
+    for finish_reason in ("length", "stop"):
+        state, step = calls.call("step", state, ("3", finish_reason))
+        seen.append((step.observation[0]["content"], step.done))
+    assert seen == [("length 0 2", False), ("stop 0 2", True)]
 
 
 @pytest.mark.parametrize(
@@ -70,6 +102,7 @@ def test_a_changed_message_goes_on_behind_what_is_unchanged():
         (lambda inputs: [{"messages": inputs[0]["messages"]}], "must set 'finished'"),
         (lambda inputs: [{**inputs[0], "finished": False}], "has added nothing"),
         (lambda inputs: [{**inputs[0], "messages": [], "finished": False}], "has changed other messages"),
+        (lambda inputs: ends(inputs, "a."), "has added text to the last message, and has set 'finished' to True"),
     ],
 )
 def test_other_functions_are_refused(function, message):

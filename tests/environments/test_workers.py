@@ -65,7 +65,7 @@ def test_megabytes_do_not_leave_the_worker():
 @SLOW
 def test_a_tool_that_hangs_is_told_to_the_policy():
     (result,) = play(Tools([slow_tool]), "[slow_tool(number=1)]")
-    assert result.failure == ""
+    assert result.failure == "timeout"
     assert result.value.observation == [{"role": "tool", "content": "Error: the tool took too long."}]
     assert result.value.metrics["calls/timeout"] == 1
 

@@ -114,6 +114,27 @@ class Once(ByPromptLength):
         return Step(done=True, reward=float(completion.count("a")))
 
 
+class One(Once):
+    """Gives the same reward to all conversations that do not fail."""
+
+    def step(self, completion: str) -> Step:
+        return replace(super().step(completion), reward=1.0)
+
+
+def test_failures_are_not_scorable(tmp_path):
+    history, limits = History(), {"max_turn_length": 6, "on_error": "none"}
+    module = module_of(One(), limits, num_generations=8)
+    fit(module, PROMPTS, max_steps=1, shuffle=False, callbacks=[history, CompletionLog(dirpath=str(tmp_path))])
+    step = history.steps[0]
+    failed = [completion.has_failed for group in module.rollout.groups for completion in group.completions]
+    assert 0 < sum(failed) < len(failed)
+    assert step["reward/mean"] == step["reward/environment_reward"] == step["reward/zero_variance_groups"] == 1
+    assert step["reward/not_scorable"] == sum(failed) / len(failed)
+    lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    values = [(line["reward"], line["rewards"]["environment_reward"]) for line in lines]
+    assert values == [(None, None) if has_failed else (1, 1) for has_failed in failed]
+
+
 def test_failures_are_not_validated(caplog):
     module = module_of(Once(), {"max_turn_length": 6, "on_error": "none"})
     seen: list[Any] = []

@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grpo_lightning.core.types import Completion, Prompt, Turn
-from grpo_lightning.environments import Environment, EnvironmentRunner, Step, Tools, calculator
+from grpo_lightning.environments import Environment, EnvironmentRunner, MultiTurnFunction, Step, Tools, calculator
 from grpo_lightning.environments.tools import ToolCall
 from grpo_lightning.functional import turn_credits
 from grpo_lightning.policy.encoder import Encoder
@@ -239,6 +239,40 @@ def test_observations_are_cut_and_counted(policy):
         assert completion.ending.metrics["truncated_observations"] == 1
 
 
+class Several(Environment):
+    """Returns messages whose texts have 6, 6 and 0 characters, and a name."""
+
+    observation_role = "tool"
+
+    def step(self, completion: str) -> list[dict[str, str]]:
+        return [{"role": "tool", "content": text, "name": "f"} for text in ("x" * 6, "y" * 6, "")]
+
+
+def test_the_texts_of_an_observation_are_cut_to_the_limit_together(policy):
+    (row,) = sample(policy, Several(), ["p"], max_turn_length=3, max_observation_length=8, max_turns=2)
+    for completion in row:
+        assert [turn.text for turn in completion.turns[1:4]] == ["x" * 6, "yy ... (truncated)", ""]
+        assert completion.ending.metrics["truncated_observations"] == 1
+
+
+@pytest.mark.parametrize(("limits", "count"), [({"max_turns": 2}, 5), ({"max_turns": 2, "length": 15}, 1)])
+def test_rewards_do_not_get_an_observation_that_the_policy_has_not_seen(limits, count):
+    completion = play_turns(Several(), tiny_tokenizer(), "ab", **limits)
+    messages = written_messages(completion)
+    assert len(completion.turns) == count + 3  # in the logs
+    tools = [{"role": "tool", "content": text, "name": "f"} for text in ("x" * 6, "y" * 6, "")]
+    policys = {"role": "assistant", "content": "ab"}
+    assert messages == [policys, *tools, policys][:count]
+
+
+def test_a_continuation_that_the_policy_has_not_seen_is_no_part_of_its_message():
+    """The policy wrote `a>b` with the token `>b`, and the environment keeps `a>`."""
+    completion = play_turns(Cuts(2), tokenizer_with(">b"), "a>bc", length=8)
+    assert (completion.text, completion.finish_reason) == ("a>", "length")
+    assert [(turn.text, turn.end - turn.start) for turn in completion.turns] == [("a", 1), (">", 1), ("[more]", 0)]
+    assert written_messages(completion) == [{"role": "assistant", "content": "a>"}]
+
+
 class Continue(Environment):
     """Goes on behind the first two characters of each turn."""
 
@@ -349,6 +383,21 @@ def test_a_cut_of_a_long_turn_decodes_a_few_times(monkeypatch):
 def test_characters_that_are_given_back_are_no_part_of_the_observations_limit():
     completion = play_turns(Cuts(2), tokenizer_with(">b"), "a>bc", max_turns=2, max_observation_length=6)
     assert completion.text.startswith("a>[more]a")
+
+
+def repeats_the_reason(inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A multi-turn function."""
+    for each in inputs:
+        each["messages"].append({"role": "user", "content": each["finish_reason"]})
+        each["finished"] = False
+    return inputs
+
+
+@pytest.mark.parametrize(("max_turn_length", "reason"), [(2, "length"), (3, "stop")])
+def test_a_multi_turn_function_gets_the_reason_why_the_turn_ended(max_turn_length, reason):
+    environment = MultiTurnFunction(repeats_the_reason)
+    completion = play_turns(environment, tiny_tokenizer(), "ab", max_turns=2, max_turn_length=max_turn_length)
+    assert completion.turns[1].text == reason
 
 
 @pytest.mark.parametrize(("done", "max_turns", "reason"), [(True, 8, "stop"), (False, 1, "turns")])
@@ -472,6 +521,19 @@ def test_on_error_says_what_happens_to_a_conversation(policy, way, caplog):
     assert caplog.text.count("The conversation ends (model.conversation.on_error: none)") == 1
     (row,) = sample(policy, Faulty(way), ["p"], max_turn_length=3, on_error="value", error_value=-1.0)
     assert [(c.ending.is_scorable, c.environment_reward, c.finish_reason) for c in row] == [(True, -1.0, "stop")] * 3
+
+
+class Answers(Faulty):
+    """Answers failures."""
+
+    def on_failure(self, kind: str, problem: str) -> Step:
+        return Step(f"failed: {kind}")
+
+
+def test_an_answered_failure_is_counted_and_the_conversation_continues(policy):
+    for completion in flat(sample(policy, Answers("raise"), ["p"], max_turn_length=3, max_turns=3)):
+        assert (completion.ending.failure, completion.ending.is_scorable) == ("exception", True)
+        assert [turn.text for turn in completion.turns[1::2]] == ["on", "failed: exception", "on"]
 
 
 def test_settings_are_checked():

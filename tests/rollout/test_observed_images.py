@@ -233,8 +233,8 @@ def test_only_the_text_of_an_observation_is_cut():
     for completion in group.completions:
         (images,) = completion.images
         assert completion.token_ids.count(image) == images.vision.num_image_tokens == 6
-        assert completion.turns[1].text == "long long  ... (truncated)<image>long long  ... (truncated)"
-        assert completion.ending.metrics["truncated_observations"] == 2
+        assert completion.turns[1].text == "long long  ... (truncated)<image> ... (truncated)"
+        assert completion.ending.metrics["truncated_observations"] == 1
 
 
 def test_an_observation_without_room_is_warned_of(caplog):
