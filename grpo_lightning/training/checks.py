@@ -119,7 +119,8 @@ def completed_hook(override: Callable[..., Any], own: Callable[..., Any]) -> Cal
         callbacks = own(module, *args, **kwargs)
         if callbacks is None:
             return returned
-        return [*callbacks, *(returned if isinstance(returned, Sequence) else [returned])]
+        others = returned or []
+        return [*callbacks, *(others if isinstance(others, Sequence) else [others])]
 
     return run
 
