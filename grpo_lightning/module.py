@@ -857,6 +857,9 @@ class GRPOLightningModule(L.LightningModule):
         self.check_data()
         if stage == "fit":
             self.run.cycle = None  # removes the cycle of an earlier run; a checkpoint, loaded later, sets its own cycle
+            if self.trainer.global_step == 0:
+                for source in data_checks.prompt_sources([self.trainer.fit_loop]):
+                    source.start_over()
             self.requested_max_steps = self.trainer.max_steps
             self.run_length = None
             checks.round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))

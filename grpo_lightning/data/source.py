@@ -171,6 +171,11 @@ class PromptSource:
             # A checkpoint saved before the first batch must not store the old epoch's position for the new epoch.
             self.epoch, self.prompts_used, self.cycle_start, self.position = epoch, 0, 0, 0
 
+    def start_over(self) -> None:
+        """Forget the position of an earlier run, which a checkpoint before the first batch must not store."""
+        if self.resume_from is None:
+            self.epoch = self.prompts_used = self.cycle_start = self.position = self.epochs_ahead = 0
+
     @property
     def order(self) -> ListedOrder | StreamOrder:
         """The order of this epoch's prompts."""

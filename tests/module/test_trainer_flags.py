@@ -208,6 +208,21 @@ def test_a_source_shuffles_again_after_overfit_batches():
     assert seen.rollouts == [(0, [p.index for p in batch.prompts]) for batch in make_source(module)]
 
 
+def test_a_checkpoint_before_the_first_step_begins_with_the_first_prompts(tmp_path):
+    """Also if an earlier run has used the source."""
+
+    class Saves(L.Callback):
+        def on_train_batch_start(self, trainer, *others):
+            trainer.save_checkpoint(tmp_path / "begin.ckpt")
+
+    module = make_module(length=2)
+    source = make_source(module)
+    for callbacks in ([], [Saves()]):
+        make_trainer(max_steps=1, callbacks=callbacks).fit(module, source)
+    loops = torch.load(tmp_path / "begin.ckpt", weights_only=False)["loops"]["fit_loop"]
+    assert loops["state_dict"]["combined_loader"][0]["prompts_used"] == 0
+
+
 @pytest.mark.parametrize("is_own", [pytest.param(False, marks=SLOW), True])
 def test_evaluations_keep_the_order_of_the_data(is_own):
     """`limit_val_batches` then evaluates the same prompts every time."""

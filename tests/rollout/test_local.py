@@ -1,9 +1,11 @@
 """The local engine draws what `generate` draws, from the distribution it says, at a fraction of the work."""
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import logging
+import threading
 
 import pytest
 import torch
@@ -738,3 +740,10 @@ def test_a_run_checks_its_engine_and_leaves_no_trace(monkeypatch):
     module = make_module()
     module.configure_model()
     assert "differs by 1.0e-02 nats" in module.engine.reason
+
+
+def test_a_copy_of_an_engine_captures_its_own_graphs():
+    """CUDA graphs cannot be copied; neither can this lock."""
+    engine = LocalEngine()
+    engine.captured = threading.Lock()
+    assert copy.deepcopy(engine).captured is None
