@@ -65,6 +65,20 @@ class StepEnds(L.Callback):
         self.min_steps = min_steps
         self.has_ended = False
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Until the policy is loaded, save no checkpoint: a failed attempt would hide the error that ends the run."""
+        save = getattr(trainer.save_checkpoint, "__wrapped__", trainer.save_checkpoint)
+
+        @functools.wraps(save)
+        def save_if_loaded(filepath: Any, *args: Any, **kwargs: Any) -> None:
+            if hasattr(pl_module, "policy"):
+                save(filepath, *args, **kwargs)
+            else:
+                log.info("No checkpoint %s is saved, because the policy is not loaded yet.", filepath)
+
+        if stage == "fit":
+            trainer.save_checkpoint = save_if_loaded  # type: ignore[method-assign]
+
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Replace the trainer's `save_checkpoint` and the strategy's `remove_checkpoint`, which all callbacks use."""
         self.waiting, self.has_ended = [], False

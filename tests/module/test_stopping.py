@@ -9,7 +9,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint, Timer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from grpo_lightning.data.source import PromptSource
@@ -268,3 +268,18 @@ def test_resumed_by_max_steps_the_epochs_begin_and_are_validated_as_in_the_unbro
     for steps in (EPOCH_STEPS, INSIDE):
         folder = tmp_path / str(steps)
         assert run(folder, steps) + run(folder, STEPS, resume=True) == want, steps
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning looks for a checkpoint that the callback has saved
+def test_an_error_before_the_policy_is_loaded_is_the_error_of_the_run(tmp_path: Path):
+    """There is nothing to save then, and a failed attempt would replace the error."""
+    saver = OnExceptionCheckpoint(tmp_path / "saved")
+    trainer = make_trainer(max_steps=1, callbacks=[saver], enable_checkpointing=True)
+    module, whole = (make_module(length=2, num_generations=2) for _ in range(2))
+    module.load_policy = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(module, make_source(module, PROMPTS, batch_size=2))
+    trainer.fit(whole, make_source(whole, PROMPTS, batch_size=2))
+    trainer.save_checkpoint(tmp_path / "later.ckpt")
+    assert not (tmp_path / "saved").exists()
+    assert (tmp_path / "later.ckpt").exists()
