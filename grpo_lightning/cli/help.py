@@ -33,9 +33,9 @@ DESCRIPTIONS = {
         "checkpoints. --ckpt_path FILE resumes in a new folder; FILE may also be the folder of a run, for its newest "
         "checkpoint. Settings come from the command line, never from the checkpoint. A job that SLURM has requeued "
         "resumes as with auto. By default, checkpoints are written at the end of every epoch and every 15 minutes, and "
-        "the newest of each kind is kept; a ModelCheckpoint in trainer.callbacks replaces both, or only the first if "
-        "it keeps the best by a metric. A checkpoint is also written at the end of the run, and when Ctrl-C or SIGTERM "
-        "stops the run after the current step. "
+        "the newest of each kind is kept. A ModelCheckpoint in trainer.callbacks replaces both kinds. If it keeps the "
+        "best by a metric, it replaces only the first kind. A checkpoint is also written at the end of the run, and "
+        "when Ctrl-C or SIGTERM stops the run after the current step. "
         "--help-all model.objective shows the settings of one object, --model.scheduler.help=Cosine those of a class."
     ),
     "validate": "Evaluate on data.val_datasets. --ckpt_path takes a file, or auto: the newest of runs/<run_name>.",

@@ -23,7 +23,7 @@ def run(args: list[str]) -> None:
     from grpo_lightning.cli.errors import ConfigurationError
     from grpo_lightning.report import find_run, read_run, write_report
 
-    paths = [Path(path) for path in (options.run, *options.others)]
+    paths = [Path(path) for path in options.runs]
     if len(paths) > MAX_RUNS:
         raise ConfigurationError(f"A report shows at most {MAX_RUNS} runs, got {len(paths)}: write several reports.")
     if options.max_completions < 1:
@@ -43,10 +43,11 @@ def run(args: list[str]) -> None:
 
 
 def default_name(folders: list[Path]) -> str:
-    """Name of the file: `report.html`, `report_<run>_<version>.html` of the second of two, or `report_3_runs.html`."""
-    if len(folders) == 2:
-        return f"report_{'_'.join(folders[1].resolve().parts[-2:])}.html"
-    return "report.html" if len(folders) == 1 else f"report_{len(folders)}_runs.html"
+    """Name of the file: `report.html`, `report_<second run>_<version>.html` for two runs, or `report_3_runs.html`."""
+    if len(folders) == 1:
+        return "report.html"
+    others = f"{len(folders)}_runs" if len(folders) > 2 else "_".join(folders[1].resolve().parts[-2:])
+    return f"report_{others}.html"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,10 +60,15 @@ def parser() -> argparse.ArgumentParser:
         ["report runs/quickstart", "report runs/my_run/version_1 runs/my_run/version_0"],
     )
     parser.add_argument(
-        "run", help="folder of a run: runs/<run name>/version_<N>, or runs/<run name> for its newest training run"
+        "runs",
+        nargs="+",
+        metavar="run",
+        help="folder of a run: runs/<run name>/version_<N>, or runs/<run name> for its newest training run",
     )
-    parser.add_argument("others", nargs="*", metavar="run", help="folders of further runs, to compare")
-    parser.add_argument("--output", help="file to write; default: report.html in the folder of the first run")
+    parser.add_argument(
+        "--output",
+        help="file to write; default: report.html, or report_<other runs>.html, in the folder of the first run",
+    )
     parser.add_argument(
         "--max_completions",
         type=int,

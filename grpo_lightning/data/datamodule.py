@@ -134,7 +134,7 @@ class PromptDataModule(L.LightningDataModule):
         self.val_prompts: Prompts | None = None
         self.test_prompts: Prompts | None = None
         self._unused: set[str] = set()  # settings logged as having no effect
-        self._loader: Any = None  # loader of the policy whose tokens `max_prompt_length` has counted in the prompts
+        self._loader: Any = None  # loader of the policy with whose tokenizer `max_prompt_length` was applied
 
     def prepare_data(self) -> None:
         """Download or build the files."""
@@ -147,8 +147,7 @@ class PromptDataModule(L.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Read the data (only the first rows of a stream); an invalid row stops the run before weights are loaded.
 
-        Data that have been read before are not read again, unless `max_prompt_length` has counted tokens of another
-        policy.
+        Data are read once. If `max_prompt_length` is set, they are read again for another policy, with its tokenizer.
         """
         if self.max_prompt_length is not None:
             loader = self._attached_to().lightning_module.loader  # type: ignore[union-attr]

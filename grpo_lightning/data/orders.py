@@ -332,7 +332,7 @@ def source_names(prompts: Prompts) -> list[str]:
 def as_prompts(data: Any, convert: Callable[[Any, int], Prompt], **stream: int) -> Prompts:
     """Convert a dataset to prompts: a list immediately, other datasets lazily.
 
-    Every prompt has an index of its own. Prompts of a list keep their indices unless two of them have the same.
+    Each prompt gets a unique index. Prompts of a list keep their indices if these are unique.
 
     Args:
         data: Prompts, rows or texts, in a list, a dataset with a length, or an iterable that can be iterated

@@ -60,8 +60,8 @@ class Step:
     """The text or the messages that the policy gets next. If there is no observation, `done` must be True."""
 
     done: bool = False
-    """True if the conversation has ended. The policy then does not get the observation, so the completion does not have
-    it either; logs show it, and rewards find it in the argument `turns`."""
+    """True if the conversation has ended. The policy then does not get the observation, and the completion does not
+    contain it. Logs show it, and rewards find it in the argument `turns`."""
 
     reward: float | None = None
     """The environment's reward for the turn, or None. It is used by the reward function `EnvironmentReward` and by the

@@ -19,11 +19,11 @@ class MultiTurnFunction(Environment):
 
     The function gets a list with one dict. The dict contains the data columns, `messages` (the chat up to and including
     the policy's turn), `finish_reason` ("stop", or "length" for a truncated turn) and `index`, which is always 0. Keys
-    that the function sets are kept until the next turn. The function sets `finished` in the dict to True or False, and
+    that the function sets are kept for the next turns. The function sets `finished` in the dict to True or False, and
     returns the list. To continue the conversation, the function either appends messages, which become the observation,
     or changes the policy's last message. A changed message must consist of the policy's message, which may be cut off
-    at any point, and of added text. The policy then continues after the added text. If `finished` is True, the last
-    message may only be cut off, and the logs show appended messages.
+    at any point, and of added text. The policy then continues after the added text. If `finished` is True, the function
+    may cut the policy's message off, but must not add text to it. Messages that it appends are then only logged.
 
     Args:
         function: The function.
@@ -72,8 +72,8 @@ class MultiTurnFunction(Environment):
         if is_finished:
             if mine[keep:]:
                 raise ValueError(
-                    "A multi-turn function has added text to the last message, and has set 'finished' to True: it may "
-                    "only cut the last message off, or leave it unchanged. Only the policy's text is trained on."
+                    "A multi-turn function has added text to the policy's message, and has set 'finished' to True: it "
+                    "may then only cut the policy's message off, or append messages."
                 )
             return Step(done=True) if keep == len(completion) else Step("", done=True, keep=keep)
         if not mine[keep:]:

@@ -1,4 +1,4 @@
-"""Writes the report: the data of one run or several inside the page `report.html`, which loads nothing else."""
+"""Writes the report: the data of one or several runs inside the page `report.html`, which loads nothing else."""
 
 from __future__ import annotations
 

@@ -36,9 +36,10 @@ data column of the same name takes precedence, except where this is stated below
 - `request_id`: "<prompt_id>/<g>" with g the index of the completion in its group.
 - `rollout_infos`: empty dicts.
 - `images`: the row's images, only if the reward's signature names this argument.
-- `image_path`: the paths of the row's images, None for an image that is not a file; None for rows without images.
-- `image_grid_thw`: the size [t, h, w] of the row's first image in patches; None for rows without images, and for
-  policies whose processor has no output of that name.
+- `image_path`: a list with the path of each image of the row; the path of an image that is not a file is None. For
+  rows without images, the whole element is None.
+- `image_grid_thw`: the size [t, h, w] of the row's first image in patches; None for rows without images, and if the
+  policy's processor does not return it.
 - `problem`: the text of the last user message.
 
 In an argument that the reward's signature names, images of the data are PIL images, upright and in RGB. In `**kwargs`,
@@ -46,8 +47,8 @@ the images of a data column are `ImageRef`s.
 
 A class derived from ms-swift's ORM gets the completions as its first argument, whatever the name of this argument is.
 As in ms-swift, its arguments `response_token_ids`, `messages`, `finish_reason`, `is_truncated`, `prompt_id`,
-`request_id` and `rollout_infos` take precedence over data columns. Other rewards get the column. If such a reward names
-an argument that describes the completions, and its data have a column of that name, the run logs a warning.
+`request_id` and `rollout_infos` take precedence over data columns. Other rewards get the column. The run logs a warning
+if a reward names an argument that describes the completions, and gets a column instead.
 
 For conversations (`model.environment`), the completion of a chat consists of all messages after the prompt, including
 the observations. The text of such a completion (`completion_text`) is the policy's last message, even if the
@@ -260,15 +261,18 @@ class Reward(ABC):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The progress of the run, as rewards get it: picklable, with names of Lightning's Trainer and of transformers'."""
+    """The progress of the run, for rewards; picklable.
+
+    The names are those of Lightning's Trainer and of transformers' `TrainerState`.
+    """
 
     global_step: int
     """Completed optimizer steps."""
 
     max_steps: int
     """Optimizer steps of the whole run, even if only `trainer.max_epochs` limits the run; -1 if this number is unknown.
-    It is unknown before and without training, and in a run without `trainer.max_steps` whose number of steps per epoch
-    is unknown (streams, dynamic sampling)."""
+    It is unknown before and without training. It is also unknown for streams and dynamic sampling without
+    `trainer.max_steps`."""
 
     epoch: float
     """`current_epoch` plus the completed fraction of the current epoch; without the fraction if the number of steps per
@@ -400,7 +404,7 @@ class WeightedReward(Reward):
     def _read_images(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Replace the `ImageRef`s in the arguments that the signature names by PIL images.
 
-        The images are read here, not when the arguments are built, so that workers are not sent pixels.
+        The images are read here, not when the arguments are built, so that no pixels are sent to workers.
         """
         decoded: dict[int, Image] = {}  # completions of the same prompt have the same reference
 

@@ -74,9 +74,9 @@ class LLMJudge(AnswerReward):
     If a query fails, or the reply has no score, the completion is not scorable (None). A warning is logged, and the
     fraction of such completions is logged as `reward/llm_judge/failed`. The reward raises an error if all queries of a
     batch fail (wrong address, key or model). It also raises an error if no reply of a batch has a score, and no earlier
-    reply had one (the prompt requests another form of reply). `WeightedReward.on_error` decides what happens then.
-    VLM-R1 uses a fixed model, queries it for one completion at a time, and sets no time limit. If a query fails, VLM-R1
-    gives 1 if the text of the answer equals the ground truth, else 0.
+    reply had one. The prompt then probably requests another form of reply. `WeightedReward.on_error` decides what
+    happens after an error. VLM-R1 uses a fixed model, queries it for one completion at a time, and sets no time limit.
+    If a query fails, VLM-R1 gives 1 if the text of the answer equals the ground truth, else 0.
 
     Args:
         model: The name of the model at the endpoint.

@@ -236,7 +236,7 @@ class LocalEngine(RolloutEngine):
         if policy is not self.policy:
             raise RuntimeError(
                 "LocalEngine is connected to another policy: a module that was given the same engine has connected it "
-                "since. Give each module an engine of its own, or use the module through a Trainer, which connects the "
+                "later. Give each module its own engine, or use the module through a Trainer, which connects the "
                 "engine again."
             )
 

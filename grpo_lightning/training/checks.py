@@ -697,7 +697,7 @@ def warn_of_unknown_length(rewards: Sequence[WeightedReward], num_steps: int) ->
     readers = [reward.name for reward in rewards if reward.names("trainer_state")]
     if num_steps < 0 and readers:
         log.warning(
-            "`trainer_state.max_steps` is -1 in the rewards %s, because the number of steps per epoch is unknown, or "
-            "the run has no end. If they compute with it, set trainer.max_steps.",
+            "`trainer_state.max_steps` is -1 in the rewards %s, because the number of steps of the run is unknown. If "
+            "the rewards use it, set trainer.max_steps.",
             ", ".join(map(repr, readers)),
         )

@@ -102,7 +102,7 @@ def test_keys_are_kept_between_turns_and_appended_messages_of_the_last_turn_are_
         (lambda inputs: [{"messages": inputs[0]["messages"]}], "must set 'finished'"),
         (lambda inputs: [{**inputs[0], "finished": False}], "has added nothing"),
         (lambda inputs: [{**inputs[0], "messages": [], "finished": False}], "has changed other messages"),
-        (lambda inputs: ends(inputs, "a."), "has added text to the last message, and has set 'finished' to True"),
+        (lambda inputs: ends(inputs, "a."), "has added text to the policy's message, and has set 'finished' to True"),
     ],
 )
 def test_other_functions_are_refused(function, message):
