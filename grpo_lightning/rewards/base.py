@@ -181,9 +181,9 @@ class Reward(ABC):
     completions_as: CompletionsAs = "auto"
     """The form of completions that the reward takes; "auto" is the form of the prompt."""
 
-    is_orm: bool = False
-    """True if the arguments in `ORM_ALIASES` take precedence over data columns, as in ms-swift. Classes derived from
-    ms-swift's ORM or AsyncORM need not set this."""
+    inner_rewards: tuple[WeightedReward, ...] = ()
+    """The rewards that this reward calls with its own arguments. It gets the arguments that their signatures name, too.
+    If one of them is an ORM, the arguments in `ORM_ALIASES` take precedence over data columns."""
 
     @property
     def name(self) -> str:
@@ -365,7 +365,8 @@ class WeightedReward(Reward):
         self.completions_as = _own_form(reward) if completions_as == "auto" else completions_as
         self.per_group = bool(getattr(innermost(reward), "per_group", False))
         self.says_solved = bool(getattr(innermost(reward), "says_solved", False))
-        self.is_orm = _is_orm(reward) or bool(getattr(innermost(reward), "is_orm", False))
+        self.inner_rewards = tuple(getattr(innermost(reward), "inner_rewards", ()))
+        self.is_orm = _is_orm(reward) or any(inner.is_orm for inner in self.inner_rewards)
         self.is_async = is_async(reward)
         self.in_process = self.is_async or _belongs_here(reward)
         self._name = name or _name(reward)
@@ -419,8 +420,8 @@ class WeightedReward(Reward):
         }
 
     def names(self, argument: str) -> bool:
-        """Whether the reward's signature names an argument; `**kwargs` alone does not name it."""
-        return argument in self._named
+        """Whether the signature of the reward, or of a reward inside it, names an argument; not only `**kwargs`."""
+        return argument in self._named or any(inner.names(argument) for inner in self.inner_rewards)
 
     def check(self, max_completion_length: int) -> None:
         """Run `check` of the wrapped reward, if it is a `Reward`.

@@ -175,7 +175,7 @@ class AnyAnswer(Method):
             return 1.0
         if option := as_option(right):
             return self._score_option(given, *option)
-        if dates_in(given) or dates_in(right):  # as mathematics, 2024-05-01 would be 2018
+        if is_date(normalize(given)) or dates_in(right):  # as mathematics, 2024-05-01 would be 2018
             is_right = is_date(normalize(right)) and dates_in(given) == dates_in(right)
             return 1.0 if is_right else self._score_text(given, right)
         return self._score_formula(given, right) if _is_formula(right) else self._score_text(given, right)
@@ -278,7 +278,7 @@ class ByMethod(Reward):
         self.required_columns = self.methods[default].required_columns
         self.optional_columns = (method_column,)
         self.in_process = any(method.in_process for method in self.methods.values())
-        self.is_orm = any(method.is_orm for method in self.methods.values())
+        self.inner_rewards = tuple(self.methods.values())
 
     @property
     def name(self) -> str:
