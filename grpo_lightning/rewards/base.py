@@ -35,7 +35,8 @@ data column of the same name takes precedence, except where this is stated below
 - `prompt_id`: "<source>/<index>" of the prompt.
 - `request_id`: "<prompt_id>/<g>" with g the index of the completion in its group.
 - `rollout_infos`: empty dicts.
-- `images`: the row's images, only if the reward's signature names this argument.
+- `images`: the row's images, only if the reward's signature names this argument; an empty list for rows without
+  images, even if other rows have a column of this name.
 - `image_path`: the paths of the row's images, None for an image that is not a file; None for rows without images.
 - `image_grid_thw`: the size [t, h, w] of the row's first image in patches; None for rows without images, and for
   policies whose processor has no output of that name.
@@ -267,7 +268,7 @@ class TrainerState:
 
     max_steps: int
     """Optimizer steps of the whole run, even if only `trainer.max_epochs` limits the run; -1 if this number is unknown.
-    It is unknown before and without training, and in a run without `trainer.max_steps` whose number of steps per epoch
+    Without `trainer.max_steps`, it is unknown before and without training, and in a run whose number of steps per epoch
     is unknown (streams, dynamic sampling)."""
 
     epoch: float
