@@ -320,7 +320,7 @@ _UNITS = {
         *("km kilometer kilometre", "m meter metre", "cm centimeter centimetre", "mm millimeter millimetre"),
         *("mi mile", "ft foot feet", "in inch inche", "km/h kmh kph", "mi/h mph", "kg kilogram kilo", "g gram", "lb"),
         *("l liter litre", "ml milliliter millilitre", "h hour hr", "s second sec south", "am", "pm"),
-        *("n north", "e east", "w west", "c celsius", "f fahrenheit", "% percent", "dollar usd", "\u20ac euro", "\u00a3"),
+        *("n north", "e east", "w west", "c celsius", "f fahrenheit", "% percent", "dollar", "\u20ac euro", "\u00a3"),
     )
     for name in names.split()
 }

@@ -366,8 +366,8 @@ class WeightedReward(Reward):
         self.completions_as = _own_form(reward) if completions_as == "auto" else completions_as
         self.per_group = bool(getattr(innermost(reward), "per_group", False))
         self.says_solved = bool(getattr(innermost(reward), "says_solved", False))
-        self.inner_rewards = tuple(getattr(innermost(reward), "inner_rewards", ()))
-        self.is_orm = _is_orm(reward) or any(inner.is_orm for inner in self.inner_rewards)
+        self.inner_rewards: tuple[WeightedReward, ...] = getattr(innermost(reward), "inner_rewards", ())
+        self.is_orm: bool = _is_orm(reward) or any(inner.is_orm for inner in self.inner_rewards)
         self.is_async = is_async(reward)
         self.in_process = self.is_async or _belongs_here(reward)
         self._name = name or _name(reward)
