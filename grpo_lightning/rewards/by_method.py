@@ -151,8 +151,8 @@ class AnyAnswer(Method):
       compared with the text of the option ("Paris").
     - A number: an answer with exactly one number is correct if that number equals the ground truth ("There are 3." is
       3). An answer that is a formula ("3/4" for 0.75, "12 cm" for 12) is compared as mathematics.
-    - Mathematics: compared as in `Accuracy`. If both the ground truth and the answer have a common unit, and the units
-      differ, the answer is wrong ("5 m" for "5 km", "9 AM" for "9 PM"). A unit that only one of them has is ignored.
+    - Mathematics: compared as in `Accuracy`. If the ground truth and the answer both have a well-known unit, and the
+      units differ, the answer is wrong ("5 m" for "5 km", "9 AM" for "9 PM"). Other units are ignored.
     - A date in digits ("2024-05-01"): an answer with exactly one date is correct if that date is the same.
     - Other text: the answer gets 0 or, with `has_partial_credit`, the value of `TextSimilarity`. VLM-R1 always gives
       this partial credit, and thus rewards words of similar spelling.
