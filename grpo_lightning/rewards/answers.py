@@ -318,16 +318,15 @@ _UNITS = {
     name: names.split()[0]
     for names in (
         *("km kilometer kilometre", "m meter metre", "cm centimeter centimetre", "mm millimeter millimetre"),
-        *("mi mile", "yd yard", "ft foot feet", "in inch inche", "km/h kmh kph", "mi/h mph"),
-        *("kg kilogram kilo", "g gram", "mg milligram", "lb", "oz ounce", "l liter litre", "ml milliliter millilitre"),
-        *("h hour hr", "min minute", "s second sec south", "ms millisecond", "am", "pm"),
-        *("n north", "e east", "w west watt", "kw kilowatt", "c celsius", "f fahrenheit", "k kelvin"),
-        *("kb", "mb", "gb", "tb", "% percent", "$ dollar usd", "\u20ac euro eur", "\u00a3", "\u00a5"),
+        *("mi mile", "ft foot feet", "in inch inche", "km/h kmh kph", "mi/h mph", "kg kilogram kilo", "g gram", "lb"),
+        *("l liter litre", "ml milliliter millilitre", "h hour hr", "s second sec south", "am", "pm"),
+        *("n north", "e east", "w west", "c celsius", "f fahrenheit", "% percent", "dollar", "\u20ac euro", "\u00a3"),
     )
     for name in names.split()
 }
-"""Units by name, in lower case and mostly without the plural's "s". "s" and "w" stand for two units each; "pound" is
-missing, because it is a mass or a currency."""
+"""Units by name, in lower case and mostly without the plural's "s". Names that may mean a unit under another name are
+missing, because a right answer must not be refused: "min" (also "m"), "K" (also "kg", "km"), "GB" (also "G"), "pound"
+(a mass or a currency)."""
 
 _TEXT_COMMAND = re.compile(r"\\(?:textbf|textit|text|mathrm|mathbf|mbox|[,;:! ])|\*\*")
 _QUANTITY = re.compile(

@@ -35,7 +35,8 @@ data column of the same name takes precedence, except where this is stated below
 - `prompt_id`: "<source>/<index>" of the prompt.
 - `request_id`: "<prompt_id>/<g>" with g the index of the completion in its group.
 - `rollout_infos`: empty dicts.
-- `images`: the row's images, only if the reward's signature names this argument.
+- `images`: the row's images, only if the reward's signature names this argument; an empty list for rows without
+  images, even if other rows have a column of this name.
 - `image_path`: a list with the path of each image of the row; the path of an image that is not a file is None. For
   rows without images, the whole element is None.
 - `image_grid_thw`: the size [t, h, w] of the row's first image in patches; None for rows without images, and if the
@@ -182,9 +183,9 @@ class Reward(ABC):
     completions_as: CompletionsAs = "auto"
     """The form of completions that the reward takes; "auto" is the form of the prompt."""
 
-    is_orm: bool = False
-    """True if the arguments in `ORM_ALIASES` take precedence over data columns, as in ms-swift. Classes derived from
-    ms-swift's ORM or AsyncORM need not set this."""
+    inner_rewards: tuple[WeightedReward, ...] = ()
+    """The rewards that this reward calls with its own arguments. It gets the arguments that their signatures name, too.
+    If one of them is an ORM, the arguments in `ORM_ALIASES` take precedence over data columns."""
 
     @property
     def name(self) -> str:
@@ -271,8 +272,8 @@ class TrainerState:
 
     max_steps: int
     """Optimizer steps of the whole run, even if only `trainer.max_epochs` limits the run; -1 if this number is unknown.
-    It is unknown before and without training. It is also unknown for streams and dynamic sampling without
-    `trainer.max_steps`."""
+    Without `trainer.max_steps`, it is unknown before and without training, and in a run whose number of steps per epoch
+    is unknown (streams, dynamic sampling)."""
 
     epoch: float
     """`current_epoch` plus the completed fraction of the current epoch; without the fraction if the number of steps per
@@ -369,7 +370,8 @@ class WeightedReward(Reward):
         self.completions_as = _own_form(reward) if completions_as == "auto" else completions_as
         self.per_group = bool(getattr(innermost(reward), "per_group", False))
         self.says_solved = bool(getattr(innermost(reward), "says_solved", False))
-        self.is_orm = _is_orm(reward) or bool(getattr(innermost(reward), "is_orm", False))
+        self.inner_rewards: tuple[WeightedReward, ...] = getattr(innermost(reward), "inner_rewards", ())
+        self.is_orm: bool = _is_orm(reward) or any(inner.is_orm for inner in self.inner_rewards)
         self.is_async = is_async(reward)
         self.in_process = self.is_async or _belongs_here(reward)
         self._name = name or _name(reward)
@@ -423,8 +425,8 @@ class WeightedReward(Reward):
         }
 
     def names(self, argument: str) -> bool:
-        """Whether the reward's signature names an argument; `**kwargs` alone does not name it."""
-        return argument in self._named
+        """Whether the signature of the reward, or of a reward inside it, names an argument; not only `**kwargs`."""
+        return argument in self._named or any(inner.names(argument) for inner in self.inner_rewards)
 
     def check(self, max_completion_length: int) -> None:
         """Run `check` of the wrapped reward, if it is a `Reward`.

@@ -151,8 +151,8 @@ class AnyAnswer(Method):
       compared with the text of the option ("Paris").
     - A number: an answer with exactly one number is correct if that number equals the ground truth ("There are 3." is
       3). An answer that is a formula ("3/4" for 0.75, "12 cm" for 12) is compared as mathematics.
-    - Mathematics: compared as in `Accuracy`. If both the ground truth and the answer have a known unit, and the units
-      differ, the answer is wrong ("5 m" for "5 km", "9 AM" for "9 PM"). A unit that only one of them has is ignored.
+    - Mathematics: compared as in `Accuracy`. If the ground truth and the answer both have a well-known unit, and the
+      units differ, the answer is wrong ("5 m" for "5 km", "9 AM" for "9 PM"). Other units are ignored.
     - A date in digits ("2024-05-01"): an answer with exactly one date is correct if that date is the same.
     - Other text: the answer gets 0 or, with `has_partial_credit`, the value of `TextSimilarity`. VLM-R1 always gives
       this partial credit, and thus rewards words of similar spelling.
@@ -175,7 +175,7 @@ class AnyAnswer(Method):
             return 1.0
         if option := as_option(right):
             return self._score_option(given, *option)
-        if dates_in(given) or dates_in(right):  # as mathematics, 2024-05-01 would be 2018
+        if is_date(normalize(given)) or dates_in(right):  # as mathematics, 2024-05-01 would be 2018
             is_right = is_date(normalize(right)) and dates_in(given) == dates_in(right)
             return 1.0 if is_right else self._score_text(given, right)
         return self._score_formula(given, right) if _is_formula(right) else self._score_text(given, right)
@@ -278,7 +278,7 @@ class ByMethod(Reward):
         self.required_columns = self.methods[default].required_columns
         self.optional_columns = (method_column,)
         self.in_process = any(method.in_process for method in self.methods.values())
-        self.is_orm = any(method.is_orm for method in self.methods.values())
+        self.inner_rewards = tuple(self.methods.values())
 
     @property
     def name(self) -> str:

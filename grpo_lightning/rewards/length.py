@@ -157,7 +157,7 @@ class Cosine(Reward):
         self.optional_columns = self.accuracy.optional_columns
         self.completions_as = self.accuracy.completions_as
         self.in_process = self.accuracy.in_process
-        self.is_orm = self.accuracy.is_orm
+        self.inner_rewards = (self.accuracy,)
 
     def check(self, max_completion_length: int) -> None:
         """Run `accuracy.check`. Raises: ValueError if that check fails."""

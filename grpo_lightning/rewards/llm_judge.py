@@ -321,17 +321,18 @@ class LLMJudge(AnswerReward):
 def score_in(reply: str) -> float | None:
     """Parse the score of a reply; None if it is not a number from 0 to 1.
 
-    The text up to the last `</think>` is ignored. The score is the rest of the line after the last "Score:", otherwise
-    after the last "Reward:"; without both, it is the whole remaining text.
+    The text up to the last `</think>` is ignored. The score is the number after the last "Score:", up to the end of the
+    line; without a number there, it is the one after the last "Reward:". Without both words, it is the whole remaining
+    text.
     """
     final = reply.rpartition("</think>")[2].lower()
-    _, found, rest = final.rpartition("score:" if "score:" in final else "reward:")
-    text = rest.strip(" \t\r\n*_").partition("\n")[0] if found else final
-    text = text.strip(" \t\r\n*_\"'`").rstrip(".")
-    if _NUMBER.fullmatch(text) is None:
-        return None
-    value = float(text)
-    return value if 0 <= value <= 1 else None
+    rests = [final.rpartition(word)[2] for word in ("score:", "reward:") if word in final]
+    for line in [rest.strip(" \t\r\n*_").partition("\n")[0] for rest in rests] or [final]:
+        text = line.strip(" \t\r\n*_\"'`").rstrip(".")
+        if _NUMBER.fullmatch(text):
+            value = float(text)
+            return value if 0 <= value <= 1 else None
+    return None
 
 
 def reply_text(found: Any) -> str:

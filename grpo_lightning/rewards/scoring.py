@@ -550,8 +550,6 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
         "environments": lambda _, completion: _environment(completion),
     }
     assert {"images", *aliases, *of_conversations} == set(ALIASES)
-    if reward.names("images"):  # not through `**kwargs`, because the images would be sent to the worker
-        aliases["images"] = per_prompt([list(prompt.images) for prompt in prompts])
     has_turns = any(completion.turns is not None for group in groups for completion in group.completions)
     for name, read in of_conversations.items():
         # `environments` is passed only to rewards that name it, not through `**kwargs`. The objects must be unpickled
@@ -559,6 +557,10 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
         if reward.names(name) or (has_turns and name != "environments"):
             aliases[name] = per_completion(read)
     first = {name: aliases[name] for name in ORM_ALIASES} if reward.is_orm else {}
+    if reward.names("images"):  # not through `**kwargs`, because the images would be sent to the worker
+        in_column = [prompt.columns.get("images") for prompt in prompts]  # None in the rows of some of several datasets
+        pairs = zip(in_column, prompts, strict=True)
+        first["images"] = per_prompt([list(p.images) if value is None else value for value, p in pairs])
     return reward.select(
         aliases
         | columns

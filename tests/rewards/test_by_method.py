@@ -189,6 +189,7 @@ def test_any_answer_by_hand():
         *((date, "2024-05-01", 0) for date in ["2018", "2024-05", "2024-05-02", "2024-05-01 or 2024-05-02"]),
         *(("2024-05-01", "2018", 0), ("5/24", "5/1/24", 0), ("2019", "2024-05", 0)),
         ("2024-05-01, 11:00", "2024-05-01, 10:00", 0),
+        *(("20-5-12 = 3", "3", 1), ("2010-12 = 1998", "1998", 1)),  # a calculation is no date
     ]:
         assert value(AnyAnswer(), completion, solution) == reward, (completion, solution)
 
@@ -234,6 +235,9 @@ def test_any_answer_with_another_unit_is_wrong():
         ("€5", ["5", "5 euros"], ["£5", "5 dollars"]),
         ("(B) 12 cm", ["12", "12 cm", "B"], ["12 m", "A"]),
         ("5", ["5 km", "5 dogs"], []),
+        ("5 m", ["5 min", "5 million"], []),
+        ("5 km", ["5 K"], []),
+        ("16 GB", ["16 G"], []),
     ]:
         assert [value(AnyAnswer(), completion, solution) for completion in right] == [1] * len(right), solution
         assert [value(AnyAnswer(), completion, solution) for completion in wrong] == [0] * len(wrong), solution

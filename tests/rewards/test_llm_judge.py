@@ -311,6 +311,7 @@ def test_scores_by_hand():
         ("Reward: 0.85", 0.85),  # the form that ms-swift's genrm requests
         ("**Reward:** 1", 1),
         ("Score: 0\nReward: a good answer", 0),
+        ("It has a high score: it is polite.\nReward: 0.85", 0.85),
         ("<think>Score: 0</think> 1.0", 1),
         ("<think>it is 7 or 8</think>\n1.0", 1),
         ("1", 1),

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Completion, Group, ImageView, Prompt
-from grpo_lightning.rewards import Reward, RewardSet, Scores, WeightedReward
+from grpo_lightning.rewards import ByMethod, Cosine, Reward, RewardSet, Scores, WeightedReward
 from grpo_lightning.rewards.scoring import CallContext, worker_call
 
 NAN = math.nan
@@ -139,6 +139,19 @@ def named(images: Any, image: Any = None, picture: Any = None, **_: Any) -> list
     """Whether the named arguments are images as in TRL."""
     pixels = [each.getpixel((3, 0)) for each in (images[0][0], image[0], picture[0])]
     return [float(pixels == [(255, 0, 0)] * 3 and (images[2], image[2]) == ([], None))] * len(images)
+
+
+def test_a_reward_inside_another_gets_the_images_that_it_names():
+    batch = [with_image("a", "b", image=RED, picture=RED), group("c", "d")]
+    for around in (ByMethod({"default": named}), Cosine(1, 1, max_len=1, accuracy=named)):
+        close(score(around, *batch).total, [[1, 1]] * 2)
+
+
+def test_a_row_without_images_has_an_empty_list_also_if_others_have_the_column():
+    def counts(images, **_):
+        return [float(len(each)) for each in images]
+
+    close(score(counts, with_image("a", images=[RED]), group("b")).total, [[1], [0]])
 
 
 def test_a_reward_gets_pil_images_in_the_arguments_that_it_names():
