@@ -268,7 +268,7 @@ class PromptSource:
             block, _ = order.take(used, (count - len(cycles)) * size)
             parts = [block[start : start + size] for start in range(0, len(block), size)]
             cycles += [order.share(part[self.rank :: self.world_size]) for part in parts]  # type: ignore[arg-type]
-            if isinstance(self.prompts, PromptStream) or epoch - self.epoch == epochs_left:
+            if len(cycles) == count or isinstance(self.prompts, PromptStream) or epoch - self.epoch == epochs_left:
                 break
             epoch, used = epoch + 1, 0
             order = ListedOrder(self.prompts, self.order_seed(epoch))
