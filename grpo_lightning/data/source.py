@@ -41,7 +41,8 @@ class PromptSource:
     Args:
         prompts: The dataset: prompts, texts or rows with a prompt column, in a list, a `datasets.Dataset`, or a
             `datasets.IterableDataset` (a stream). If two prompts of a list have the same `index`, as in two mixtures
-            that are added, all prompts get their position in the list as `index`.
+            that are added, all prompts get their position in the list as `index`. Prompts of other datasets always get
+            their position.
         batch_size: Prompts per rank and rollout. If `ranks_per_group` is above 1, this is the number per team of ranks.
         cycle: Micro-steps per rollout, as returned by `GRPOLightningModule.cycle_length(accumulate_grad_batches)`.
         shuffle: Shuffle the training prompts in a new order every epoch; False keeps the order of the data. Validation,
