@@ -34,6 +34,9 @@ SWIFT_COLUMNS = ("query", "messages", "conversations")
 PLACEHOLDERS = ("<ref-object>", "<bbox>")
 """Texts that ms-swift replaces by the names and boxes in the column `objects`."""
 
+NOTHING = ("", "None", "null", "[]", "()", "{}")
+"""Texts of empty values; a column of a CSV file may have them as text."""
+
 MEDIA_COLUMNS = ("video", "videos", "audio", "audios")
 """Columns of unsupported media."""
 
@@ -347,7 +350,7 @@ def _ask(messages: Sequence[Message], template: PromptTemplate, where: str) -> s
     if len(messages) == 1:
         return template.render(question, is_question=True, where=where)
     if template.prompt_as == "text":
-        raise ValueError(f"{where} has several turns, which prompt_as 'text' cannot hold. Set it to 'auto'.")
+        raise ValueError(f"{where} has several messages, which prompt_as 'text' cannot hold. Set it to 'auto'.")
     return template.with_system([*messages[:-1], {"role": "user", "content": template.question(question)}])
 
 
@@ -370,7 +373,7 @@ def _with_row_system(messages: list[Message], row: Mapping[str, Any], where: str
 
 def _history(value: Any, where: str) -> list[Message]:
     """Convert pairs `[query, response]` to messages. Raises: ValueError if the value is not a list of such pairs."""
-    pairs = () if value is None or str(value) == "" else value
+    pairs = () if str(value) in NOTHING else value
     if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not all(map(_is_pair, pairs)):
         raise ValueError(
             f"{where} must be a list of pairs [query, response] of texts, got {value!r:.80}. To leave it out, drop the "
@@ -390,7 +393,7 @@ def _is_pair(value: Any) -> bool:
 
 def _refuse_tools(row: Mapping[str, Any], where: str) -> None:
     """Raises: ValueError if the row has tools, which ms-swift shows to the policy."""
-    if str(row.get("tools", "")) not in ("", "None", "null", "[]", "()"):
+    if str(row.get("tools")) not in NOTHING:
         raise ValueError(
             f"{where}: the column 'tools' is not shown to the policy, so its prompt would lack the tools: got "
             f"{row['tools']!r:.80}. Describe the tools in the system message, or set model.environment. Then drop the "
@@ -400,7 +403,7 @@ def _refuse_tools(row: Mapping[str, Any], where: str) -> None:
 
 def _refuse_objects(row: Mapping[str, Any], content: str | Sequence[Message], where: str) -> None:
     """Raises: ValueError if the prompt has placeholders that ms-swift replaces by the row's objects."""
-    has_objects = isinstance(row.get("objects"), Mapping | str) and bool(row["objects"])
+    has_objects = isinstance(row.get("objects"), Mapping | str) and str(row["objects"]) not in NOTHING
     if has_objects and (found := [text for text in PLACEHOLDERS if text in str(content)]):
         raise ValueError(
             f"{where}: the prompt has the placeholder {found[0]}, which is not replaced by the column 'objects': got "

@@ -41,7 +41,8 @@ class PromptSource:
     Args:
         prompts: The dataset: prompts, texts or rows with a prompt column, in a list, a `datasets.Dataset`, or a
             `datasets.IterableDataset` (a stream). If two prompts of a list have the same `index` (the list joins two
-            mixtures, for example), the `index` of each prompt becomes its position in the list.
+            mixtures, for example), the `index` of each prompt becomes its position in the list. In other datasets, it
+            always does.
         batch_size: Prompts per rank and rollout. If `ranks_per_group` is above 1, this is the number per team of ranks.
         cycle: Micro-steps per rollout, as returned by `GRPOLightningModule.cycle_length(accumulate_grad_batches)`.
         shuffle: Shuffle the training prompts in a new order every epoch; False keeps the order of the data. Validation,
@@ -273,7 +274,7 @@ class PromptSource:
             block, _ = order.take(used, (count - len(cycles)) * size)
             parts = [block[start : start + size] for start in range(0, len(block), size)]
             cycles += [order.share(part[self.rank :: self.world_size]) for part in parts]  # type: ignore[arg-type]
-            if isinstance(self.prompts, PromptStream) or epoch - self.epoch == epochs_left:
+            if len(cycles) == count or isinstance(self.prompts, PromptStream) or epoch - self.epoch == epochs_left:
                 break
             epoch, used = epoch + 1, 0
             order = ListedOrder(self.prompts, self.order_seed(epoch))

@@ -55,6 +55,7 @@ GPT = {"from": "gpt", "value": "<answer>2</answer>"}
         ({"messages": [SYSTEM, USER], "system": "Other."}, [SYSTEM, USER], {"system": "Other."}),  # as in ms-swift
         ({"conversations": [HUMAN], "system": "Be brief."}, [SYSTEM, USER], {"system": "Be brief."}),
         ({"query": "Hi", "system": "", "history": []}, HI, {"query": "Hi", "system": "", "history": []}),
+        ({"query": "Hi", "tools": "{}", "history": "[]"}, HI, {"query": "Hi", "tools": "{}", "history": "[]"}),
         ({"prompt": [USER], "system": "linux", "tools": "all"}, [USER], {"system": "linux", "tools": "all"}),
         (
             {"query": "Hi", "history": [["1 + 1?", "2"]]},
@@ -265,6 +266,7 @@ def test_what_ms_swift_would_show_is_not_left_out(row: dict[str, Any], message: 
     # An answer is left out of the prompt, and the placeholders in it.
     answer = {"role": "assistant", "content": "<bbox>"}
     to_prompt({"messages": [USER, answer], "objects": {"bbox": [[1, 2, 3, 4]]}, "tools": []}, where="f:1")
+    to_prompt({"query": "Write <bbox>", "objects": "null"}, where="f:1")
 
 
 def test_the_system_message_of_a_row_comes_before_the_system_prompt():
@@ -272,7 +274,7 @@ def test_the_system_message_of_a_row_comes_before_the_system_prompt():
     row = {"query": "Hi", "system": "Be brief.", "history": [["1 + 1?", "2"]]}
     question = {"role": "user", "content": "Q: Hi"}
     assert to_prompt(row, where="f:1", template=template).content == [SYSTEM, USER, ASSISTANT, question]
-    with pytest.raises(ValueError, match="column 'query' has several turns, which prompt_as 'text' cannot hold"):
+    with pytest.raises(ValueError, match="column 'query' has several messages, which prompt_as 'text' cannot hold"):
         to_prompt(row, where="f:1", template=PromptTemplate(prompt_as="text"))
 
 
@@ -319,7 +321,7 @@ def test_text_or_chat(row: dict[str, Any], settings: dict[str, Any], content: An
     [
         ({"messages": [USER]}, {"question_template": "Q {question}"}, "the row is a list of messages"),
         ({"prompt": [USER]}, {"prompt_as": "text"}, "the row is a list of messages, but prompt_as is 'text'"),
-        ({"conversations": [HUMAN, GPT, HUMAN]}, {"prompt_as": "text"}, "has several turns"),
+        ({"conversations": [HUMAN, GPT, HUMAN]}, {"prompt_as": "text"}, "has several messages"),
         ({"problem": "Hi", "image": "a.png"}, {"prompt_as": "text"}, "has an image, which prompt_as 'text'"),
     ],
 )

@@ -626,6 +626,15 @@ def test_a_stream_has_no_length_and_is_not_read_ahead_of_use():
     assert source.prompts.parts[0].args[0].reads == 3
 
 
+def test_the_next_epoch_is_shuffled_only_if_its_cycles_are_needed(monkeypatch):
+    source = PromptSource([f"p{number}" for number in range(6)], 2)
+    next(iter(source)).use()
+    shuffled, seed = [], source.order_seed
+    monkeypatch.setattr(source, "order_seed", lambda epoch: shuffled.append(epoch) or seed(epoch))
+    found = [(len(source.next_cycles(count)), list(shuffled)) for count in range(4)]
+    assert found == [(0, []), (1, []), (2, []), (3, [1])]
+
+
 def test_the_next_cycles_of_a_stream_are_read_once():
     source = streaming(shuffle=False)
     peeked = []
