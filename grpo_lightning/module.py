@@ -349,7 +349,7 @@ class GRPOLightningModule(L.LightningModule):
 
         Args:
             prompts: N prompts of this rank.
-            indices: Position of each of the N prompts among the prompts that all ranks sample for this rollout. If
+            indices: Position of each of the N prompts among the prompts of this rollout on all ranks together. If
                 None, the prompts are numbered round-robin over the ranks (with `ranks_per_group`, over the teams of
                 ranks that share prompts). The seed of a prompt follows from its index, so that completions do not
                 depend on the number of ranks.

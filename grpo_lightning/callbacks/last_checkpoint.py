@@ -19,7 +19,7 @@ class LastCheckpoint(ModelCheckpoint):
 
     Args:
         others: The run's other checkpoint callbacks, at least one. The checkpoint is saved in the folder of the first
-            one, and without optimizer and schedule if all of them save only weights.
+            one. If all of them save only weights, the checkpoint has no optimizer and no schedule.
     """
 
     def __init__(self, others: Sequence[ModelCheckpoint]) -> None:

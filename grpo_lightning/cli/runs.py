@@ -366,7 +366,7 @@ def default_checkpoints(own: Sequence[L.Callback]) -> list[ModelCheckpoint]:
     saved during an epoch. Checkpoints are saved during an epoch because an epoch may take days. Checkpoint callbacks of
     the recipe replace both. However, callbacks that keep only the best checkpoints replace only the first: otherwise, a
     run that is killed long after its best step would lose all steps since then. `OnExceptionCheckpoint` replaces none,
-    because a run without errors would save nothing.
+    because it saves nothing in a run without errors.
 
     The last step of a run is saved, too, if the recipe has a `ModelCheckpoint` of its own; `NewestCheckpoints` does
     this itself.

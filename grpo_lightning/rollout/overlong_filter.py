@@ -1,4 +1,4 @@
-"""DAPO's overlong filter: truncated completions are masked, or also excluded from the mean and std of their groups."""
+"""DAPO's overlong filter: truncated completions are masked. They can also be left out of their group's mean and std."""
 
 from __future__ import annotations
 
