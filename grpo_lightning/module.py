@@ -937,7 +937,7 @@ class GRPOLightningModule(L.LightningModule):
             self.check_run()
         self.load_policy()
         if self.is_connected:
-            if isinstance(self.engine, LocalEngine) and self.engine.policy is not self.policy:
+            if isinstance(self.engine, LocalEngine) and not self.engine.samples_from(self.policy):
                 self.connect_engine()  # another module, which has the same engine, has connected it to its own policy
             return
         self.connect_engine()
