@@ -844,7 +844,7 @@ class GRPOLightningModule(L.LightningModule):
     def setup(self, stage: str) -> None:
         """Before weights are loaded, check that the engine, the data and the trainer's settings fit this module."""
         data_checks.check_loaders(self.trainer)
-        if not self.is_connected:
+        if not self.is_run_checked:
             self.check_run()
         if stage == "fit":
             checks.check_not_loaded(getattr(self, "sharding", None), self.trainer)
@@ -936,11 +936,11 @@ class GRPOLightningModule(L.LightningModule):
     @checks.required_hook
     def configure_model(self) -> None:
         """Load the policy, and connect the engine and the rewards. Idempotent: Lightning calls this hook repeatedly."""
-        if not (self.is_connected or self.is_run_checked):  # called before `setup`, as `WeightAveraging` does
-            self.check_run()
+        if self._trainer and not self.is_run_checked:
+            self.check_run()  # called before `setup`, as `WeightAveraging` does
         self.load_policy()
         if self.is_connected:
-            if isinstance(self.engine, LocalEngine) and self.engine.policy is not self.policy:
+            if isinstance(self.engine, LocalEngine) and not self.engine.samples_from(self.policy):
                 self.connect_engine()  # another module, which has the same engine, has connected it to its own policy
             return
         self.connect_engine()
@@ -1057,9 +1057,8 @@ class GRPOLightningModule(L.LightningModule):
 
     def check_run(self) -> None:
         """Check that the engine can sample in this run. Raises: see `RolloutEngine.check_run`."""
-        sharding = sharding_of(self._trainer.strategy) if self._trainer else Sharding()
-        world_size = self._trainer.world_size if self._trainer else ranks.world_size()
         sampling = [self.sampling, self.validation_sampling]
+        sharding, world_size = sharding_of(self.trainer.strategy), self.trainer.world_size
         self.check_engine("check_run", self.loader, sampling, sharding, world_size)
         self.is_run_checked = True
 

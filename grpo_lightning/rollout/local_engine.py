@@ -233,12 +233,17 @@ class LocalEngine(RolloutEngine):
         Raises:
             RuntimeError: If the engine is connected to another policy.
         """
-        if policy is not self.policy:
+        if not self.samples_from(policy):
             raise RuntimeError(
                 "LocalEngine is connected to another policy: a module that was given the same engine has connected it "
                 "later. Give each module its own engine, or use the module through a Trainer, which connects the "
                 "engine again."
             )
+
+    def samples_from(self, policy: nn.Module) -> bool:
+        """True if the engine is connected to a model with this policy's weights, such as the model inside a wrapper."""
+        connected = set(self.policy.parameters())
+        return any(weight in connected for weight in policy.parameters())
 
     @torch.no_grad()
     def generate(  # noqa: PLR0913 - see `RolloutEngine`

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -436,8 +437,9 @@ def check_validation_interval(trainer: L.Trainer) -> None:
         return
     if not (is_share or is_count):
         return
-    length, limit = known_length(make_loader(trainer.fit_loop)), trainer.limit_train_batches
-    if is_share and length is None:
+    loader, limit = make_loader(trainer.fit_loop), trainer.limit_train_batches
+    length = known_length(loader)
+    if is_share and length is None and not isinstance(loader, CombinedLoader):  # its length is known only later
         raise ValueError(
             f"trainer.val_check_interval is {every}, a fraction of an epoch, but epochs of this loader have no length "
             "(a stream, or dynamic sampling): give a number of micro-steps, and set trainer.check_val_every_n_epoch to "

@@ -53,6 +53,14 @@ def test_every_plain_argument_is_kept():
     assert {*KEPT_ARGUMENTS} == {*inspect.signature(GRPOLightningModule.__init__).parameters} - given_anew
 
 
+def test_weights_load_without_the_engine_that_the_sampling_needs(folder):
+    module = trained(policy="policy", length=2)
+    loaded = load(rewards=[letters], sampling=SamplingParams(guided_regex="a+"))
+    assert are_equal(weights_of(loaded), weights_of(module))
+    with pytest.raises(ValueError, match="LocalEngine has no guided decoding"):
+        make_trainer().validate(loaded, PromptSource(["a"], 1), verbose=False)
+
+
 @SLOW
 def test_only_the_rewards_are_given_anew(folder):
     settings = {

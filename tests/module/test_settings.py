@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.utils.data import DataLoader
 
 from grpo_lightning.core.types import SamplingParams
@@ -323,6 +324,18 @@ def test_modules_that_share_an_engine_sample_from_their_own_policies():
     with pytest.raises(RuntimeError, match="connected to another policy: a module that was given the same engine"):
         modules[0].evaluate([as_prompt(PROMPTS[0])], is_greedy=False)
     assert [texts(module) for module in modules] == [first, second]
+
+
+def test_a_policy_that_a_subclass_wraps_is_sampled_by_its_engine():
+    class Own(GRPOLightningModule):
+        def configure_model(self):
+            super().configure_model()
+            if not isinstance(self.policy, PeftModel):
+                self.policy = get_peft_model(self.policy, LoraConfig(r=2, target_modules=["q_proj"]))
+
+    module = make_module(Own, length=2)
+    assert fit(module, max_steps=1).global_step == 1
+    assert fit(module, max_steps=1).global_step == 1
 
 
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")

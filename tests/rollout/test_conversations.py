@@ -261,8 +261,8 @@ def test_rewards_do_not_get_an_observation_that_the_policy_has_not_seen(limits, 
     messages = written_messages(completion)
     assert len(completion.turns) == count + 3  # in the logs
     tools = [{"role": "tool", "content": text, "name": "f"} for text in ("x" * 6, "y" * 6, "")]
-    policys = {"role": "assistant", "content": "ab"}
-    assert messages == [policys, *tools, policys][:count]
+    of_policy = {"role": "assistant", "content": "ab"}
+    assert messages == [of_policy, *tools, of_policy][:count]
 
 
 def test_a_continuation_that_the_policy_has_not_seen_is_no_part_of_its_message():

@@ -217,6 +217,13 @@ def test_a_validation_that_no_epoch_comes_to_is_refused_before_weights_load(tmp_
             run(**options)
 
 
+def test_a_fraction_of_an_epoch_of_combined_loaders_is_allowed():
+    counting, module = Count(), make_module(length=2)
+    trainer = make_trainer(max_epochs=1, val_check_interval=0.5, num_sanity_val_steps=0, callbacks=[counting])
+    trainer.fit(module, CombinedLoader(PromptSource(PROMPTS[:4], 1)), PromptSource(PROMPTS[:2], 2))
+    assert counting.validations == [2, 4]
+
+
 def test_a_number_of_micro_steps_needs_no_length_of_an_epoch():
     class Stream:
         def __iter__(self):
