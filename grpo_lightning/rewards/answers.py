@@ -317,9 +317,9 @@ def is_date(text: str) -> bool:
 _UNITS = {
     name: names.split()[0]
     for names in (
-        *("km kilometer kilometre", "m meter metre", "cm centimeter centimetre", "mm millimeter millimetre"),
+        *("km kilometer", "m meter", "cm centimeter", "mm millimeter", "l liter", "ml milliliter"),
         *("mi mile", "ft foot feet", "in inch inche", "km/h kmh kph", "mi/h mph", "kg kilogram kilo", "g gram", "lb"),
-        *("l liter litre", "ml milliliter millilitre", "h hour hr", "s second sec south", "am", "pm"),
+        *("h hour hr", "s second sec south", "am", "pm"),
         *("n north", "e east", "w west", "c celsius", "f fahrenheit", "% percent", "dollar", "\u20ac euro", "\u00a3"),
     )
     for name in names.split()
@@ -347,7 +347,8 @@ def _unit(text: str) -> list[str]:
     quantities = [found[1] or found[2] or "" for found in _QUANTITY.finditer(" ".join(text.split()))]
     if len(quantities) != 1:
         return []
-    names = quantities[0].casefold().replace(".", "").replace(" per ", "/").split("/")
+    name = re.sub("(met|lit)re", r"\1er", quantities[0].casefold().replace(".", ""))  # British spelling
+    names = name.replace(" per ", "/").split("/")
     units = [_UNITS.get(name) or _UNITS.get(name.removesuffix("s"), "") for name in names]
     return "/".join(units).split("/") if all(units) else []
 
