@@ -194,6 +194,9 @@ class RoundedEngine(LocalEngine):
     def connect(self, policy: Any, tokenizer: Any, sharding: Any) -> None:
         super().connect(copy.deepcopy(policy).bfloat16(), tokenizer, sharding)
 
+    def sync_weights(self, policy: Any) -> None:
+        self.policy.load_state_dict(policy.state_dict())
+
 
 @SLOW
 def test_09_what_an_engine_in_16_bits_draws_from_another_distribution_is_seen():
