@@ -97,8 +97,7 @@ log = logging.getLogger(__name__)
 SHARED = ("max_completion_length", "trainer_state", "log_extra", "log_metric")
 """Arguments with one value per call instead of one per completion."""
 
-ALIASES = (
-    "completions_ids",
+ORM_ALIASES = (
     "response_token_ids",
     "messages",
     "finish_reason",
@@ -106,6 +105,12 @@ ALIASES = (
     "prompt_id",
     "request_id",
     "rollout_infos",
+)
+"""Those of `ALIASES` with which ms-swift replaces data columns of the same name."""
+
+ALIASES = (
+    "completions_ids",
+    *ORM_ALIASES,
     "images",
     "image_path",
     "image_grid_thw",
@@ -120,17 +125,6 @@ environments. The others have names from TRL, ms-swift and VLM-R1."""
 
 ROW_ALIASES = ("prompt_id", "images", "image_path", "image_grid_thw", "problem")
 """Those of `ALIASES` that describe the row. The others describe the completions."""
-
-ORM_ALIASES = (
-    "response_token_ids",
-    "messages",
-    "finish_reason",
-    "is_truncated",
-    "prompt_id",
-    "request_id",
-    "rollout_infos",
-)
-"""Those of `ALIASES` with which ms-swift replaces data columns of the same name."""
 
 RESERVED_NAMES = frozenset(
     {"zero_variance_groups", "failures", "length", "mean", "not_scorable", "reward", "std", "truncated"}
