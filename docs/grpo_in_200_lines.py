@@ -9,9 +9,9 @@ trains a tiny, untrained Qwen2 to sort letters, on a CPU, in about a minute and 
 3. computes the advantage of each completion, by comparing its reward with the other rewards of its group,
 4. makes the tokens of a completion more likely if its advantage is positive, and less likely if it is negative.
 
-Names and defaults are those of the package grpo_lightning, which computes the same loss. The package also runs each
-prompt once per group instead of once per completion, bounds the exponents of the ratio and of the KL, and does
-everything else that long runs need: micro-batches, several devices, checkpoints, checks, logs.
+The names and defaults are those of the package grpo_lightning, which computes the same loss. In the package, the policy
+runs once per group on each prompt, instead of once per completion, and the exponents of the ratio and of the KL are
+bounded. The package also has what long runs need: micro-batches, several devices, checkpoints, checks, logs.
 
 Shapes: N prompts, G completions per prompt, B = N x G rows, L prompt tokens, T completion tokens, V vocabulary.
 """
@@ -31,7 +31,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, 
 
 @dataclass
 class Settings:
-    """The package's defaults, for pretrained models. The tiny model at the end of this file needs other values."""
+    """The package's defaults, which are for pretrained models. The tiny model of `build_model` needs other values."""
 
     batch_size: int = 8  # N, prompts per rollout
     num_generations: int = 8  # G
@@ -89,9 +89,9 @@ def decode(tokenizer: PreTrainedTokenizerFast, rollout: Rollout) -> list[str]:
 
 
 def group_relative_advantages(rewards: Tensor, eps: float = 1e-4) -> Tensor:
-    """[N, G] rewards to [N, G] advantages: how much better than its group a completion is, in standard deviations."""
+    """[N, G] rewards to [N, G] advantages: (reward - mean of the group) / (standard deviation of the group + eps)."""
     advantages = (rewards - rewards.mean(dim=1, keepdim=True)) / (rewards.std(dim=1, keepdim=True) + eps)
-    # If all rewards of a group are equal, its advantages must be 0. Without this line, they could be rounding errors.
+    # If all rewards of a group are equal, its advantages must be 0, but rounding may have made them nonzero.
     return advantages.masked_fill((rewards == rewards[:, :1]).all(dim=1, keepdim=True), 0.0)
 
 
@@ -108,7 +108,7 @@ def token_logprobs(model: PreTrainedModel, rollout: Rollout, temperature: float)
 def grpo_loss(logprobs: Tensor, rollout: Rollout, settings: Settings) -> Tensor:
     """The loss of one optimizer step: the clipped surrogate of PPO plus beta times the KL, averaged over all tokens."""
     mask = rollout.completion_mask
-    # In the first update on a rollout, the ratio is 1. In later updates it is not, because the policy has changed.
+    # In the first update on a rollout, the ratio is 1. Later, the ratio differs from 1, because the policy has changed.
     ratio = torch.where(mask, logprobs - rollout.old_logprobs, 0.0).exp()
     clipped = ratio.clamp(1 - settings.epsilon, 1 + settings.epsilon)
     # The minimum removes a token's gradient once the ratio has left the range in the direction of the advantage.
@@ -161,7 +161,7 @@ def sorting_prompt(letters: str = "abcd", length: int = 4) -> str:
 
 
 def sorting_reward(prompt: str, completion: str) -> float:
-    """The fraction of letters in the right place; a completion that is too short or too long gets less."""
+    """Number of letters in the right place, divided by the length of the answer or completion, whichever is greater."""
     answer = sorted(prompt.removesuffix("="))
     right = sum(given == wanted for given, wanted in zip(completion, answer, strict=False))
     return right / max(len(completion), len(answer))

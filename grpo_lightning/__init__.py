@@ -1,6 +1,6 @@
 """GRPO for PyTorch Lightning users.
 
-The public names load on first use. `import grpo_lightning` is therefore fast, and needs neither torch nor a GPU.
+A public name is imported on first use. `import grpo_lightning` is therefore fast, and needs neither torch nor a GPU.
 """
 
 import time

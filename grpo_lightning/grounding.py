@@ -54,7 +54,7 @@ def as_box(boxes: Tensor) -> Box:
 def target_of(
     group: Group, answer_column: str, coordinates: GivenCoordinates = "auto", gold: GoldCoordinates = "original"
 ) -> Target | None:
-    """The ground-truth box of a group's prompt; None unless the prompt has exactly one image and one box.
+    """The ground-truth box of a group's prompt; None if the prompt does not have exactly one image and one box.
 
     Args:
         group: The prompt and its completions.
@@ -67,7 +67,7 @@ def target_of(
 
 
 def prompt_box(prompt: Prompt, answer_column: str) -> Box | None:
-    """The ground-truth box of a prompt in the units of the data; None unless there is exactly one image and one box."""
+    """The ground-truth box of a prompt, in the units of the data; None without exactly one image and one box."""
     if len(prompt.images) != 1:
         return None
     try:
@@ -77,7 +77,7 @@ def prompt_box(prompt: Prompt, answer_column: str) -> Box | None:
 
 
 class BoxMetric(Metric, ABC):
-    """Base class of metrics: a score averaged over ranks and over all completions whose prompt has a ground-truth box.
+    """Base class of metrics: the mean score, over all ranks, of the completions whose prompt has a ground-truth box.
 
     A prompt counts only if it has exactly one image and its `answer_column` contains exactly one box. Other prompts are
     skipped with a warning. A completion without a box is not skipped: it counts as wrong.

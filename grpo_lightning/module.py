@@ -9,9 +9,10 @@ The defaults differ from the paper (arXiv:2402.03300) in two ways. First, the lo
 optimizer step, not the mean of per-completion means (`Objective.aggregate`). Second, the log-ratio and the KL estimator
 k3 are bounded (`functional.losses`).
 
-Two optimizations save time without changing the loss or its gradient. First, the model runs on each prompt once for the
-whole group, not once per completion. Second, the model does not run on completions of advantage 0, unless the objective
-selects tokens, or has a KL term, an entropy term or a load-balancing loss.
+Two optimizations save time without changing the loss or its gradient. First, on the extended path
+(`model.policy.scoring`), the model runs on each prompt once per group, not once per completion. Second, the model does
+not run on completions of advantage 0. The second optimization is off if the objective selects tokens, or has a KL term,
+an entropy term or a load-balancing loss.
 """
 
 from __future__ import annotations
@@ -151,11 +152,11 @@ class GRPOLightningModule(L.LightningModule):
         reward_weights: One weight per reward; null uses each reward's own weight (1 by default).
         reward_workers: Number and limits of the worker processes that run the rewards.
         tokenizer: The tokenizer, or the processor of a multimodal policy. Required if the policy is a model or config
-            in memory; otherwise this argument replaces the tokenizer or processor of the policy.
+            in memory. Optional for other policies; if given, it replaces the tokenizer or processor of the policy.
         engine: Samples the completions; null uses `LocalEngine`, which samples with the policy itself.
         environment: Answers the policy in conversations of several turns. Give an `Environment`, functions that the
-            policy can call (tools), a multi-turn function of ms-swift, or a class whose methods are tools, like TRL's
-            environments. Null samples completions of one turn.
+            policy can call (tools), a multi-turn function of ms-swift, or a class in TRL's style, with tools as
+            methods. With null, completions have one turn.
         conversation: Limits on turns and observations, and what happens if the environment fails.
         sampling: Sampling distribution and maximum completion length.
         objective: Settings of the loss.
@@ -164,23 +165,24 @@ class GRPOLightningModule(L.LightningModule):
             as the reference.
         offload: Tensors to offload to the CPU during sampling: "reference", "optimizer", or both.
         optimizer: Builds the optimizer for the trainable parameters.
-        scheduler: Builds the learning-rate schedule for the optimizer; null keeps the rate constant.
+        scheduler: Builds the learning-rate schedule for the optimizer; null keeps the learning rate constant.
         num_generations: G, completions per prompt.
-        ranks_per_group: Number of ranks that share the completions of a prompt: each rank samples its part of the G
-            completions and trains on it. This is meant for rollouts with fewer prompts than ranks.
+        ranks_per_group: Number of ranks that share the completions of a prompt: each rank samples a part of the G
+            completions and trains on this part. Meant for rollouts with fewer prompts than ranks.
         num_iterations: Epochs over each rollout (mu in the GRPO paper).
         updates_per_rollout: Optimizer steps per epoch over a rollout.
         max_staleness: S, maximum number of rollouts by which sampling is ahead of training. With 0, each rollout is
             sampled from the current weights. With 1, the next rollout is sampled in the background while the policy
-            trains on the current one. When training on that next rollout starts, the policy's weights are one rollout
-            newer than the weights that sampled it. A value above 0 needs an engine that has a copy of the weights:
+            trains on the current rollout. The weights that sample a rollout are then one rollout older than the weights
+            at the start of training on this rollout. A value above 0 needs an engine that has a copy of the weights:
             `VLLMEngine` in mode "server".
         old_logprobs: Source of the old log-probs: "recompute" computes them with the policy's weights at the start of
             training on the rollout; "rollout" uses the engine's log-probs.
-        dynamic_sampling: Settings of dynamic sampling: if a group has no gradient (zero reward variance, or all tokens
-            masked), a new prompt replaces the prompt of the group. Null keeps all prompts.
-        overlong_filter: How to treat truncated completions: "none" trains on them, "loss" masks them in the loss, and
-            "group" also excludes their rewards from the statistics of their group.
+        dynamic_sampling: Settings of dynamic sampling, which replaces groups without a gradient by groups of new
+            prompts. A group has no gradient if its rewards have zero variance, or if all its tokens are masked. With
+            null, all groups are kept.
+        overlong_filter: How to treat truncated completions: "none" trains on them, and "loss" masks them in the loss.
+            "group" also masks them in the loss, and excludes their rewards from the mean and std of the group.
         seed: Sampling seed; null uses the seed of `seed_everything`.
     """
 
@@ -261,7 +263,7 @@ class GRPOLightningModule(L.LightningModule):
         self.save_hyperparameters(checkpoints.plain_settings(arguments, self.loader))
 
         self.rollout: Rollout | None = None
-        """This rank's latest rollout, for callbacks to inspect. Training reads `run.cycle` instead."""
+        """This rank's latest rollout, for callbacks to inspect. Training reads `run.cycle`, not this attribute."""
         self.run = RunState(self.teams)
         self.is_run_checked = False
         """True if `check_run` of the engine has found no problem."""
@@ -288,8 +290,11 @@ class GRPOLightningModule(L.LightningModule):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Wrap the methods that a subclass or its mixins override.
 
-        Steps of the algorithm check the type of their return value (`checks.STEPS`), required hooks of Lightning run
-        the module's own hook too, and `configure_optimizers` records the settings of its optimizer.
+        There are three wrappers:
+
+        - for a step of the algorithm (`checks.STEPS`): checks the type of the return value;
+        - for a required hook of Lightning: also runs the module's own hook;
+        - for `configure_optimizers`: records the settings of the optimizer.
         """
         super().__init_subclass__(**kwargs)
         for name, own in vars(GRPOLightningModule).items():
@@ -309,11 +314,13 @@ class GRPOLightningModule(L.LightningModule):
         """Load a module from a checkpoint, as Lightning does.
 
         A checkpoint contains no functions, no objects such as engine and environment, and no policy that was given as a
-        model in memory. Pass such arguments again; otherwise, they have their defaults.
+        model in memory. Pass these arguments again. If one of them is not passed, it has its default, or one of the
+        errors below is raised.
 
         Raises:
-            TypeError: If an argument without default is missing: `rewards`, or a policy that was a model in memory.
-            ValueError: If settings are missing that were no plain values, such as an `objective` of a subclass.
+            TypeError: If `rewards` is not passed, or a policy that was a model in memory. Both have no default.
+            ValueError: If a setting that was not a plain value is not passed, such as an `objective` of a subclass, or
+                if the environment of a run with an environment is not passed.
         """
         try:
             return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
@@ -344,8 +351,9 @@ class GRPOLightningModule(L.LightningModule):
     def sample(self, prompts: Sequence[Prompt], indices: Sequence[int] | None = None) -> Rollout:
         """Sample G completions for each of N prompts.
 
-        If `max_staleness` is 0, all completions are sampled with the current weights. Otherwise, groups that were
-        sampled in the background with older weights are used where they exist (see `take_in_flight`).
+        If `max_staleness` is 0, all completions are sampled with the current weights. If `max_staleness` is above 0, a
+        prompt gets the group that was sampled for this prompt in the background with older weights. Missing groups are
+        sampled now (see `take_in_flight`).
 
         Args:
             prompts: N prompts of this rank.
@@ -362,7 +370,7 @@ class GRPOLightningModule(L.LightningModule):
         return Rollout(self.generate(prompts, self.num_generations, self.sampling, seeds))
 
     def score_rewards(self, rollout: Rollout) -> Rollout:
-        """Run the rewards and fill in the rollout's `scores` and its `rewards` [N, G]."""
+        """Run the rewards, and fill in `scores` and `rewards` [N, G] of the rollout."""
         with self.phase("reward"):
             scoring = self.begin_rewards(rollout.groups, self.num_generations)
         # With dynamic sampling, some groups may still be replaced. The reference's log-probs are therefore computed in
@@ -391,7 +399,7 @@ class GRPOLightningModule(L.LightningModule):
     def compute_advantages(self, rollout: Rollout) -> Rollout:
         """Compute the advantages [N, G].
 
-        If a scale is computed over the rollout (such as `batch_std`), it is computed from the rewards of all ranks.
+        A scale over the whole rollout, such as `batch_std`, is computed from the rewards of all ranks.
         """
         assert rollout.rewards is not None
         lengths = trained_lengths(rollout.groups).view_as(rollout.rewards)
@@ -414,7 +422,7 @@ class GRPOLightningModule(L.LightningModule):
         return Cycle(micro_batches, counts, self.num_iterations)
 
     def update(self, micro_step: MicroStep) -> Tensor:
-        """Compute the loss of one micro-batch, scaled to undo Lightning's mean over micro-batches and ranks."""
+        """Compute the loss of one micro-batch, multiplied by `num_averaged`, because Lightning averages the losses."""
         batch = micro_step.batch
         position = self.trainer.fit_loop.epoch_loop.total_batch_idx
         with seeded_dropout(self.policy, run_seed(self.seed), "dropout", ranks.rank(), position):
@@ -510,15 +518,17 @@ class GRPOLightningModule(L.LightningModule):
     def take_in_flight(self, prompts: Sequence[Prompt], seeds: list[int], in_flight: InFlight) -> Rollout:
         """Take the groups that were sampled in the background for N prompts, and request the next cycles' groups.
 
-        For prompts that are not in flight, groups are sampled now. A prompt is not in flight if the run has just
-        started or resumed, if dynamic sampling has already used the prompts that were requested for this cycle, or if
-        sampling in the background has failed.
+        For prompts that are not in flight, groups are sampled now. A prompt is not in flight in three cases:
+
+        - the run has just started or resumed;
+        - dynamic sampling has already used the prompts that were requested for this cycle;
+        - sampling in the background has failed.
 
         Collective: all ranks must call this.
 
         Raises:
             Exception: If sampling the missing groups fails. The error is raised on every rank. If groups are missing
-                because sampling in the background failed, the traceback also shows that error.
+                because sampling in the background failed, the traceback also shows the error of that sampling.
         """
         in_flight.forget(self.run.rollout_index - self.max_staleness)
         groups = in_flight.take(prompts, functools.partial(self.notify, "on_decode"))
@@ -536,7 +546,7 @@ class GRPOLightningModule(L.LightningModule):
         return Rollout([group for group in groups if group is not None])
 
     def request_next_cycles(self, in_flight: InFlight) -> None:
-        """Start sampling the prompts of the next cycles in the background, with the engine's weights.
+        """Start to sample groups for the prompts of the next cycles in the background, with the engine's weights.
 
         Collective: all ranks must call this.
         """
@@ -622,7 +632,7 @@ class GRPOLightningModule(L.LightningModule):
         return select_tokens(self.actor, self.objective, micro_step.update, seed=derived_seed(*step, "selection"))
 
     def record_routing(self, micro_step: MicroStep) -> list[TokenLogprobs]:
-        """Record how tokens are routed to experts, in an additional pass over all but the step's first micro-batch.
+        """Record how tokens are routed to experts, in an additional pass over the step's micro-batches after the first.
 
         The routing of the first micro-batch is recorded when the policy trains on it.
         """
@@ -631,7 +641,7 @@ class GRPOLightningModule(L.LightningModule):
             return [actor.token_logprobs(batch) for batch in micro_step.update[1:]]
 
     def add_ref_logprobs(self, rollout: Rollout) -> None:
-        """Add the reference's log-probs to the completions that lack them; do nothing if there is no reference."""
+        """Add the reference's log-probs to completions without such log-probs; do nothing if there is no reference."""
         of_masked = self.objective.has_kl_reward
         if self.reference is None or not lacks_ref_logprobs(rollout.groups, of_masked=of_masked):
             return
@@ -680,8 +690,9 @@ class GRPOLightningModule(L.LightningModule):
     def restore_images(self, prompts: Sequence[Prompt]) -> None:
         """Restore the images of a cycle that was loaded from a checkpoint.
 
-        The checkpoint contains only the images that environments have shown. The images of the data come from the data
-        loader, which yields the prompts of a cycle, with their images, at every training step of the cycle.
+        The checkpoint contains the images that environments have shown, but not the images of the data. The data loader
+        yields the prompts of a cycle again at every training step of the cycle. These prompts contain the images of the
+        data.
         """
         cycle = self.run.cycle
         if cycle is None or not self.encoder.is_multimodal or cycle.micro_batches[0].vision is not None:
@@ -715,12 +726,12 @@ class GRPOLightningModule(L.LightningModule):
     def notify(self, hook: Literal["on_phase", "on_decode", "on_rollout"], *arguments: Any) -> None:
         """Call a GRPO-specific hook on every callback that defines it.
 
-        `on_phase(trainer, name)`: a phase starts. Its name is "rollout", "reward", "old_logprobs", "ref_logprobs",
-        "token_selection", "routing" or "update".
-        `on_rollout(trainer, module, rollout)`: a cycle starts with this `Rollout`, which has scores and advantages.
-        `on_decode(trainer, done, total)`: `done` of at most `total` decoding steps are complete. Each step samples one
-        token of every unfinished completion. `total` is the maximum completion length, or a multiple of it if some
-        prompts have to wait (`max_rows` of `LocalEngine`).
+        - `on_phase(trainer, name)`: a phase starts. Its name is "rollout", "reward", "old_logprobs", "ref_logprobs",
+          "token_selection", "routing" or "update".
+        - `on_rollout(trainer, module, rollout)`: a cycle starts with this `Rollout`, which has scores and advantages.
+        - `on_decode(trainer, done, total)`: `done` of at most `total` decoding steps are complete. Each step samples
+          one token of every unfinished completion. `total` is the maximum completion length, or a multiple of this
+          length if some prompts have to wait (`max_rows` of `LocalEngine`).
         """
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, hook):
@@ -738,7 +749,7 @@ class GRPOLightningModule(L.LightningModule):
         """Encode N prompts and sample G completions for each.
 
         Inside the context `early_rewards`, the rewards can score a complete group while other groups are still being
-        sampled, unless several ranks share the group.
+        sampled. A group that several ranks share is scored only after all groups are sampled.
 
         Args:
             prompts: N prompts of this rank.
@@ -786,12 +797,12 @@ class GRPOLightningModule(L.LightningModule):
     def evaluate(self, prompts: Sequence[Prompt], *, is_greedy: bool) -> Evaluation:
         """Sample completions of N prompts and score them.
 
-        If `is_greedy` is true, each prompt gets one greedy completion. Otherwise, each prompt gets
+        If `is_greedy` is true, each prompt gets one greedy completion. If `is_greedy` is false, each prompt gets
         `validation.num_generations` completions. In both cases, `validation.sampling` overrides sampling settings of
         training. No loss is computed.
 
         The seed of a prompt follows from the run's seed and from the prompt's index in the dataset. If the prompt has
-        no index, its content is used instead. The seed does not depend on the batch or the rank.
+        no index, its content replaces the index. The seed does not depend on the batch or the rank.
         """
         num_generations, sampling = self.validation.sampling_settings(self.sampling, is_greedy=is_greedy)
         self.engine.sync_weights(self.policy)
@@ -865,7 +876,7 @@ class GRPOLightningModule(L.LightningModule):
             checks.round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
 
     def check_training_loader(self) -> None:
-        """Check that the training loader fits this module, if the loader is known. Raises: ValueError if not."""
+        """Check the training loader, if it is known. Raises: ValueError if the loader does not fit this module."""
         checks.check_loader(
             self.trainer,
             self.cycle_shape,
@@ -876,7 +887,7 @@ class GRPOLightningModule(L.LightningModule):
         )
 
     def check_settings(self) -> None:
-        """Check settings, and warn about doubtful ones. Raises: ValueError if one is invalid; the message names it."""
+        """Check settings, and warn about doubtful settings. Raises: ValueError that names an invalid setting."""
         names, has_lora = self.reward_set.names, self.loader.trains_adapters
         checks.check_factories(optimizer=self.optimizer_factory, scheduler=self.scheduler_factory)
         checks.check_staleness(self.max_staleness, self.old_logprobs, self.objective.rollout_correction)
@@ -903,7 +914,7 @@ class GRPOLightningModule(L.LightningModule):
         checks.warn_of_off_policy(self.objective.surrogate, self.old_logprobs, num_updates)
 
     def check_data(self) -> None:
-        """Check that data, rewards and policy fit. Raises: ValueError if not; the message names the row or setting."""
+        """Check that data, rewards and policy fit together. Raises: ValueError that names the wrong row or setting."""
         trainer, rewards, metrics = self.trainer, self.reward_set, self.validation.metrics
         rewards.check(self.sampling.max_completion_length)
         data_checks.check_truncation(self.conversations, trainer)
@@ -928,7 +939,7 @@ class GRPOLightningModule(L.LightningModule):
 
     @checks.required_hook
     def teardown(self, stage: str) -> None:
-        """Stop the workers that run rewards and environments. They start again when they are needed."""
+        """Stop the workers that run rewards and environments. The workers start again when they are needed."""
         self.reward_set.pool.close()
         if self.conversations is not None:
             self.conversations.close()
@@ -954,7 +965,7 @@ class GRPOLightningModule(L.LightningModule):
         self.is_connected = True
 
     def connect_engine(self) -> None:
-        """Connect the engine to the policy, and compare its log-probs with those of training.
+        """Connect the engine to the policy, and compare the engine's log-probs with those of training.
 
         If the weights are sharded, `on_fit_start` compares the log-probs.
         """
@@ -965,7 +976,7 @@ class GRPOLightningModule(L.LightningModule):
             self.check_engine("check_logprobs", self.scorer)
 
     def load_policy(self) -> None:
-        """Load the policy and make its reference, unless this was done before."""
+        """Load the policy and make its reference. If the policy was loaded before, do nothing."""
         if hasattr(self, "tokenizer"):
             return
         self.sharding = sharding_of(self._trainer.strategy) if self._trainer else Sharding()
@@ -1015,7 +1026,8 @@ class GRPOLightningModule(L.LightningModule):
     ) -> None:
         """Clip gradients by the trainer's settings.
 
-        In a run with bf16-mixed, this also clips gradients of fused optimizers, which Lightning alone would refuse.
+        In a run with bf16-mixed, this method also clips the gradients of fused optimizers, for which Lightning's own
+        method would raise an error.
         """
         with clipping_unscaled(self.trainer):
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
@@ -1063,7 +1075,7 @@ class GRPOLightningModule(L.LightningModule):
         self.is_run_checked = True
 
     def check_engine(self, check: Literal["check_run", "check_logprobs"], *arguments: Any) -> None:
-        """Run a check of the engine, if the engine has a method of this name."""
+        """Call the engine's method with the name `check`, if the engine has such a method."""
         if hasattr(self.engine, check):
             getattr(self.engine, check)(*arguments)
 
@@ -1128,6 +1140,6 @@ class GRPOLightningModule(L.LightningModule):
 
     @property
     def saved_names(self) -> list[str]:
-        """Names of the parameters in checkpoints: all that were trained at any time."""
+        """Names of the parameters in checkpoints: all parameters that were trained at any time."""
         never_trained = self.frozen.never_trained(self)
         return [name for name, _ in self.named_parameters() if name not in never_trained]

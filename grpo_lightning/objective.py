@@ -21,11 +21,11 @@
 | KL-Cov      | token    | kl_cov              | token     | group_std           | 0    |
 | MaxRL       | token    | clip                | constant  | group_mean          | 0    |
 
-In the surrogate column, "low" and "high" mean `epsilon` and `epsilon_high`; a pair such as 3e-4 / 4e-4 gives both;
-"cap" is the maximum ratio. Three rows also set a baseline: RLOO `leave_one_out`, OPO `length_weighted`, and pass@k
-`pass_at_k`. REINFORCE++ also sets `kl: k2`. Each row except the default is a YAML file in `recipes/objectives/`. That
-folder also has GDPO, which normalizes each reward separately, and high_entropy, which applies DAPO's loss only to the
-tokens of highest entropy.
+In the surrogate column, "low" and "high" mean `epsilon` and `epsilon_high`, and "cap" is the maximum ratio. A pair such
+as 3e-4 / 4e-4 gives `epsilon` and `epsilon_high`. Three rows also set a baseline: RLOO `leave_one_out`, OPO
+`length_weighted`, and pass@k `pass_at_k`. REINFORCE++ also sets `kl: k2`. Each row except the default is a YAML file in
+`recipes/objectives/`. The folder also has two methods that are not in the table. GDPO normalizes each reward
+separately. high_entropy applies DAPO's loss only to the tokens of highest entropy.
 """
 
 from __future__ import annotations
@@ -94,11 +94,12 @@ class ObjectiveTerms(NamedTuple):
     """Scalar: this micro-batch's share of the step's loss."""
 
     kl: Tensor
-    """[B, T] KL to the reference, in nats; 0 without a reference."""
+    """[B, T] KL to the reference, in nats; 0 without a reference. With `importance_corrected_kl`, each token's KL is
+    multiplied by the token's importance ratio."""
 
     clipped_low: Tensor | None
-    """[B, T] bool, True where the surrogate clips the ratio from below; None if that is not known (your own
-    surrogate)."""
+    """[B, T] bool, True where the surrogate clips the ratio from below. None for your own surrogate, for which clipping
+    is not known."""
 
     clipped_high: Tensor | None
     """[B, T] bool, True where the surrogate clips the ratio from above; None if that is not known."""
@@ -134,22 +135,24 @@ class Objective:
     # Ratio and surrogate
 
     ratio: Literal["token", "sequence", "sequence_token"] = "token"
-    """`token` is one importance ratio per token. `sequence` is one per completion (GSPO). `sequence_token` has the
-    value of `sequence`, but the gradient of each token's own log-prob (GSPO-token)."""
+    """`token` is one importance ratio per token. `sequence` is one importance ratio per completion (GSPO).
+    `sequence_token` has the value of `sequence`, but each token's ratio has the gradient of the token's own log-prob
+    (GSPO-token)."""
 
     surrogate: SurrogateName | str | Callable[..., Any] = "clip"
     """The policy loss of a token. `clip` is minus the clipped ratio times the advantage (PPO). `cispo` is minus the
     capped, detached ratio times advantage times log-prob (CISPO). `sapo` is minus a sigmoid of the ratio (a soft gate)
     times the advantage (SAPO). `gmpo` is minus the geometric mean of the completion's clipped ratios times the
-    advantage (GMPO). `vespo` is minus a detached weight times advantage times log-prob (VESPO). The weight is a
-    function of the product of the completion's ratios, and is small for products far from 1. `dppo_tv` and `dppo_kl`
-    are minus the detached ratio times advantage times log-prob, but 0 for tokens whose probability has moved too far in
-    the direction of their advantage (DPPO). How far it has moved is measured by the total variation (`dppo_tv`) or the
-    KL (`dppo_kl`). `reinforce` is minus the advantage times log-prob (GPG). `clip_cov` is `clip` without some of the
-    tokens that lower the entropy most. `kl_cov` is minus the unclipped ratio times the advantage, plus a penalty for
-    changing the log-prob of the tokens that lower the entropy most. `covariance_fraction` sets how many of these tokens
-    `clip_cov` and `kl_cov` select. A value with a dot is the import path of your own function of `ratio`,
-    `advantages`, ... that returns the loss of each token, such as `my_losses.my_surrogate` (see docs/grpo.md)."""
+    advantage (GMPO). `vespo` is minus a detached weight times advantage times log-prob (VESPO). This weight is a
+    function of the product of the completion's ratios; it is small if the product is far from 1. `dppo_tv` and
+    `dppo_kl` are minus the detached ratio times advantage times log-prob, but 0 for tokens whose probability has moved
+    too far in the direction of their advantage (DPPO). The total variation (`dppo_tv`) or the KL (`dppo_kl`) measures
+    how far a probability has moved. `reinforce` is minus the advantage times log-prob (GPG). `clip_cov` is `clip`
+    without some of the tokens that lower the entropy most. `kl_cov` is minus the unclipped ratio times the advantage,
+    plus a penalty for changing the log-prob of the tokens that lower the entropy most. `covariance_fraction` sets how
+    many of these tokens `clip_cov` and `kl_cov` select. A value with a dot is the import path of your own function of
+    `ratio`, `advantages`, ... that returns the loss of each token, such as `my_losses.my_surrogate` (see
+    docs/grpo.md)."""
 
     epsilon: float = 0.2
     """Lower clip limit: the ratio is clipped from below at 1 - epsilon; an epsilon of 1 means no limit. GMPO clips it
@@ -174,7 +177,7 @@ class Objective:
     top_entropy_fraction: float = 1.0
     """Only this fraction of the tokens of an optimizer step gets a policy loss: the tokens of highest entropy
     (arXiv:2506.01939). KL and entropy bonus still use all tokens. A value below 1 costs one more forward pass of every
-    micro-batch. It also needs a loss per token, so use the ratio `sequence_token` instead of `sequence`."""
+    micro-batch. The selection needs a loss per token, so use the ratio `sequence_token` instead of `sequence`."""
 
     covariance_fraction: float = 2e-4
     """Fraction of the tokens of an optimizer step that Clip-Cov or KL-Cov selects by the covariance of log-prob and
@@ -202,17 +205,18 @@ class Objective:
     baseline: Literal["group_mean", "leave_one_out", "length_weighted", "pass_at_k"] = "group_mean"
     """The value subtracted from a completion's reward. `group_mean` is the mean reward of the group. `leave_one_out` is
     the mean reward of the other completions in the group (RLOO). `length_weighted` is the mean reward of the group,
-    with completions weighted by their lengths (OPO). `pass_at_k` does not subtract a value, but replaces the reward by
-    what the completion adds to the best reward of k - 1 others in the group, averaged over all choices of the
-    others."""
+    with completions weighted by their lengths (OPO). `pass_at_k` does not subtract a value. Instead, it replaces the
+    reward by what the completion adds to the best reward of k - 1 other completions in the group, averaged over all
+    choices of these others."""
 
     pass_k: int | None = None
     """k of the baseline `pass_at_k`, from 2 to `num_generations`. Groups with fewer than k scorable completions get
     advantage 0. Null uses all scorable completions of the group."""
 
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """`sum_then_normalize` sums the weighted rewards, then normalizes the sum within the group. `normalize_then_sum`
-    normalizes each reward within the group, then sums the weighted results (GDPO, with `scale: batch_std`)."""
+    """`sum_then_normalize` sums the weighted rewards, and then normalizes the sum within the group.
+    `normalize_then_sum` normalizes each reward within the group, and then sums the weighted results (for GDPO, also set
+    `scale: batch_std`)."""
 
     scale: Literal["group_std", "batch_std", "batch_advantage_std", "group_mean", "nonzero_fraction", "none"] = (
         "group_std"
@@ -236,7 +240,7 @@ class Objective:
     tokens, from the completion's reward, as in PPO for RLHF (arXiv:2203.02155). The estimator is then always k1."""
 
     importance_corrected_kl: bool = False
-    """Multiply each token's KL by the token's importance ratio. This keeps the KL estimate unbiased after updates of
+    """Multiply each token's KL by the token's importance ratio, so that the KL estimate stays unbiased after updates of
     the policy (DeepSeek-V3.2)."""
 
     entropy_coefficient: float = 0.0
@@ -247,9 +251,9 @@ class Objective:
 
     router_aux_loss_coef: float | None = None
     """Weight of the load-balancing loss of a mixture of experts (arXiv:2101.03961, eq. 4 to 6), over all tokens of the
-    optimizer step. Null uses the `router_aux_loss_coef` of the policy's config; 0 disables the loss; a value above 0
-    for a dense policy is an error. With several micro-batches per step, the loss costs one more forward pass of every
-    micro-batch except the first (`time/routing`)."""
+    optimizer step. Null uses the `router_aux_loss_coef` of the policy's config; 0 disables the loss. If the policy is
+    dense, a value above 0 is an error. With several micro-batches per step, the loss costs one more forward pass of
+    every micro-batch except the first (`time/routing`)."""
 
     # SAPO
 
@@ -263,12 +267,12 @@ class Objective:
     # VESPO
 
     vespo_k: float = 2.0
-    """Exponent (k) of VESPO's weight where the advantage is not negative. The larger k is, the smaller is the weight of
-    completions that became less likely."""
+    """Exponent (k) of VESPO's weight where the advantage is not negative. A larger k gives a smaller weight to
+    completions that have become less likely."""
 
     vespo_lambda: float = 3.0
-    """Decay (lambda) of VESPO's weight where the advantage is not negative. The larger lambda is, the smaller is the
-    weight of completions that became more likely."""
+    """Decay (lambda) of VESPO's weight where the advantage is not negative. A larger lambda gives a smaller weight to
+    completions that have become more likely."""
 
     vespo_k_negative: float = 3.0
     """Exponent of VESPO's weight where the advantage is negative."""
@@ -293,8 +297,8 @@ class Objective:
     part of the setting is the level: `token` is one weight per token; `sequence` is one weight per completion, the
     product of its tokens' weights; `geometric` is one weight per completion, the geometric mean of its tokens' weights.
     The second part is the treatment of weights outside of the range from `rollout_correction_low` to
-    `rollout_correction_high`: `truncate` clips them to the range; `mask` masks their tokens or completions. For
-    asynchronous rollouts (`max_staleness`) with `old_logprobs: recompute`, `auto` is "token_truncate", or
+    `rollout_correction_high`: `truncate` clips these weights to the range; `mask` masks their tokens or completions.
+    For asynchronous rollouts (`max_staleness`) with `old_logprobs: recompute`, `auto` is "token_truncate", or
     "sequence_truncate" if the loss needs one weight per completion. In all other cases, `auto` is "none". With
     `geometric`, set a narrow range, such as 0.99 to 1.01. VESPO does not multiply its loss by the token weights, but
     includes them in the product of the completion's ratios. GMPO and the ratio `sequence` (except with CISPO) need one
@@ -365,7 +369,7 @@ class Objective:
 
     @property
     def has_loss_per_completion(self) -> bool:
-        """True if all tokens of a completion share one policy loss, so that the loss's gradient reaches all tokens."""
+        """True if a completion has one policy loss, with a gradient at all tokens of the completion."""
         # CISPO multiplies the sequence ratio by the log-prob of each token.
         is_sequence_loss = self.ratio == "sequence" and self.surrogate != "cispo"
         return is_sequence_loss or surrogate_of(self).is_per_completion
@@ -384,7 +388,7 @@ class Objective:
             weights: One per reward.
 
         Returns:
-            [N, G], nan where `total` is nan. These completions do not change the values of the others.
+            [N, G], nan where `total` is nan. Completions with nan do not change the values of other completions.
         """
         if self.multi_objective_aggregation == "sum_then_normalize":
             return total
@@ -432,9 +436,9 @@ class Objective:
 
         Args:
             logprobs: [B, T] nats, of the current policy, with gradients.
-            batch: The micro-batch. It must have `old_logprobs`. It must also have `selected` if the objective has a
-                `selection`, and `ref_logprobs` if the loss has a KL. Only a micro-batch without trained tokens may lack
-                `ref_logprobs`: the KL is then 0.
+            batch: The micro-batch. `old_logprobs` is required. `selected` is required if the objective has a
+                `selection`. `ref_logprobs` is required if the loss has a KL and the micro-batch has trained tokens;
+                without trained tokens, the KL is 0.
             counts: Counts of the entire optimizer step, over all ranks. The setting `aggregate` determines whether the
                 loss is divided by the number of tokens or by the number of completions.
             max_completion_length: Tokens; the "constant" aggregation also divides by this length.
@@ -443,8 +447,9 @@ class Objective:
                 if there is no load-balancing loss.
 
         Raises:
-            ValueError: If the batch lacks old log-probs or the selected tokens, or if `trains_entropy` is True and no
-                entropy is given.
+            ValueError: If the batch has no old log-probs.
+            ValueError: If the objective has a `selection`, and the batch has no selected tokens.
+            ValueError: If `trains_entropy` is True, and no entropy is given.
         """
         if batch.old_logprobs is None:
             raise ValueError("The micro-batch has no old_logprobs; set them before computing the objective.")
@@ -558,8 +563,8 @@ class Correction(NamedTuple):
     """[B, T] factors by which the policy losses of the tokens are multiplied."""
 
     weight: Tensor
-    """[B, T] off-policy weights, for the logs. They equal `factor`, except with VESPO, where the loss already contains
-    the weights."""
+    """[B, T] off-policy weights, for the logs. The weights equal `factor`, except with VESPO: the loss of VESPO already
+    contains the weights."""
 
     is_corrected: Tensor
     """[B, T] bool, True where the weight was out of range, or `off_policy_threshold` masked the completion."""
@@ -607,7 +612,8 @@ class Surrogate(NamedTuple):
     """How the surrogate selects tokens before an optimizer step; None if it selects none."""
 
     folds_rollout_weights: bool = False
-    """True if the loss itself applies the off-policy weights. There must then be one weight per token."""
+    """True if the loss itself applies the off-policy weights. An off-policy correction then needs one weight per
+    token."""
 
     takes_turn_credit: bool = False
     """True if the advantages may differ between the tokens of a completion."""
@@ -616,7 +622,7 @@ class Surrogate(NamedTuple):
     """True if completions of advantage 0 have a gradient."""
 
     is_per_completion: bool = False
-    """True if there is one loss per completion, [B, 1]. There must then also be one off-policy weight per
+    """True if there is one loss per completion, [B, 1]. An off-policy correction then needs one weight per
     completion."""
 
     knows_clipped: bool = True
@@ -807,8 +813,8 @@ def own_surrogate(function: Callable[..., Any], name: str) -> Surrogate:
     """Make a surrogate of a user's own function.
 
     The function returns the loss of each token, to be minimized: [B, T], or [B, 1] if `Objective.ratio` is `sequence`.
-    Masked tokens may have any loss. The function gets, by keyword, those of the following arguments that it names;
-    further arguments need a default.
+    Masked tokens may have any loss. The function gets, by keyword, the arguments of the following list that it names,
+    or all of them if it takes `**kwargs`. All other arguments of the function need a default.
 
         ratio         [B, T], or [B, 1] if `Objective.ratio` is `sequence`; importance ratios, with gradients
         advantages    [B, 1], or [B, T] with `turn_credit`
@@ -823,8 +829,8 @@ def own_surrogate(function: Callable[..., Any], name: str) -> Surrogate:
         name: Its name in errors.
 
     Raises:
-        ValueError: If `function` is no function, its arguments are not known, or it requires another argument or an
-            argument by position.
+        ValueError: If `function` is not a function, or its arguments are not known.
+        ValueError: If `function` requires an argument that is not in the list above, or an argument by position.
     """
     if not callable(function) or inspect.isclass(function):
         raise ValueError(f"objective.surrogate must be a function, got {function!r}.")
@@ -1013,7 +1019,7 @@ def _check_correction(objective: Objective) -> None:
 
 
 def correction_levels(objective: Objective) -> tuple[list[str], str]:
-    """The levels of `rollout_correction` that the loss can use, the default first; and why it cannot use the others."""
+    """The levels of `rollout_correction` that the loss can use, the default first; and why it can use no others."""
     own = surrogate_of(objective)
     surrogate = f"objective.surrogate {name_of(objective)!r}"
     if own.folds_rollout_weights:

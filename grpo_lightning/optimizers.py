@@ -26,8 +26,8 @@ class AdamW(torch.optim.AdamW):
         lr: Learning rate (the size of an update) before the schedule changes it.
         betas: Decay factors per step: one for the running mean of the gradient, one for the running mean of its square.
         eps: Added to the divisor, which is the square root of the running mean of the squared gradient.
-        weight_decay: Each step subtracts `lr * weight_decay * weight` from every weight, including biases and norms,
-            which the Trainer of transformers does not decay.
+        weight_decay: Each step subtracts `lr * weight_decay * weight` from every weight. Biases and norms are decayed
+            too, unlike in the Trainer of transformers.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class AdamW8bit(Optimizer):
             betas: Decay factors per step: one for the running mean of the gradient, one for the running mean of its
                 square.
             eps: Added to the divisor, which is the square root of the running mean of the squared gradient.
-            weight_decay: Each step subtracts `lr * weight_decay * weight` from every weight, including biases and
-                norms, which the Trainer of transformers does not decay.
+            weight_decay: Each step subtracts `lr * weight_decay * weight` from every weight. Biases and norms are
+                decayed too, unlike in the Trainer of transformers.
 
         Raises:
             ModuleNotFoundError: If bitsandbytes is not installed.
@@ -93,8 +93,8 @@ class PagedAdamW8bit(Optimizer):
             betas: Decay factors per step: one for the running mean of the gradient, one for the running mean of its
                 square.
             eps: Added to the divisor, which is the square root of the running mean of the squared gradient.
-            weight_decay: Each step subtracts `lr * weight_decay * weight` from every weight, including biases and
-                norms, which the Trainer of transformers does not decay.
+            weight_decay: Each step subtracts `lr * weight_decay * weight` from every weight. Biases and norms are
+                decayed too, unlike in the Trainer of transformers.
 
         Raises:
             ModuleNotFoundError: If bitsandbytes is not installed.

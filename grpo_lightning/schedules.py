@@ -3,8 +3,8 @@
     scheduler: {class_path: grpo_lightning.schedules.Cosine, init_args: {warmup_ratio: 0.1}}
 
 These are the schedules of `transformers.get_scheduler`, as classes. Recipes cannot name transformers' own functions,
-for two reasons: jsonargparse cannot fill in their arguments, and one argument is the length of the run, which only the
-training module knows. Any class of `torch.optim.lr_scheduler` works as well.
+for two reasons. First, jsonargparse cannot fill in the arguments of these functions. Second, one argument is the length
+of the run, and only the training module knows this length. Any class of `torch.optim.lr_scheduler` works as well.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Schedule(LambdaLR):
     Raises:
         ValueError: If both `warmup_ratio` and `warmup_steps` are given, or `warmup_ratio` is not in [0, 1].
 
-    The training module calls `set_length`. A schedule inside another one (`SequentialLR`) has no length, so its second
-    step raises ValueError.
+    The training module calls `set_length`, but not for a schedule inside another schedule (`SequentialLR`). Without a
+    length, the second step of the inner schedule raises ValueError.
     """
 
     kind: ClassVar[str]
@@ -200,7 +200,7 @@ class WarmupStableDecay(Schedule):
         super().__init__(optimizer, warmup_ratio, warmup_steps)
 
     def settings(self, num_training_steps: int, num_warmup_steps: int) -> dict[str, Any]:
-        """The length of the decay, which begins after the warm-up at the earliest, and the minimum rate."""
+        """The length of the decay and the minimum rate. The decay never begins before the end of the warm-up."""
         longest = max(0, num_training_steps - num_warmup_steps)
         return {
             "num_decay_steps": min(math.ceil(num_training_steps * self.decay_ratio), longest),

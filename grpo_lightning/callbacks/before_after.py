@@ -138,7 +138,7 @@ class BeforeAfter(L.Callback):
 
     @contextlib.contextmanager
     def shown(self, trainer: L.Trainer, title: str, num_batches: int) -> Iterator[Progress]:
-        """Show a status line on rank 0, unless the trainer's progress bar is off."""
+        """Show a status line on rank 0, if the trainer's progress bar is on."""
         trainer_bar = trainer.progress_bar_callback
         is_off = trainer_bar is None or getattr(trainer_bar, "is_disabled", False)
         self.progress = Progress(title, num_batches, is_on=not is_off and trainer.is_global_zero)
@@ -232,7 +232,7 @@ def validation_loader(trainer: L.Trainer) -> Any:
 def samples(evaluation: Evaluation, count: int) -> list[tuple[str, str]]:
     """Return the first `count` prompts, each with its first completion.
 
-    The prompt of a chat is the text of the chat's last message.
+    For a chat, the returned prompt is the text of the chat's last message.
     """
     texts = [prompt_text(group.prompt.content) for group in evaluation.groups[:count]]
     return [(text, group.completions[0].text) for text, group in zip(texts, evaluation.groups, strict=False)]

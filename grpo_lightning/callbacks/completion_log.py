@@ -41,29 +41,39 @@ ESCAPES = {ord(character): f"&#{ord(character)};" for character in "&<>|*_`\\[]"
 class CompletionLog(L.Callback):
     """Writes the completions of all ranks to `completions.jsonl` in the run's folder.
 
-    A line has the fields step, epoch, rollout, rank (the rank that sampled the completion), source, prompt_index, row
-    (file and line of the data row), prompt, completion, length (tokens), finish_reason, reward, rewards (by name),
-    columns (the row's other columns, for example the answer; values of more than 1,000 characters are left out) and
-    advantage. After these fields come the values that rewards passed to `log_extra`. A reward of null means that the
-    completion is not scorable. If the prompt has images, the line also has the field images. For each image, this field
-    contains the image's name (its path, if the image comes from a file), its size in pixels, its size after resizing
-    for the policy, and the coordinate convention of the policy. `step` is the number of optimizer steps done when the
-    rollout was sampled; the loggers log the rollout's metrics at the same `step`. The lines of a rollout are in the
-    order of its prompts, regardless of the number of ranks. With dynamic sampling, the completions of skipped prompts
-    have no lines.
+    A line has these fields:
+
+    - `step`: number of optimizer steps done before the training on the rollout; the loggers log the rollout's metrics
+      at the same `step`;
+    - `rank`: the rank that sampled the completion;
+    - `row`: file and line of the data row;
+    - `length`: number of tokens of the completion;
+    - `reward`: null if the completion is not scorable;
+    - `rewards`: the rewards by name;
+    - `columns`: the columns of the data row, for example the answer, but neither the prompt nor values of more than
+      1,000 characters;
+    - `turns` (only in conversations): role, text and number of tokens of each turn; for a turn of the policy, also its
+      finish reason and its reward;
+    - `images` (only if the prompt has images): for each image, its name (the path, if the image comes from a file), its
+      size in pixels, its size after resizing for the policy, and the coordinate convention of the policy;
+    - `epoch`, `rollout`, `source`, `prompt_index`, `prompt`, `completion`, `finish_reason` and `advantage`;
+    - one field for each column that rewards passed to `log_extra`.
+
+    The lines of a rollout are in the order of its prompts, regardless of the number of ranks. With dynamic sampling,
+    the completions of skipped prompts have no lines.
 
     Weights & Biases also gets a table of each rollout. TensorBoard also gets the best completions of each rollout, the
-    worst completions and a few others. Both loggers get the images in the prompts of these best, worst and other
-    completions, but only of prompts that rank 0 has: the images of other ranks are not available.
+    worst completions and a few others. Both loggers also get the images in the prompts of these best, worst and other
+    completions. Only images of rank 0's prompts are shown, because rank 0 does not have the images of other ranks.
 
     With `token_logprobs`, `tokens.jsonl` has the tokens of each completion that is trained on. Each token has two
     log-probs: that of the policy before the updates on the rollout, and that of the policy after them. The sign of
     advantage x (new - old log-prob) shows whether the updates moved the log-prob of a token in the intended direction.
-    A line has the fields rollout, completion (index of the completion among those of the rollout), tokens (text),
-    old_logprobs and logprobs (nats; null for tokens that are not trained on). If `model.conversation.turn_credit` is
-    set, a line also has the field turn_advantages: the part of each token's advantage that comes from its turn. There
-    are no lines for completions that the updates leave out because their advantage is 0. If a run resumes in the middle
-    of training on a rollout, there are no lines for this rollout either.
+    A line has the fields `rollout`, `completion` (index of the completion in the rollout), `tokens` (text),
+    `old_logprobs` and `logprobs`. Both log-probs are in nats, and null for tokens that are not trained on. If
+    `model.conversation.turn_credit` is set, a line also has the field `turn_advantages`: the part of each token's
+    advantage that comes from its turn. There are no lines for completions that the updates leave out because their
+    advantage is 0. If a run resumes in the middle of training on a rollout, there are no lines for this rollout either.
 
     Args:
         every_n_rollouts: Write only every n-th rollout.
@@ -120,7 +130,7 @@ class CompletionLog(L.Callback):
                 self.log_once(f"{type(logger).__name__} cannot show completions; they are in {self.path}.")
 
     def on_rollout(self, trainer: L.Trainer, module: GRPOLightningModule, rollout: Rollout) -> None:
-        """Write the rollout, unless `every_n_rollouts` skips it. Collective: all ranks call it."""
+        """Write the rollout, if `every_n_rollouts` does not skip it. Collective: all ranks call this hook."""
         number = module.run.rollout_index - 1
         if self.path is not None and number % self.every_n_rollouts == 0:
             when = {"step": trainer.global_step, "epoch": trainer.current_epoch, "rollout": number}
@@ -269,10 +279,10 @@ def token_records(
     """Records of the tokens of this rank's completions, with the current policy's log-probs. Every rank must call this.
 
     Returns:
-        For each completion, a tuple and the record of the completion's tokens. The tuple contains the first of the
-        ranks that share the completion's group, the index of the group on that first rank, and the index of the
-        completion in the group. If a subclass's `split_rollout` leaves `numbers` or `groups` of a micro-batch empty,
-        the completions of this micro-batch have no records.
+        For each completion, a tuple and the record of the completion's tokens. The tuple contains the rank that holds
+        the complete group of the completion, the index of the group on that rank, and the index of the completion in
+        the group. If a subclass's `split_rollout` leaves `numbers` or `groups` of a micro-batch empty, the completions
+        of this micro-batch have no records.
     """
     actor, teams = module.actor, module.teams
     texts: dict[int, str] = {}

@@ -130,7 +130,7 @@ class DrawBoxes(L.Callback):
             self.before = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw the boxes before training, except in a `fast_dev_run`. A resumed run gets them from its checkpoint."""
+        """Draw the boxes before training. A resumed run keeps the earlier answers; a `fast_dev_run` draws no boxes."""
         self.chosen = None
         if self.before is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.before = {panel.prompt_hash: panel.answer for panel in self.draw(trainer, pl_module, "before")}

@@ -20,7 +20,7 @@ class ExportPolicy(L.Callback):
     trained. A run that fails makes no final export.
 
     Args:
-        folder: Output folder, inside the run's folder unless the path is absolute. Files of an earlier export are
+        folder: Output folder. A relative path is a path inside the run's folder. Files of an earlier export are
             replaced.
         every_n_steps: Number of optimizer steps between two exports during training. Each of these exports has a
             subfolder `step-<step>`. If null, the policy is exported only when training ends.
@@ -53,7 +53,7 @@ class ExportPolicy(L.Callback):
     def write(self, trainer: L.Trainer, pl_module: Any, name: str = "") -> None:
         """Gather the weights on every rank and write them on rank 0.
 
-        A `fast_dev_run` has no folder of its own, so nothing is written unless `folder` is an absolute path.
+        A `fast_dev_run` has no folder of its own, so it writes nothing if `folder` is a relative path.
         """
         given = Path(self.folder).expanduser()
         if not given.is_absolute() and not is_writing(trainer, None):

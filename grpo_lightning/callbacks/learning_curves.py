@@ -109,7 +109,7 @@ class LearningCurves(StepMetrics):
                 self.add(name, trainer.global_step - 1, float(values[name]))
 
     def add(self, name: str, step: int, value: float) -> None:
-        """Add a point, unless the metric already has a point at this step or later."""
+        """Add a point. If the metric already has a point at this step or at a later step, do nothing."""
         points = self.history[name]
         if not points or points[-1][0] < step:
             points.append((step, value))

@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 class NewestCheckpoints(ModelCheckpoint):
     """Saves a checkpoint every `save_steps` optimizer steps and at the end; keeps the newest `save_total_limit`.
 
-    The settings have the names and meanings that they have in TRL and ms-swift. A resumed run also keeps the checkpoint
-    from which it was resumed.
+    The settings have the same names and meanings as in TRL and ms-swift. A resumed run also keeps the checkpoint from
+    which it was resumed.
 
     Args:
         save_steps: Optimizer steps between two checkpoints.
@@ -76,11 +76,12 @@ class NewestCheckpoints(ModelCheckpoint):
 
 
 def is_last_step_due(callback: ModelCheckpoint, trainer: L.Trainer) -> bool:
-    """True if a callback must save the last step at the end of this epoch, instead of in `on_train_end`.
+    """True if a callback must save the last step at the end of this epoch, and not in `on_train_end`.
 
-    For a checkpoint from which a run can resume, `on_train_end` would be too late: by then, `WeightAveraging` has
-    replaced the weights by their average, from which no run could resume. If a callback saves only weights, no run
-    resumes from its checkpoint in any case, so `on_train_end` saves the average.
+    For a checkpoint from which a run can resume, `on_train_end` would be too late. When the callback's `on_train_end`
+    runs, `WeightAveraging` may have replaced the weights by their average, and no run could resume from the average. No
+    run resumes from a checkpoint that has only weights. A callback that saves such checkpoints saves the last step in
+    `on_train_end`, with the average if there is one.
     """
     return not callback.save_weights_only and is_last_epoch(trainer)
 

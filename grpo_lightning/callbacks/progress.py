@@ -51,8 +51,8 @@ class ProgressBar(LightningProgressBar):
 
     The line fits 80 columns. A wider terminal also shows completion length, sampling speed, KL, epoch and elapsed time.
     Metrics that the module logs with `prog_bar=True` are shown too. Rate and ETA are computed over the latest 100
-    steps. An arrow after the reward shows the trend of the reward. For the trend, the rewards of the latest rollouts
-    (at most 20) are compared with those of the same number of rollouts before them. The small bars after the arrow show
+    steps. An arrow after the reward shows the trend of the reward. For the trend, the rewards of the latest k rollouts
+    (k is at most 20) are compared with the rewards of the k rollouts before them. The small bars after the arrow show
     the rewards of the entire run. During validation, test and prediction, the line shows the number of finished
     batches. While a batch is sampled, the line also shows the number of complete decoding steps and the maximum of this
     number, for example `128/512 tokens`. A decoding step samples one token of every unfinished completion.

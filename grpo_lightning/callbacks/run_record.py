@@ -29,11 +29,17 @@ class RunRecord(L.Callback):
 
     `fit` adds this callback by default.
 
-    The file has the fields command, started, ended (seconds since 1970), status (`running`, `finished`, `interrupted`
-    or `failed`), error, step (optimizer steps done), resumed_at_step (null for a new run), seed, versions and device
-    (accelerator, name, strategy, precision; numbers of devices, nodes, ranks and CPU threads). If the current folder is
-    in a git repository, the file also has the fields commit and has_changes (true if files differ from the commit). The
-    status of a killed run stays `running`.
+    The file has these fields:
+
+    - `command`, `seed` and `versions`;
+    - `started` and `ended`: times in seconds since 1970;
+    - `status`: `running`, `finished`, `interrupted` or `failed`; the status of a killed run stays `running`;
+    - `error` (only if an exception ended the run): type, message and traceback of the exception;
+    - `step`: number of optimizer steps done;
+    - `resumed_at_step`: the step at which the run resumed; null for a new run;
+    - `device`: accelerator, name, strategy, precision; numbers of devices, nodes, ranks and CPU threads;
+    - `commit` and `has_changes` (only if the current folder is in a git repository): `has_changes` is true if files
+      differ from the commit.
 
     Args:
         dirpath: Output folder; null is the run's folder.
@@ -64,7 +70,7 @@ class RunRecord(L.Callback):
         self.write(trainer, "interrupted" if trainer.interrupted else "finished")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget the run, which has ended, so that an error in a later one does not change its record."""
+        """Forget the run, which has ended, so that an error in a later run does not change the record of this run."""
         self.folder = None
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

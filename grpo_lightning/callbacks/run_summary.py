@@ -190,5 +190,5 @@ def last_checkpoint(callback: L.Callback) -> Path | None:
 
 
 def relative_path(path: Path) -> Path:
-    """The path relative to the current folder if it lies inside that folder; otherwise the path unchanged."""
+    """The path relative to the current folder, if it lies inside this folder; the unchanged path if it does not."""
     return path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path

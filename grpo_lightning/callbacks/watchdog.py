@@ -124,7 +124,7 @@ class Watchdog(L.Callback):
                 return
 
     def end(self, trainer: L.Trainer, stop: threading.Event, seconds: float) -> None:
-        """End the run: interrupt the main thread, and exit if it does not end the run in time."""
+        """End the run: interrupt the main thread. If the main thread does not end the run in time, exit."""
         self.message = (
             f"Rank {ranks.rank()}: the {self.phase} before step {trainer.global_step + 1} has made no progress for "
             f"{seconds:.0f} seconds{self.detail} (Watchdog.stall_seconds)."
@@ -145,7 +145,7 @@ class Watchdog(L.Callback):
         os._exit(EXIT_STATUS)
 
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """Signal handler: end the rollout. Raises: StallInterrupt; without a stall, the signal is ignored instead."""
+        """Signal handler: end a stalled rollout. Raises: StallInterrupt; a signal without a stall is ignored."""
         if self.message is None:
             log.warning("%s is ignored: during training, the watchdog uses it.", signal.Signals(signum).name)
             return

@@ -16,11 +16,20 @@ from grpo_lightning.data.batch import as_prompt_batch
 class WritePredictions(L.Callback):
     """Writes the completions of all ranks to `predictions.jsonl` in the run's folder, in the order of the prompts.
 
-    Each completion is one line with the fields source, prompt_index, row (file and line of the data row), prompt,
-    completion, length (tokens), finish_reason, reward, rewards (by name) and columns (of the data row). A reward of
-    null means that the completion is not scorable. Lines are written batch by batch, so that an interrupted run keeps
-    its results. With several ranks and a loader that is not a `PromptSource`, the ranks may have different numbers of
-    batches; all lines are then written at the end. A file of an earlier run is replaced.
+    Each completion is one line with these fields:
+
+    - `source`, `prompt_index`, `prompt`, `completion` and `finish_reason`;
+    - `row`: file and line of the data row;
+    - `length`: number of tokens of the completion;
+    - `reward`: null if the completion is not scorable;
+    - `rewards`: the rewards by name;
+    - `columns`: the columns of the data row;
+    - `turns` (only in conversations): role, text and number of tokens of each turn; for a turn of the policy, also its
+      finish reason and its reward.
+
+    Lines are written batch by batch, so that an interrupted run keeps its results. If a run has several ranks, and its
+    loader is not a `PromptSource`, the ranks may have different numbers of batches. In this case, all lines are written
+    at the end. A file of an earlier run is replaced.
 
     Args:
         dirpath: Output folder; null is the run's folder. With null, a `fast_dev_run` writes nothing.
@@ -33,7 +42,7 @@ class WritePredictions(L.Callback):
         self.waiting: list[list[str]] = []
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Create an empty file, except in a `fast_dev_run` without `dirpath`, which writes nothing."""
+        """Create an empty file. A `fast_dev_run` without `dirpath` writes nothing."""
         self.path = None
         if not is_writing(trainer, self.dirpath):
             return

@@ -377,9 +377,9 @@ class GRPOCLI(LightningCLI):
             log.info(runs.describe_devices(self.trainer))
 
     def without_auto(self) -> Namespace:
-        """The settings for config.yaml. A `fit` with `--ckpt_path auto` leaves out the checkpoint that was found.
+        """The settings for config.yaml. With `fit --ckpt_path auto`, the checkpoint that was found is left out.
 
-        The same settings, used again, then start a new run.
+        So a `fit` with the settings of this config.yaml starts a new run.
         """
         requested = self.config.clone()
         if self.is_auto and self.subcommand == "fit":
@@ -419,7 +419,7 @@ class GRPOCLI(LightningCLI):
             raise
 
     def before_fit(self) -> None:
-        """Before the weights are loaded, refuse a checkpoint that cannot be resumed with this number of ranks."""
+        """Before the weights are loaded, refuse a checkpoint from which this number of ranks cannot resume."""
         if path := self.config_init[self.subcommand].get("ckpt_path"):
             try:
                 check_ranks(self.trainer, Path(path))

@@ -88,7 +88,7 @@ def newest(
 
 
 def why_of_other_run(path: Path, runs: Path) -> str | None:
-    """Return why a checkpoint does not belong to the run `runs/<run name>`; None if it belongs to it.
+    """Return why a checkpoint does not belong to the run `runs/<run name>`; None if it belongs to this run.
 
     If the folder of the run that saved the checkpoint no longer exists, only the names of the runs are compared: the
     folder may have been moved. A checkpoint that does not name its run counts as a checkpoint of this run.
@@ -105,9 +105,9 @@ def version_of(path: Path, runs: Path) -> Path | None:
     """Find the version folder in `runs` that a checkpoint belongs to.
 
     Returns:
-        The version folder that contains the checkpoint. If there is none, the version folder of the run that saved the
-        checkpoint. None if the checkpoint does not name its run, or if `runs` has no such folder (a folder that was
-        moved counts as another one).
+        The version folder that contains the checkpoint. If no version folder contains the checkpoint, the version
+        folder of the run that saved the checkpoint. None if the checkpoint does not name this folder, or if the folder
+        is not in `runs` any more, for example because it was moved.
     """
     inside = version_around(path, runs)
     if inside is not None or (folder := saved_by(path)) is None:
@@ -118,9 +118,9 @@ def version_of(path: Path, runs: Path) -> Path | None:
 def folders_of_run(path: Path) -> list[Path]:
     """Checkpoint folders of one version of a run, or of all its versions.
 
-    For one version, `path` is `runs/<run name>/version_<N>`; for all versions, it is `runs/<run name>`. For any other
-    path, the list is empty. A folder `version_<N>` is itself included if it contains a checkpoint that Lightning saved
-    for a SLURM requeue.
+    For one version, `path` is `runs/<run name>/version_<N>`; for all versions, `path` is `runs/<run name>`. For any
+    other path, the list is empty. Lightning saves the checkpoint of a SLURM requeue in the folder `version_<N>` itself.
+    If this checkpoint exists, the folder `version_<N>` is included, too.
     """
 
     def requeued_folders(run: Path) -> list[Path]:
@@ -241,7 +241,8 @@ def differences(
         before: Settings of the checkpoint, in the sections "model" and "data".
         now: Settings of this command line.
         defaults: Values that apply if a setting is null, by dotted key.
-        is_whole: False if `before` may be incomplete; then only keys that are in both `before` and `now` are compared.
+        is_whole: False if `before` may be incomplete. In this case, only keys that are in both `before` and `now` are
+            compared.
     """
     groups = sorted(before.keys() & now.keys())
     old, new = (flat(fill_defaults({name: tree[name] for name in groups}, defaults)) for tree in (before, now))

@@ -1,10 +1,10 @@
 """Expand short names in the values of settings, and find the types that these values must have.
 
-A short name is a class name without its module, as in `optimizer: AdamW` and `scheduler: {class_path: Cosine}`.
-Other short forms are expanded too: for example, `logger: true` becomes the list of default loggers, and in a list of
+A short name is a class name without its module, as in `optimizer: AdamW` and `scheduler: {class_path: Cosine}`. Other
+short forms are expanded too: for example, `logger: true` becomes the list of default loggers, and in a list of
 datasets, the path `a.jsonl` becomes `{json_path: a.jsonl}`. `datasets: a.jsonl` becomes a list with this one dataset.
-The parser itself accepts a class name without its module only if the name is unique. The name AdamW is not unique: here
-it means `grpo_lightning.optimizers.AdamW`, not `torch.optim.AdamW`.
+The parser itself accepts a class name without its module only if the name is unique. The name AdamW is not unique: this
+module expands AdamW to `grpo_lightning.optimizers.AdamW`, not to `torch.optim.AdamW`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ TRAINING_LIMITS = {
 
 
 def trains_nothing(trainer: Namespace) -> str | None:
-    """Error message for the first limit of the Trainer that is 0, with which `fit` would silently train nothing."""
+    """Error message if a limit of the Trainer is 0: `fit` would silently train nothing. None if no limit is 0."""
     for name, values in TRAINING_LIMITS.items():
         if is_zero(value := trainer.get(name)):
             return (
@@ -97,7 +97,7 @@ def is_zero(limit: Any) -> bool:
 
 
 def function_is_called(key: str, path: str, argument: str) -> str:
-    """Error message for a function given by `class_path`, for example a reward, if an argument has no value."""
+    """Error message if `class_path` names a function (for example, a reward), and an argument has no value."""
     return (
         f"{key}: {path} is a function: write `{f'- {path}' if key.endswith(']') else path}`. With class_path, it would "
         f"be called when the run starts, without its argument {argument!r}. If this call is meant, write "
@@ -108,7 +108,7 @@ def function_is_called(key: str, path: str, argument: str) -> str:
 def owner_of_untyped(kind: Callable[..., Any], name: str) -> Callable[..., Any] | None:
     """The class or function in which this argument is required and has no annotation; None if there is none.
 
-    A class is `kind` or one of its bases. A function is `kind` itself.
+    If `kind` is a class, the result may also be a base of `kind`.
     """
     for own in inspect.getmro(kind) if inspect.isclass(kind) else (kind,):
         function = vars(own).get("__init__") if inspect.isclass(own) else own
@@ -182,7 +182,8 @@ def in_tree(tree: Any, *, expands_policy: bool = False) -> Any:
 def mixture_in_full(mixture: Any, key: str, *, is_appended: bool) -> Any:
     """Convert the path of a data file, or paths in a list of datasets, to dataset entries.
 
-    The path of a YAML file is kept, unless the value is appended (`datasets+`): a list has only data files.
+    The path of a YAML file is not converted. However, such a path is refused in a list, and in a value that is appended
+    to a list (`datasets+`): a list contains only data files.
 
     Raises:
         ConfigurationError: If an item is neither settings nor the path of a data file.
@@ -219,7 +220,7 @@ def model_in_full(model: Mapping[str, Any], *, expands_policy: bool) -> dict[str
 
 
 def is_name(policy: Any) -> bool:
-    """True if a policy is given by its name, and not as the class path of `PolicyLoader`."""
+    """True if a policy is given as text, and this text is not the class path of `PolicyLoader`."""
     return isinstance(policy, str) and bool(policy) and policy.rpartition(".")[2] != "PolicyLoader"
 
 
@@ -251,8 +252,13 @@ def settings_class(hint: Any, default: Any = None) -> Any:
     """Return the class that is configured by the keys below a key; None if the user has to name it (`class_path`).
 
     For example, `model.policy.lora.rank` sets an argument of `LoRA`, the class of the key `lora`. The class is the
-    key's type if that type is a dataclass; else the class that the key's default names; else the key's type if that
-    type is a class of this package without subclasses. If the key holds a list, the class is that of the list's items.
+    first of these that exists:
+
+    - the key's type, if this type is a dataclass
+    - the class that the key's default names
+    - the key's type, if this type is a class of this package without subclasses
+
+    If the key holds a list, the type of the list's items is used as the key's type.
     """
     kinds = [
         kind for member in members(hint) for kind in (get_args(member) if get_origin(member) is list else [member])
@@ -267,7 +273,7 @@ def settings_class(hint: Any, default: Any = None) -> Any:
 
 
 def arguments(kind: Any, hint: Any = None) -> dict[str, Any]:
-    """Arguments of a class or function, with their types, but without those that the caller of a `Callable` passes."""
+    """Arguments of a class or function, with their types, except arguments that the caller of a `Callable` passes."""
     function = kind.__init__ if inspect.isclass(kind) else kind
     try:
         hints = get_type_hints(function)

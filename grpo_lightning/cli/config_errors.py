@@ -1,7 +1,7 @@
 """Explain in one line why a setting was refused: file, key, value, and what is allowed.
 
 The parser itself prints sixty lines of usage, and then lists one problem for each type that the value may have. This
-module extracts key and value from the parser's message, and finds the file or flag that contains them.
+module extracts key and value from the parser's message, and finds the file or flag that contains this key and value.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class Problem(NamedTuple):
 def read_problem(message: str) -> Problem:
     """Extract the innermost problem from the parser's message, in which problems are indented below their keys.
 
-    If a key accepts several types, several problems are listed below this key: one for each type. The first problem in
-    this list that concerns a nested key is chosen.
+    If a key accepts several types, the message lists one problem for each type below this key. The first of these
+    problems that concerns a nested key is chosen.
     """
     names: list[str] = []
     text: list[str] = []
@@ -346,7 +346,7 @@ def refusal(path: str, text: str) -> str | None:
 
 
 def import_problem(path: str, hint: Any) -> str | None:
-    """Reason why a value is no import path, or why the path is invalid; None if it is valid."""
+    """Reason why a value is no import path, or is an invalid import path; None if the import path is valid."""
     if "." not in path.strip("."):
         names = {kind.__name__ for kind in named_classes(hint) if not inspect.isabstract(kind)}
         near = nearest(path, sorted(names))
@@ -428,7 +428,7 @@ def missing_keys(names: Iterable[str], keys: Mapping[str, Key]) -> str:
 def missing_below(owner: Problem, names: Sequence[str], sources: Iterable[Source]) -> str:
     """Error message for missing required arguments of an object: `owner` names its key and its class.
 
-    If `owner` names a function, it is usually meant as a value, not to be called.
+    If `owner` names a function, the message shows how to give the function itself as the value, without a call.
     """
     place, key = object_without(owner, names, sources)
     if owner.kind and not inspect.isclass(locate(owner.kind)):
@@ -440,7 +440,7 @@ def missing_below(owner: Problem, names: Sequence[str], sources: Iterable[Source
 
 
 def object_without(owner: Problem, names: Sequence[str], sources: Iterable[Source]) -> tuple[Place, str]:
-    """Where an object is given without all of these arguments, and its key. Objects in lists have their own keys."""
+    """Find an object of `owner` without at least one of these arguments. Returns: the object's place and key."""
     for place in places(sources, owner.names):
         for key, value in leaves(place.value, place.key):
             is_object = isinstance(value, Mapping) and "class_path" in value

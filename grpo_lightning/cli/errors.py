@@ -43,7 +43,7 @@ def short_errors() -> Iterator[None]:
 
     All ranks read the same configuration, so only rank 0 prints an error of the set-up. An error inside Lightning's
     loops may concern a single rank, so every rank prints its own error. If a rank fails because another rank has
-    exited, it prints one line that refers to the error message of that other rank.
+    exited, the failed rank prints only one line, which refers to the error message of the other rank.
     """
     try:
         yield
@@ -119,7 +119,7 @@ def is_inside_a_loop(tb: TracebackType | None) -> bool:
 def plain_refusal(raised: BaseException) -> BaseException | None:
     """Return the error if this package raised it to refuse a setting, else None.
 
-    Such an error has no `__cause__`, and is not raised inside Lightning's loops.
+    An error that refuses a setting has no `__cause__`, and is not raised inside Lightning's loops.
     """
     error = fixable_error(raised)
     if not isinstance(error, ValueError | TypeError | OSError) or innermost_module(error) != "grpo_lightning":

@@ -12,9 +12,9 @@ from grpo_lightning.cli.hub import check_push, push
 def run(args: list[str]) -> None:
     """Export a checkpoint. For the errors that it raises, see `grpo_lightning.training.checkpoint_export.export`.
 
-    The run may have kept its frozen weights quantized. If so, the printed summary states that the exported weights are
-    not quantized: an exported adapter is to be loaded with the base model in full precision, and a merged export has
-    the adapter merged into this base model.
+    If the run kept its frozen weights quantized, the printed summary states that the export uses the weights in full
+    precision. An exported adapter must be loaded with the base model in full precision. In a merged export, the adapter
+    is merged into the base model in full precision.
     """
     options = vars(parser().parse_args(args))
     repo, private = options.pop("push"), options.pop("private")

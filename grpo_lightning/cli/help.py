@@ -187,12 +187,12 @@ def settings_below(text: str, key: str) -> str:
 # ------------------------------------------------------------------------------------------------------- on one screen
 
 WIDTHS = range(80, 121)
-"""Limits of the help's width in columns. Between them, the help is as wide as the terminal."""
+"""Minimum and maximum width of the help, in columns. Between these limits, the help is as wide as the terminal."""
 
 FIRST_SENTENCE = re.compile(r"(?<=[.!?])\s")
 CLAUSES = re.compile(r" \(|[;:,] ")
 LEAST = 12
-"""Minimum number of characters that must be left if a sentence is cut at the end of a clause."""
+"""Minimum number of characters that must remain when a sentence is cut at the end of a clause."""
 
 
 def short_help(command: str, module_class: type | None = None) -> str:

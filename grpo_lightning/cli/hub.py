@@ -13,7 +13,7 @@ HUB_SECONDS = 10.0
 
 
 def check_push(repo: str | None, *, private: bool) -> None:
-    """Check the options for the upload, before a model is exported. Without a repository, nothing will be uploaded.
+    """Before an export, check the options of the upload. If no repository is given, nothing will be uploaded.
 
     Raises:
         ConfigurationError: If a repository is given, and (a) the name of the repository is wrong, (b) the hub is
@@ -71,7 +71,7 @@ def push(folder: Path, repo: str, *, private: bool) -> str:
 
 @contextlib.contextmanager
 def restored_mode() -> Iterator[None]:
-    """Context that restores the offline mode of `huggingface_hub` at its end."""
+    """At the end of the `with` block, restore the offline mode that `huggingface_hub` had before the block."""
     from huggingface_hub import constants
 
     mode = constants.HF_HUB_OFFLINE
@@ -85,7 +85,7 @@ def go_offline_if_unreachable() -> None:
     """Switch `huggingface_hub` to offline mode if the hub cannot be reached, and print a line that says so.
 
     Without a network, `huggingface_hub` repeats the request for every file several times, with pauses in between. This
-    function sends a single request, so that a command which loads several files does not wait for each of them.
+    function sends a single request, so that a command that loads several files waits only once.
     """
     from huggingface_hub import constants, get_session
 

@@ -84,7 +84,7 @@ def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModu
 def log_versions() -> None:
     """Log the versions of the package and its main dependencies.
 
-    They are logged before the packages are imported, because importing takes seconds.
+    The versions are logged before the packages are imported, because importing takes seconds.
     """
     from grpo_lightning.core.log_messages import show_messages
 
@@ -147,8 +147,8 @@ def find_own_modules() -> None:
 def entry_point() -> None:
     """Console script `grpo-lightning`: calls `main` and ignores its result, which would become the exit code.
 
-    If the reader of the output has left (`grpo-lightning recipes list | head -1`), exits quietly with code 141, as a
-    program does that is ended by SIGPIPE.
+    If the reader of the output has left (`grpo-lightning recipes list | head -1`), the script exits quietly with code
+    141. This is the exit code of a program that SIGPIPE ends.
     """
     try:
         try:
@@ -163,7 +163,7 @@ def entry_point() -> None:
 
 
 def has_lost_reader() -> bool:
-    """True if nobody reads the standard output any more; found out by writing an empty line."""
+    """Write an empty line, and return True if nobody reads the standard output any more."""
     try:
         print(flush=True)
     except BrokenPipeError:

@@ -120,7 +120,7 @@ def run(args: list[str]) -> None:
 
 
 def is_fragment(path: Path) -> bool:
-    """True for a fragment: a recipe without data, which changes another recipe."""
+    """True for a fragment: a recipe that has no data and changes another recipe."""
     return "\ndata:" not in path.read_text(encoding="utf-8")
 
 

@@ -134,7 +134,7 @@ def remove_without_results(folder: Path) -> None:
 
 
 def has_numbers(events: Path) -> bool:
-    """True if a TensorBoard file holds more than hyperparameters, or if tensorboard, which reads it, is missing."""
+    """True if a TensorBoard file holds more than hyperparameters. Also True if tensorboard is not installed."""
     try:
         from tensorboard.backend.event_processing.event_file_loader import (  # type: ignore[import-untyped]
             LegacyEventFileLoader,
@@ -161,9 +161,9 @@ def place(trainer: Namespace, folder: Path) -> None:
 
     A logger for which the recipe sets a name or a folder may write elsewhere (`place_logger`). If loggers are set but
     none writes metrics.csv, a `MetricsLogger` is added. Lightning saves checkpoints in the folder of the first logger,
-    and callbacks write their files there. So a logger that writes into the run's folder is moved to the front, or else
-    another logger that writes files. If W&B were the first logger, Lightning would use the id of the W&B run as the
-    name of the checkpoints' folder.
+    and callbacks write their files there. So a logger that writes into the run's folder is moved to the front. If there
+    is no such logger, another logger that writes files is moved to the front. A W&B logger must not be the first:
+    Lightning would use the id of the W&B run as the name of the checkpoints' folder.
     """
     trainer.default_root_dir = str(folder)
     loggers = trainer.get("logger")
@@ -192,7 +192,7 @@ def kind(logger: Namespace) -> str:
 
 
 def place_logger(logger: Namespace, folder: Path) -> None:
-    """Make a logger write into the run's folder, unless the recipe sets a folder.
+    """If the recipe sets no folder for a logger, make the logger write into the run's folder.
 
     If the recipe sets no name, a W&B logger gets the run's name, and any other logger gets the run's name and version.
     If the recipe sets only `save_dir`, a logger other than W&B writes to `<save_dir>/<run name>/<version>`.
@@ -336,7 +336,7 @@ def is_saving(trainer: Namespace) -> bool:
 
 
 def default_callbacks(subcommand: str, settings: Namespace, own: Sequence[L.Callback]) -> list[L.Callback]:
-    """Default callbacks of a command, without those that the recipe's own callbacks (`own`) replace.
+    """Default callbacks of a command. The recipe's own callbacks (`own`) replace default callbacks of the same kind.
 
     For example, a progress bar in the recipe replaces the default progress bar.
 
@@ -360,16 +360,17 @@ def default_callbacks(subcommand: str, settings: Namespace, own: Sequence[L.Call
 
 
 def default_checkpoints(own: Sequence[L.Callback]) -> list[ModelCheckpoint]:
-    """Default checkpoint callbacks of `fit`, next to the recipe's own callbacks (`own`).
+    """Default checkpoint callbacks of `fit`, in addition to the recipe's own callbacks (`own`).
 
     By default, two checkpoints are kept: the newest that was saved at the end of an epoch, and the newest that was
-    saved during an epoch. Checkpoints are saved during an epoch because an epoch may take days. Checkpoint callbacks of
-    the recipe replace both. However, callbacks that keep only the best checkpoints replace only the first: otherwise, a
-    run that is killed long after its best step would lose all steps since then. `OnExceptionCheckpoint` replaces none,
-    because it saves nothing in a run without errors.
+    saved during an epoch. Checkpoints are saved during an epoch because an epoch may take days. If the recipe has
+    checkpoint callbacks, these two checkpoints are not kept. If all these callbacks keep only the best checkpoints,
+    however, the newest checkpoint during an epoch is still kept: without this checkpoint, a run that is killed long
+    after its best step would lose all steps since then. `OnExceptionCheckpoint` does not count as a checkpoint
+    callback, because it saves nothing in a run without errors.
 
-    The last step of a run is saved, too, if the recipe has a `ModelCheckpoint` of its own; `NewestCheckpoints` does
-    this itself.
+    If the recipe has a `ModelCheckpoint` of its own, a `LastCheckpoint` also saves the last step of a run. With
+    `NewestCheckpoints`, no `LastCheckpoint` is needed.
     """
     own = [each for each in own if isinstance(each, Checkpoint) and not isinstance(each, OnExceptionCheckpoint)]
     saving = [callback for callback in own if isinstance(callback, ModelCheckpoint) and callback.save_top_k != 0]

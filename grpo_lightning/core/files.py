@@ -15,7 +15,7 @@ from typing import Any
 
 FINGERPRINT = "recipe.json"
 """Name of a file in each generated folder. The file contains a fingerprint of what the folder was made from.
-`put_whole` replaces a folder that contains files only if this file is one of them."""
+If a folder is not empty, and does not contain this file, `put_whole` refuses to replace the folder."""
 
 
 def put_whole(folder: Path, fingerprint: str, fill: Callable[[Path], object]) -> bool:
@@ -25,14 +25,15 @@ def put_whole(folder: Path, fingerprint: str, fill: Callable[[Path], object]) ->
 
     Args:
         folder: Folder to create.
-        fingerprint: Content of the folder's `recipe.json`: identifies the inputs from which the folder is made.
+        fingerprint: Content of the folder's `recipe.json`. The content identifies the inputs that the folder is made
+            from.
         fill: Called with an empty folder to fill; `recipe.json` is written afterwards.
 
     Returns:
         True if the folder was created. False if it already existed and was made from the same inputs.
 
     Raises:
-        ValueError: If the folder has files but no `recipe.json`: it was not created by this function.
+        ValueError: If the folder is not empty, but has no `recipe.json`: this function has not created the folder.
     """
     if is_whole(folder, fingerprint):
         return False
@@ -80,8 +81,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
 def set_default_modes(folder: Path) -> None:
     """Give a folder, and all folders and files below it, the modes that the umask gives to new folders and files.
 
-    Otherwise, some files and folders could be read only by their owner. For example, safetensors writes weights to a
-    temporary file, which has mode 600, and then renames this file; a temporary folder has mode 700.
+    Without this call, only the owner could read some of the files and folders. For example, safetensors writes weights
+    to a temporary file, which has mode 600, and then renames this file; a temporary folder has mode 700.
     """
     new_file, new_folder = folder / ".mode", folder / ".modes"
     new_file.touch()  # os.umask can read the umask only by changing it, also for other threads
@@ -96,8 +97,8 @@ def set_default_modes(folder: Path) -> None:
 def run_folder(trainer: Any, dirpath: str | None) -> Path:
     """Folder for a run's files: `dirpath`, or else the Trainer's `log_dir`, or else its `default_root_dir`.
 
-    Collective: every rank must call this. Lightning broadcasts `log_dir`, so a rank that reads it waits forever if
-    another rank does not read it.
+    Collective: every rank must call this. Lightning broadcasts `log_dir`: if only some ranks read `log_dir`, these
+    ranks wait forever.
     """
     return Path(dirpath or trainer.log_dir or trainer.default_root_dir).expanduser()
 

@@ -33,7 +33,7 @@ LYING = (5, 6, 7, 8)
 
 
 def is_pil_image(value: Any) -> bool:
-    """True for an image of PIL, which is not imported for this."""
+    """True for an image of PIL. This function does not import PIL."""
     return type(value).__module__.startswith("PIL.")
 
 
@@ -52,8 +52,9 @@ class ImageRef:
     """File and line of the image's row, for error messages."""
 
     shared: Callable[[], Image] | None = field(default=None, init=False, compare=False)
-    """Function that `read` calls instead of decoding `source`. Several prompts of a batch with the same image have the
-    same function, so that the image is decoded only once. None decodes `source`. The function is never pickled."""
+    """Function that `read` calls instead of decoding `source`. If several prompts of a batch have the same image, the
+    references of these prompts have the same function, so that the image is decoded only once. With None, `read`
+    decodes `source`. The function is never pickled."""
 
     known_size: tuple[int, int] | None = field(default=None, init=False, compare=False)
     """Cached (width, height); None until first requested."""
@@ -83,8 +84,8 @@ class ImageRef:
     def size(self) -> tuple[int, int]:
         """(width, height) of the upright image, in pixels. Raises: ImageError if the image cannot be read.
 
-        If the size is not known yet, it is read from the header or, for TIFF files, from the decoded image, and stored
-        in `known_size`.
+        If `known_size` is None, the size is read from the header (for a TIFF file, from the decoded image), and is
+        stored in `known_size`.
         """
         if self.known_size is None:
             with self._open() as image:
@@ -107,9 +108,9 @@ class ImageRef:
         return size
 
     def copy_in_memory(self) -> ImageRef:
-        """Return a reference to a copy of the image as it is now, as a PNG file in memory. Raises: ImageError.
+        """Copy the image, as it is now, to a PNG file in memory; return a reference to the copy. Raises: ImageError.
 
-        A reference to such a copy is returned itself, because its source does not change.
+        If this reference already refers to such a copy (`is_copy`), the method returns this reference.
         """
         if self.is_copy:
             return self

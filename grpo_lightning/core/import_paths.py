@@ -1,4 +1,4 @@
-"""Import paths of a user's own functions and classes (`my_losses.my_surrogate`), and why one is invalid."""
+"""Import paths of a user's own functions and classes (`my_losses.my_surrogate`), and reasons why a path is invalid."""
 
 from __future__ import annotations
 

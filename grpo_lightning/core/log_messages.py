@@ -144,7 +144,7 @@ class Wrapped(logging.Formatter):
 
 
 class NoNoise(logging.Filter):
-    """Drops log records that say nothing about the run or repeat messages of this package (`NOISE`)."""
+    """Drops log records that match `NOISE`: such records repeat messages of this package, or do not concern the run."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """True if the record is to be shown."""
@@ -161,7 +161,7 @@ class WarnOnce:
     def __call__(
         self, logger: logging.Logger, key: str, message: str, *values: object, level: int = logging.WARNING
     ) -> None:
-        """Log the message, unless one with this key was logged before."""
+        """Log the message if no message with this key was logged before."""
         if key not in self.keys:
             self.keys.add(key)
             logger.log(level, message, *values, stacklevel=2)
@@ -210,7 +210,7 @@ def quiet_loggers() -> None:
 
 
 def nearest(name: str, known: Iterable[str], n: int = 3, cutoff: float = 0.6) -> list[str]:
-    """Known names for a misspelled one: those that differ only in case, else up to `n` of the most similar spelling."""
+    """At most `n` known names for a misspelled name: names that differ only in case, else the most similar names."""
     names = list(known)
     same = [other for other in names if other.casefold() == name.casefold()]
     return same[:n] or difflib.get_close_matches(name, names, n=n, cutoff=cutoff)

@@ -85,10 +85,11 @@ def gather_rows(rows: Tensor) -> list[Tensor]:
 def interleave(parts: Sequence[Sequence[T]]) -> list[T]:
     """Take items from the parts in turn (round-robin); a part that has run out of items is skipped.
 
-    Prompts go round-robin to the ranks: prompt i of rank r has index `i * world_size + r` among all prompts. If each
-    rank has a list with one item per prompt, this function merges the lists (from `gather_objects`) into one list in
-    the order of the prompts. If ranks share groups, prompts go round-robin to the teams (`Teams`). The list of a team's
-    first member then has the items of the team's prompts, and the lists of the other members are empty.
+    Prompts go round-robin to the ranks: prompt i of rank r has index `i * world_size + r` among all prompts. Suppose
+    that each rank has a list with one item for each of its prompts. `gather_objects` gathers the lists, and this
+    function merges the lists into one list in the order of the prompts. If ranks share groups, prompts go round-robin
+    to the teams (`Teams`). The list of a team's first member then has the items of the team's prompts, and the lists of
+    the other members are empty.
     """
     turns = itertools.zip_longest(*([[item] for item in items] for items in parts), fillvalue=[])
     return [item for turn in turns for items in turn for item in items]
@@ -142,7 +143,7 @@ class Lockstep:
     without waiting prompts prefills a dummy prompt.
 
     Args:
-        is_needed: True if forward calls are collective. Otherwise no rank waits for another.
+        is_needed: True if forward calls are collective. If False ("without lockstep"), no rank waits for another rank.
     """
 
     def __init__(self, *, is_needed: bool) -> None:
@@ -178,8 +179,8 @@ class Lockstep:
 class Teams:
     """Divides the W ranks of a run into W / R teams of R ranks.
 
-    The ranks of a team get the same prompts, and each of them samples and trains on a part of every prompt's G
-    completions.
+    The ranks of a team get the same prompts. Each rank samples a part of the G completions of every prompt, and trains
+    on this part.
 
         rank r is member r mod R of team r // R
 

@@ -10,7 +10,7 @@ import os
 
 
 def run_seed(seed: int | None) -> int:
-    """`seed`; if None, the seed of `lightning.seed_everything` (`--seed_everything` of the CLI), or 0 without one."""
+    """`seed`; if None, the seed of `lightning.seed_everything` (CLI: `--seed_everything`); 0 if neither is set."""
     return int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed
 
 

@@ -41,8 +41,11 @@ class StatusLine:
         """Show the line, unless it was shown less than `REDRAW_SECONDS` ago (in a file: less than a minute ago).
 
         Args:
-            render: Formats the line. The function is called only if the line is shown now, or when the line is closed.
-            is_due: True shows the line in a terminal, no matter when it was last shown. It has no effect in a file.
+            render: Formats the line. `show` calls the function if the line is shown now. In a terminal, the function is
+                called again whenever the line is shown again, for example after other output was printed above the
+                line. `close` may call the function that the last call of `show` got.
+            is_due: True shows the line in a terminal, no matter when the line was last shown. In a file, `is_due` has
+                no effect.
         """
         self.render = render
         can_redraw = redraws(sys.stdout)

@@ -111,8 +111,8 @@ class Turn:
     """Index of the turn's first token among the tokens of the completion."""
 
     end: int
-    """Index after the last token of this turn. An observation that the policy does not see, because the conversation
-    has ended, has no tokens."""
+    """Index after the last token of this turn. An observation after the last turn of the policy has no tokens, because
+    the policy does not see it."""
 
     is_sampled: bool
     """True if the policy wrote this turn."""
@@ -135,8 +135,8 @@ class Ending:
     """The environment, pickled if it runs in workers."""
 
     failure: str = ""
-    """Kind of the last failed call (`environments.workers.FAILURES`), also if the environment's method `on_failure` has
-    answered and the conversation continued; empty if no call failed."""
+    """Kind of the last failed call (`environments.workers.FAILURES`); empty if no call failed. The kind is kept even if
+    the environment's method `on_failure` has answered, so that the conversation continued."""
 
     is_scorable: bool = True
     """False if the completion gets no reward because of the failure."""
@@ -153,7 +153,7 @@ class Completion:
     """[T] sampled tokens, including the stop token; in a conversation, also tokens of observations. Never padding."""
 
     logprobs: list[float]
-    """[T] nats: log-probability of each token under the distribution it was sampled from."""
+    """[T] nats: log-probability of each token under the distribution that it was sampled from; 0 in observations."""
 
     finish_reason: FinishReason
 
@@ -179,8 +179,8 @@ class Completion:
     """[T] nats: log-probability of each token under the reference; None until computed, or without a reference."""
 
     entropies: list[float] | None = None
-    """[T] nats: for each token, the entropy of the policy's softmax (at the sampling temperature) from which the token
-    was sampled; None if the engine does not report it."""
+    """[T] nats: for each sampled token, the entropy of the policy's next-token softmax at the sampling temperature; 0
+    for tokens of observations. None if the engine reports no entropies."""
 
     turn_advantages: list[float] | None = None
     """[T] for each token, `turn_credit` times the credit of its turn in the conversation. This product is added to the
@@ -224,8 +224,8 @@ class Group:
     completions: list[Completion]
 
     rollout_index: int = 0
-    """Number of rollouts that the policy had trained on when this group was requested. It identifies the weights that
-    sampled the group."""
+    """Number of rollouts that the policy had trained on when this group was requested. The number identifies the
+    weights that sampled the group."""
 
     image_views: Sequence[ImageView] = ()
     """One view per image of the prompt."""
@@ -301,16 +301,16 @@ class MicroBatch:
     """Vision inputs of the prompts; None for a text-only policy."""
 
     images: Sequence[Sequence[ObservedImages]] = ()
-    """[B] for each completion, its observations that contain images. The outer sequence is empty if no completion of
-    the micro-batch has such observations."""
+    """[B] for each completion, those of its observations that contain images. The outer sequence is empty if no
+    completion of the micro-batch has such observations."""
 
     conversation_vision: VisionInputs | None = None
     """[B] for each completion, the vision inputs of its prompt and of the completion together; empty inputs for
     completions without images. None if no completion of any rank contains images."""
 
     num_image_chunks: int | None = None
-    """Like `num_chunks`, but for the completions that contain images, which run in separate chunks. `num_chunks` then
-    counts only the chunks of completions without images."""
+    """Like `num_chunks`, but for the completions that contain images. These completions run in separate chunks.
+    `num_chunks` counts only the chunks of completions without images."""
 
     prompt_observations: Sequence[str] = ()
     """[N] `Prompt.observation` of each prompt as JSON. A resumed run uses it to find the images. Empty if no prompt has
@@ -383,7 +383,7 @@ class SamplingParams:
     """Keep tokens with at least `min_p` times the most likely token's probability; 0 keeps every token."""
 
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens already seen (Keskar et al. 2019); 1 is off."""
+    """Divides positive and multiplies negative logits of the tokens already seen (Keskar et al. 2019); 1 is off."""
 
     suppress_tokens: list[int] = field(default_factory=list)
     """Token ids that are never sampled."""
@@ -416,7 +416,7 @@ class SamplingParams:
 
     @property
     def reshaping(self) -> dict[str, Any]:
-        """Settings, except `guided_regex`, that make the sampling distribution differ from the trained one, by name."""
+        """By name, the settings (except `guided_regex`) that make sampling differ from the trained distribution."""
         neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "suppress_tokens": []}
         return {name: getattr(self, name) for name, off in neutral.items() if getattr(self, name) != off}
 
@@ -493,8 +493,8 @@ class PromptVision:
     """Image features; None until a frozen vision tower has computed them."""
 
     positions: tuple[Tensor, int] | None = None
-    """Positions [3, L] of the tokens, and the position of the first token after the prompt. None before their first
-    use, and for models with one-dimensional positions."""
+    """Positions [3, L] of the tokens, and the position of the first token after the prompt. None until the positions
+    are first needed, and for models with one-dimensional positions."""
 
 
 @dataclass
@@ -544,7 +544,7 @@ class EncodedPrompt:
 Settings = TypeVar("Settings")
 
 NOT_SAVED = "not_saved"
-"""Key of the note that a checkpoint holds in place of settings that are not plain values. Its value is the reason."""
+"""Key of a note, `{"not_saved": reason}`, that a checkpoint holds in place of settings that are not plain values."""
 
 
 def settings_of(kind: type[Settings], value: Settings | Mapping[str, Any] | None, key: str) -> Settings:
@@ -557,8 +557,9 @@ def settings_of(kind: type[Settings], value: Settings | Mapping[str, Any] | None
         key: Name of the value in errors.
 
     Raises:
-        ValueError: If the value has another type, the mapping has a key that is not a field, or the mapping is the note
-            of a checkpoint that does not hold these settings.
+        ValueError: If the value has another type.
+        ValueError: If a key of the mapping is not a field.
+        ValueError: If the mapping is the note of a checkpoint that does not hold these settings (`NOT_SAVED`).
     """
     if isinstance(value, kind):
         return value

@@ -61,16 +61,16 @@ class PromptDataModule(L.LightningDataModule):
         overlong_prompts: Handling of longer prompts: "error" stops the run, "drop" removes the prompts, "truncate"
             keeps their last tokens.
         num_proc: Worker processes that parse rows and count tokens. The prompts do not depend on this number.
-        num_workers: Number of threads that check images before the run, decode the images of the next batch while the
-            policy trains, and convert the rows of a stream to prompts in advance. The prompts do not depend on this
-            number.
-        shuffle_buffer: Number of rows of a stream kept in memory; the next row is sampled from these rows.
+        num_workers: Number of threads that prepare images and rows. Before the run, these threads check images. While
+            the policy trains, they decode the images of the next batch. For a stream, they convert rows to prompts in
+            advance. The prompts do not depend on this number.
+        shuffle_buffer: Number of rows that a stream keeps in memory; the next row is sampled from these rows.
         prepare: Called once per machine before the files are read, to download or build them.
         bad_images: Handling of rows with unreadable images or with boxes outside the image. "error" stops the run
             before any weights load and lists all bad rows. (The rows of a stream are checked only when they are read;
             the first bad row then stops the run.) "drop" removes the bad rows and logs how many there are.
         image_root: Base folder of relative image paths, for datasets without an `image_root` of their own. With null,
-            the base is the folder that contains the data file, or the folder `dataset`.
+            the base is the folder that contains the file `json_path`, or the folder that `dataset` names.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
@@ -147,7 +147,8 @@ class PromptDataModule(L.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Read the data (only the first rows of a stream); an invalid row stops the run before weights are loaded.
 
-        Data are read once. If `max_prompt_length` is set, they are read again for another policy, with its tokenizer.
+        The data are read once. However, if `max_prompt_length` is set and the trainer gets a module with another
+        policy, the data are read again, and tokens are counted with the tokenizer of this policy.
         """
         if self.max_prompt_length is not None:
             loader = self._attached_to().lightning_module.loader  # type: ignore[union-attr]

@@ -68,7 +68,7 @@ class DatasetEntry:
     """Names of the rewards that apply to these rows; null for all."""
 
     accu_reward_method: str | None = None
-    """Default of the column `accu_reward_method`: the comparison method of VLM-R1's accuracy reward."""
+    """Value of the column `accu_reward_method` (VLM-R1's scoring method) for rows without a value in this column."""
 
     image_root: str | None = None
     """Base folder of relative image paths; null uses `image_root` of the data module. If both are null, the base folder
@@ -77,10 +77,10 @@ class DatasetEntry:
     boxes: Boxes = "auto"
     """Form of the column `solution` in rows with images. `original`: a box [x1, y1, x2, y2] in pixels. `norm1000`: a
     box with coordinates from 0 to 1000 (VLM-R1's InternVL data). The box is converted to pixels when the row is read,
-    so leave `gold_coordinates` of rewards and metrics at `original`. `auto`: a box in pixels if the solution is four
-    values, at least one of them a number, and the row has one image; other solutions are not checked. `none`: no
-    solution is checked.
-    `bad_images` of the data module sets what happens to a row whose box is outside its image."""
+    so leave `gold_coordinates` of rewards and metrics at `original`. `auto`: a solution counts as a box in pixels if it
+    has four values, at least one of which is a number, and if its row has one image; other solutions are not checked.
+    `none`: no solution is checked. `bad_images` of the data module sets what happens to a row whose box is outside its
+    image."""
 
     def __post_init__(self) -> None:
         """Raises: ValueError if settings contradict each other or the sampling strategy is invalid."""

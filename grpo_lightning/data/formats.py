@@ -29,7 +29,8 @@ SPEAKERS = {"system": "system", "human": "user", "user": "user", "gpt": "assista
 """Chat roles by the value of `from` in a `conversations` column."""
 
 SWIFT_COLUMNS = ("query", "messages", "conversations")
-"""Prompt columns of ms-swift. If the prompt is one of them, the columns `system` and `history` belong to it."""
+"""Prompt columns of ms-swift. If the prompt is in one of these columns, the columns `system` and `history` belong to
+the prompt."""
 
 PLACEHOLDERS = ("<ref-object>", "<bbox>")
 """Texts that ms-swift replaces by the names and boxes in the column `objects`."""
@@ -56,8 +57,8 @@ def to_prompt(
     `problem` and as `messages` with a worked answer. `problem` takes precedence, so that the question template applies.
     The rewards get all columns of the row, except a prompt column that is not kept (`PromptColumn.is_kept`).
 
-    As in ms-swift, the text in the column `system` is the system message of a prompt in `SWIFT_COLUMNS`, unless the
-    prompt has a system message itself. The pairs in the column `history` are the turns before a `query`.
+    If a prompt in `SWIFT_COLUMNS` has no system message, the text in the column `system` becomes the system message of
+    the prompt, as in ms-swift. The pairs in the column `history` are the turns before a `query`.
 
     Images come from the column `image` or `images`, or from message parts (see `place_images`). No image file is
     opened: the prompt and its image column hold references to the images. A row with images always becomes a chat
@@ -74,9 +75,9 @@ def to_prompt(
         folder: Base folder of relative image paths; None for the current folder.
 
     Raises:
-        ValueError: If each of `PROMPT_COLUMNS` is missing or null in the row, if the prompt is invalid or contains a
-            lone surrogate, if the number of images does not match the placeholders in the prompt, or if a prompt in
-            `SWIFT_COLUMNS` has tools, or placeholders of objects.
+        ValueError: If the row has no prompt: each of `PROMPT_COLUMNS` is missing or null. If the prompt is invalid or
+            contains a lone surrogate. If the number of images does not match the placeholders in the prompt. If a
+            prompt in `SWIFT_COLUMNS` has tools or one of `PLACEHOLDERS`.
     """
     row = nan_to_null(row)
     found = [column for column in PROMPT_COLUMNS if row.get(column) is not None]

@@ -129,10 +129,10 @@ def stream_mixture(
     """Create a stream of a mixture, in which the rows of streaming entries are read when they are used.
 
     Unless the stream is shuffled, the rows have the same order as in `load_mixture`. A shuffled stream mixes the rows
-    of the entries (`mix_parts`); the number of rows of an entry is known if the entry selects `first:N` or does not set
-    `streaming`. An entry that does not set `streaming` is loaded completely when the stream opens it, and supports
-    every sampling strategy. The images of a row are checked when the row is read. For the arguments, see `load_mixture`
-    and `PromptStream`.
+    of the entries. The way of mixing depends on whether the number of rows of every entry is known (`mix_parts`). The
+    number is known if the entry selects `first:N` or does not set `streaming`. An entry that does not set `streaming`
+    is loaded completely when the stream opens it, and supports every sampling strategy. The images of a row are checked
+    when the row is read. For the arguments, see `load_mixture` and `PromptStream`.
 
     Raises:
         FileNotFoundError: If a file or folder does not exist.
@@ -278,7 +278,8 @@ class SelectedRows:
     rows: Iterable[Row]
     reader: RowReader
     num_rows: int | None
-    """Number of rows; None if it is not known. If a dataset has fewer rows than `first:N` selects, this number is N."""
+    """Number of rows; None if it is not known. For a streaming entry with `first:N`, the number is N, even if the
+    dataset has fewer rows."""
 
     def __iter__(self) -> Iterator[tuple[Row, RowReader]]:
         """Yield the rows with their reader."""

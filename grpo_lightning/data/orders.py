@@ -88,8 +88,8 @@ class PromptStream:
 
     Args:
         parts: Functions that open the datasets.
-        shuffle_buffer: Number of rows kept in memory; the next row is sampled from these rows. With 1, a shuffled pass
-            keeps the order of the rows within each dataset.
+        shuffle_buffer: Number of rows that the stream keeps in memory; the next row is sampled from these rows. With a
+            buffer of 1 row, a shuffled pass keeps the order of the rows within each dataset.
         num_workers: Number of threads that convert rows to prompts in advance; one more thread reads the rows. With 0,
             each row is read and converted when it is needed.
         limit: The length limit that `parts` apply; the stream reports how many prompts exceed the limit.

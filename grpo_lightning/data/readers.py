@@ -252,7 +252,8 @@ READERS = {".json": _read_json, ".jsonl": _read_jsonl, ".csv": _read_csv, ".parq
 def open_dataset(entry: DatasetEntry) -> Any:
     """Open the dataset of an entry: a `datasets.Dataset`, or an `IterableDataset` if the entry is streaming.
 
-    A folder written by `save_to_disk` is opened as a `datasets.Dataset` in both cases. Its rows are read when used.
+    A folder written by `save_to_disk` is opened as a `datasets.Dataset` even if the entry is streaming. The rows of
+    this dataset are read when they are used.
 
     Raises:
         FileNotFoundError: If the dataset or folder does not exist, or the hub cannot be reached.

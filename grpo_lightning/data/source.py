@@ -31,8 +31,8 @@ class PromptSource:
 
     An epoch is one pass over the data. It ends when all prompts are used, so its last cycle may have fewer prompts. If
     the data have fewer prompts than a cycle takes, every cycle has all prompts of the data. The number of cycles in an
-    epoch is not known in advance in two cases: a stream has no known length, and with dynamic sampling, a cycle may use
-    more prompts than `batch_size`. A run on a stream needs `trainer.max_steps`.
+    epoch is not known in advance in two cases: for a stream, because its length is not known; and with dynamic
+    sampling, because a cycle may use more prompts than `batch_size`. A run on a stream needs `trainer.max_steps`.
 
     An image shared by several prompts of a cycle is read once. Before a run loads any weights, it checks that images
     can be read: all images if the prompts are a list, otherwise only the images of the first prompts. A
@@ -41,23 +41,23 @@ class PromptSource:
     Args:
         prompts: The dataset: prompts, texts or rows with a prompt column, in a list, a `datasets.Dataset`, or a
             `datasets.IterableDataset` (a stream). If two prompts of a list have the same `index` (the list joins two
-            mixtures, for example), the `index` of each prompt becomes its position in the list. In other datasets, it
-            always does.
+            mixtures, for example), the `index` of each prompt becomes its position in the list. In a dataset that is
+            not a list, the `index` of a prompt is always its position in the dataset.
         batch_size: Prompts per rank and rollout. If `ranks_per_group` is above 1, this is the number per team of ranks.
         cycle: Micro-steps per rollout, as returned by `GRPOLightningModule.cycle_length(accumulate_grad_batches)`.
         shuffle: Shuffle the training prompts in a new order every epoch; False keeps the order of the data. Validation,
             test and prediction always keep the order of the data.
         seed: Seed of the order.
-        rank: Index of this rank, from 0 to `world_size` - 1, which determines its prompts in every cycle. None uses the
-            rank in the process group.
+        rank: Index of this rank, from 0 to `world_size` - 1. The index determines the rank's prompts in every cycle.
+            None uses the rank in the process group.
         world_size: Number of ranks; None uses the size of the process group.
         template: Prompt template for texts and rows.
-        shuffle_buffer: Number of rows of a stream kept in memory; the next row is sampled from these rows.
-        num_workers: Number of threads that decode the images of the next cycle while the policy trains on the current
-            cycle, and convert the rows of a stream to prompts in advance.
+        shuffle_buffer: Number of rows that a stream keeps in memory; the next row is sampled from these rows.
+        num_workers: Number of threads that prepare images and rows. While the policy trains on the current cycle, these
+            threads decode the images of the next cycle. For a stream, they convert rows to prompts in advance.
         takes_more: True if the module uses `dynamic_sampling`, with which a cycle may take further prompts.
-        ranks_per_group: `ranks_per_group` of the module. Above 1, the ranks form teams of this size (see
-            `core.ranks.Teams`), and all ranks of a team get the same prompts.
+        ranks_per_group: `ranks_per_group` of the module. If it is above 1, the ranks form teams of this size (see
+            `core.ranks.Teams`). All ranks of a team get the same prompts.
 
     Raises:
         ValueError: If the dataset is empty, an argument is out of range, or a row has no prompt.
@@ -173,7 +173,7 @@ class PromptSource:
             self.epoch, self.prompts_used, self.cycle_start, self.position = epoch, 0, 0, 0
 
     def start_over(self) -> None:
-        """Forget the position of an earlier run, which a checkpoint before the first batch must not store."""
+        """Forget the position of an earlier run: a checkpoint saved before the first batch must not store it."""
         if self.resume_from is None:
             self.epoch = self.prompts_used = self.cycle_start = self.position = self.epochs_ahead = 0
 
@@ -360,10 +360,10 @@ class PromptSource:
         `begin` compares `shuffle` with the checkpoint when the epoch begins; the other settings are compared here.
 
         Raises:
-            ValueError: For a checkpoint saved inside an epoch, if the number of prompts in the data (for a stream:
-                `shuffle_buffer`, and the numbers of rows that determine how several datasets are mixed) or the seed
-                differs from the checkpoint's. For a checkpoint saved inside a cycle, also if one of the two conditions
-                above is not met.
+            ValueError: If the checkpoint was saved inside an epoch, and its seed or its number of prompts differs from
+                that of this source. For a stream, `shuffle_buffer` is compared instead of the number of prompts; for a
+                shuffled stream of several datasets, the numbers of their rows are compared, too. Also if the checkpoint
+                was saved inside a cycle, and one of the two conditions above is not met.
         """
         self._check_state(state)
         sizes, was = self._sizes(), self._sizes_of(state)

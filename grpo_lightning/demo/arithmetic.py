@@ -1,6 +1,6 @@
 """The quickstart's tiny Qwen2, its tokenizer and its task: built offline in under a minute, then cached.
 
-The task is the sum of eight digits modulo six, which this model can only solve step by step. The answer to the prompt
+The task is the sum of eight digits modulo six, which this model can solve only step by step. The answer to the prompt
 `20351020=` is (2 + 0 + 3 + 5 + 1 + 0 + 2 + 0) mod 6 = 1. A brief supervised warm-up teaches the model two kinds of
 completions:
 
@@ -123,7 +123,7 @@ class WarmUp:
     num_ramp_steps: int = 20
     beta2: float = 0.99
     target_loss: float = 0.002
-    """Worked completions count as learned once their loss, averaged over about ten steps, is below this."""
+    """Worked completions count as learned once their loss, averaged over about ten steps, is below this value."""
 
     max_worked_steps: int = 1000
     num_short_steps: int = 250
@@ -131,7 +131,7 @@ class WarmUp:
     steps, only 18 of 20."""
 
     short_share: float = 0.85
-    """Share of short completions in the last `num_short_steps`, and approximately in the samples when GRPO starts."""
+    """Share of short completions in the last `num_short_steps`. GRPO's first rollout has about the same share."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Recipe(ABC):
     """All settings that determine a demo's files. Subclasses define the fields."""
 
     code: ClassVar[str | int]
-    """Part of the cache key. Change it when a code change alters the files, but no field of the recipe changes."""
+    """Part of the cache key. If new code builds other files from the same fields of the recipe, change this value."""
 
     @abstractmethod
     def build(self, folder: Path, *, show_progress: bool) -> None:
@@ -132,7 +132,7 @@ class PrepareDemo:
         self.folder, self.num_threads = Path(folder), num_threads
 
     def __call__(self) -> None:
-        """Build the demo unless it is cached, and copy it to the folder.
+        """Build the demo, if it is not cached, and copy it to the folder.
 
         Raises:
             ValueError: If the folder contains other files.

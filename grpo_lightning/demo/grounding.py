@@ -3,9 +3,9 @@
 A brief supervised warm-up first teaches the vision tower to recognize shapes. Then it teaches the language model two
 kinds of completions:
 
-- lazy completions answer with the whole image, which has an IoU of about 0.10. At the end of the warm-up, most
-  completions are lazy;
-- worked completions name the shape, locate it, and answer with its box.
+- A lazy completion answers with the box of the whole image. The IoU of this box with the ground-truth box is about
+  0.10. At the end of the warm-up, most completions are lazy.
+- A worked completion names the shape, locates it, and answers with its box.
 
 GRPO has to find out which kind is rewarded. Nothing is downloaded.
 """
@@ -161,7 +161,7 @@ class GroundingWarmUp:
     """Share of lazy completions in the phase of mostly worked completions.
 
     With a share of 0, the model learns the first word of lazy completions only in the last phase. For held-out
-    questions, this halves the probability that a worked completion begins with the correct word.
+    questions, a share of 0 halves the probability that a worked completion begins with the correct word.
     """
 
     num_lazy_steps: int = 150
@@ -175,7 +175,7 @@ class GroundingWarmUp:
     held_share: float = 0.5
     beta2: float = 0.99
     lazy_share: float = 0.85
-    """Share of lazy completions in the last phase, and approximately in the samples when GRPO starts."""
+    """Share of lazy completions in the last phase. GRPO's first rollout has about the same share."""
 
 
 def warm_up(

@@ -6,7 +6,7 @@ The policy has four guesses to find a digit. After a wrong guess, the environmen
     guess:5<eos>+7<eos>-6<eos>
 
 A brief supervised warm-up on games of random guesses teaches the model only how a game is written. After the warm-up,
-the model's guesses ignore the answers of the environment, and it finds the digit in about a third of the games. GRPO
+the model's guesses ignore the answers of the environment. The model finds the digit in about a third of the games. GRPO
 has to find out that the answers are useful. A player who halves the remaining range with every guess needs at most four
 guesses.
 """

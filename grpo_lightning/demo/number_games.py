@@ -54,7 +54,7 @@ class NumberGames:
         self.folder, self.counts, self.seed = Path(folder), counts, seed
 
     def __call__(self) -> None:
-        """Write the files, unless they are up to date. Raises: ValueError if `folder` holds other files."""
+        """Write the files, if they are not up to date. Raises: ValueError if `folder` holds other files."""
         seed = run_seed(self.seed)
         put_whole(self.folder, json.dumps({**self.counts, "seed": seed}, indent=2) + "\n", partial(self._fill, seed))
 

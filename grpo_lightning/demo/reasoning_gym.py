@@ -136,7 +136,7 @@ class GymRecipe(Recipe):
     """Peak learning rate, reached over 20 steps and held until the worked completions are learned."""
 
     target_loss: float = 0.02
-    """Worked completions count as learned once the running mean of their loss is below this."""
+    """Worked completions count as learned once the running mean of their loss is below this value."""
 
     max_worked_steps: int = 2500
     """The warm-up fails if worked completions are not learned within this many steps."""
@@ -149,7 +149,7 @@ class GymRecipe(Recipe):
     `learning_rate`."""
 
     hasty_share: float = 0.75
-    """Share of hasty completions in the last `num_hasty_steps`, and approximately in the samples when GRPO starts."""
+    """Share of hasty completions in the last `num_hasty_steps`. GRPO's first rollout has about the same share."""
 
     seed: int = 0
     """Seed of the questions, of the model's initial weights and of the warm-up's order."""

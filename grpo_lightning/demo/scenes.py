@@ -1,8 +1,8 @@
 """The grounding quickstart's task: small images of colored shapes, with questions and ground-truth boxes.
 
 An image has three shapes on a grid. The question is about one shape, for example "Where is the red circle?", and the
-answer is the box of the shape in pixels. The pairs of color and shape in held-out questions, and the boxes in their
-answers, do not occur in training.
+answer is the box of the shape in pixels. Two parts of a held-out row do not occur in training: the pair of color and
+shape that its question is about, and the box in its answer.
 """
 
 from __future__ import annotations
@@ -213,10 +213,10 @@ class SceneTask:
     def worked_completion(self, thing: Thing, naming: Naming = "both") -> str:
         """The worked completion: the color or shape of the thing, its left edge, its upper edge, then its box.
 
-        To predict the left edge, the model looks for the thing in the image by its color alone, or by its shape alone
-        if the question names only the shape. To predict the upper edge, the model looks for the thing by all properties
-        that the question names, together. If the question names the color and the shape, the hidden state of the comma
-        between the two edges combines these two properties.
+        To predict the left edge, the model looks for the thing in the image by one property: by the shape if the
+        question names only the shape, and by the color in all other cases. To predict the upper edge, the model looks
+        for the thing by all properties that the question names. If the question names the color and the shape, the
+        hidden state of the comma between the two edges combines these two properties.
         """
         color, shape = describe(thing, naming)
         left, top, *_ = box = self.pixels(thing.cells)

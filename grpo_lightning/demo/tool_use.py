@@ -91,12 +91,12 @@ class ToolWarmUp:
     beta2: float = 0.99
     num_ramp_steps: int = 20
     target_loss: float = 0.01
-    """Calls count as learned once their loss, averaged over about ten steps, is below this."""
+    """Calls count as learned once their loss, averaged over about ten steps, is below this value."""
 
     max_call_steps: int = 1500
     num_guess_steps: int = 150
     guess_share: float = 0.85
-    """Share of guesses in the last `num_guess_steps`, and approximately in the samples when GRPO starts."""
+    """Share of guesses in the last `num_guess_steps`. GRPO's first rollout has about the same share."""
 
 
 @dataclass(frozen=True)

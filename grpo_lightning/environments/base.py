@@ -15,14 +15,19 @@ environment, or a limit of the run, ends the conversation. Only the tokens that 
 
 Every conversation has a separate environment. For each prompt, the object in `model.environment` is copied, and `reset`
 is called once on this copy, with the data columns of the prompt. The environment after `reset` is then copied for each
-of the G conversations of the group. All of them begin in the same state, because GRPO compares completions of the same
-prompt. Then `step` gets the text of each turn of the policy. If a limit of the run (`max_turns`,
+of the G conversations of the group. All G conversations begin in the same state, because GRPO compares completions of
+the same prompt. Then `step` gets the text of each turn of the policy. If a limit of the run (`max_turns`,
 `max_completion_length`) ends the conversation before the environment does, `end` is called to get a last reward.
 
 By default, the methods of an environment run in worker processes with the limits of `model.reward_workers`
 (`environments/workers.py`). The object is pickled between two calls, so it must hold everything that the environment
-needs later. An environment runs in the training process instead if it cannot be pickled, has `in_process = True`, or
-has an async method.
+needs later. An environment runs in the training process, without workers, in five cases:
+
+- it cannot be pickled;
+- its class cannot be imported in another process, for example because the class is defined in a notebook;
+- its method `reset`, `step` or `end` is async;
+- its attribute `in_process` is True;
+- `model.reward_workers.num_workers` is 0.
 """
 
 from __future__ import annotations
@@ -43,9 +48,9 @@ from grpo_lightning.data.images.references import ImageFinder
 Observation = str | Message | Sequence[Message] | None
 """An environment's answer to the policy: text, one message, several messages, or None for nothing.
 
-Text becomes a message whose role is the environment's `observation_role`.
-The content of a message is text, or a list of parts: {"type": "text", "text": ...} and, for a vision-language policy,
-{"type": "image", "image": ...} with a PIL image, a path, the bytes of a file or a data: URL."""
+Text becomes a message whose role is the environment's `observation_role`. The content of a message is text, or a list
+of parts. A part is {"type": "text", "text": ...} or, for a vision-language policy, {"type": "image", "image": ...}. The
+image is a PIL image, a path, the bytes of a file, or a data: URL."""
 
 
 MOST_MESSAGES = 256
@@ -61,7 +66,7 @@ class Step:
 
     done: bool = False
     """True if the conversation has ended. The policy then does not get the observation, and the completion does not
-    contain it. Logs show it, and rewards find it in the argument `turns`."""
+    contain the observation. Logs show the observation, and rewards find it in the argument `turns`."""
 
     reward: float | None = None
     """The environment's reward for the turn, or None. It is used by the reward function `EnvironmentReward` and by the
@@ -69,9 +74,10 @@ class Step:
 
     keep: int | None = None
     """With None, the observation opens a new message. With a number, the policy's turn is cut after its first `keep`
-    characters, and the tokens after the cut are dropped. This also happens if `done` is True, or if a limit ends the
-    conversation. If the cut divides a token, the token's characters before the cut become tokens that are not trained
-    on. The observation, which must be text, then continues the policy's message."""
+    characters, and the tokens after the cut are dropped. This cut is made even if `done` is True, or if a limit ends
+    the conversation. If the cut divides a token, the token's characters before the cut become tokens that are not
+    trained on. With a number, the observation must be text, and this text continues the policy's message after the
+    cut."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers to log. They are summed over a conversation; `environment/<name>` is the mean of these sums."""
@@ -107,9 +113,9 @@ class Environment(ABC):
 
         Returns:
             An `Observation`, which is placed at the end of the prompt; None adds nothing. In a chat, text is appended
-            to the last message if that message is a user message. Otherwise, the text becomes a new user message. If
-            the observation consists of messages, these are appended to the chat. If the prompt is plain text, the text
-            of the observation is appended to the prompt, without a separator.
+            to the last message if that message is a user message. If the last message has another role, the text
+            becomes a new user message. If the observation consists of messages, these are appended to the chat. If the
+            prompt is plain text, the text of the observation is appended to the prompt, without a separator.
         """
         return None
 
@@ -198,7 +204,7 @@ def as_reward(value: Any, method: str) -> float | None:
 
     Args:
         value: A finite number, or None.
-        method: The method that returned it.
+        method: The method that returned the value.
 
     Raises:
         InvalidStepError: If the value is something else.

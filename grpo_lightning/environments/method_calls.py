@@ -62,7 +62,7 @@ class EnvironmentCalls:
     """The environment that conversations begin with."""
 
     max_characters: int
-    """Observations are cut to this number of characters, before they leave the worker."""
+    """Each text of an observation is cut to this number of characters, before the observation leaves the worker."""
 
     @property
     def name(self) -> str:

@@ -23,7 +23,8 @@ class MultiTurnFunction(Environment):
     returns the list. To continue the conversation, the function either appends messages, which become the observation,
     or changes the policy's last message. A changed message must consist of the policy's message, which may be cut off
     at any point, and of added text. The policy then continues after the added text. If `finished` is True, the function
-    may cut the policy's message off, but must not add text to it. Messages that it appends are then only logged.
+    may cut the policy's message off, but must not add text to this message. In this case, messages that the function
+    appends are only logged.
 
     Args:
         function: The function.
@@ -97,7 +98,7 @@ class ToolObject(Tools):
 
     `reset` is called once per prompt, and the G conversations of the prompt begin with copies of the object. An object
     that cannot be pickled (for example because it has a lock or a client) runs in the training process. If the object
-    cannot be copied either, the factory makes one object per conversation, and `reset` is called on each of them.
+    cannot be copied either, the factory makes one object per conversation, and `reset` is called on each object.
 
     Args:
         factory: Class, or function without arguments, that makes the object.
@@ -200,10 +201,13 @@ def as_environment(value: EnvironmentLike) -> Any:
     """Make an environment from the value of `model.environment`.
 
     Args:
-        value: One of four: an object with a method `step`; a list of functions, which become `Tools`; a function
-            written for ms-swift, which takes the list of conversations (`MultiTurnFunction`); or a class or function
-            that is called without arguments and makes an object with tools, like TRL's `environment_factory`
-            (`ToolObject`).
+        value: One of four:
+
+            - an object with a method `step`;
+            - a list of functions, which become `Tools`;
+            - a function written for ms-swift, which takes the list of conversations (`MultiTurnFunction`);
+            - a class or function like TRL's `environment_factory`, which is called without arguments and makes an
+              object with tools (`ToolObject`).
 
     Raises:
         ValueError: If the value is none of these.

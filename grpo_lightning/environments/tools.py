@@ -60,8 +60,8 @@ MOST_FAILED = 64
 to the length of the text."""
 
 MOST_ENDS = 8
-"""Maximum number of ends of reasoning that follow a marker, because the calls behind the marker are read for each. If a
-text has more such ends, everything before the last `</think>` is reasoning."""
+"""Maximum number of `</think>` tags that end reasoning with a marker inside. The number is limited, because calls are
+read again after each such tag. If a text has more such tags, everything before the last `</think>` is reasoning."""
 
 _REASONING_OR_MARKED = re.compile(rf"(?P<reasoning><think>.*?(?:</think>|\Z)|</think>)|{_MARKED.pattern}", re.DOTALL)
 _CLOSED_REASONING = re.compile(r"<think>.*?</think>", re.DOTALL)
@@ -223,7 +223,7 @@ def answer(name: str, content: Content) -> Message:
 
 
 def content_of(value: Any) -> Content:
-    """The content of the message for a value that a tool returned: parts for images or a list of parts, else text.
+    """Make message content from a tool's result: parts from images and from lists of parts, text from other values.
 
     Raises:
         TypeError: If a list has an image and a value that is no part of a message.
@@ -529,7 +529,7 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def signature_owner(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function whose signature `inspect.signature` reads: that of a wrapper is the wrapped function's."""
+    """Return the function whose signature `inspect.signature` reads: for a wrapper, this is the wrapped function."""
     while isinstance(tool, functools.partial) or hasattr(tool, "__wrapped__"):
         tool = tool.func if isinstance(tool, functools.partial) else tool.__wrapped__
     if inspect.isclass(tool):

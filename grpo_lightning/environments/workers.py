@@ -1,18 +1,20 @@
 """Runs the environments of a rollout at the same time, in worker processes with time and memory limits.
 
 The workers are of the same kind as those of the rewards (`rewards/workers.py`), but in a separate pool, with the limits
-of `model.reward_workers`. A call gets the pickled environment, and returns the environment's answer and the
-environment, pickled again. A worker keeps nothing between calls, so it can be killed during any call. After a failed
-call, the environment is in the state before this call. All calls of a round (one turn of each conversation) have the
-same deadline: `step_timeout_seconds` after the end of sampling.
+of `model.reward_workers`. A call gets the pickled environment. It returns the environment's answer, and the environment
+in pickled form. A worker keeps nothing between calls, so it can be killed during any call. After a failed call, the
+environment is in the state before this call. All calls of a round (one turn of each conversation) have the same
+deadline: `step_timeout_seconds` after the end of sampling.
 
 An environment can also run in the training process, without workers. `step` and `end` then change the conversation's
 environment object itself, so the changes made by a failed call remain. In the training process, memory has no limit,
 and only async methods have a time limit.
 
-The random generators of `random`, numpy and torch (on the CPU) are seeded for each call in a worker. They are also
-seeded for each call in the training process, except for calls of async methods, several of which run at the same time,
-and calls during asynchronous rollouts, which do not run in the main thread.
+The random generators of `random`, numpy and torch (on the CPU) are seeded for each call in a worker, and for most calls
+in the training process. In the training process, two kinds of calls are not seeded:
+
+- calls of async methods, because several of these calls run at the same time;
+- calls during asynchronous rollouts, because these calls do not run in the main thread.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class Result(NamedTuple):
 
     value: Any
     """The checked result of the method: an observation or None for `reset`, a `Step` for `step`, a number or None for
-    `end`, and a `Step` or None for `on_failure`. If the call failed, it is None, unless `on_failure` has answered."""
+    `end`, and a `Step` or None for `on_failure`. If the call failed and `on_failure` has not answered, this is None."""
 
     failure: str = ""
     """One of `FAILURES`, also if `on_failure` has answered; empty on success."""
@@ -70,7 +72,7 @@ class EnvironmentRunner:
         environment: The environment that conversations begin with.
         limits: Settings of the workers. With `num_workers` 0, environments run in the training process. Memory then has
             no limit, and only async methods have a time limit.
-        max_characters: Maximum length of an observation.
+        max_characters: Maximum number of characters of each text of an observation.
     """
 
     def __init__(self, environment: Any, limits: RewardWorkers, max_characters: int) -> None:
@@ -157,8 +159,8 @@ class EnvironmentRunner:
         """Wait until a call of the environment's method `step` ends, and return its result.
 
         If the call fails, the environment's method `on_failure` is called. If `on_failure` returns a valid value other
-        than None, the result has this value and the kind of the failure. Otherwise, the result describes the failure of
-        `step`.
+        than None, the result has this value and the kind of the failure. If `on_failure` returns anything else, or if
+        it fails too, the result describes the failure of `step`.
 
         Args:
             future: The future that `EnvironmentRunner.step` returned for the call.

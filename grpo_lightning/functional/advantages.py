@@ -50,24 +50,25 @@ def group_relative_advantages(
             - "leave_one_out" is RLOO (arXiv:2402.14740), the mean of the other scorable rewards of the group. With K
               scorable rewards, the gain is K / (K - 1) times the gain with "group_mean".
             - "length_weighted" is OPO (arXiv:2505.23585), the mean reward of the group, weighted by the lengths of the
-              completions. It minimizes the variance of the gradient if the squared norm of a completion's gradient is
-              proportional to the completion's length.
-            - "pass_at_k" maximizes the expected maximum of k rewards (arXiv:2503.19595). A completion's gain is how far
-              its reward exceeds the highest reward of k - 1 others (0 if it does not), averaged over all choices of
-              these others. With k = None, only the completion with the highest reward can have a gain above 0: its lead
+              completions. This baseline minimizes the variance of the gradient if the squared norm of a completion's
+              gradient is proportional to the completion's length.
+            - "pass_at_k" maximizes the expected maximum of k rewards (arXiv:2503.19595). A completion's gain is its
+              lead over the highest reward of k - 1 others, averaged over all choices of these others; a negative lead
+              counts as 0. With k = None, only the completion with the highest reward can have a gain above 0: its lead
               over the second-highest reward (verl's `grpo_passk`). With the scale "none", multiply each completion's
               advantage by the gradient of the completion's log-prob, average the products over the group, and multiply
               the average by k. The result is an unbiased estimate of the gradient of the expected maximum of k rewards.
-        scale: The divisor of the gain. Every std is unbiased (K - 1 in the denominator). For "batch_std",
-            "batch_advantage_std" and "nonzero_fraction", pass the rewards of all ranks, because otherwise each rank
-            would have a different divisor.
+        scale: The divisor of the gain. Every std is unbiased: the denominator is the number of values minus 1. For
+            "batch_std", "batch_advantage_std" and "nonzero_fraction", pass the rewards of all ranks, because otherwise
+            each rank would have a different divisor.
 
             - "group_std" is GRPO, the std of the group's rewards.
             - "batch_std" is the std of all scorable rewards.
             - "batch_advantage_std" is the std of all differences from the baseline (REINFORCE++-baseline,
               arXiv:2501.03262).
             - "group_mean" is MaxRL (arXiv:2602.02710). With rewards of 1 and 0, the gradient is that of the log success
-              probability, so rarely solved prompts have a larger weight.
+              probability. Prompts that are rarely solved therefore have a larger weight than prompts that are often
+              solved.
             - "nonzero_fraction" is GPG (arXiv:2504.02546), the fraction of groups with a gain other than 0. A mean over
               all groups thus becomes a mean over the groups that have a gradient.
             - "none" is Dr. GRPO (arXiv:2503.20783).
@@ -156,7 +157,7 @@ def _divisor(rewards: Tensor, gains: Tensor, scale: Scale, eps: float) -> Tensor
 
 
 def normalized_sum(by_reward: Tensor, weights: Tensor, *, eps: float = 1e-4) -> Tensor:
-    """Normalize each reward within each group, then sum over rewards, so that none dominates by its variance (GDPO).
+    """Normalize each reward within each group, then sum up, so that no reward dominates by its variance (GDPO).
 
         s[n, g] = sum over rewards k of weights[k] (r[k, n, g] - mean[k, n]) / (std[k, n] + eps)
 
@@ -240,10 +241,11 @@ def groups_without_gradient(
 ) -> Tensor:
     """Find groups in which every completion has advantage 0 or no trained token.
 
-    Among these are the zero-variance groups, the groups whose completions are all masked, and the groups in which only
-    masked completions have an advantage other than 0. With the baseline "pass_at_k", only completions with a reward
-    above those of k - 1 other completions have an advantage other than 0. A group without such a completion has no
-    gradient, although its rewards may differ. With k = None, this happens if two completions share the highest reward.
+    Examples are zero-variance groups, groups whose completions are all masked, and groups in which only masked
+    completions have an advantage other than 0. With the baseline "pass_at_k", only completions with a reward above
+    those of k - 1 other completions have an advantage other than 0. A group without such a completion has no gradient,
+    although its rewards may differ. With k = None, a group has no gradient if two of its completions share the highest
+    reward.
 
     Args:
         rewards: [N, G] one reward per completion; nan is not scorable.

@@ -30,8 +30,8 @@ def iou(a: Tensor, b: Tensor) -> Tensor:
         IoU = area(a and b) / (area(a) + area(b) - area(a and b)), and 0 if both are empty
 
     VLM-R1's formula differs: it subtracts 1 from the right and bottom edges of the intersection, but not from those of
-    the boxes. An overlap of at most one unit in width or height then counts as 0, and so does every overlap if
-    coordinates go from 0 to 1.
+    the boxes. VLM-R1's formula therefore counts an overlap of at most one unit in width or height as 0. If coordinates
+    go from 0 to 1, VLM-R1's formula counts every overlap as 0.
 
     Args:
         a: [..., 4] float boxes.

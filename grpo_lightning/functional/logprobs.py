@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of tokens.
 
-In this file `logits[:, t]` are the logits that `token_ids[:, t]` was sampled from. They are the model's output at the
-position before this token: for the first completion token, the output at the last prompt token.
+In this file, `logits[:, t]` are the logits that `token_ids[:, t]` was sampled from. These logits are the model's output
+at the position before the token. For the first completion token, this position is the last prompt token.
 """
 
 from __future__ import annotations

@@ -17,13 +17,13 @@ RatioLevel = Literal["token", "sequence", "sequence_token"]
 
 
 MAX_LOG_RATIO = 20.0
-"""Bound of the log-ratio, in nats, as in verl, OpenRLHF and ms-swift. exp overflows float32 above 88.7, and the
-gradient is then nan, even where the loss is clipped to a finite value. At a ratio of exp(20) = 5e8, the two policies
-already have nothing in common."""
+"""Bound of the absolute log-ratio, in nats, as in verl, OpenRLHF and ms-swift. Without the bound, exp overflows
+float32 at log-ratios above 88.7. The gradient is then nan, even where the loss is clipped to a finite value. At a ratio
+of exp(20) = 5e8, the two policies already have nothing in common."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp(clip(log_ratio, -20, 20)), with a gradient of 0 outside.
+    """exp(clip(log_ratio, -20, 20)), with a gradient of 0 where the log-ratio is clipped.
 
     Args:
         log_ratio: [...] nats.
@@ -44,8 +44,8 @@ def importance_ratio(
         sequence:  r[b]    = exp( mean over trained t of (logprobs - old_logprobs) )
         sequence_token:  r[b, t] = stop_gradient( r[b] / exp(logprobs) ) exp(logprobs)
 
-    Exponents are clipped to [-20, 20], with a gradient of 0 outside (`bounded_exp`). `is_ratio_clamped` finds the
-    tokens whose exponent is clipped.
+    Exponents are clipped to [-20, 20]; clipped exponents have a gradient of 0 (`bounded_exp`). `is_ratio_clamped` finds
+    the tokens with a clipped exponent.
 
     Args:
         logprobs: [B, T] nats, of the current policy.
@@ -53,13 +53,13 @@ def importance_ratio(
         mask: [B, T] bool, True where a token is trained on. Where it is False, logprobs - old_logprobs counts as 0,
             whatever the log-probs.
         level: "token" is the ratio of PPO and GRPO. "sequence" is the length-normalized ratio of GSPO
-            (arXiv:2507.18071, eq. 7). "sequence_token" has the value of "sequence", but the gradient of each token's
-            own log-prob, so that advantages may differ between tokens (GSPO-token, eq. 14).
+            (arXiv:2507.18071, eq. 7). "sequence_token" has the value of "sequence", but each token's ratio has the
+            gradient of the token's own log-prob (GSPO-token, eq. 14). The advantages may then differ between tokens.
 
     Returns:
         [B, T], or [B, 1] for "sequence". With "token", a token's ratio is exactly 1 if its `logprobs` equals
-        `old_logprobs`. With the other levels, the ratio is exactly 1 if the two are equal at all trained tokens of the
-        sequence.
+        `old_logprobs`. With the other levels, a ratio is exactly 1 if `logprobs` equals `old_logprobs` at all trained
+        tokens of the sequence.
 
     Raises:
         ValueError: If the level is none of the three.
@@ -112,7 +112,7 @@ def clipped_surrogate(
     Without `dual_clip`, as in PPO (arXiv:1707.06347, eq. 7), the loss of a token of negative advantage has no limit: it
     grows with the token's ratio. `dual_clip` = c bounds this loss by -c A, and the gradient is 0 beyond the bound. For
     A < 0 the objective is then max(min(r A, clip(r) A), c A), as in dual-clip PPO (arXiv:1912.09729). INTELLECT-2's
-    two-sided clipping (arXiv:2505.07291) is the same; there, c is called delta.
+    two-sided clipping (arXiv:2505.07291) is the same as dual-clip PPO, with the name delta for c.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences.
@@ -126,7 +126,8 @@ def clipped_surrogate(
         The loss of each token, to be minimized: [B, T], or [B, 1] if both inputs have the shape [B, 1].
 
     Raises:
-        ValueError: If `dual_clip` is not above 1 + `epsilon_high`: it would then limit ratios inside the clip range.
+        ValueError: If `dual_clip` is not above 1 + `epsilon_high`, because `dual_clip` would then limit ratios inside
+            the clip range.
         ValueError: If `ratio` or `advantages` does not have two dimensions.
     """
     _check_columns(ratio=ratio, advantages=advantages)
@@ -183,9 +184,9 @@ def cispo_surrogate(
 
         loss = -stop_gradient( min(max(r, 1 - epsilon), 1 + epsilon_high) ) A logprob
 
-    CISPO is the loss of MiniMax-M1 (arXiv:2506.13585). Its authors and TRL do not use the lower bound; verl does. The
-    cap is 1 + `epsilon_high`. In some other implementations, the cap is `epsilon_high` itself: subtract 1 from their
-    `epsilon_high` to get the same cap here.
+    CISPO is the loss of MiniMax-M1 (arXiv:2506.13585). verl uses the lower bound 1 - `epsilon`; TRL and CISPO's authors
+    do not. Here, the cap is 1 + `epsilon_high`. In some other implementations, the cap is `epsilon_high` itself. To get
+    the same cap here, subtract 1 from the `epsilon_high` of these implementations.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences; treated as a constant.
@@ -442,7 +443,7 @@ def vespo_surrogate(
         advantages: [B, 1].
         rollout_weights: [B, T] off-policy weights, from the function `rollout_weights` with the level "token"; None
             without an off-policy correction.
-        positive: k and lambda where A >= 0. A larger k makes phi fall faster towards small w; a larger lambda makes it
+        positive: k and lambda where A >= 0. A larger k makes phi fall faster towards small w; a larger lambda makes phi
             fall faster towards large w.
         negative: k and lambda where A < 0.
 
@@ -500,10 +501,10 @@ def rollout_weights(
     off-policy RL training"). "mask" at the level "token" is IcePop (Ling team 2025, arXiv:2510.18855).
 
     A "sequence" weight is a product over tokens, so that long completions have very large or very small weights. The
-    size of a "geometric" weight does not depend on the length, but such a weight is not a ratio of completion
+    size of a "geometric" weight does not depend on the length, but a "geometric" weight is not a ratio of completion
     probabilities. With "mask" and a narrow range, such as 0.99 to 1.01, the level "geometric" drops completions whose
-    mean of d is not close to 0. verl's `seq_mean_k1` drops the same completions, but gives the others the weight 1.
-    ms-swift's sequence modes use the "geometric" weight. Exponents are clipped to [-20, 20] (`bounded_exp`).
+    mean of d is not close to 0. verl's `seq_mean_k1` drops the same completions, but gives all other completions the
+    weight 1. ms-swift's sequence modes use the "geometric" weight. Exponents are clipped to [-20, 20] (`bounded_exp`).
 
     Args:
         old_logprobs: [B, T] nats, under the policy before the rollout's first update, computed by the training code.
@@ -516,8 +517,9 @@ def rollout_weights(
         high: Maximum weight.
 
     Returns:
-        [B, T] for the level "token", otherwise [B, 1]; detached. Where the log-probs are equal and low <= 1 <= high,
-        the weight is exactly 1.
+        [B, T] for the level "token", otherwise [B, 1]; detached. Suppose that low <= 1 <= high. The weight of a token
+        is then exactly 1 if `old_logprobs` equals `rollout_logprobs` at the token. The weight of a completion is
+        exactly 1 if the two are equal at all trained tokens of the completion.
 
     Raises:
         ValueError: If `level` or `outside` has another value.
@@ -581,10 +583,10 @@ def kl_divergence(
         k1 = -d,   k2 = d^2 / 2,   k3 = min( exp(d) - d - 1, 10 )
 
     For tokens sampled from the policy, k1 and k3 are unbiased estimates of the KL, and k2 is biased. k2 and k3 are
-    never negative (Schulman 2020, http://joschu.net/blog/kl-approx.html). The gradients differ: of the three, only the
-    gradient of k2 is an unbiased estimate of the gradient of the KL. GRPO uses k3 without bounds (arXiv:2402.03300, eq.
-    4). Here, d in k3 is clipped to [-20, 20], and k3 itself to at most 10, with a gradient of 0 beyond these bounds; k3
-    is then unbiased only if no token is clipped (`is_k3_clamped`).
+    never negative (Schulman 2020, http://joschu.net/blog/kl-approx.html). Only the gradient of k2 is an unbiased
+    estimate of the gradient of the KL; the gradients of k1 and k3 are not. GRPO uses k3 without bounds
+    (arXiv:2402.03300, eq. 4). Here, d in k3 is clipped to [-20, 20], and k3 itself is clipped to at most 10; clipped
+    values have a gradient of 0. With these bounds, k3 is unbiased only if no token is clipped (`is_k3_clamped`).
 
     Args:
         logprobs: [B, T] nats, of the policy.
@@ -661,8 +663,8 @@ def aggregate(
         constant:  sum_it(v m) / (num_sequences * max_completion_length)
 
     The shares of all micro-batches of all ranks add up to the mean. If the strategy averages gradients over ranks (DDP,
-    FSDP, ZeRO), multiply the share by the number of ranks. If gradient accumulation averages over micro-batches,
-    multiply the share by the number of micro-batches as well.
+    FSDP, ZeRO), multiply the share by the number of ranks. If gradient accumulation averages over micro-batches, also
+    multiply the share by the number of micro-batches.
 
     Args:
         values: [B, T] loss of each token, or [B, 1] if the loss is the same for every token of a row. The loss may be

@@ -35,8 +35,8 @@ def marginal_gains(rewards: Tensor, k: int | None) -> Tensor:
     """Compute the gain of each completion for the baseline "pass_at_k".
 
     The gain of a completion is its lead over the best of k - 1 others, averaged over all choices of the others. A
-    negative lead counts as 0. Among n scorable completions, there are C(n - 1, k - 1) choices; in C(j - 1, k - 2) of
-    these choices, the best is the j-th lowest of all n - 1 others.
+    negative lead counts as 0. With n scorable completions, there are C(n - 1, k - 1) choices of the k - 1 others. In
+    C(j - 1, k - 2) of these choices, the best of the k - 1 others is the j-th lowest of all n - 1 others.
 
     Args:
         rewards: [N, G] one reward per completion; nan is not scorable.
@@ -81,8 +81,8 @@ def interval(values: Tensor, confidence: float = 0.95, num_generations: int = 1)
     the mean of the values, and z is the two-sided normal quantile of `confidence`. n is the effective sample size: the
     number of independent attempts that would be as informative as the N prompts with G completions each. It is
     estimated as n = N p (1 - p) / v. Here p (1 - p) is the variance of a single attempt, and v is the variance of the
-    values. The estimate is limited to the range from N (all completions of a prompt are equal) to N x G (they are
-    independent). Miller 2024 (arXiv:2411.00640) describes the statistics of clustered samples.
+    values. The estimate is limited to the range from N (if all completions of a prompt are equal) to N x G (if all
+    completions are independent). Miller 2024 (arXiv:2411.00640) describes the statistics of clustered samples.
 
     Args:
         values: [N] in [0, 1], one per prompt; nan is excluded.

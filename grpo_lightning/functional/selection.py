@@ -19,8 +19,8 @@ def high_entropy_tokens(entropies: Tensor, fraction: float) -> Tensor:
         chosen[m] = H[m] >= quantile of H at 1 - fraction
 
     The method is from "Beyond the 80/20 rule" (arXiv:2506.01939), which uses a fraction of 0.2. The quantile is
-    interpolated linearly, as in `torch.quantile`, so that floor(fraction (M - 1)) + 1 tokens are chosen, or more if
-    entropies are equal. (The quantile is computed by sorting, because `torch.quantile` refuses large inputs.)
+    interpolated linearly, as in `torch.quantile`. The number of chosen tokens is therefore floor(fraction (M - 1)) + 1,
+    or more if entropies are equal. The quantile is computed by sorting, because `torch.quantile` refuses large inputs.
 
     Args:
         entropies: [M] nats.
@@ -38,9 +38,9 @@ def high_entropy_tokens(entropies: Tensor, fraction: float) -> Tensor:
 def high_covariance_tokens(logprobs: Tensor, advantages: Tensor, fraction: float, keys: Tensor | None = None) -> Tensor:
     """Find the tokens of highest covariance: their updates lower the entropy most (KL-Cov, arXiv:2505.22617).
 
-    The floor(fraction M) tokens with the highest `token_covariances` are chosen, but at least one token. Many
-    covariances may be equal, for example if the policy is certain of many tokens (log-prob 0), or if all advantages are
-    0.
+    The tokens with the highest `token_covariances` are chosen. The number of chosen tokens is floor(fraction M), but at
+    least 1. Many covariances may be equal, for example if the policy is certain of many tokens (log-prob 0), or if all
+    advantages are 0.
 
     Args:
         logprobs: [M] nats.
@@ -95,8 +95,8 @@ def token_covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
         cov[m] = (logprob[m] - mean of logprobs) (A[m] - mean of A)
 
-    A policy gradient step changes the entropy in proportion to minus the covariance (arXiv:2505.22617). Training on
-    likely tokens of good completions lowers the entropy, and so does training on unlikely tokens of bad ones.
+    A policy gradient step changes the entropy in proportion to minus the covariance (arXiv:2505.22617). Therefore both
+    training on likely tokens of good completions and training on unlikely tokens of bad completions lower the entropy.
 
     Args:
         logprobs: [M] nats.

@@ -23,7 +23,7 @@ STARTING = "reference"
 
 BASE_IS_COMPUTED = ("pissa", "olora", "loftq")
 """Initializations for which peft recomputes the base's weights when it loads an adapter. The last bits of these weights
-depend on the machine, so their checksums cannot be compared (`base_weights`)."""
+depend on the machine, so checksums of the weights cannot be compared between machines (`base_weights`)."""
 
 
 def trained_adapter(policy: Any) -> str:
@@ -48,7 +48,7 @@ def is_adapter_layer(module: nn.Module) -> bool:
 
 
 def is_expert_adapter(layer: Any) -> bool:
-    """True for peft's wrapper of an expert tensor: it adds s B A to the tensor, not to the output of the layer."""
+    """True for peft's wrapper of an expert tensor. This wrapper adds s B A to the tensor, not to the layer's output."""
     return hasattr(layer, "parameter_name")
 
 
@@ -66,7 +66,7 @@ def weights_of(layer: Any, kind: str, adapter: str) -> Iterator[nn.Parameter]:
 
 
 class UpdateDropout(nn.Dropout):
-    """Dropout only in forward passes with a gradient: not for sampling, old log-probs or reference log-probs.
+    """Dropout that is active only in forward passes with a gradient: not for sampling, old or reference log-probs.
 
     Dropout is active only if both train mode and grad mode are on. When activation checkpointing recomputes a forward
     pass in the backward pass, grad mode is on, so the recompute drops the same activations.
@@ -78,7 +78,7 @@ class UpdateDropout(nn.Dropout):
 
 
 def set_dropout(policy: Any, rate: float, adapter: str | None = None) -> None:
-    """Set the dropout of an adapter (None means the one that the run trains), whatever dropout it was saved with."""
+    """Set the dropout rate of an adapter (None: the adapter that the run trains), whatever rate it was saved with."""
     adapter = adapter or trained_adapter(policy)
     for layer in adapter_layers(policy):
         layer.lora_dropout[adapter] = UpdateDropout(rate) if rate else nn.Identity()
@@ -109,8 +109,8 @@ def widen_copies(adapted: Any, adapter: str | None = None) -> bool:
         adapter: Name of the adapter; None means the one that the run trains.
 
     Returns:
-        True if there are such copies. Float32 values that were loaded into these copies before this call were rounded
-        to 16 bits, and have to be loaded again.
+        True if there are such copies. If float32 values were loaded into the copies before this call, these values were
+        rounded to 16 bits, and must be loaded again.
     """
     copies = narrow_copies(adapted, adapter)
     for copied, original in copies:
@@ -142,8 +142,8 @@ def using_adapter(policy: nn.Module, adapter: str | None) -> Iterator[nn.Module]
 def adds_nothing(policy: nn.Module, dtype: torch.dtype | None = None) -> bool:
     """True if the trained adapter does not change the policy yet, so that the policy equals its base.
 
-    This holds if B A is 0 in all layers, DoRA's magnitudes are the norms of the base's rows, and copied layers equal
-    their originals.
+    The adapter does not change the policy if three conditions hold: B A is 0 in all layers, DoRA's magnitudes are the
+    norms of the base's rows, and copied layers equal their originals.
 
     Args:
         policy: Model with adapters.
@@ -203,7 +203,7 @@ def set_magnitude(layer: Any, magnitude: Any, adapter: str, dtype: torch.dtype |
 def add_starting_adapter(policy: Any) -> None:
     """Add a frozen copy of the trained adapter, for the reference. Call this function before training.
 
-    The layers of the trained adapter must not be sharded yet.
+    When this function is called, the layers of the trained adapter must not be sharded yet.
     """
     name = trained_adapter(policy)
     config = copy.deepcopy(policy.peft_config[name])
@@ -238,7 +238,7 @@ def base_weights(policy: nn.Module) -> Iterator[Tensor]:
 
 
 def untie(policy: Any) -> None:
-    """Untie embeddings and head of a policy if merging an adapter of one of them would change the other.
+    """Untie embeddings and head if one of them has an adapter: merging the adapter must not change the other one.
 
     Args:
         policy: Model with adapters; its base model is changed in place.

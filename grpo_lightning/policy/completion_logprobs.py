@@ -9,12 +9,12 @@ dense: Every row is [prompt | completion]. This path is used for models that do 
 that verify the extended path, and for completions that contain images (observations of an environment). The positions
 of these images, and the attention between their tokens, need the whole row.
 
-Both paths give the same values and gradients, up to rounding. A completion is scored on the same path throughout a run:
-otherwise the two log-probs of an importance ratio could differ by rounding alone.
+Both paths give the same values and gradients, up to rounding. A completion is scored on the same path throughout a run.
+With different paths, the two log-probs of an importance ratio could differ by rounding alone.
 
 Completions of similar length run together in a chunk. Each chunk is one forward pass, and is padded to its longest
-completion. Smaller chunks compute less padding, but every pass costs additional time: for launching its operations, and
-for gathering the weights if they are sharded. `AutoChunks` weighs the two costs.
+completion. Smaller chunks compute less padding, but every pass costs additional time: for launching its operations and,
+if the weights are sharded, for gathering the weights. `AutoChunks` weighs the two costs.
 
 The vocabulary head maps hidden states to logits, which give the log-prob and entropy of each token. The head, too, runs
 in one of two ways:
@@ -86,14 +86,14 @@ class Scorer:
     """Computes log-probs and entropies of micro-batches under a model.
 
     Args:
-        path: "extended" runs a prompt once, "dense" runs it once per completion.
+        path: "extended" runs each prompt once, "dense" runs each prompt once per completion.
         chunk_size: Maximum completions per chunk. Each chunk takes one forward pass. On the "extended" path, this pass
-            runs only the completions, because the prompts have a pass of their own. On the "dense" path, it runs rows
-            [prompt | completion]. Completions are sorted by length first, to reduce padding. `AutoChunks` chooses the
-            chunks by the lengths. None runs all completions in one chunk.
+            runs only the completions, because the prompts have a pass of their own. On the "dense" path, the pass runs
+            rows [prompt | completion]. To reduce padding, completions are sorted by length before they are divided into
+            chunks. With `AutoChunks`, the lengths determine the chunks. None runs all completions in one chunk.
         checkpoint_chunks: Recompute each chunk's activations in the backward pass instead of storing them.
-        head_chunk_size: Tokens per slice of the vocabulary head (`SlicedHead`). None computes the model's own logits of
-            all tokens at once (`FullHead`).
+        head_chunk_size: Tokens per slice of the vocabulary head (`SlicedHead`). With None, the model itself computes
+            the logits of all tokens at once (`FullHead`).
         logit_scale: Factor by which the model multiplies its head's output; only used by `SlicedHead`.
         never: Ids of tokens that are never sampled (`Encoder.never_sampled`). Log-probs and entropies are computed over
             the vocabulary without them.
@@ -147,7 +147,7 @@ class Scorer:
         )
 
     def parts(self, batch: MicroBatch) -> list[Part]:
-        """Separate the completions with images, which always run on the dense path, from those without images.
+        """Separate completions with images, which always run on the dense path, from completions without images.
 
         All ranks run the same parts (`agree_on_chunks`), so that they gather sharded weights equally often. A rank that
         has no completions for a part runs a dummy completion.
@@ -330,7 +330,7 @@ GPU_OPERATIONS = 3e14
 """Operations per second in matrix products of 16 bits."""
 
 CHECKPOINTED_NUMBERS = 8_000_000
-"""Maximum of tokens times hidden size, for a chunk whose activations are recomputed in the backward pass. In every
+"""Maximum of (tokens * hidden size) in a chunk with activations that are recomputed in the backward pass. In every
 layer, activations take about 40 times this many 16-bit numbers, which is 15 GB in 24 layers. With hidden sizes above
 3,906, chunks may exceed the maximum, because `auto_chunks` never limits a chunk to fewer than 2,048 tokens."""
 
@@ -401,7 +401,7 @@ def chunk_sizes(lengths: Sequence[int], chunk_size: int | AutoChunks | None, num
 def computed_tokens(lengths: Sequence[int], sizes: Sequence[int]) -> int:
     """Number of tokens that the forward passes of the chunks compute, padding included.
 
-    A chunk of size 0 runs the shortest completion again, and the tokens of this run are counted too.
+    A chunk of size 0 runs the shortest completion again. The tokens of this completion are then counted again.
 
     Args:
         lengths: [B] tokens of each completion (on the dense path, with its padded prompt), longest first.
@@ -420,7 +420,8 @@ def auto_chunks(config: PretrainedConfig, device_type: str, *, is_sharded: bool,
         device_type: Device type of the run.
         is_sharded: True if each pass gathers the weights from all ranks.
         is_checkpointed: True if the activations of each chunk are recomputed in the backward pass
-            (`activation_checkpointing: chunks`). The chunk's size then limits the memory of activations.
+            (`activation_checkpointing: chunks`). The number of tokens per chunk is then limited, because it determines
+            the memory of the activations.
     """
     text = config.get_text_config(decoder=True)
     hidden, layers = text.hidden_size, text.num_hidden_layers
@@ -499,7 +500,7 @@ def recording(routers: Routers | None) -> AbstractContextManager[list[Tensor]]:
 
 
 def place(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: VisionInputs | None) -> PlacedPrompts:
-    """Compute the positions of prompts [N, L], which do not count padding; `vision` is None for a text-only model."""
+    """Compute the positions of prompts [N, L]; padding is not counted. `vision` is None for a text-only model."""
     if vision is not None:
         return place_images(model, prompt_ids, prompt_mask, vision)
     return PlacedPrompts({"position_ids": text_positions(prompt_mask)}, prompt_mask.sum(-1, keepdim=True), 1)
@@ -575,7 +576,7 @@ def extended_chunks(
 def columns_of_prompts(
     model: nn.Module, prefix: PrefixCache, batch: MicroBatch, placed: PlacedPrompts, head: Head
 ) -> Tensor | None:
-    """Order of columns [N, L] that puts each prompt's padding after the prompt; None if the order is to stay as it is.
+    """Order of columns [N, L] that puts each prompt's padding after the prompt; None if the order does not change.
 
     The order is for the prompt pass. For example, it is 2, 3, 0, 1 for a prompt of two tokens in four columns. Padding
     after the prompts needs no mask, because no token attends to later tokens. Without a mask, attention is computed by
@@ -598,8 +599,8 @@ def columns_of_prompts(
 
 
 leaves_out_masks = contextvars.ContextVar("leaves_out_masks", default=False)
-"""True while a probe tests the prompt pass without a mask. With 32-bit weights, a probe computes in 32 bits, and its
-prompt pass on a GPU would otherwise have a mask."""
+"""True while a probe tests the prompt pass without a mask. With 32-bit weights, a probe computes in 32 bits. Without
+this flag, the probe's prompt pass on a GPU would then have a mask."""
 
 
 def runs_in_16_bits(model: nn.Module, device: torch.device) -> bool:
@@ -615,7 +616,7 @@ def dense_chunks(
     The first of the two values returned is this new function. The second is always None. `extended_chunks` returns the
     routing of the prompt pass as its second value, but the dense path has no prompt pass.
 
-    An image is encoded once per chunk, unless its features are already stored.
+    If the features of an image are not stored yet, the image is encoded once per chunk.
     """
     whole = batch.conversation_vision
     placed = None if whole else place(model, batch.prompt_ids, batch.prompt_mask, batch.vision)
@@ -697,8 +698,8 @@ class Head(Protocol):
         Args:
             model: The policy.
             inputs: Arguments of its forward.
-            aligned: Picks the outputs that predict the tokens `ids`. If the prompts were run in a pass of their own,
-                the output that predicts the first token comes from that pass.
+            aligned: Picks the outputs that predict the tokens `ids`. If a separate pass ran the prompts, the output
+                that predicts the first token comes from that pass.
             ids: [rows, T] tokens.
             mask: [rows, T] False at padding, where the results are arbitrary.
         """
@@ -857,7 +858,7 @@ def head_replaced(model: nn.Module, forward: Callable[[Logits, Tensor], Tensor],
 
 @torch.no_grad()
 def logit_scale(model: nn.Module) -> float | None:
-    """Measure the factor by which the model multiplies its head's output; None if the model does more than scale it.
+    """Measure the factor by which the model multiplies its head's output; None if the model does more than multiply.
 
     Soft-capping that the config declares (`final_logit_softcapping`) does not affect the result: `head_replaced`
     disables it in the model, and applies it only in `logits`, which is not called here.

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 WORD_JOINER = "\u2060"
-"""Invisible character. If a text spells out an image placeholder, the character is inserted into the placeholder, which
-is then tokenized as text."""
+"""Invisible character. If a text spells out an image placeholder, the character is inserted into the placeholder, so
+that the placeholder is tokenized as text."""
 
 BLANK_SIDE = 56
-"""Side of the blank image in pixels. It is so small that the image has only a few tokens. If a vision tower must run
-although the prompts have no images, the tower runs on the blank image."""
+"""Side of the blank image in pixels. If a vision tower must run although the prompts have no images, the tower runs on
+the blank image. The image is small, so that it has only a few tokens."""
 
 
 class Encoder:
@@ -139,7 +139,8 @@ class Encoder:
     def check(self, prompt: Prompt, where: str = "") -> None:
         """Raise ValueError if a prompt contains video or audio, or if it contains an image and the policy is text-only.
 
-        Chat templates silently drop message parts of unknown types, or render them as a placeholder without content.
+        Chat templates silently drop message parts of unknown types, or render such a part as a placeholder without
+        content.
         """
         messages = () if isinstance(prompt.content, str) else prompt.content
         contents = (message.get("content") for message in messages)
@@ -191,11 +192,11 @@ class Encoder:
     # -------------------------------------------------------------------------------------------------------- lengths
 
     def num_tokens(self, prompt: Prompt, where: str = "") -> int:
-        """Length L of a prompt. Images are not decoded: their sizes determine the number of their tokens.
+        """Length L of a prompt. Images are not decoded: the number of an image's tokens depends only on its size.
 
         Raises:
-            ValueError: If the prompt cannot be tokenized, contains something that the policy does not support, or has
-                an image whose size cannot be read or is not allowed.
+            ValueError: If the prompt cannot be tokenized, or contains something that the policy does not support.
+            ValueError: If the size of an image cannot be read, or is not allowed.
         """
         if not prompt.images or not self.is_multimodal:
             return len(self(prompt, where).token_ids)
@@ -210,7 +211,7 @@ class Encoder:
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - the encoder lives as long as the run
     def num_more_tokens(self, width: int, height: int) -> int:
-        """Number of tokens that a text gains when an image of this size replaces its placeholder."""
+        """Number of tokens that a text gains when the tokens of an image of this size replace its placeholder."""
         text = self.template([{"role": "user", "content": [{"type": "image"}]}], {})
         ids = self.process(text, [blank_image(width, height)], "an image")["input_ids"][0]
         return len(ids) - len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -363,7 +364,7 @@ def check_template_settings(settings: Mapping[str, Any]) -> None:
 
 
 def turn_settings(messages: Sequence[Message], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `apply_chat_template` to continue a final assistant message, or to open an assistant turn.
+    """Arguments of `apply_chat_template` that continue a final assistant message, or else open an assistant turn.
 
     Args:
         messages: The chat.
@@ -378,7 +379,7 @@ def turn_settings(messages: Sequence[Message], settings: Mapping[str, Any]) -> d
 
 
 def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = "") -> list[int]:
-    """Tokenize a prompt: text as it is, messages with the chat template and an open assistant turn.
+    """Tokenize a prompt: text unchanged, or messages rendered with the chat template and an open assistant turn.
 
     If the last message is an assistant message (a prefilled answer), the completions continue this message.
 

@@ -46,7 +46,7 @@ class Family:
     """How many times the processor counts each pixel of an image towards the limits on the number of pixels."""
 
     attends_both_ways: bool = False
-    """True if image tokens attend bidirectionally to the tokens of their image, which requires a mask."""
+    """True if image tokens attend bidirectionally to the tokens of the same image; such attention requires a mask."""
 
     unused: tuple[str, ...] = ()
     """Names of vision-tower modules whose outputs are unused, so that these modules never get a gradient."""
@@ -116,7 +116,7 @@ def native_checkpoints(name: str) -> str:
 
 
 def unknown_reason(config: Any) -> str | None:
-    """Reason why images cannot be encoded once per prompt and reused; None if they can, or for a text-only model."""
+    """Reason why a prompt's images cannot be encoded once and reused; None if they can be, or for a text-only model."""
     if not is_multimodal(config) or family_of(config) is not None:
         return None
     return (

@@ -9,8 +9,8 @@ Scoring. `PrefixCache` is a write-once cache: the states of each prompt are stor
 The prompt pass runs the prompts, and the completion pass runs the completions with the cache. The passes have separate
 cache objects because of activation checkpointing. Checkpointing recomputes the prompt pass in the backward pass, when
 the completion pass has already run. The recomputation needs the cache as the prompt pass left it. Because no state is
-written twice, both passes can be checkpointed, and gradients can flow through the states of linear-attention layers.
-The cache of transformers overwrites these states in place.
+written twice, both passes can be checkpointed, and gradients can flow through the states of linear-attention layers. In
+contrast, the cache of transformers overwrites the states of linear-attention layers in place.
 
 Decoding. A prefill stores the prompts' keys and values in a `SamplingCache`. Decoding then continues with one of two
 caches, which have the same methods (`DecodingCache`):
@@ -18,9 +18,9 @@ caches, which have the same methods (`DecodingCache`):
 - `SharedPrompts` stores the states of each prompt once. All completions of a prompt read the prompt's keys and values
   in one operation. The keys and values of each completion are written in place. Other prompts can join while
   completions are decoded. This cache needs a model whose attention can be replaced.
-- `RepeatedPrompts` repeats the prompts' states for their completions, and grows with every token. It works with all
-  states that transformers can repeat, including those of sliding windows, linear attention, and attention that cannot
-  be replaced.
+- `RepeatedPrompts` repeats the prompts' states for their completions, and grows with every token. This cache works with
+  all states that transformers can repeat, including the states of sliding windows, of linear attention, and of
+  attention that cannot be replaced.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class StoredAttention(DynamicLayer):
         return states
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the states, unless this is a recompute, and return them unchanged."""
+        """Store the states, unless this is a recompute. In both cases, return the given states unchanged."""
         if not self.is_initialized:
             self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
             self.keys, self.values = self.visible(key_states), self.visible(value_states)
@@ -105,7 +105,7 @@ class ReadAttention(DynamicLayer):
         self.attach(stored, rows)
 
     def attach(self, stored: StoredAttention, rows: Rows) -> None:
-        """Refer to the stored prompt, also as `keys`, from which transformers reads lengths and mask sizes."""
+        """Refer to the stored prompt; also set `keys`, from which transformers reads lengths and mask sizes."""
         self.stored, self.rows, self.is_initialized = stored, rows, True
         self.keys, self.values = stored.keys, stored.values
 
@@ -295,7 +295,7 @@ class ExtendedCache(Cache):
 # ------------------------------------------------------------------------------------------------------------ decoding
 
 FIRST_CAPACITY = 64
-"""Number of tokens per completion that `SharedPrompts` has room for at first; doubled whenever the room is full."""
+"""Number of tokens per completion that `SharedPrompts` initially has room for; if the room is full, it is doubled."""
 
 KEY_MULTIPLE = {"cuda": 8}
 """Number of keys whose bias an attention kernel reads at a time, by device type; 1 on other devices. The padded length
@@ -303,7 +303,8 @@ of prompts is a multiple of this number."""
 
 WINDOWS = (64, 128, 256, 512)
 """Window sizes of decoding steps with fixed shapes. A window of w covers the first w columns of completion tokens;
-columns that are not filled yet are masked. Larger windows are multiples of the last size."""
+columns that are not filled yet are masked. Larger windows are multiples of the last size. No window exceeds the
+capacity of the cache."""
 
 ATTENTION = "grpo_lightning_shared_prompts"
 """The name under which transformers finds `attend_to_current` among its attention functions. No mask function has this
@@ -332,8 +333,8 @@ class SamplingCache(DynamicCache):
     """KV cache (`DynamicCache`) that stores keys and values in the dtype that attention uses.
 
     Under autocast the rotary embedding multiplies by float32 cosines and returns float32 keys, and the values become
-    float32 too. Attention then casts the entire cache at every token. Casting keys and values once, when they are
-    stored, gives the same results with half the memory.
+    float32 too. Attention then casts the entire cache at every token. This cache casts keys and values once, when they
+    are stored. The results are the same, with half the memory.
     """
 
     def update(
@@ -403,8 +404,8 @@ class SharedPrompts(Cache):
     prompt's keys in one matrix product, without a copy of the keys per completion or per query head. In the names of
     attributes and arguments, `own` stands for the completion tokens of a row.
 
-    Rows that join later (`join`) have fewer completion tokens than the rows that are already there. The k-th completion
-    token of a row is always in column k, and a bias masks the columns that a row has not filled yet.
+    Rows that join during decoding (`join`) have fewer completion tokens than the rows that were there before. The k-th
+    completion token of a row is always in column k, and a bias masks the columns that a row has not filled yet.
 
     Args:
         policy: The model.
@@ -452,7 +453,8 @@ class SharedPrompts(Cache):
         Without fixed shapes (`has_fixed_shapes`), it is None if all columns are filled. With fixed shapes, the last
         dimension is the window (`WINDOWS`), and the bias is never None during a step."""
         self.stored: tuple[int, Tensor, Tensor] | None = None
-        """The layer that was the last to store a token, with the token's keys and values."""
+        """The layer that has stored keys and values most recently, with these keys and values. None if no layer has
+        stored any yet."""
         self.own = [States(*(x.new_empty(len(prompt_of), x.shape[1], 0, x.shape[3]) for x in pair)) for pair in states]
         """Per layer, [rows, key heads, capacity, head size]."""
         self.prompt_length = mask.shape[1]
@@ -485,7 +487,7 @@ class SharedPrompts(Cache):
 
     @property
     def layout(self) -> tuple[int, int, int]:
-        """Identifier of a step's tensors and shapes. It changes when they change. No two caches share an identifier."""
+        """Identifier that changes when a step's tensors or their shapes change. No two caches share an identifier."""
         return self.cache_id, self.changes, self.window
 
     def fill_in_place(self) -> None:
@@ -536,7 +538,7 @@ class SharedPrompts(Cache):
         self.count_ages([self.start[row] for row in rows])
 
     def states_of(self, row: int, num_prompt: int, num_own: int) -> list[States]:
-        """Copy the states of a row: the states of its prompt and of its first completion tokens.
+        """Copy the states of a row: those of its prompt, and those of its first `num_own` completion tokens.
 
         Args:
             row: The row.
@@ -596,7 +598,7 @@ class SharedPrompts(Cache):
         """Group the rows by prompt, and give each row a place: its index within its group.
 
         `row_at` holds the row at each place of each group. `place_of` holds the group and the place of each row. All
-        groups have as many places as the largest group has rows. An unused place refers to row 0; the attention
+        groups have as many places as the largest group has rows. An unused place refers to row 0; the attention that is
         computed for an unused place is dropped.
         """
         members: list[list[int]] = [[] for _ in self.prompts[0].keys]
@@ -855,7 +857,8 @@ def move_rows(states: Tensor, moves: Moves, count: int, length: int) -> Tensor:
 def pack_rows(kept: list[int]) -> list[int]:
     """Assign the kept rows to the first len(kept) places, so that as few rows as possible move.
 
-    A place keeps its own row if that row is kept. Otherwise it gets a kept row from a place beyond the first len(kept).
+    If the row of a place is kept, the row stays in its place. If not, the place gets a kept row from a place beyond the
+    first len(kept).
 
     Args:
         kept: Rows to keep, ascending.

@@ -58,8 +58,8 @@ class Policy:
     """Encodes prompts with the policy's tokenizer and processor."""
 
     scorer: Scorer | None
-    """None if the weights are sharded. The Lightning module then calls `choose_scorer` at the start of training,
-    because a sharded model cannot run earlier."""
+    """None if the weights are sharded. A sharded model cannot run before training starts, so the Lightning module calls
+    `choose_scorer` at the start of training."""
 
     converted_dtype: torch.dtype | None = None
     """Dtype that the strategy will convert all weights to; None if it converts none."""
@@ -83,7 +83,8 @@ class PolicyLoader(PolicySettings):
         """Make a loader for a policy that is given as a name, a folder, a model, a config or settings.
 
         Raises:
-            ValueError: If a tokenizer is given together with a loader, which has its own setting for the tokenizer.
+            ValueError: If a tokenizer is given together with a loader, because a loader has its own setting for the
+                tokenizer.
         """
         if isinstance(policy, PolicyLoader):
             if tokenizer is not None:
@@ -201,7 +202,8 @@ class PolicyLoader(PolicySettings):
     ) -> PreTrainedModel:
         """Load the model in eval mode, before layers are frozen and adapters are added.
 
-        Weights that are loaded or randomly initialized have the dtype `self.dtype`. A model in memory keeps its own.
+        Weights that are loaded or randomly initialized have the dtype `self.dtype`. A model in memory keeps the dtype
+        of its weights.
 
         Args:
             sharding: How the weights will be sharded over the ranks; None if they are not sharded.
@@ -270,7 +272,7 @@ def remote_code(settings: PolicySettings, config: PretrainedConfig) -> dict[str,
 
     Without these arguments, transformers would download the newest code, because `from_config` does not know the
     revision that the config was loaded from. If the code is in another repository, no revision is passed, because the
-    checkpoint's revision does not apply there.
+    checkpoint's revision does not apply to that repository.
     """
     references = map(str, (getattr(config, "auto_map", None) or {}).values())
     repositories = {reference.partition("--")[0] for reference in references if "--" in reference}
@@ -375,9 +377,9 @@ def choose_attention(
 def disable_cudnn_attention() -> None:
     """Keep `scaled_dot_product_attention` from using cuDNN, which torch prefers on Hopper and later GPUs.
 
-    cuDNN makes a new plan for every shape, which takes tens of milliseconds. Every decoding step and micro-batch has a
-    different shape. Without cuDNN, torch uses FlashAttention if there is no mask, and the memory-efficient kernel if
-    there is one.
+    cuDNN needs tens of milliseconds to make a plan for a new shape, and every decoding step and micro-batch has a new
+    shape. Without cuDNN, torch uses FlashAttention if there is no mask, and the memory-efficient kernel if there is a
+    mask.
     """
     if torch.backends.cuda.cudnn_sdp_enabled():
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -406,9 +408,9 @@ def disable_dropout(model: nn.Module) -> None:
 def disable_router_loss(model: nn.Module) -> None:
     """Keep a mixture of experts from computing its own load-balancing loss (`output_router_logits`).
 
-    Models compute this loss from the attention mask, which covers all tokens, and the routing, which covers only the
-    tokens of one forward call. With a KV cache, these are different numbers of tokens, so the models cannot compute the
-    loss. `training.router_loss` computes it instead.
+    Models compute this loss from the attention mask and the routing. With a KV cache, the mask covers all tokens, but
+    the routing covers only the tokens of one forward call, so the models cannot compute the loss.
+    `training.router_loss` computes the loss instead.
     """
     configs: list[Any] = [model.config, text_config(model)]
     for config in configs:
@@ -419,9 +421,9 @@ def disable_router_loss(model: nn.Module) -> None:
 def checkpoint_layers(model: nn.Module) -> None:
     """Activation checkpointing: recompute every decoder layer in the backward pass, without dropping the KV cache.
 
-    The `forward` of each layer is wrapped, not the layer, so that the hooks that sharding strategies add to a layer do
-    not run again when the layer is recomputed. transformers' own gradient checkpointing cannot be used, because it
-    drops the cache in train mode.
+    Only the `forward` of each layer is wrapped, not the layer itself. Hooks that sharding strategies add to the layer
+    therefore do not run again when the layer is recomputed. transformers' own gradient checkpointing cannot be used,
+    because it drops the cache in train mode.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -471,8 +473,8 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
         ValueError: If the strategy is ZeRO-3, and the adapter is DoRA or adapts experts.
         ValueError: If the adapter is DoRA, and the weights are to be quantized to 8 bits.
         ValueError: If the adapter is not supported.
-        ValueError: If the adapter's settings name a module or tensor that the model does not have, or that cannot be
-            trained.
+        ValueError: If the adapter's settings contain the name of a module or tensor that the model does not have, or
+            that cannot be trained.
         ValueError: If the model does not support a setting of images or vision.
         ValueError: If more layers are to be frozen than the model has.
     """
@@ -540,8 +542,9 @@ def check_names_without_weights(loader: PolicySettings, config: PretrainedConfig
 def adapter_setting(loader: PolicySettings, name: str) -> Any:
     """Read a setting of the policy's adapter; None if the policy has no adapter.
 
-    If the policy was given as a `PeftModel`, the setting is read from this model. Otherwise it is read from the config
-    of the initial adapter, or from `policy.lora` if there is no initial adapter.
+    If the policy was given as a `PeftModel`, the setting is read from this model. If `policy.lora` has an initial
+    adapter (`policy.lora.adapter`), the setting is read from the config of this adapter. In all other cases, the
+    setting is read from `policy.lora` itself.
 
     Args:
         loader: The policy's settings.

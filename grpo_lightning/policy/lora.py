@@ -13,8 +13,8 @@ from grpo_lightning.policy.transformers_internals import is_copied
 
 BASE_IS_LOST = ("pissa_niter", "corda", "lora_ga")
 """Initializations (`init_lora_weights`) that change the base's weights in a way that peft cannot repeat when it loads a
-saved adapter. The change depends on random numbers, or on activations and gradients of data. PiSSA, OLoRA and LoftQ
-change the base's weights too, but peft can repeat their change."""
+saved adapter. This change depends on random numbers, or on activations and gradients that were computed from data.
+PiSSA, OLoRA and LoftQ change the base's weights too, but peft can repeat their change."""
 
 OF_ADAPTERS = (
     *("rank", "alpha", "target_modules", "target_parameters"),
@@ -34,12 +34,12 @@ class LoRA:
         rank: Number of rows of A, which is the number of columns of B.
         alpha: B A is scaled by alpha / rank.
         dropout: Fraction of A's inputs that is set to 0 in the forward passes of updates. Passes for sampling, old and
-            reference log-probs have no dropout, so dropout alone makes importance ratios differ from 1. The first
-            update on a rollout is an exception: it uses its own log-probs as old log-probs, so its ratios are 1, unless
-            `model.old_logprobs` is "rollout".
+            reference log-probs have no dropout, so dropout alone makes importance ratios differ from 1. If
+            `model.old_logprobs` is not "rollout", the first update on a rollout is an exception: it uses its own
+            log-probs as old log-probs, so its ratios are 1.
         target_modules: Suffixes of layer names, for example `q_proj` or `lm_head`; None selects every linear layer of
-            the language model except its output head. If the head is tied to the embeddings, its adapter changes the
-            head only; merged exports then contain head and embeddings as separate weights.
+            the language model except its output head. If the head is tied to the embeddings, an adapter of the head
+            changes only the head. Merged exports then contain head and embeddings as separate weights.
         target_parameters: Suffixes of names of expert tensors, for example `experts.gate_up_proj`: mixtures of experts
             store all experts of a layer in one tensor. Every expert gets an A and a B of its own. If the setting is
             None, experts get no adapters.
@@ -146,7 +146,7 @@ def adapter_config(adapter: str) -> Any:
 def check_config(config: Any, subject: str) -> None:
     """Check that an adapter can be trained, and that the reference can be computed from the same base model.
 
-    The reference runs either with the adapter disabled or with the adapter's initial weights.
+    The reference is the base model without the adapter, or with the adapter's initial weights.
 
     Args:
         config: peft's config of the adapter.
@@ -181,7 +181,7 @@ def check_config(config: Any, subject: str) -> None:
 
 
 def check_given(model: Any) -> None:
-    """Check that a model with adapters, passed in memory, can be trained as it is.
+    """Check that a model in memory that already has adapters can be trained in its present state.
 
     Args:
         model: Any model with peft's `peft_config`, for example the result of `get_peft_model`.
@@ -191,7 +191,7 @@ def check_given(model: Any) -> None:
         ValueError: If the model has several adapters, an adapter that is not LoRA, or a kind of LoRA that is not
             supported (see `adapter_config`).
         ValueError: If the adapter is inactive, merged or frozen.
-        ValueError: If weights other than the adapter's are trainable.
+        ValueError: If weights that are not part of the adapter are trainable.
     """
     from peft import PeftModel
     from transformers import PreTrainedModel
@@ -219,7 +219,7 @@ def check_given(model: Any) -> None:
 
 
 def check_state(model: Any, name: str) -> None:
-    """Raise ValueError unless the adapter `name` of a `PeftModel` is in use, and exactly its weights are trainable."""
+    """Raise ValueError if the adapter `name` is not in use, or if the trainable weights are not exactly its weights."""
     layers, subject = list(adapter_layers(model)), f"The adapter {name!r} of the policy"
     kinds = {type(variant).__name__ for layer in layers for variant in layer.lora_variant.values()}
     if others := sorted(kind for kind in kinds if not kind.startswith("Dora")):

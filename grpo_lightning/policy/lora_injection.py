@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def add_adapters(model: Any, lora: LoRA, dtype: torch.dtype | None = None) -> Any:
-    """Freeze a model and add float32 adapters, which are equal on every rank, to its layers.
+    """Freeze a model, and add float32 adapters to its layers. The adapters are equal on every rank.
 
     Args:
         model: The unsharded base model. Its layers are replaced in place. The result wraps the base model.
@@ -162,7 +162,7 @@ def refuse_adapted(model: nn.Module) -> None:
 
 
 def adapted_modules(model: Any, lora: LoRA) -> dict[str, nn.Module]:
-    """The modules that get an adapter or are trained completely, with their names as keys; without expert tensors.
+    """By name, the modules that get an adapter and the modules that are trained completely; without expert tensors.
 
     Raises:
         ValueError: If a name matches nothing, or matches a layer that cannot be trained.
@@ -192,8 +192,8 @@ def reset_magnitudes(adapted: Any, dtype: torch.dtype | None = None) -> None:
     """Set DoRA's magnitudes to the norms of the base's rows, so that the policy equals its base.
 
     For new adapters, peft computes these norms in the dtype of the loaded base. If the strategy later converts the
-    weights to 16 bits, the norms of the rounded rows are different. Magnitudes computed from the float32 rows would
-    then change the logits by up to 1 %.
+    weights to 16 bits, the norms of the rounded rows are different. Magnitudes that were computed from the float32 rows
+    would then change the logits by up to 1 %.
 
     Args:
         adapted: Model with new adapters.
@@ -217,7 +217,7 @@ def finish_adapters(adapted: Any, dropout: float) -> Any:
     """Set the dropout of the trained adapter, log what is trained, and return the model in eval mode.
 
     Raises:
-        ValueError: If adapters of experts are to have dropout.
+        ValueError: If `dropout` is above 0, and experts have adapters.
     """
     if dropout and any(map(is_expert_adapter, adapter_layers(adapted))):
         raise ValueError(

@@ -1,6 +1,7 @@
 """Find the layers that get LoRA adapters.
 
-By default, these are all linear layers of the language model that can have an adapter, except the output head.
+By default, these are all linear layers of the language model, except the output head and the layers that cannot have
+an adapter.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ def missing_adapter_reason(model: Any, names: Iterable[str]) -> str | None:
 
 
 MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
-"""Model types whose kernels read the weight of `out_proj` without calling this layer: peft refuses the layer."""
+"""Model types whose kernels read the weight of `out_proj` without calling this layer, so that peft refuses the
+layer."""
 
 
 def saved_modules(
@@ -152,8 +154,8 @@ def saved_modules(
 
     Raises:
         ValueError: If a suffix matches no module.
-        ValueError: If a suffix matches a module without weights, or a module whose weights are quantized or tied to
-            those of other modules.
+        ValueError: If a suffix matches a module without weights, with quantized weights, or with weights that are tied
+            to those of another module.
         ValueError: If peft would select more modules than this function. In peft, a suffix can start within a
             component: `head` also matches `lm_head`.
         ValueError: If a selected module is part of another selected module.
@@ -203,7 +205,7 @@ def check_saved(model: nn.Module, name: str, module: nn.Module, setting: str) ->
 
 
 def targets(model: Any, names: list[str] | None = None, saved: Iterable[str] = ()) -> dict[str, nn.Module]:
-    """Select the layers that get adapters: linear layers of the language model, and the head if `names` matches it.
+    """Select the layers that get adapters: linear layers of the language model, and the head if a suffix matches.
 
     Args:
         model: The base model.

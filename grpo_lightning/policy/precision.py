@@ -19,7 +19,7 @@ def compute_like(module: nn.Module, original: nn.Module) -> None:
     """Have a module compute as if its weights had the dtype of another module's weights.
 
     The outputs equal those of the module after `module.to(dtype)`, bit for bit. But the weights keep their own dtype,
-    and they receive the gradients, so small updates of float32 weights are not lost to rounding.
+    and the gradients reach these weights, so small updates of float32 weights are not lost to rounding.
 
     Args:
         module: Changed in place, with its submodules: the `forward` of each module that has weights is replaced.
@@ -39,12 +39,13 @@ def forward_like(module: nn.Module, original: nn.Module, *args: Any, **kwargs: A
 def use_float32_head(model: nn.Module) -> None:
     """Have the output head compute the logits in float32, from float32 weights and hidden states, without autocast.
 
-    The weights stay in 16 bits, because they may be tied or sharded; each call of the head computes with a temporary
-    float32 copy of them. According to MiniMax-M1 (arXiv:2506.13585, section 3.2), a 16-bit head is the main reason why
-    log-probs differ between sampling and training.
+    The weights stay in 16 bits, because they may be tied or sharded. Each call of the head computes with a temporary
+    float32 copy of the weights. According to MiniMax-M1 (arXiv:2506.13585, section 3.2), a 16-bit head is the main
+    reason why log-probs differ between sampling and training.
 
     Args:
-        model: Its head gets another `forward` in place, as do the adapters of the head and the copies that peft trains.
+        model: Changed in place: the head, its adapters, and the copies of the head that peft trains get another
+            `forward`.
 
     Raises:
         ValueError: If the model does not declare its head, or the head is quantized.

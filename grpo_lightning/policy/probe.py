@@ -3,8 +3,8 @@
 Two things are chosen: the path (extended or dense) and the vocabulary head (full or sliced).
 `policy/completion_logprobs.py` describes them. The choice is made once per run and is the same on every rank. A probe
 runs the model on a few tokens in eval mode. In a probe, a model with 32-bit weights computes in full float32 (except
-with FlashAttention), whatever the precision of the run. TF32 and autocast would change log-probs by more than the
-errors that a probe has to detect.
+with FlashAttention), whatever the precision of the run. TF32 and autocast would change log-probs by larger amounts
+than the errors that a probe has to detect.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from grpo_lightning.policy.transformers_internals import (
 
 
 def no_cache_reason(model: nn.Module) -> str | None:
-    """Reason, by declared properties, why completions cannot share their prompt's KV cache; None if they can."""
+    """Reason why, by declared properties, completions cannot share their prompt's KV cache; None if they can."""
     base = base_model(model)
     if getattr(base.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
@@ -74,7 +74,7 @@ def probe_difference(model: nn.Module, one: Scorer, other: Scorer) -> Tensor:
 def probe_batch(model: nn.Module) -> MicroBatch:
     """Make a micro-batch of a short and a long prompt with 2 completions each.
 
-    The long prompt exceeds the model's sliding window, if the window has at most 64 tokens.
+    If the model's sliding window has at most 64 tokens, the long prompt exceeds the window.
     """
     config = text_config(model)
     window = getattr(config, "sliding_window", None) or 0
@@ -122,7 +122,7 @@ def scored_alone(model: nn.Module, scorer: Scorer, batch: MicroBatch) -> Tensor:
 
 
 def padding_difference(model: nn.Module, scorer: Scorer) -> Tensor:
-    """How much left padding of prompts changes the log-probs of their completions: [completion tokens], nats."""
+    """Absolute change of completions' log-probs due to left padding of their prompts: [completion tokens], nats."""
     batch = probe_batch(model)
     with torch.no_grad():
         together = scorer(model, batch, temperature=1.0).logprobs
@@ -135,7 +135,7 @@ class Measured(NamedTuple):
     nats: float
     tolerance: float
     failure: str | None = None
-    """The exception that one of the two ways raised; `nats` is infinite then."""
+    """The exception that one of the two ways raised; `nats` is then infinite. None if no exception was raised."""
 
     @property
     def is_rounding(self) -> bool:
@@ -154,8 +154,8 @@ class Measured(NamedTuple):
 
 
 WRONG = 1e-3
-"""Log-probs that differ by more than this many nats are wrong. Rounding in float32 changes them by less than 5e-5, and
-padding that leaks into a model's state changes them by 0.01 to 1.5."""
+"""Log-probs that differ by more than this many nats are wrong. Rounding in float32 changes log-probs by less than 5e-5
+nats. Padding that leaks into a model's state changes log-probs by 0.01 to 1.5 nats."""
 
 
 def measure(model: nn.Module, one: Scorer, other: Scorer) -> Measured:
@@ -166,8 +166,8 @@ def measure(model: nn.Module, one: Scorer, other: Scorer) -> Measured:
 def compare(model: nn.Module, difference: Callable[[], Tensor]) -> Measured:
     """Measure how much two ways of computing log-probs differ in a probe: one number, the same on every rank.
 
-    Each rank takes the maximum difference over its tokens if the model computes in float32, and the mean difference if
-    it computes in 16 bits. The number is the maximum over all ranks.
+    If the model computes in float32, each rank takes the maximum difference over its tokens. If the model computes in
+    16 bits, each rank takes the mean difference. The result is the maximum over all ranks.
 
     Args:
         model: The policy.
@@ -195,10 +195,10 @@ def compare(model: nn.Module, difference: Callable[[], Tensor]) -> Measured:
 
 @contextlib.contextmanager
 def probe_mode(model: nn.Module) -> Iterator[None]:
-    """Context in which the model is in eval mode and, if it has 32-bit weights, usually computes in full float32.
+    """Context in which the model is in eval mode. If the model has 32-bit weights, it computes in full float32.
 
-    The exception is a model with FlashAttention, because FlashAttention's kernels need 16 bits: if it has 32-bit
-    weights, it computes with autocast in this context.
+    There is one exception. FlashAttention's kernels need 16 bits, so a model with FlashAttention and 32-bit weights
+    computes with autocast in this context.
     """
     device = compute_device(model).type
     needs_autocast = uses_flash_attention(model) and computes_in_32_bits(model)
@@ -327,8 +327,8 @@ def slices_difference(model: nn.Module, sliced: Scorer) -> Tensor:
     On a GPU, the prompt pass of the sliced head leaves out the mask if two conditions hold: the model allows a pass
     without a mask, and attention is computed in 16 bits (`columns_of_prompts`). The probe may compute in 32 bits
     although the run computes in 16 bits. The prompt pass would then have a mask in the probe but not in the run. On a
-    GPU, the log-probs are therefore compared a second time. In this second comparison, the prompt pass leaves out the
-    mask in 32 bits too, if the model allows it.
+    GPU, the log-probs are therefore compared a second time. In the second comparison, if the model allows a pass
+    without a mask, the prompt pass leaves out the mask in 32 bits too.
 
     Returns:
         [tokens] on a CPU; [2 * tokens] on a GPU, the differences of both comparisons.

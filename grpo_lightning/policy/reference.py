@@ -31,18 +31,19 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by size in bytes."""
 
 PART = 2**24
-"""How many numbers are summed at once. This limits memory, because torch first converts each number to 8 bytes."""
+"""Maximum count of numbers that are summed at once. The limit saves memory, because torch first converts each number to
+8 bytes."""
 
 
 class FrozenCopy(nn.Module):
     """A second model as the reference.
 
-    It is a submodule of the Lightning module, so that it moves to the policy's device together with the policy.
+    The copy is a submodule of the Lightning module, so that the copy moves to a device together with the policy.
 
     Args:
         model: Model with frozen weights.
-        has_policys_tower: True if the policy's vision tower was frozen when the reference was made, so that both have
-            the same tower as long as the policy's tower stays frozen.
+        has_policys_tower: True if the policy's vision tower was frozen when the reference was made. Policy and
+            reference then have the same tower as long as the policy's tower stays frozen.
     """
 
     def __init__(self, model: nn.Module, *, has_policys_tower: bool = False) -> None:
@@ -50,14 +51,15 @@ class FrozenCopy(nn.Module):
         self.model, self.has_policys_tower = model, has_policys_tower
         self.eval()
         self.has_moved = False
-        """True once the reference differs from the initial policy: checkpoints must then contain the reference."""
+        """True once the reference has been updated: checkpoints must then contain the reference."""
 
     @contextlib.contextmanager
     def scoring(self, policy: nn.Module) -> Iterator[nn.Module]:
         """Yield the model to score with.
 
         Raises:
-            RuntimeError: If weights that the reference shares with the policy, because they were frozen, are trained.
+            RuntimeError: If the policy now trains weights that the reference shares, because these weights were frozen
+                when the reference was made.
         """
         trained = next((name for name, weight in self.model.named_parameters() if weight.requires_grad), None)
         if trained is not None:
@@ -144,11 +146,11 @@ def make_reference(
 def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
     """Checksums of the reference's weights, one per dtype (see `checksums`); the same on every device.
 
-    Checkpoints do not contain a reference that equals the initial policy; a resumed run makes the reference again. The
-    checksums show whether the new reference is the same as the old one. If the reference is an adapter, or the policy
-    without adapters, the weights of the base have separate checksums ("base torch.float32"). Weights that ZeRO-3
-    partitioned while the model was loaded are skipped. A model given in memory is partitioned later, so its weights are
-    not skipped.
+    If the reference equals the initial policy, checkpoints do not contain the reference, and a resumed run makes the
+    reference again. The checksums show whether this new reference equals the reference of the checkpoint's run. If the
+    reference is an adapter, or the policy without adapters, the weights of the base have separate checksums ("base
+    torch.float32"). Weights that ZeRO-3 partitioned while the model was loaded are skipped. A model given in memory is
+    partitioned later, so its weights are not skipped.
     """
     sums = checksums(reference.weights(policy))
     if isinstance(reference, FrozenCopy):
@@ -173,7 +175,8 @@ def checksums(weights: Iterable[Tensor]) -> dict[str, int]:
 def frozen_copy(policy: nn.Module, *, shares_frozen: bool = True) -> nn.Module:
     """Copy the policy with its current weights, frozen.
 
-    Loading the policy again by its name is no alternative: it may have been built in memory, or changed after loading.
+    Loading the policy again by its name is no alternative: the policy may have been built in memory, or changed after
+    loading.
 
     Args:
         policy: The model to copy.
@@ -239,8 +242,8 @@ class RunReference:
                 references have are compared.
 
         Raises:
-            ValueError: If the reference was updated, or the initial reference differs from that of the checkpoint's
-                run.
+            ValueError: If the reference of this run has already been updated.
+            ValueError: If the initial references of this run and of the checkpoint's run differ.
         """
         if self.has_moved:
             raise ValueError(
@@ -280,7 +283,7 @@ class RunReference:
         With sharded weights, only the `weights` of rank 0 are used.
 
         Raises:
-            ValueError: If the run's reference is not a second model.
+            ValueError: If the reference of this run is not a `FrozenCopy`.
         """
         if not isinstance(self.reference, FrozenCopy):
             raise ValueError(NO_REFERENCE)

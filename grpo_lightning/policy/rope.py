@@ -1,9 +1,10 @@
 """Use one set of length-dependent rotary frequencies (longrope, dynamic NTK) for the whole run.
 
-transformers recomputes these frequencies in every forward pass, from the largest position in the batch. As soon as one
-row exceeds the model's original context length, the log-probs of all rows in the batch change. In addition, the keys
-that are already in the KV cache were rotated with the old frequencies, and do not match the queries and keys of new
-tokens. The log-probs from sampling, from a training batch and from a single row would differ by 0.4 to 3.5 nats.
+transformers recomputes these frequencies in every forward pass, from the largest position in the batch. If one row
+exceeds the model's original context length, the log-probs of all rows in the batch change. In addition, the keys that
+are already in the KV cache were rotated with the old frequencies, and do not match the queries and keys of new tokens.
+For the same token, the log-probs from sampling, from a training batch and from a single row would differ by 0.4 to 3.5
+nats.
 
 Therefore this module makes every forward pass use the frequencies of the longest possible row of the run, as if the
 batch contained such a row. Sampling, training and the reference then agree in any batch.
@@ -105,7 +106,7 @@ def append_last_position(module: Any, args: tuple[Any, ...], kwargs: dict[str, A
     frequencies from the largest position id, so every forward pass uses the frequencies for rows of this length.
 
     Raises:
-        ValueError: If a row is so long that transformers would compute other frequencies for it.
+        ValueError: If a row is so long that transformers would compute other frequencies.
     """
     positions: Tensor = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
     if module.largest_length < math.inf and (length := int(positions.max()) + 1) > module.largest_length:

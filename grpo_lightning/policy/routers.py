@@ -1,10 +1,10 @@
 """Routers of mixtures of experts: find them in a model, and record their logits during forward passes.
 
 The models of transformers compute their load-balancing loss from the attention mask and the router logits of one
-forward pass. With a KV cache, the mask covers all tokens, but the logits cover only the new tokens, so the loss cannot
-be computed in this way. Instead, forward hooks on the routers record the logits. The hooks exist only while the root
-module runs. When activation checkpointing runs the routers again in the backward pass, the hooks are gone, so no token
-is recorded twice.
+forward pass. With a KV cache, the mask covers all tokens, but the logits cover only the new tokens, so these models
+cannot compute the loss. Here, forward hooks on the routers record the logits, and the loss is computed from the
+recorded logits. The hooks exist only while the root module runs. When activation checkpointing runs the routers again
+in the backward pass, the hooks are gone, so no token is recorded twice.
 """
 
 from __future__ import annotations

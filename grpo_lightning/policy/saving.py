@@ -27,7 +27,7 @@ def write_policy(
 
     Args:
         model: The policy.
-        tokenizer: The policy's tokenizer, or the processor of a multimodal policy, which saves the tokenizer as well.
+        tokenizer: The policy's tokenizer. For a multimodal policy, its processor, which also saves the tokenizer.
         folder: The folder to write to; created if missing. Files of an earlier model are replaced; other files stay.
         config: Config to save instead of the model's own.
         weights: Weights to save instead of the model's own, under the same names.
@@ -85,7 +85,7 @@ def whole_weights(policy: nn.Module, sharding: Sharding, *, keeps: bool = True) 
 
 
 def is_of_adapter(name: str, adapter: str) -> bool:
-    """Whether a name in peft's model is that of a weight of the adapter: `...lora_A.<adapter>.weight`, for example."""
+    """True if a weight of the adapter has this name in peft's model, for example `...lora_A.<adapter>.weight`."""
     parts = name.split(".")
     return any(
         part == adapter and parent.startswith(("lora_", "modules_to_save", "trainable_tokens_"))
@@ -96,8 +96,8 @@ def is_of_adapter(name: str, adapter: str) -> bool:
 def original_tokenizer(loader: PolicyLoader) -> Any:
     """Load the policy's unmodified tokenizer, without the pad token that a run sets if the tokenizer has none.
 
-    For a multimodal policy, load its processor, with the run's image limits, because the policy was trained with these
-    limits.
+    For a multimodal policy, load its processor instead of a tokenizer. The processor has the run's image limits,
+    because the policy was trained with these limits.
     """
     from transformers import AutoTokenizer
 

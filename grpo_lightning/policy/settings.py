@@ -35,21 +35,21 @@ class PolicySettings:
             `PeftModel` as it was given. `torch.compile(model)` is trained without compilation.
         tokenizer: The tokenizer, or the processor of a multimodal policy: an object, a hub name or a folder. None uses
             the tokenizer or processor of `name`.
-        dtype: Dtype of the weights; adapters are always float32. Without adapters, keep float32 unless the strategy
-            keeps float32 master weights: at GRPO's learning rates, updates of bfloat16 weights are lost to rounding.
+        dtype: Dtype of the weights; adapters are always float32. If the policy has no adapters, and the strategy has no
+            float32 master weights, use float32: at GRPO's learning rates, updates of bfloat16 weights are lost to
+            rounding.
         head_dtype: "float32" computes the logits in float32, from float32 weights and hidden states, whatever the
-            precision of the run. This applies to sampling, to log-probs and to the reference. "auto" computes the
-            logits in the run's precision.
+            precision of the run. The setting applies to sampling, to log-probs and to the reference. "auto" computes
+            the logits in the run's precision.
         attention: Attention kernel. "auto" uses the model's default (mostly sdpa), or flash_attention_2 if three
             conditions hold: it is installed, it supports the model, and the run computes in 16 bits on CUDA. A run
             computes in 16 bits with `trainer.precision` bf16-mixed, DeepSpeed's bf16, or 16-bit weights.
         from_scratch: Build the architecture of `name` with random weights.
-        scoring: How log-probs are computed: "extended" runs each prompt once for all its completions, "dense" once per
-            completion. "auto" uses "extended" if the model supports it, else "dense".
+        scoring: How log-probs are computed. "extended" runs each prompt once for all its completions. "dense" runs each
+            prompt once per completion. "auto" uses "extended" if the model supports it, else "dense".
         chunk_size: Maximum number of completions in a forward pass that computes log-probs; a smaller number needs less
-            memory. "auto" sorts the completions of a micro-batch by length, and divides them into passes so that
-            padding and the number of passes together cost the least time. None runs all completions of a micro-batch at
-            once.
+            memory. "auto" sorts the completions of a micro-batch by length, and divides the completions into passes so
+            that padding and passes together cost the least time. None runs all completions of a micro-batch at once.
         head_chunk_size: Log-probs are computed from the logits of this many tokens at a time; a smaller number needs
             less memory. None computes the logits of all tokens at once.
         activation_checkpointing: "chunks" recomputes the activations of each chunk of completions in the backward pass.
@@ -57,13 +57,13 @@ class PolicySettings:
         lora: Train low-rank adapters with these settings, and freeze all other weights. May be a mapping with the
             fields of `LoRA`.
         freeze_layers: Freeze the embeddings and this many decoder layers, counted from the first. A head that is tied
-            to the embeddings is frozen as well. The reference shares the frozen weights, unless the strategy shards
-            weights.
-        freeze_vision_modules: Freeze the vision tower and its projector. If the local engine samples, the images of
-            prompts are then encoded once per rollout.
+            to the embeddings is frozen as well. If the strategy does not shard weights, the reference shares the frozen
+            weights with the policy.
+        freeze_vision_modules: Freeze the vision tower and its projector. With the local engine, each prompt's images
+            are then encoded only once per rollout.
         max_pixels: Maximum pixels per image; larger images are scaled down. Null uses the processor's own limit. Only
-            for model families in which an image's number of tokens is proportional to its number of pixels (Qwen-VL,
-            GLM-4.1V).
+            for model families in which the number of tokens of an image is proportional to the image's number of pixels
+            (Qwen-VL, GLM-4.1V).
         min_pixels: Minimum pixels per image; smaller images are scaled up. For the same families as `max_pixels`.
         max_anyres_num: Maximum number of tiles per image. Only for InternVL.
         quantization: Quantize the frozen weights of the base model to "4bit" (NF4) or "8bit"; needs `lora`. `dtype` is

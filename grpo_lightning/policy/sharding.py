@@ -1,7 +1,7 @@
 """Sharding of the policy's weights over ranks: every rank has the full weights, or a shard of each weight.
 
-The class `Sharding` is for full weights: on one device, or with DDP. Its subclasses override what is different with
-ZeRO-1 and 2, with ZeRO-3, and with FSDP2. No other file depends on how FSDP2 and DeepSpeed mark modules and parameters.
+The class `Sharding` is for full weights: on one device, or with DDP. Its subclasses are for ZeRO-1 and 2, for ZeRO-3,
+and for FSDP2. No other file depends on how FSDP2 and DeepSpeed mark modules and parameters.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Sharding:
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Context in which models that are not part of the policy (reward models) are created, and stay unsharded."""
+        """Context in which models outside the policy, such as reward models, are created; they stay unsharded."""
         yield
 
     def shard(self, model: nn.Module) -> None:
@@ -83,12 +83,12 @@ class Sharding:
         """Norm of the gradients of all weights, over the shards of all ranks.
 
         Returns:
-            The norm; None if there are no gradients, or if the norm is only known after the optimizer step.
+            The norm. None if there are no gradients, or if the norm is known only after the optimizer step.
         """
         return torch.nn.utils.get_total_norm(gradients) if gradients else None
 
     def norm_of_last_step(self) -> float | None:
-        """Gradient norm of the last optimizer step, if the norm is only known after the step; else None."""
+        """Gradient norm of the last optimizer step, if the norm is known only after the step; else None."""
         return None
 
 
@@ -177,7 +177,7 @@ class PartitionedGradients(Sharding):
         self.strategy = strategy
 
     def norm(self, gradients: list[Tensor]) -> Tensor | None:
-        """None: the norm is only known after the optimizer step."""
+        """None: the norm is known only after the optimizer step."""
         return None
 
     def norm_of_last_step(self) -> float | None:
@@ -205,7 +205,7 @@ class Partitioned(PartitionedGradients):
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Create layers unpartitioned: initializing a partitioned layer silently does nothing.
+        """Create layers unpartitioned, because initializing a partitioned layer silently does nothing.
 
         LoRA's B, for example, would keep random values instead of zeros. DeepSpeed partitions the layers later, in the
         setup of the run.
@@ -302,7 +302,8 @@ def using_full_shapes() -> Iterator[None]:
 
     Checkpoints store the tensors of experts in one of two layouts. transformers transposes a checkpoint's tensor if its
     shape differs from the shape of the model's weight. With ZeRO-3, the model's weight is an empty vector. Without this
-    context, a tensor in the right layout would therefore be transposed too, and then refused because of its shape.
+    context, transformers would therefore also transpose a tensor that has the model's layout, and then refuse the
+    tensor because of its shape.
     """
     from transformers import core_model_loading
 

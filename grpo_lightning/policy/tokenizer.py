@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SETTINGS = {"max_pixels": "pixels", "min_pixels": "pixels", "max_anyres_num": "tiles"}
-"""Settings that limit the number of tokens per image, each with the `Resizing` of the families that support it."""
+"""Settings that limit the number of tokens per image; for each setting, the `Resizing` of the families that support
+it."""
 
 
 def load_tokenizer(

@@ -101,7 +101,7 @@ def frozen_names(owner: nn.Module) -> set[str]:
 class FrozenWeights:
     """Names of the weights that were frozen when the run began, and which of them were trained since.
 
-    A deep copy of the module shares this record, which only the module keeps up to date.
+    A deep copy of the Lightning module shares this record. Only the original module updates the record.
     """
 
     at_start: set[str]
@@ -119,11 +119,11 @@ class FrozenWeights:
         return self
 
     def record_trained(self, owner: nn.Module) -> None:
-        """Record which weights are trained now. Call it before every optimizer step."""
+        """Record which weights are trained now. Must be called before every optimizer step."""
         self.unfrozen |= self.at_start - frozen_names(owner)
 
     def recall_trained(self, state: Mapping[str, Any] | None) -> None:
-        """Take over what the run of a checkpoint recorded. Call it before the checkpoint's weights are loaded.
+        """Add the names that a checkpoint's run recorded. Must be called before the checkpoint's weights are loaded.
 
         Args:
             state: The entry "grpo" of the checkpoint; None for a checkpoint of another module.
@@ -139,18 +139,18 @@ def keep_frozen_out_of_checkpoints(owner: nn.Module) -> FrozenWeights:
     """Drop frozen weights and the reference from a module's state dict; resumed runs load or make them again.
 
     If the policy has adapters, only the trained weights stay in the state dict; the scales and codes of quantized
-    layers are dropped, too. If the policy has no adapters, buffers stay as well.
+    layers are dropped, too. If the policy has no adapters, trained weights and buffers stay.
 
-    A weight is dropped only if it was never trained. A callback may freeze weights, or train frozen ones, during the
-    run: the state dict keeps every weight that was trained for a part of the run. Loading does not report dropped keys
-    as missing.
+    A weight is dropped only if it was never trained. During the run, a callback may freeze trained weights or train
+    frozen weights. The state dict keeps every weight that was trained during any part of the run. Loading does not
+    report dropped keys as missing.
 
     The weights are dropped by a state-dict hook, because filtering in `on_save_checkpoint` breaks sharded strategies.
     The hook belongs to the owner, the Lightning module, because the policy may be a user's model.
 
     Returns:
-        The record of frozen weights, which decides what is dropped. The owner keeps it up to date. Copies of the owner
-        share it.
+        The record of frozen weights. The record determines which keys are dropped. The owner updates the record; copies
+        of the owner share the record.
     """
     frozen = FrozenWeights(frozen_names(owner))
     # Partial functions can be pickled with the owner.
@@ -221,7 +221,7 @@ def check_masters(settings: PolicySettings, precision: str | int | None, *, has_
         has_masters: True if the strategy updates 32-bit master copies of the trained weights, as DeepSpeed does.
 
     Raises:
-        ValueError: If trained weights have 16 bits and no 32-bit master copies.
+        ValueError: If the run trains 16-bit weights without 32-bit master copies.
     """
     name = str(precision)
     if has_masters or name in ("64-true", "64"):  # with precision 64, all weights have 64 bits
@@ -311,6 +311,6 @@ def compute_dtype(
 
 
 def dtype_name(settings: PolicySettings) -> str:
-    """The dtype of the policy's weights: that of `settings.model` if this is a model, else `policy.dtype`."""
+    """The dtype of the policy's weights: the dtype of `settings.model` if it is a model, else `policy.dtype`."""
     own = getattr(settings.model, "dtype", None) if hasattr(settings.model, "parameters") else None
     return str(own).removeprefix("torch.") if isinstance(own, torch.dtype) else settings.dtype

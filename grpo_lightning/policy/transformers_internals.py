@@ -40,8 +40,8 @@ def attention_kernel(model: nn.Module) -> str:
 def convert_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert a model's weights to a dtype, except those that `from_pretrained` with this dtype keeps in float32.
 
-    Examples of weights that stay in float32 are the routers of GLM-4.5, DeepSeek-V3 and Nemotron-H: 16-bit biases of
-    routers select other experts.
+    For example, the weights and biases of the routers of GLM-4.5, DeepSeek-V3 and Nemotron-H stay in float32: with
+    16-bit biases, these routers would select other experts.
 
     Args:
         model: The model, changed in place. It may have adapters.
@@ -91,8 +91,8 @@ def norms(model: nn.Module) -> list[nn.Module]:
 def text_positions(mask: Tensor) -> Tensor:
     """[N, L] position of every token, without counting padding: left padding must not shift a prompt.
 
-    The positions of a completion continue at the unpadded length of its prompt. Continuing at the padded length makes
-    the gradient wrong by 60 %, an error that no loss curve shows.
+    The positions of a completion continue at the unpadded length of its prompt. If they continued at the padded length,
+    the gradient would be wrong by 60 %, an error that no loss curve shows.
     """
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
@@ -115,7 +115,7 @@ class PlacedPrompts(NamedTuple):
 
 
 def accepts(model: nn.Module, argument: str) -> bool:
-    """True if the model's forward names this argument (a `**kwargs` would ignore it silently)."""
+    """True if the model's forward names this argument; `**kwargs` does not count, because it may be ignored."""
     return argument in forward_arguments(type(base_model(model)))  # type: ignore[arg-type]
 
 
@@ -162,9 +162,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(key: str, name: str) -> Iterator[None]:
-    """Context for loading the files that a setting names. Raises: FileNotFoundError, which names the setting.
+    """Context for loading what a setting specifies. Raises: FileNotFoundError; its message states the setting.
 
-    The error of transformers does not name the setting, and only suggests logging in to the hub.
+    The error of transformers does not state the setting, and only suggests logging in to the hub.
     """
     if not may_be_on_hub(name) and not Path(name).is_dir():
         raise FileNotFoundError(

@@ -49,12 +49,12 @@ class TurnTokens:
     def ids(
         self, messages: Sequence[Message], last_id: int | None, settings: Mapping[str, Any], *, is_chat: bool
     ) -> list[int]:
-        """Tokens that follow a turn of the policy, up to where its next turn begins.
+        """Tokens between a turn of the policy and the beginning of the policy's next turn.
 
         Args:
             messages: The messages of the environment.
-            last_id: The last token of the policy's turn. If this is a stop token that the template repeats, the
-                repetition is left out.
+            last_id: The last token of the policy's turn. If the last token is a stop token, and the template repeats
+                this token, the repetition is left out.
             settings: Arguments of the chat template.
             is_chat: False for a prompt that is plain text: the messages' texts are then appended without a template.
 
@@ -70,9 +70,9 @@ class TurnTokens:
     def num_repeated(self, ids: Sequence[int], last_id: int | None) -> int:
         """Number of tokens at the beginning of `ids` that repeat the stop token of the policy's turn.
 
-        Only the stop token that the policy wrote counts as repeated: a different stop token can open the next message,
-        as `<|user|>` does in GLM's templates. Some templates write a space in front of the repeated token; the tokens
-        of the space count as well.
+        Only the stop token that the policy wrote counts as repeated. A different stop token does not count, because
+        such a token can open the next message, as `<|user|>` does in GLM's templates. Some templates write a space in
+        front of the repeated token; the tokens of the space count as well.
         """
         if last_id not in self.stop_ids or last_id not in ids:
             return 0
@@ -87,7 +87,7 @@ class TurnTokens:
         settings: Mapping[str, Any],
         where: str,
     ) -> tuple[list[int], ObservedImages]:
-        """Tokens that follow a turn of the policy, if the environment's messages contain images (otherwise use `ids`).
+        """Same as `ids`, but for messages that contain images; also returns the images.
 
         Args:
             messages: The messages of the environment, with a part {"type": "image"} per image.
@@ -217,10 +217,10 @@ class TurnTokens:
             ) from error
 
     def rewritten_part(self, settings: Mapping[str, Any]) -> str:
-        """The part that the template removes from earlier turns of the policy: "reasoning", or "" for nothing.
+        """The part that the template removes from earlier turns of the policy: "reasoning", or "" for no part.
 
-        Templates of reasoning models remove `<think>...</think>` from all turns but the last. A server that renders the
-        conversation anew then shows the model a text that differs from the text that the model was trained on.
+        Templates of reasoning models remove `<think>...</think>` from all turns but the last. If a server renders the
+        conversation anew, the model then gets a text that differs from the text in training.
         """
         turn = {"role": "assistant", "content": f"<think>\n{REASONING}\n</think>\n\n{MARK}"}
         user = {"role": "user", "content": "question"}

@@ -1,10 +1,11 @@
 """Run a model with the images of its prompts; features of a frozen vision tower can be stored and used again.
 
 In transformers, the forward pass of every vision-language model calls the model's method `get_image_features`. This
-method is replaced while a forward pass runs. If the features of all images are stored, the replacement returns them.
-Otherwise it runs the vision tower once per image, even if several rows of the pass have the same prompt, and stores the
-features if `keeps` is true. If no prompt has an image, but the vision tower has to run, the replacement runs it on a
-blank image and discards the features.
+method is replaced while a forward pass runs. If the features of all images are stored and the tower need not run, the
+replacement returns the stored features. In all other cases, the replacement runs the vision tower. Each prompt's images
+are encoded once, even if several rows of the pass have the same prompt. If `keeps` is true, the replacement stores the
+features. If no prompt has an image, but the vision tower has to run, the replacement runs the tower on a blank image
+and discards the features.
 """
 
 from __future__ import annotations
@@ -124,10 +125,10 @@ def store_features(prompts: Sequence[PromptVision], features: ImageFeatures) -> 
 
 @torch.no_grad()
 def encode_missing(model: nn.Module, prompts: Sequence[PromptVision | None]) -> None:
-    """Store the features of prompts with images that have none yet; the model's vision tower must be frozen.
+    """Compute and store image features that are not stored yet. The model's vision tower must be frozen.
 
     The tower runs on one prompt at a time. The features of a prompt therefore do not depend on the other prompts, not
-    even in their last bits, so a resumed run computes the same features.
+    even in their last bits. A resumed run thus computes the same features.
     """
     inner = inner_model(model)
     accepted = inspect.signature(inner.get_image_features).parameters
@@ -202,13 +203,13 @@ def place_images(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, visi
     """Compute the positions of prompts that may contain images; padding is not counted (see `text_positions`).
 
     In some models, each token has three positions: time, row and column. For a prompt with images, the method
-    `get_rope_index` of such a model computes them. In other models of known families, image tokens are numbered like
-    text tokens. For a model of an unknown family, no `position_ids` are returned, because the model's forward pass
-    computes the positions itself.
+    `get_rope_index` of such a model computes the positions. In other models of known families, image tokens are
+    numbered like text tokens. For a model of an unknown family, no `position_ids` are returned, because the model's
+    forward pass computes the positions itself.
 
     Args:
         model: The policy.
-        prompt_ids: [N, L] prompts, left-padded; or conversations, padded on both sides.
+        prompt_ids: [N, L] tokens of prompts, left-padded; or of conversations, padded on both sides.
         prompt_mask: [N, L] bool.
         vision: Vision inputs of the prompts.
     """

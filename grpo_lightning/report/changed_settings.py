@@ -18,7 +18,7 @@ CLASSES = {
 """Classes of the sections of a recipe."""
 
 UNKNOWN = object()
-"""Stands for the default of a setting that has no default, or that belongs to a class that cannot be imported."""
+"""Marks a setting without a known default: it has no default, or its class cannot be imported."""
 
 HIDDEN = ("trainer.logger", "trainer.default_root_dir")
 """Settings that the command line fills in."""

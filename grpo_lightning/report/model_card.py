@@ -1,9 +1,9 @@
 """The card of an exported model: a README.md in the format of the Hugging Face Hub.
 
 The front matter has the base model, the data sets, the library, the task and the results on held-out prompts. The hub
-uses the front matter to find and link models. The text has what a reader needs to judge and repeat the run: settings,
-rewards, data, results before and after training, learning curves, and versions. All of it comes from the files of the
-run.
+uses the front matter to find and link models. The text contains the facts with which a reader can judge and repeat the
+run: settings, rewards, data, results before and after training, learning curves, and versions. The files of
+the run contain all these facts.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def reward_name(reward: Any) -> str:
 
 
 def other_steps(summary: Mapping[str, Any], num_steps: int | None) -> int | None:
-    """The number of steps after which the run was evaluated, if the model has another number; otherwise None."""
+    """The number of steps after which the run was evaluated; None if it is `num_steps`, or `num_steps` is unknown."""
     evaluated = summary.get("steps")
     return None if num_steps is None or evaluated == num_steps else evaluated
 
@@ -234,7 +234,7 @@ def settings(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def hide_folders(value: Any) -> Any:
-    """A setting without the folders of this machine: only the last part of a path is kept."""
+    """Hide the folders of this machine in a setting: only the last part of a path is kept."""
     if isinstance(value, str) and is_path(value):
         return Path(value).name or value
     if isinstance(value, Mapping):
@@ -247,8 +247,8 @@ def hide_folders(value: Any) -> Any:
 def is_path(text: str) -> bool:
     """Whether a setting is a path on a machine.
 
-    A relative path may be on another machine, or below another folder than the current one. Then it is recognized only
-    by the suffix of a file, or by its number of parts.
+    A relative path may be on another machine, or below another folder than the current one. If the path does not exist
+    below the current folder, it is recognized only by the suffix of a file, or by its number of parts.
     """
     if "/" not in text or "://" in text or "\n" in text:  # a URL, or a prompt
         return False

@@ -84,8 +84,9 @@ def read_run(folder: Path, *, max_completions: int = 20_000) -> dict[str, Any]:
 
     Args:
         folder: Folder of the run.
-        max_completions: Maximum number of completions that the report shows. If the run has more, the report shows only
-            every n-th rollout, with the smallest n that suffices. The histograms count all completions.
+        max_completions: Maximum number of completions that the report shows. If the run has more completions, the
+            report shows only every n-th rollout, with the smallest n that suffices. The histograms count all
+            completions.
     """
     record = read_json(folder / "run.json")
     metrics = read_metrics(folder / "metrics.csv")
@@ -345,7 +346,7 @@ def group_record(group: Sequence[Line], first: int) -> dict[str, Any]:
 
 
 def completion_columns(lines: Sequence[Line]) -> dict[str, Any]:
-    """Columns of the completions. A column that few completions have is a mapping from their indices to values."""
+    """Columns of the completions. A column that few completions have maps the index of a completion to its value."""
 
     def sparse(value: Callable[[Line], Any]) -> dict[str, Any]:
         found = ((str(place), value(line)) for place, line in enumerate(lines))
@@ -397,7 +398,7 @@ def read_images(lines: Sequence[Line]) -> dict[str, str]:
     """Make thumbnails of the prompts' images: `data:` URIs by image name.
 
     If there are more than `MAX_IMAGES` images, only every n-th image is read, so that at most `MAX_IMAGES` remain.
-    Images that are not files, or cannot be read any more, are left out. For each of them, the report shows an empty
+    Images that are not files, or cannot be read any more, are left out: for such an image, the report shows an empty
     frame.
     """
     names = list(dict.fromkeys(str(image["name"]) for line in lines for image in line.get("images") or ()))

@@ -1,7 +1,8 @@
 """Mathematical equality of an answer and the ground truth, by math-verify.
 
-math-verify runs in a separate process, which is killed after a time limit, because sympy may compute forever. A signal
-would not be enough: it does not interrupt the computation of a large power, and it works only in the main thread.
+math-verify uses sympy, which may compute forever. Therefore math-verify runs in a separate process, which is killed if
+a comparison exceeds its time limit. A signal would not be enough: a signal does not interrupt the computation of a
+large power, and works only in the main thread.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from grpo_lightning.rewards.workers import RewardWorkers, WorkerPool
 log = logging.getLogger(__name__)
 
 MOST_UNDECIDED = 4
-"""Maximum number of failed or timed-out comparisons per ground-truth answer in a call."""
+"""Maximum number of failed or timed-out comparisons with one ground truth, in one call of the reward."""
 
 MAX_NESTING = 30
 """Maximum nesting depth of brackets in a text. Texts with deeper nesting are not parsed, because the LaTeX parser takes
@@ -94,32 +95,41 @@ _SYMBOLS = str.maketrans(
 class Accuracy(AnswerReward):
     r"""1 if the completion's answer is mathematically equal to the ground truth, else 0: `\frac{1}{2}` equals 0.5.
 
-    The answer of a completion is the content of the last `<answer>...</answer>`, or of a box inside these tags. Without
-    tags, it is the content of the last `\boxed{...}`. Without a box, these places are tried in order: an announced
-    answer ("the final answer is $x$") or the text after `####`, whichever comes last in the completion; bold text; the
-    end of the last line, if the completion is not truncated. A missing or unparsable answer is wrong. An answer with
-    the same words as the ground truth is right, with or without commands such as `\text{...}`. A set ("3, 4", "3 or 4")
-    equals the same set in any order. Other answers with several numbers ("3 and 4") are wrong, unless they have the
-    words of the ground truth. If the ground truth is an equation of numbers ("2 + 4 = 6"), its right side is the right
-    answer. Units and other words next to a number are ignored: "5 m" equals "5 km". At the end of a sentence without
-    delimiters, "!" is not a factorial: "So it is 7!" is 7, but "So it is $7!$" and "So it is 7!." are 5040.
+    The answer of a completion is the content of the last `<answer>...</answer>`. If this content has a box
+    (`\boxed{...}`), the answer is the content of the last box in it. Without tags, the answer is the content of the
+    last box. Without tags and boxes, these places are tried in order: an announced answer ("the final answer is $x$")
+    or the text after `####`, whichever comes last in the completion; bold text; the end of the last line, if the
+    completion is not truncated. A missing or unparsable answer is wrong. An answer with the same words as the ground
+    truth is right, with or without commands such as `\text{...}`. A set ("3, 4", "3 or 4") equals the same set in any
+    order. Any other answer with several numbers ("3 and 4") is right only if it has the same words as the ground truth.
+    If the ground truth is an equation of numbers ("2 + 4 = 6"), its right-hand side ("6") counts as the ground truth.
+    Units and other words next to a number are ignored: "5 m" equals "5 km". A "!" that ends a sentence is not a
+    factorial: "So it is 7!" is 7. Between `$` signs and before a full stop, a "!" is a factorial: "So it is $7!$" and
+    "So it is 7!." are 5040.
 
     The reward does not apply to a row without ground truth. The rules above have three exceptions. In each of them,
     some or all answers get no value (None), and the reward logs a warning:
 
     1. If the ground truth cannot be parsed as mathematics, or is longer than `max_answer_characters`, no answer gets a
        value, not even an answer with the same words.
-    2. The ground truth has several different numbers, but is not one expression (a set, an interval, a tuple, a sum or
-       the like). An answer with the same words is right. If such a ground truth has several sentences or lines (a
-       worked solution), all other answers get no value. If it is a single phrase or sentence ("10 apples (5 red)"),
-       another answer gets no value if all its numbers are numbers of the ground truth, and is wrong otherwise. However,
-       an answer that equals the result of a calculation ("3x = 12 => x = 4") is right.
+    2. The ground truth has several different numbers, but is not one expression such as a set, an interval, a tuple or
+       a sum. An answer with the same words is still right. For any other answer, the first of these rules that fits
+       decides:
+
+       - If the ground truth has several sentences or lines (a worked solution), the answer gets no value.
+       - If the answer consists of several numbers ("10 and 5"), the answer is wrong.
+       - If the ground truth is one calculation ("3x = 12 => x = 4"), and the answer equals the result, the answer is
+         right.
+       - If the answer has numbers, and all of them occur in the ground truth ("5" for "10 apples (5 red)"), the answer
+         gets no value.
+       - Otherwise, the answer is wrong.
+
     3. If the comparison of an answer fails or times out, this answer gets no value.
 
     math-verify (install the extra `math`) runs in a separate process, so the reward can be called from any thread. If
-    four comparisons with the same ground truth fail or time out in one call of the reward, the call makes no further
-    comparisons with this ground truth. Completions whose answers are left uncompared get no value either. This rule
-    bounds the time of the call.
+    four comparisons with the same ground truth fail or time out in one call of the reward, the call compares no further
+    answers with this ground truth. The completions with these answers get no value. This rule bounds the time of the
+    call.
 
     Args:
         answer_column: The data column with the ground truth, text or a number. If the text has a part after `####`,
@@ -297,7 +307,8 @@ def compare(gold: str, answer: str, timeout_seconds: float) -> bool | None:
         timeout_seconds: Time limit; the comparison process is killed after this time.
 
     Returns:
-        True if the two are equal; False if they are not, or `answer` cannot be parsed; None if `gold` cannot be parsed.
+        True if `answer` equals `gold`. False if it does not, or if `answer` cannot be parsed as one answer. None if
+        `gold` cannot be parsed as one answer (see exceptions 1 and 2 of `Accuracy`).
 
     Raises:
         UndecidedError: If the comparison failed or timed out.
@@ -314,8 +325,8 @@ def compare(gold: str, answer: str, timeout_seconds: float) -> bool | None:
 def parse_short(text: str) -> list[Any]:
     r"""Parse a short answer into its possible expressions; an empty list if it is not mathematics.
 
-    A formula without delimiters is put between `$` signs. Otherwise, `math_verify` would parse both `2\pi` and `(1, 2)`
-    as the number 2.
+    A formula without delimiters is put between `$` signs. Without these signs, `math_verify` would parse both `2\pi`
+    and `(1, 2)` as the number 2.
     """
     from math_verify import parse
 
@@ -329,9 +340,10 @@ def parse_short(text: str) -> list[Any]:
 
 
 def results(expressions: list[Any]) -> list[Any]:
-    """Replace an equation of numbers ("2 + 4 = 6") by its right side.
+    """Replace an equation of numbers ("2 + 4 = 6") by its right-hand side.
 
-    `verify` would treat the answer "1 = 1" as equal to "2 + 4 = 6", because both are true, and the answer "6" as wrong.
+    Without this replacement, `verify` would accept the answer "1 = 1" for "2 + 4 = 6", because both equations are true,
+    and would reject the answer "6".
 
     Args:
         expressions: The expressions parsed from a ground truth.
@@ -418,8 +430,8 @@ def names_several(text: str, expressions: list[Any]) -> bool:
 def joins_answers(part: str) -> bool:
     r"""Whether a part of a text has a set operation that joins answers, as in `(1, 2) \cup 4`.
 
-    An operation joins no answers if the part has no number, or if the operation is in brackets or between bars on the
-    left side of an equation, as in `P(A \cup B) = 0.7` and `|A \cap B| = 5`.
+    An operation joins no answers in two cases: the part has no number, or the operation is on the left side of an
+    equation and is enclosed in brackets or bars, as in `P(A \cup B) = 0.7` and `|A \cap B| = 5`.
     """
     if not any(char.isdigit() for char in part):
         return False
@@ -435,8 +447,8 @@ def is_set_operation(expressions: list[Any]) -> bool:
     r"""Whether `math_verify` parsed a whole set operation: from `(1, 2) \cup 4`, it parses only the 4.
 
     Args:
-        expressions: The expressions parsed from a text with a set operation. If `math_verify` parsed none of the text,
-            they have only the text itself, which is compared as text.
+        expressions: The expressions parsed from a text with a set operation. If `math_verify` could not parse the text,
+            the only item is the text itself, and the result is True.
     """
     from sympy import Basic, Set
 
@@ -468,7 +480,7 @@ def read_numbers(part: str) -> tuple[float, ...] | str:
 def words(text: str) -> list[str]:
     r"""Split a text into words in lower case, without the commands of LaTeX for text.
 
-    `\text{Evelyn}` and "Evelyn" have the same words, and so have `\text{(B)}` and "B", and "A,C" and "A, C".
+    Each of these pairs has the same words: `\text{Evelyn}` and "Evelyn"; `\text{(B)}` and "B"; "A,C" and "A, C".
     """
     text = _OPTION.sub(r"\1", _FONT.sub(r"\1", text))
     return _LETTERS_COMMA.sub(", ", text).casefold().split()

@@ -58,7 +58,7 @@ def readable(text: str) -> str:
 
 
 def between_answer_tags(text: str) -> str | None:
-    """The content of the last `<answer>...</answer>`, up to its first closing tag; None if there is none."""
+    """The content of the last `<answer>...</answer>`, up to its first closing tag; None without these tags."""
     start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
     return None if start < 0 else text[start + len("<answer>") : text.find("</answer>", start)]
 
@@ -74,7 +74,7 @@ def after_reasoning(text: str) -> str:
 
 
 def after_hashes(text: str) -> str | None:
-    """The text after the last `####` (GSM8K), up to the end of the line; None if there is none."""
+    """The text after the last `####` (GSM8K), up to the end of the line; None without `####`."""
     _, hashes, rest = text.rpartition("####")
     return rest.strip().partition("\n")[0] if hashes else None
 
@@ -107,11 +107,16 @@ def in_box(text: str) -> str | None:
 def chat_answer(text: str, finish_reason: str = "stop") -> str | None:
     r"""Extract the answer from the places where chat models write answers; None if there is no answer.
 
-    If the text has `<answer>...</answer>`, the answer is the content of the last one, or of a box inside it. Otherwise,
-    these places after the reasoning are tried in order, and the first that exists is used: the last `\boxed{}`; the
-    last announcement ("The answer is 7.", "Answer: 7") or `#### 7`; the last bold text (**7**), if no digit occurs
-    anywhere after it; the text after the last "=" or "is" in the last line, or the whole line if it has neither. The
-    whole text at that place is the answer, whatever the ground truth is: "3 or 4" equals neither 3 nor 4. A negated
+    If the text has `<answer>...</answer>`, the answer is the content of the last such pair of tags. If this content has
+    a box, the answer is the content of the last box. In a text without these tags, the following places after the
+    reasoning are tried in order, and the first that exists is used:
+
+    1. the last `\boxed{}`;
+    2. the last announcement ("The answer is 7.", "Answer: 7") or `#### 7`, whichever comes last;
+    3. the last bold text (**7**), if no digit occurs anywhere after it;
+    4. the text after the last "=" or "is" in the last line; without "=" and "is", the whole line.
+
+    The whole text at that place is the answer, whatever the ground truth is: "3 or 4" equals neither 3 nor 4. A negated
     answer ("not 7") is no answer.
 
     Args:
@@ -221,7 +226,8 @@ def given_answer(text: str) -> str:
 def gold_answer(answer: Any, column: str) -> str:
     r"""Extract a row's ground-truth answer: after `####`, between answer tags, in `\boxed{}`, or the value's full text.
 
-    A line with letters after `####` is no answer if more text follows it: it is a heading (Markdown).
+    If letters follow `####` on its line, and more text follows this line, the line is a heading (Markdown), not an
+    answer.
 
     Args:
         answer: The value of the column.

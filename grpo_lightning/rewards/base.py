@@ -5,8 +5,8 @@ A reward is a function or a callable object, sync or async. It is called with ke
     prompts, completions, completion_ids, finish_reasons, image_views, max_completion_length, trainer_state,
     log_extra, log_metric
 
-and with every data column. Arguments that the reward's signature does not name are left out, unless the signature has
-`**kwargs`. Prompts, completions, token ids, finish reasons, image views and columns are lists with one element per
+and with every data column. If the reward's signature has no `**kwargs`, arguments that the signature does not name are
+left out. Prompts, completions, token ids, finish reasons, image views and columns are lists with one element per
 completion. A finish reason is "stop", "length" or, in conversations only, "turns" (`core.types.FinishReason`). The G
 completions of a prompt (a group) are adjacent. Each element of `image_views` is a list with one `ImageView` per image
 of the prompt. An `ImageView` holds the size of the image and the coordinate system that the policy uses for boxes.
@@ -19,13 +19,13 @@ group, and only the other rewards count. If only some completions of a group get
 scorable: they are left out of the group's mean and standard deviation, and their advantage is 0. Reward functions
 written for TRL run unchanged, and so do the ORM classes of ms-swift. Rewards of VLM-R1 run unchanged on chat prompts.
 
-For a reward with the attribute `per_group = True`, all these lists have one element per group. For prompts, image views
-and columns, this element is the value of the group: one prompt, one list of image views, one value of the column. For
-completions, token ids and finish reasons, the element is a list of G values. The reward returns one list of G values
-per group.
+For a reward with the attribute `per_group = True`, all arguments that are lists have one element per group. For
+prompts, image views and columns, this element is the value of the group: one prompt, one list of image views, one value
+of the column. For completions, token ids and finish reasons, the element is a list of G values. The reward returns one
+list of G values per group.
 
-Every reward can also take the following arguments, which rewards of ms-swift, VLM-R1 and older versions of TRL use; a
-data column of the same name takes precedence, except where this is stated below:
+Every reward can also take the following arguments, which rewards of ms-swift, VLM-R1 and older versions of TRL use. A
+data column of the same name takes precedence, with the exceptions that are stated below:
 
 - `response_token_ids` and `completions_ids`: the same as `completion_ids`.
 - `messages`: the chat including the completion. If the last message of the prompt is an assistant message, the
@@ -35,8 +35,8 @@ data column of the same name takes precedence, except where this is stated below
 - `prompt_id`: "<source>/<index>" of the prompt.
 - `request_id`: "<prompt_id>/<g>" with g the index of the completion in its group.
 - `rollout_infos`: empty dicts.
-- `images`: the row's images, only if the reward's signature names this argument; an empty list for rows without
-  images, even if other rows have a column of this name.
+- `images`: the row's images; an empty list for rows without images, even if other rows have a column of this name. This
+  argument is passed only if the reward's signature names it.
 - `image_path`: a list with the path of each image of the row; the path of an image that is not a file is None. For
   rows without images, the whole element is None.
 - `image_grid_thw`: the size [t, h, w] of the row's first image in patches; None for rows without images, and if the
@@ -48,13 +48,13 @@ the images of a data column are `ImageRef`s.
 
 A class derived from ms-swift's ORM gets the completions as its first argument, whatever the name of this argument is.
 As in ms-swift, its arguments `response_token_ids`, `messages`, `finish_reason`, `is_truncated`, `prompt_id`,
-`request_id` and `rollout_infos` take precedence over data columns. Other rewards get the column. The run logs a warning
-if a reward names an argument that describes the completions, and gets a column instead.
+`request_id` and `rollout_infos` take precedence over data columns. Other rewards get the column. If a reward names an
+argument that describes the completions, but gets a data column of this name, the run logs a warning.
 
 For conversations (`model.environment`), the completion of a chat consists of all messages after the prompt, including
-the observations. The text of such a completion (`completion_text`) is the policy's last message, even if the
-environment answered it with an observation. Every reward can also take the following arguments; a data column of the
-same name takes precedence:
+the observations that the policy has seen. The text of such a completion (`completion_text`) is the policy's last
+message, even if the environment answered it with an observation. Every reward can also take the following arguments; a
+data column of the same name takes precedence:
 
 - `turns`: for each conversation, a list of its turns (`core.types.Turn`).
 - `environment_rewards`: for each conversation, the sum of the environment's rewards; None for a conversation in which
@@ -106,7 +106,7 @@ ORM_ALIASES = (
     "request_id",
     "rollout_infos",
 )
-"""Those of `ALIASES` with which ms-swift replaces data columns of the same name."""
+"""The arguments in `ALIASES` that, in ms-swift, take precedence over data columns of the same name."""
 
 ALIASES = (
     "completions_ids",
@@ -124,7 +124,7 @@ ALIASES = (
 environments. The others have names from TRL, ms-swift and VLM-R1."""
 
 ROW_ALIASES = ("prompt_id", "images", "image_path", "image_grid_thw", "problem")
-"""Those of `ALIASES` that describe the row. The others describe the completions."""
+"""The arguments in `ALIASES` that describe the row. The other arguments in `ALIASES` describe the completions."""
 
 RESERVED_NAMES = frozenset(
     {"zero_variance_groups", "failures", "length", "mean", "not_scorable", "reward", "std", "truncated"}
@@ -161,8 +161,8 @@ class Reward(ABC):
 
     says_solved: bool = False
     """True if a value of 1 means that the completion solves its prompt, as in rewards that compare the answer with the
-    ground truth or run tests on the answer. Validation (`val/avg@G`) uses the first reward for which this is True,
-    unless `model.validation.success` names another reward."""
+    ground truth or run tests on the answer. If `model.validation.success` names no reward, validation (`val/avg@G`)
+    uses the first reward with `says_solved = True`."""
 
     in_process: bool = False
     """True if the reward is called in the training process, once per batch. Use True for a reward that uses a device or
@@ -178,8 +178,9 @@ class Reward(ABC):
     """The form of completions that the reward takes; "auto" is the form of the prompt."""
 
     inner_rewards: tuple[WeightedReward, ...] = ()
-    """The rewards that this reward calls with its own arguments. It gets the arguments that their signatures name, too.
-    If one of them is an ORM, the arguments in `ORM_ALIASES` take precedence over data columns."""
+    """The inner rewards: rewards that this reward calls with its own arguments. Therefore this reward also gets the
+    arguments that the signatures of the inner rewards name. If an inner reward is derived from ms-swift's ORM, the
+    arguments in `ORM_ALIASES` take precedence over data columns."""
 
     @property
     def name(self) -> str:
@@ -213,9 +214,9 @@ class Reward(ABC):
         must be fast and must not open files.
 
         Args:
-            columns: The row's data columns; a run also passes the row's prompt as `prompts`, and the role of the
-                environment's observations as `observation_role` if it has an environment. If a column is missing here,
-                `__call__` gets None as the column's value for this row.
+            columns: The row's data columns. A run also passes the row's prompt as `prompts` and, if the run has an
+                environment, the role of the environment's observations as `observation_role`. If a column is missing
+                here, `__call__` gets None as the column's value for this row.
             image_sizes: One per image of the row.
 
         Raises:
@@ -244,7 +245,7 @@ class Reward(ABC):
         """Load the reward's models; called once, when the policy is loaded.
 
         A reward that contains other rewards must also call their `connect`. A reward that overrides `connect` runs in
-        the training process, unless it sets `in_process = False`.
+        the training process by default; with `in_process = False`, it runs in workers.
 
         A model loaded here is unsharded: every rank holds a full copy, whatever the strategy. The reward must not call
         collectives, because a rank without completions does not call the reward.
@@ -266,12 +267,12 @@ class TrainerState:
 
     max_steps: int
     """Optimizer steps of the whole run, even if only `trainer.max_epochs` limits the run; -1 if this number is unknown.
-    Without `trainer.max_steps`, it is unknown before and without training, and in a run whose number of steps per epoch
-    is unknown (streams, dynamic sampling)."""
+    Without `trainer.max_steps`, this number is unknown before training starts, in a run that does not train, and in a
+    run with an unknown number of steps per epoch (streams, dynamic sampling)."""
 
     epoch: float
-    """`current_epoch` plus the completed fraction of the current epoch; without the fraction if the number of steps per
-    epoch is unknown."""
+    """`current_epoch` plus the completed fraction of the current epoch. If the number of steps per epoch is unknown,
+    only `current_epoch`."""
 
     num_train_epochs: int | None
     """Epochs of the whole run, even if only `trainer.max_steps` limits the run; `max_epochs` if this number is
@@ -322,13 +323,13 @@ class WeightedReward(Reward):
         name: The name in logs; by default the function's name, or the class name in snake case.
         on_error: The effect of a failure. "raise" stops the run, "none" sets the affected values to None, and "value"
             sets them to `error_value`. An invalid value affects only its own completion; any other failure affects all
-            completions of the call. With "none", the affected completions count as if the reward had returned None for
-            them: if all completions of a group have None, only the other rewards count for the group; if only some have
+            completions of the call. With "none", the effect is that of a reward that returns None. If all completions
+            of a group have None, only the other rewards count for the group. If only some completions of a group have
             None, these completions are not scorable, even if other rewards give them values.
         error_value: The value of the affected completions after a failure; only with `on_error="value"`.
         completions_as: "text" passes completions as strings, and "messages" passes them as message lists, whatever the
-            form of the prompt. "auto" uses the form of the prompt, except that classes derived from ms-swift's ORM or
-            AsyncORM get text.
+            form of the prompt. With "auto", classes derived from ms-swift's ORM or AsyncORM get text. Any other reward
+            gets the form of its attribute `completions_as` or, without this attribute, the form of the prompt.
     """
 
     def __init__(
@@ -419,7 +420,7 @@ class WeightedReward(Reward):
         }
 
     def names(self, argument: str) -> bool:
-        """Whether the signature of the reward, or of a reward inside it, names an argument; not only `**kwargs`."""
+        """Whether the signature of the reward or of an inner reward names an argument; `**kwargs` does not count."""
         return argument in self._named or any(inner.names(argument) for inner in self.inner_rewards)
 
     def check(self, max_completion_length: int) -> None:
@@ -501,7 +502,7 @@ def completion_text(completion: Content) -> str:
 
 
 def prompt_text(prompt: Content) -> str:
-    """Extract the text of a prompt; for a chat, that of its last message, ignoring a prefilled assistant message."""
+    """Extract the text of a prompt; for a chat, the text of the last message that is no prefilled assistant message."""
     if isinstance(prompt, str):
         return prompt
     is_prefilled = len(prompt) > 1 and prompt[-1]["role"] == "assistant"

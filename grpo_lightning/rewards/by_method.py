@@ -151,16 +151,16 @@ class AnyAnswer(Method):
       compared with the text of the option ("Paris").
     - A number: an answer with exactly one number is correct if that number equals the ground truth ("There are 3." is
       3). An answer that is a formula ("3/4" for 0.75, "12 cm" for 12) is compared as mathematics.
-    - Mathematics: compared as in `Accuracy`. If the ground truth and the answer both have a well-known unit, and the
-      units differ, the answer is wrong ("5 m" for "5 km", "9 AM" for "9 PM"). Other units are ignored.
-    - A date in digits ("2024-05-01"): an answer with exactly one date is correct if that date is the same.
+    - Mathematics: compared as in `Accuracy`. However, an answer is wrong if its unit and the unit of the ground truth
+      are well known and different ("5 m" for "5 km", "9 AM" for "9 PM"). Other units are ignored.
+    - A date in digits ("2024-05-01"): an answer with exactly one date is correct if that date equals the ground truth.
     - Other text: the answer gets 0 or, with `has_partial_credit`, the value of `TextSimilarity`. VLM-R1 always gives
       this partial credit, and thus rewards words of similar spelling.
 
     Args:
         answer_column: As in `Method`.
-        has_partial_credit: If true, and if the ground truth is a date or other text (see the list above), a wrong
-            answer gets the value of `TextSimilarity` instead of 0.
+        has_partial_credit: If true, a wrong answer gets the value of `TextSimilarity` instead of 0. This setting
+            applies to rows whose ground truth is a date or other text (see the list above).
     """
 
     def __init__(self, answer_column: str = "solution", *, has_partial_credit: bool = False) -> None:
@@ -235,8 +235,8 @@ class ByMethod(Reward):
     The built-in methods for short answers are `default` (`AnyAnswer`), `math` (`Accuracy`), `mcq` (`MultipleChoice`),
     `yes_no` (`YesNo`), `all_match` (`AllMatch`) and `counting` (`Counting`). Those for boxes are `iou` and `rec`
     (`IoU`), `map` and `od_ap` (`DetectionMAP`), `od_ap50` (`DetectionMAP` with `iou_threshold=0.5`), `odLength`
-    (`OdLength`) and `weighted_sum` (`WeightedSum`). The method `llm` needs an `LLMJudge` in `methods`. If the package
-    that a method needs is missing, an error is raised only if this method is the default, or if a row names it.
+    (`OdLength`) and `weighted_sum` (`WeightedSum`). The method `llm` needs an `LLMJudge` in `methods`. A missing
+    package raises an error only if the default method needs the package, or if a row names a method that needs it.
 
     Args:
         methods: Further methods by name, or replacements of built-in methods. Rewards for whole groups are not allowed.
@@ -342,8 +342,9 @@ class ByMethod(Reward):
         """Run `check_row` of the row's scoring method.
 
         Raises:
-            ValueError: If `check_row` of the scoring method fails (the message names the scoring method), if the row
-                names an unknown scoring method, or if the row lacks a column that its scoring method needs.
+            ValueError: If the row names an unknown scoring method, if the row lacks a column that its scoring method
+                needs, or if `check_row` of the scoring method fails. In the last case, the message names the scoring
+                method.
             ImportError: If the row names a scoring method whose package is missing.
         """
         method = self.method_of(columns)

@@ -12,7 +12,7 @@
 
 A case is `{"type": "stdin_stdout", "input": ..., "output": ...}`. A case of the type `"function_call"` also has the
 function's name in `fn_name`. A case without a type is a function call if it names a function. In LiveCodeBench, the key
-of the type is `testtype`, the types are `stdin` and `functional`, and the function's name is in the `metadata` of the
+of the type is `testtype`, and the types are `stdin` and `functional`. The function's name is in the `metadata` of the
 case or of the row.
 
 A column may also hold the JSON text of such an object or list.
@@ -395,8 +395,7 @@ def same_word(given: str, expected: str, tolerance: float) -> bool:
 def same_value(given: Any, expected: Any, tolerance: float) -> bool:
     """Compare a returned value with a value from JSON.
 
-    A tuple equals a list with equal items. The keys of dictionaries are compared as text. Floats may differ by the
-    tolerance.
+    A tuple equals a list with equal items. The keys of dictionaries are compared as text.
 
     Args:
         given: A value of builtin types.

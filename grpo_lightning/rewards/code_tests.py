@@ -79,12 +79,12 @@ class CodeTests(Reward):
     Each test runs in new processes, in a sandbox without access to the network or to other processes. The only files
     that can be read in the sandbox are the standard library, the system's shared libraries and four system files. Only
     one of them, `/dev/null`, can be written. The sandbox needs Linux 5.13 or later with Landlock, on x86_64 or aarch64.
-    It needs no privileges. A run on another system is refused, except that `allow_file_reads` permits a kernel without
-    Landlock.
+    It needs no privileges. On any other system, the run is refused. With `allow_file_reads`, Landlock is not required.
 
     The reward logs the fraction of completions without a program (`reward/code_tests/no_program`), and the fraction of
-    completions with a test that ran out of time (`reward/code_tests/timed_out`). The log of completions gets a column
-    `code_tests`: the number of passed tests, and the reason for the first failure.
+    completions with a test that ran out of time (`reward/code_tests/timed_out`). Rows without tests do not count in
+    these fractions. The log of completions gets a column `code_tests`: the number of passed tests, and the reason for
+    the first failure.
 
     Args:
         tests_columns: The data columns with the tests: `[verification_info]` (open-r1), `[input_output]` (APPS, TACO),
@@ -97,16 +97,16 @@ class CodeTests(Reward):
             function is passed to `check` as its argument. In LiveCodeBench, the tests call the program's function.
         score: "fraction" is the fraction of the tests that pass. "all" is 1 if all tests pass, else 0.
         max_tests: Run only the first `max_tests` tests of a row; null runs all tests.
-        timeout_seconds: Time limit of a test in wall time. After the first test that exceeds it, the remaining tests of
-            the program count as failed. The limit in CPU time is at most one second longer.
+        timeout_seconds: Time limit of a test in wall time. After the first test that exceeds the limit, the remaining
+            tests of the program count as failed. The limit in CPU time is at most one second longer.
         call_seconds: Time for all programs in one call of the reward (the G completions of a prompt). When a program
             starts, the time that is left is divided equally among this program and those after it. A test that has not
             ended when its program's share is used up counts as failed. Keep `call_seconds` below
             `model.reward_workers.timeout_seconds`.
         memory_mb: Address space in MB that a program may reserve.
         tolerance: Decimal numbers are equal if they differ by at most `tolerance`, absolutely or relative to the
-            expected number. Printed integers must be equal as text. With 0, printed decimal numbers must be equal as
-            text, too.
+            expected number. Printed integers must be equal as text. If `tolerance` is 0, printed decimal numbers must
+            be equal as text, too.
         preamble: Code that runs before the code of every program. The default imports the type names that LeetCode
             solutions use without importing them.
         allow_file_reads: Run programs even if the kernel has no Landlock. Programs can then read every file of this

@@ -46,8 +46,8 @@ class ToolUse(Reward):
     A tool counts as run even if it raised an error, took too long or crashed. In the metrics
     `environment/calls/<outcome>`, a call that ran a tool has the outcome `ok`, `exception`, `timeout` or `crash`. A
     refused call runs no tool. A call is refused if it is malformed, names an unknown tool, has wrong arguments, or
-    exceeds the maximum number of calls. With an environment that logs neither `calls` nor `used_tools`, a tool counts
-    as run if the conversation has a message of the role "tool".
+    exceeds the maximum number of calls. If the environment logs neither of the metrics `calls` and `used_tools`, a tool
+    counts as run if the conversation has a message of the role "tool".
     """
 
     def __call__(

@@ -74,7 +74,7 @@ class SoftOverlong(Reward):
     """
 
     def __init__(self, cache_length: int, max_length: int | None = None) -> None:
-        """Raises: ValueError unless 0 < cache_length < max_length."""
+        """Raises: ValueError if `cache_length` is below 1, or `max_length` is not above `cache_length`."""
         if cache_length < 1 or (max_length is not None and max_length <= cache_length):
             raise ValueError(
                 f"cache_length and max_length must satisfy 0 < cache_length < max_length (tokens), got {cache_length} "

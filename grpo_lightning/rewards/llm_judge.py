@@ -52,7 +52,8 @@ class Queries:
     """Limits the number of concurrent queries."""
 
     early: dict[str, list[asyncio.Task[str | Exception]]] = field(default_factory=dict)
-    """Queries that `LLMJudge.prefetch` has started and that no call has taken over yet, by question."""
+    """Queries that `LLMJudge.prefetch` has started and that no call of the reward has taken over yet, by the text that
+    is sent to the judge."""
 
     client: AsyncOpenAI | None = None
     """The client, which keeps its connections to the endpoint. None while no call runs."""
@@ -65,18 +66,18 @@ class LLMJudge(AnswerReward):
     r"""The score from 0 to 1 that a language model (the judge) gives to an answer (VLM-R1's method `llm`).
 
     The judge gets the question, the ground truth and the answer of the completion. The question is the text of the
-    prompt or, for a chat, of its last message (not counting an assistant message that the completion continues). The
-    answer is the content of the last `<answer>...</answer>`. Without these tags, it is the content of the last
-    `\boxed{...}` after the reasoning. Without a box, it is the whole text after the reasoning. The judge is queried
-    concurrently for all completions of a batch, while other rewards run. The queries for a prompt start as soon as its
-    completions are sampled, even while other prompts are still being sampled.
+    prompt. For a chat, the question is the text of the last message; an assistant message that the completion continues
+    does not count. The answer is the content of the last `<answer>...</answer>`. Without these tags, it is the content
+    of the last `\boxed{...}` after the reasoning. Without a box, it is the whole text after the reasoning. The judge is
+    queried concurrently for all completions of a batch, while other rewards run. The queries for a prompt start as soon
+    as its completions are sampled, even while other prompts are still being sampled.
 
     If a query fails, or the reply has no score, the completion is not scorable (None). A warning is logged, and the
     fraction of such completions is logged as `reward/llm_judge/failed`. The reward raises an error if all queries of a
     batch fail (wrong address, key or model). It also raises an error if no reply of a batch has a score, and no earlier
-    reply had one. The prompt then probably requests another form of reply. `WeightedReward.on_error` decides what
-    happens after an error. VLM-R1 uses a fixed model, queries it for one completion at a time, and sets no time limit.
-    If a query fails, VLM-R1 gives 1 if the text of the answer equals the ground truth, else 0.
+    reply had a score. The probable cause is a `prompt` that requests another form of reply. `WeightedReward.on_error`
+    decides what happens after an error. VLM-R1 uses a fixed model, queries it for one completion at a time, and sets no
+    time limit. If a query fails, VLM-R1 gives 1 if the text of the answer equals the ground truth, else 0.
 
     Args:
         model: The name of the model at the endpoint.
@@ -93,7 +94,7 @@ class LLMJudge(AnswerReward):
         timeout_seconds: Time limit for the connection, and for each wait for data from the endpoint. All attempts of a
             query together take at most (`timeout_seconds` + 60) * (`max_retries` + 1) seconds.
         max_retries: Number of retries after a timeout, a lost connection, too many requests or a server error.
-        concurrency: Maximum number of concurrent queries of all batches and prompts together.
+        concurrency: Maximum number of concurrent queries per rank, over all batches and prompts.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
@@ -139,11 +140,11 @@ class LLMJudge(AnswerReward):
         self._has_scored = False
 
     def check(self, max_completion_length: int) -> None:
-        """Check that the API key is set. Raises: ValueError if it is missing."""
+        """Check that the API key is set, if the endpoint is OpenAI's. Raises: ValueError if the key is missing."""
         self._api_key()
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Check the ground truth if the prompt has it. Raises: ValueError if it is not text or a number."""
+        """Check the ground truth if `prompt` has `{right}`. Raises: ValueError if the value is not text or a number."""
         if self.required_columns:
             super().check_row(columns, image_sizes)
 
@@ -163,7 +164,7 @@ class LLMJudge(AnswerReward):
 
         Raises:
             RuntimeError: If all queries failed, or if no reply has a score and no earlier reply had one.
-            ValueError: If the API key is missing.
+            ValueError: If the endpoint is OpenAI's and the API key is missing.
         """
         questions = self._questions(prompts, completions, columns)
         replies = await self._replies(list(questions.values()))
@@ -322,8 +323,8 @@ def score_in(reply: str) -> float | None:
     """Parse the score of a reply; None if it is not a number from 0 to 1.
 
     The text up to the last `</think>` is ignored. The score is the number after the last "Score:", up to the end of the
-    line; without a number there, it is the one after the last "Reward:". Without both words, it is the whole remaining
-    text.
+    line. If there is no number at this place, the score is the number after the last "Reward:". In a reply with neither
+    word, the score is the whole remaining text.
     """
     final = reply.rpartition("</think>")[2].lower()
     rests = [final.rpartition(word)[2] for word in ("score:", "reward:") if word in final]
@@ -336,7 +337,7 @@ def score_in(reply: str) -> float | None:
 
 
 def reply_text(found: Any) -> str:
-    """Extract the text of a reply, or its `repr` if it has none. An endpoint may send anything."""
+    """Extract the text of a reply; if the reply has no text, its `repr`. An endpoint may send anything."""
     try:
         text = found.choices[0].message.content
     except (AttributeError, IndexError, KeyError, TypeError):

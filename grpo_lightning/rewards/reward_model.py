@@ -249,10 +249,12 @@ class RewardModel(Reward):
             )
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Check that a row has no images, and that the chat template accepts its prompt and an observation after it.
+        """Check that a row has no images, and that the chat template accepts its messages.
+
+        The messages are the prompt and, in a run with an environment, an observation after the prompt.
 
         Raises:
-            ValueError: If not.
+            ValueError: If the row has images, or if the chat template does not accept the messages.
         """
         if image_sizes:
             raise ValueError(f"RewardModel supports text only, but the prompt has {len(image_sizes)} images.")
@@ -272,8 +274,8 @@ class RewardModel(Reward):
     def connect(self, device: torch.device) -> None:
         """Load the weights.
 
-        With `offload`, they are loaded onto the CPU. Otherwise, they are loaded onto the configured device or, if there
-        is none, onto `device`.
+        With `offload`, the weights are loaded onto the CPU. Without `offload`, they are loaded onto the `device` of the
+        reward's settings or, if that is null, onto the argument `device`.
 
         Raises:
             ValueError: If weights are missing.

@@ -96,15 +96,17 @@ class RewardSet:
     def validate_prompts(self, prompts: Iterable[Prompt]) -> None:
         """Check that the prompts have the columns that the rewards need, and record the columns.
 
-        A reward is checked against the datasets to which it applies (`Prompt.rewards`). A column that only some of
-        these datasets have causes a warning. The message of an error names the datasets.
+        A reward is checked against the datasets to which it applies (`Prompt.rewards`). If a column that the reward
+        needs is missing in some of these datasets, but not in all, a warning is logged. The message of an error names
+        the datasets.
 
         Raises:
             ValueError: If a reward needs a column that none of its datasets has.
             ValueError: If a data column has the name of an argument in `rewards.base.CONTRACT`, such as `completions`.
                 A reward would get this argument instead of the column.
             ValueError: If prompts name an unknown reward, or only rewards of weight 0.
-            ValueError: If prompts name a method in the column `accu_reward_method`, but none of their rewards reads it.
+            ValueError: If prompts name a method in the column `accu_reward_method`, but none of their rewards reads
+                this column.
         """
         sources = sources_of(prompts)
         check_sources(sources, self.rewards, self._weights)
@@ -360,7 +362,7 @@ class Source:
     """Names of the rewards that apply; None for all."""
 
     method: str = ""
-    """The first method named in `accu_reward_method`; empty if none is."""
+    """The first method in the column `accu_reward_method` of the prompts; empty if the column names no method."""
 
     def uses(self, reward: str) -> bool:
         """Whether a reward applies to these prompts."""
@@ -393,8 +395,8 @@ def sources_of(prompts: Iterable[Prompt]) -> list[Source]:
 def check_sources(sources: Sequence[Source], rewards: Sequence[WeightedReward], weights: Mapping[str, float]) -> None:
     """Check that rewards and data match.
 
-    A reward may apply to several sources of which only some have a certain column. In rows of the sources without the
-    column, the reward gets None for it.
+    If a reward applies to several sources, and only some of them have a column that the reward needs, a warning is
+    logged. In the rows of the other sources, the reward gets None for the column.
 
     Args:
         sources: The sources of the prompts.
@@ -406,7 +408,8 @@ def check_sources(sources: Sequence[Source], rewards: Sequence[WeightedReward], 
             A reward would get this argument instead of the column.
         ValueError: If a reward needs a column that none of its sources has.
         ValueError: If prompts name an unknown reward, or only rewards of weight 0.
-        ValueError: If prompts name a method in the column `accu_reward_method`, but none of their rewards reads it.
+        ValueError: If prompts name a method in the column `accu_reward_method`, but none of their rewards reads this
+            column.
     """
     for source in sources:
         _check_names(source, weights)

@@ -64,7 +64,7 @@ class Scores:
     """[N, G] float32 per reward, unweighted; NaN for None."""
 
     metrics: dict[str, float]
-    """Mean of the values logged by `log_metric`, per name."""
+    """For each metric: the mean of all values that calls of `log_metric` logged."""
 
     extras: dict[str, list[Any]]
     """[N * G] values per column, from `log_extra`; None where the reward does not apply. If several rewards log a
@@ -126,9 +126,9 @@ def concatenate_scores(parts: Sequence[Scores]) -> Scores:
 class EarlyCalls:
     """Calls of rewards on sampled groups of a batch, while other groups of the batch are still being sampled.
 
-    Calls in workers start early. When the batch is scored, `Scoring` uses the result of an early call if the reward,
-    the arguments and the seed are the same. Unused results are ignored, and so are the logs and failures of their
-    calls. A reward in the training process can start its slow part early (`Reward.prefetch`).
+    Calls in workers start early. When the batch is scored, `Scoring` uses the result of an early call in place of a
+    call with the same reward, arguments and seed. If a result is not used, the logs and failures of its call are
+    ignored, too. A reward in the training process can start its slow part early (`Reward.prefetch`).
 
     Args:
         context: Arguments shared by all completions of the batch.
@@ -580,7 +580,8 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
 def worker_call(reward: WeightedReward, group: Group, context: CallContext) -> tuple[dict[str, Any], int]:
     """Build the arguments and the seed of a call in a worker.
 
-    The seed depends only on the reward's name and the completions, so that a resumed run gets the same random numbers.
+    The seed depends only on the reward's name and the completions, so that a resumed run gets the same random numbers
+    as an uninterrupted run.
     """
     seed = derived_seed("reward", reward.name, *(completion.text for completion in group.completions))
     return arguments(reward, [group], context), seed
@@ -596,7 +597,7 @@ def _environment(completion: Completion) -> Any:
 def written_messages(completion: Completion) -> list[Message]:
     """The messages of a completion: one assistant message, or the messages of all turns of a conversation.
 
-    An observation at the end is left out, because the policy has not seen it.
+    An observation after the last turn of the policy is left out if the policy has not seen it.
     """
     if completion.turns is None:
         return [{"role": "assistant", "content": completion.text}]

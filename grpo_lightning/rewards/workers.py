@@ -10,9 +10,9 @@ the workers, sends calls to the workers, and kills workers whose calls time out:
 `rewards/worker_processes.py` has the code of the supervisor and the workers, and the messages about workers that crash
 or time out. This file has the settings, a call and its answer, and the pool in the training process.
 
-A forked worker is ready in a millisecond and shares the modules that the supervisor has loaded. It runs the code as it
-was at the start of the run, even if the source files have changed since then. It calls rewards in its main thread, so a
-reward may use signal handlers.
+A forked worker is ready in a millisecond and shares the modules that the supervisor has loaded. A worker runs the code
+as it was at the start of the run, even if the source files have changed since then. A worker calls rewards in its main
+thread, so a reward may use signal handlers.
 """
 
 from __future__ import annotations
@@ -86,15 +86,16 @@ class RewardWorkers:
     """Settings of the worker processes in which picklable sync rewards run."""
 
     num_workers: int | None = None
-    """Worker processes per rank. null divides the available CPU cores among the ranks of the machine and starts one
-    process per core, but at least 2 and at most 8 per rank. With 0, all rewards run in the training process, without
-    time and memory limits."""
+    """Worker processes per rank. With null, the available CPU cores are divided among the ranks of the machine, and
+    each rank starts one process per core of its share, but at least 2 and at most 8. With 0, all rewards run in the
+    training process, without time and memory limits."""
 
     timeout_seconds: float = 30.0
     """Time limit of one call: one reward on the completions of one prompt."""
 
     step_timeout_seconds: float = 600.0
-    """Time limit of all calls for a rollout together, including async rewards. It starts when sampling ends."""
+    """Time limit of all calls of a rank for a rollout together, including calls of async rewards. The time starts when
+    sampling ends."""
 
     memory_gb: float = 4.0
     """Address space in GB that a worker may reserve in addition to the memory that it shares with the supervisor. Each
@@ -185,13 +186,13 @@ class Answer:
         self.metrics.setdefault(name, []).append(float(value))
 
     def fail(self, failure: str, problem: str, cause: BaseException | None = None) -> Answer:
-        """Turn this into the answer of a failed call, and discard its values, columns and metrics."""
+        """Turn this object into the answer of a failed call, and discard its values, columns and metrics."""
         self.result, self.extras, self.metrics = None, {}, {}
         self.failure, self.problem, self.cause = failure, problem, cause
         return self
 
     def fail_by(self, error: BaseException) -> Answer:
-        """Turn this into the answer of a call that raised an exception."""
+        """Turn this object into the answer of a call that raised an exception."""
         return self.fail("exception", f"raised {describe_error(error)[0]}", error)
 
 

@@ -1,11 +1,12 @@
 """Asynchronous rollouts: groups of the next rollouts are sampled in the background while the policy trains.
 
 A cycle is one rollout and all training on this rollout. S is `model.max_staleness`. At the start of cycle k, the groups
-of cycle k are taken; they were requested S cycles earlier. Then the groups of cycle k + S are requested. They are
-sampled with the policy's weights at the start of cycle k. When a completion is trained on, the policy's weights are
-therefore at most S cycles newer than the weights that sampled the completion. Groups that were requested but not taken
-yet are in flight. They are not part of checkpoints, so a resumed run samples them again. Groups whose sampling failed
-are sampled once more in the foreground.
+of cycle k are taken; they were requested S cycles earlier. Then the groups of cycle k + S are requested. The engine
+samples the groups of cycle k + S with the policy's weights at the start of cycle k. When a completion is trained on,
+the policy's weights are therefore at most S cycles newer than the weights that sampled the completion. Groups in flight
+have been requested, but not taken yet. Checkpoints contain no groups in flight, so a resumed run samples these groups
+again. If sampling in the background fails, the lost groups of the current cycle are sampled once more in the
+foreground.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class InFlight:
         """Seconds that it took to sample the groups that the last call of `take` returned. The seconds of a request are
         divided equally among its groups."""
         self.failure: Exception | None = None
-        """The error that made the last call of `take` lose groups on this rank; None if it lost none."""
+        """The error that made the last call of `take` lose groups on this rank; None if the call lost no groups."""
         self.running: list[Future[Sampled]] = []
         """The rollouts that are being sampled in the background, including those whose requests were forgotten."""
         self.latest: tuple[int, int] | None = None
@@ -122,17 +123,16 @@ class InFlight:
     def take(self, prompts: Sequence[Prompt], progress: Progress | None = None) -> list[Group | None]:
         """Wait until all sampling in the background has ended, and take the group of each of N prompts.
 
-        Collective: every rank must call it. The prompts of one call of `request` are sampled together. If one of the N
-        prompts comes from a call whose sampling has failed, all requests of that call are forgotten, and all ranks log
-        a warning.
+        Collective: every rank must call it. The prompts of one call of `request` are sampled together. If this sampling
+        has failed for one of the N prompts, all requests of the same call are forgotten, and all ranks log a warning.
 
         Args:
             prompts: N prompts.
             progress: Called in this thread with the decoding progress.
 
         Returns:
-            N groups; None for each prompt that was not in flight when this method was called, and for each prompt whose
-            sampling has failed.
+            N groups; None for each prompt that was not in flight when this method was called, and for each prompt for
+            which sampling has failed.
         """
         self.wait(progress)
         self.failure, self.seconds = None, 0.0
@@ -176,8 +176,8 @@ class InFlight:
 def show_first(earlier: BaseException, error: BaseException) -> None:
     """Show the traceback of an earlier error above the tracebacks of `error` and its causes.
 
-    Python does this for an error that is raised in an `except` block, but not if the error has a cause of its own
-    (`raise ... from`).
+    Python itself shows the earlier error if `error` is raised in an `except` block, but not if `error` has a cause of
+    its own (`raise ... from`).
     """
     while error is not earlier:
         inner = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

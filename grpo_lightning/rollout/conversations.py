@@ -3,8 +3,8 @@
 In a round, one call of the engine samples the next turn of every open conversation. A conversation is open until it
 ends. As soon as a conversation's turn has been sampled, its environment is called, even if other turns are still being
 sampled. The environment's observation is appended as tokens, and the next round continues the sequence. The first round
-samples G completions per prompt, as in a run without an environment: each prompt is computed only once, and the seeds
-are the same as in such a run.
+samples G completions per prompt, as in a run without an environment. Each prompt is computed only once, and the seeds
+are those of a run without an environment.
 
 An engine whose method `generate` has an argument `turns` can keep the keys and values of a conversation between its
 turns.
@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 CHARACTERS_PER_TOKEN = 32
 """An observation is cut to `max_observation_length` times this number of characters before it is tokenized, because
-tokenizing a huge text takes a long time. Few tokens of a vocabulary have more characters."""
+tokenizing a huge text takes a long time. Few tokens have more characters than this number."""
 
 
 @dataclass
@@ -78,9 +78,9 @@ class ConversationSettings:
 
     max_observation_length: int = 1024
     """Tokens to which the text of an observation is cut. If the observation has several texts (messages, or parts of a
-    message), this limits their sum. Images are never cut, and their tokens do not count here. The policy's `max_pixels`
-    or `max_anyres_num` limits the size of images. All tokens, including those of images, count towards
-    `sampling.max_completion_length`."""
+    message), the limit applies to their total number of tokens. Images are never cut, and their tokens do not count
+    here. The policy's `max_pixels` or `max_anyres_num` limits the size of images. All tokens, including those of
+    images, count towards `sampling.max_completion_length`."""
 
     on_error: OnError = "raise"
     """The consequence of a failed call of an environment. "raise" stops the run. "none" ends the conversation, and its
@@ -143,8 +143,8 @@ class Conversation:
     is_scorable: bool = True
     metrics: dict[str, float] = field(default_factory=dict)
     is_done: bool = False
-    """True if the environment, or a failed call of it, has ended the conversation. If this is False for an ended
-    conversation, a limit has ended it."""
+    """True if the environment or a failed call of the environment has ended the conversation. For an ended
+    conversation, False means that a limit has ended it."""
 
     call: Future[Any] | None = None
     """The running call of the environment."""
@@ -177,7 +177,7 @@ class Conversation:
         )
 
     def read(self, messages: Sequence[Message], ids: Sequence[int] = (), images: ObservedImages | None = None) -> None:
-        """Append an observation. Its tokens belong to its last message; without tokens, the policy does not see it."""
+        """Append an observation; its last message gets all `ids`. If `ids` is empty, the policy sees no message."""
         start = len(self.token_ids)
         if images is not None:
             self.images.append(replace(images, start=start, end=start + len(ids)))
@@ -245,9 +245,9 @@ class Conversations:
             is_chat: Whether the prompts are chats.
 
         Raises:
-            ValueError: If (a) the template cannot render observations, (b) there are tools and the template does not
-                describe them, (c) there are tools and the prompts are plain text, in which tools cannot be described,
-                or (d) the template writes calls in a format that `Tools` does not read.
+            ValueError: In four cases: (a) the template cannot render observations; (b) there are tools, and the
+                template does not describe them; (c) there are tools, and the prompts are plain text, which cannot
+                describe tools; (d) the template writes calls in a format that `Tools` does not read.
         """
         if not is_chat:
             if self.schemas:
@@ -313,8 +313,8 @@ class Conversations:
             The N prompts, each with the first observation of its environment, and the N environments.
 
         Raises:
-            RuntimeError: If a call of `reset` fails, whatever `on_error` is. All conversations of a prompt begin with
-                the same environment, so all of them would be lost.
+            RuntimeError: If a call of `reset` fails. This holds for every value of `on_error`, because all
+                conversations of a prompt begin with the same environment, and all of them would be lost.
         """
         prompts = [self.describe_tools(prompt) for prompt in prompts]
         results = self.runner.reset(prompts, [derived_seed(seed, "reset") for seed in seeds])
@@ -376,8 +376,9 @@ class Conversations:
 
         If the prompt is a chat that ends with a user message, a text observation is appended to this message. In other
         chats, the text becomes a new user message. An observation that consists of messages is appended to the chat. If
-        the prompt is plain text, the text of the observation is appended to it. The texts of the observation are cut
-        like those of later observations, and special tokens that are spelled out in them are escaped.
+        the prompt is plain text, the text of the observation is appended to the prompt. The texts of the observation
+        are cut like those of later observations. If a text of the observation contains the spelling of a special token,
+        the spelling is escaped.
 
         Raises:
             ValueError: If the prompt is truncated. It then consists of token ids, to which no text can be added.
@@ -441,7 +442,8 @@ class Conversations:
     ) -> list[list[Completion]]:
         """Play G conversations for each of N prompts.
 
-        In the main thread, this call is collective: every rank calls the engine until no rank has an open conversation.
+        If this method is called in the main thread, the call is collective: every rank calls the engine until no rank
+        has an open conversation.
 
         Args:
             engine: Samples the turns.
@@ -449,13 +451,14 @@ class Conversations:
             encoded: The N prompts, encoded.
             states: N environments, from `begin`.
             num_generations: G.
-            sampling: Sampling settings; `max_completion_length` limits the tokens of a conversation, including its
-                observations.
+            sampling: Sampling settings; `max_completion_length` limits the tokens of a conversation after its prompt,
+                including observations.
             seeds: N seeds, one per prompt.
             progress: Called with the decoding progress of a round.
             vision: The images of the prompts.
             part: Indices of the conversations to play, among the G conversations of a prompt; None plays all.
-            on_group: Called with each prompt's conversations as soon as all of them have ended.
+            on_group: Called with the index and the completions of a prompt, as soon as all its conversations have
+                ended.
 
         Returns:
             N lists of completions.
@@ -479,7 +482,7 @@ class Conversations:
         return [game.completions(n) for n in range(len(prompts))]
 
     def add_turn_credit(self, groups: Sequence[Group], excluded: Tensor) -> None:
-        """Compute the `turn_advantages` of all completions, unless `turn_credit` is 0.
+        """Compute the `turn_advantages` of all completions. If `turn_credit` is 0, do nothing.
 
         A turn for which the environment gave no reward has the reward 0.
 
@@ -682,7 +685,7 @@ class Game:
             self._give_back(each, self._keep(each, turn, step.keep))
 
     def end(self, limited: Sequence[Conversation]) -> None:
-        """Call `end` of the environments of conversations that a limit has ended, and add the returned rewards."""
+        """For each conversation that a limit has ended, call its environment's `end`, and add the returned reward."""
         seeds = [derived_seed(self.seeds[each.prompt], "end", each.number) for each in limited]
         for each, result in zip(limited, self.runner.end([each.state for each in limited], seeds), strict=True):
             each.state = result.state
@@ -804,7 +807,7 @@ class Game:
 
 
 def continued_vision(vision: VisionInputs, chosen: Sequence[Conversation], inputs: Sequence[list[int]]) -> VisionInputs:
-    """The vision inputs of the prompts together with the conversations that continue them."""
+    """The vision inputs of the chosen conversations, each together with its prompt."""
     prompts = []
     for each, ids in zip(chosen, inputs, strict=True):
         prompt, length = vision.prompts[each.prompt], len(ids) - len(each.token_ids)

@@ -1,9 +1,9 @@
 """CUDA graphs of decoding steps: one launch per token instead of several hundred.
 
 A GPU runs the kernels of a decoding step faster than a host can launch them one by one. A CUDA graph launches all
-kernels at once, on the same tensors as when the graph was captured. A graph can therefore be used as long as no
-completion joins or leaves the batch and the tensors for keys and values keep their sizes (`SharedPrompts.layout`).
-Otherwise, a new graph is captured.
+kernels at once, on the same tensors as when the graph was captured. A new graph must therefore be captured in two
+cases: if a completion joins or leaves the batch, or if the tensors for keys and values change their sizes
+(`SharedPrompts.layout`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CapturedSteps:
 
     The layout identifies the tensors that a step reads and writes. The first step after each change of the layout runs
     without a graph, so that no kernel is chosen or compiled during a capture. The first two steps that the object ever
-    runs from a graph are each run twice, once with the graph and once without, and the logits are compared. If they
+    runs from a graph are each run twice: once with the graph, and once without the graph. If the two results (logits)
     differ by more than `OTHER_LOGITS`, the current step and all later steps run without graphs. The same happens if a
     capture fails, for example because the model's code waits for the device.
 
@@ -63,7 +63,7 @@ class CapturedSteps:
         """Run a step.
 
         Args:
-            layout: A value that changes whenever `forward` reads or writes different tensors than before.
+            layout: A value that changes whenever `forward` reads or writes other tensors than in the previous step.
             forward: Runs the policy.
             ids: See `Forward`.
             position: See `Forward`.

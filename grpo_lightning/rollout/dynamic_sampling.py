@@ -4,10 +4,12 @@ A group has no gradient if every completion has advantage 0 or is masked by the 
 baseline `pass_at_k`, some groups without a gradient have nonzero reward variance
 (`functional.groups_without_gradient`).
 
-In up to `max_resample_times` rounds, new groups are sampled, for the next prompts in the data: one for each group of
-the rollout that has no gradient. If a new group has a gradient, it takes the place of an old group. Otherwise, the new
-group is discarded, and the old group stays until the next round. After the last round, such old groups stay in the
-rollout. No group with a gradient is discarded.
+A group is idle if it has no gradient. If `DynamicSampling.reward` names a reward that applies to a group but does not
+vary within the group, this group is idle too, even if it has a gradient. Idle groups are replaced in up to
+`max_resample_times` rounds. In a round, the next prompts of the data are taken: one prompt for each idle group. A new
+group is sampled for each new prompt. If the new group is not idle, it replaces the idle group. If the new group is idle
+too, the new group is discarded, and the old group stays until the next round. After the last round, the remaining idle
+groups stay in the rollout. If `DynamicSampling.reward` is null, no group with a gradient is discarded.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ class DynamicSampling:
 
 
 def has_trained_credit(completion: Completion) -> bool:
-    """True if a trained token of the completion has credit of its turn."""
+    """True if the turn credit (`turn_advantages`) of at least one trained token of the completion is not 0."""
     credits = completion.turn_advantages or []
     return any(credits if completion.mask is None else itertools.compress(credits, completion.mask))
 
@@ -107,13 +109,13 @@ def resample(
     source: PromptSource,
     teams: Teams | None = None,
 ) -> tuple[Rollout, Resampling]:
-    """Replace groups without a gradient by groups of new prompts, until rounds or prompts run out.
+    """Replace idle groups (`DynamicSampling.is_idle`) by groups of new prompts, until rounds or prompts run out.
 
-    Collective: every rank takes part in every round, even if it has no group to replace, because all ranks gather
-    sharded weights together. The global index of a group is its position among all groups that all ranks sample for
-    this rollout. This index determines the prompt and the seed, so that completions do not depend on the number of
-    ranks. If a team of ranks shares groups (`ranks_per_group`), its first member holds the groups and decides which of
-    them are replaced. Every member samples its part of the new groups.
+    Collective: every rank takes part in every round, because all ranks gather sharded weights together. This also holds
+    for a rank without a group to replace. The global index of a group is its position among all groups that all ranks
+    sample for this rollout. This index determines the prompt and the seed, so that completions do not depend on the
+    number of ranks. If a team of ranks shares groups (`ranks_per_group`), the first member of the team holds the
+    groups, and decides which groups are replaced. Every member of the team samples a part of each new group.
 
     Args:
         rollout: N groups of this rank, with their rewards.
@@ -171,10 +173,10 @@ def source_of(loader: Any) -> PromptSource:
 
 
 def wrong_loader(*, is_on: bool) -> str:
-    """Error message if the `GRPOLightningModule` or the training loader is set up for dynamic sampling, but not both.
+    """Error message if only the module or only the training loader is set up for dynamic sampling.
 
     Args:
-        is_on: True if the module is set up for it, and the loader is not. False if only the loader is.
+        is_on: True if only the module is set up for dynamic sampling; False if only the loader is.
     """
     if is_on:
         return (

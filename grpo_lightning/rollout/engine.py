@@ -25,8 +25,8 @@ class Turns:
     """The states of conversations that an engine keeps between their turns."""
 
     rows: Sequence[int]
-    """For each completion of a call, the number of its conversation. Later calls use the same number for the same
-    conversation. In a later call, the prompt of a conversation begins with the prompt and the completion of the
+    """For each completion of a call, a number that identifies the conversation. Later calls use the same number for the
+    same conversation. In a later call, the prompt of a conversation begins with the prompt and the completion of the
     earlier call. The last tokens of this completion may be missing."""
 
     states: dict[int, Any]
@@ -89,12 +89,12 @@ class RolloutEngine(ABC):
                 completions that will be returned for the prompt. Rewards can thus be computed while other prompts are
                 still being sampled. If an engine lacks this argument or never calls it, rewards are computed after
                 sampling.
-            limits: N numbers, one per prompt: the maximum number of tokens of each completion of this prompt, which is
-                at most `sampling.max_completion_length`. None uses `sampling.max_completion_length` for all prompts. If
+            limits: N numbers, one per prompt: the maximum number of tokens of each completion of this prompt. No number
+                exceeds `sampling.max_completion_length`. None uses `sampling.max_completion_length` for all prompts. If
                 an engine lacks this argument, tokens that it samples beyond a limit are dropped.
-            turns: In conversations, this object contains the states that were kept from earlier turns. The engine
-                stores the states for the next turns in it. An engine that lacks this argument computes the whole
-                conversation again for each turn.
+            turns: In conversations, this object contains the states that were kept from earlier turns. The engine also
+                stores the states for the next turns in this object. An engine that lacks this argument computes the
+                whole conversation again for each turn.
 
         Returns:
             N lists in the order of the prompts, each with the G completions of a prompt, or with the completions in

@@ -76,7 +76,7 @@ class GroupSource(NamedTuple):
 
         Returns:
             A function that samples G completions for each prompt, and returns the N groups. Asynchronous rollouts call
-            it in another thread.
+            this function in another thread.
 
         Raises:
             ValueError: If a prompt cannot be encoded, or is so long that no position is left for its completions.
@@ -160,15 +160,16 @@ def vision_of(
 ) -> VisionInputs | None:
     """Vision inputs of prompts for scoring; None if the policy is text-only. Collective: call it on every rank.
 
-    If the engine has stored no features of a frozen vision tower, they are computed and stored here, unless the weights
-    are sharded.
+    If the weights are not sharded and the vision tower is frozen, this function computes and stores the image features
+    that the engine has not stored.
 
     Args:
         prompts: The vision inputs of N encoded prompts of this rank.
         encoder: Encodes prompts for the policy.
         policy: The policy.
         sharding: How the policy's weights are sharded over the ranks.
-        has_policys_tower: False for a reference with another vision tower, which encodes the images itself.
+        has_policys_tower: False for a reference that has another vision tower. Such a reference encodes the images
+            itself.
     """
     if not encoder.is_multimodal:
         return None
@@ -201,7 +202,7 @@ class Rollout:
     """N groups, each of a prompt and its G completions."""
 
     scores: Scores | None = None
-    """Values of each reward, what the rewards logged, and the number of failures."""
+    """Values of each reward, what the rewards logged, and the number of failures of the rewards."""
 
     rewards: Tensor | None = None
     """[N, G] float32: combined rewards. NaN where a completion is not scorable, or is excluded from its group."""

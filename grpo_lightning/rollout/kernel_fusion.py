@@ -1,12 +1,16 @@
 """Kernel fusion on CUDA: `torch.compile` fuses the small operations of a decoding step into a few kernels.
 
-A decoding step has many small operations: forty on the logits to sample a token, and about thirty per layer of the
-policy in norms, rotary embeddings, and the merge of attention to the prompt with attention to the completion. A GPU
-finishes each of them faster than the host can launch the next one, and in a CUDA graph each kernel still takes a few
-microseconds. Fewer kernels take less time. In three cases, the operations are not fused but run one by one: on devices
-other than CUDA, in short rollouts (`LEAST_LENGTH`), and after a compilation has failed or its kernels have computed
-other numbers than the operations. Layers are fused only in rollouts whose steps run from CUDA graphs
-(`cuda_graphs.py`).
+A decoding step has many small operations. Forty of them sample a token from the logits. Each layer of the policy has
+about thirty more: norms, rotary embeddings, and the merge of attention to the prompt with attention to the completion.
+A GPU finishes each operation faster than the host can launch the next one. Even in a CUDA graph, each kernel takes a
+few microseconds. Fewer kernels take less time. In four cases, the operations are not fused but run one by one:
+
+- on devices other than CUDA;
+- in short rollouts (`LEAST_LENGTH`);
+- after a compilation has failed;
+- after compiled kernels have computed other numbers than the unfused operations.
+
+Layers are fused only in rollouts whose steps run from CUDA graphs (`cuda_graphs.py`).
 """
 
 from __future__ import annotations
@@ -124,8 +128,8 @@ def compile_copy(function: types.FunctionType) -> Function:
     """Compile a copy of a function.
 
     `torch.compile` limits the number of compilations per code object. Moreover, if a Python number or a tensor size
-    differs between two compilations of the same code object, the second compilation treats this value as a variable
-    instead of a constant. To avoid both effects, each call of `compile_copy` compiles a new code object.
+    differs between two compilations of the same code object, the second compilation treats this value as a variable,
+    not as a constant. To avoid both effects, each call of `compile_copy` compiles a new code object.
     """
     code = function.__code__.replace(co_name=f"{function.__name__.strip('_')}_{next(numbers)}")
     copy = copy_of(function, code=code)
@@ -144,10 +148,16 @@ def copy_of(function: types.FunctionType, **changes: Any) -> types.FunctionType:
 def graph_of(values: Iterable[Any]) -> Hashable:
     """Identify the graph that is compiled for these arguments.
 
-    Two calls use the same graph if these are equal in both: the mode of torch (inference mode, gradients on or off);
-    the dtype of autocast; the settings of each module, and the dtypes of its weights; the dtype, device, contiguity and
-    last size of each tensor; and the value of every argument that is neither a module nor a tensor. The other sizes of
-    a tensor may differ between the two calls, but a size that is 1 in one call must be 1 in the other.
+    Two calls use the same graph if all these values are equal in both calls:
+
+    - the mode of torch (inference mode, gradients on or off);
+    - the dtype of autocast;
+    - for each module: its settings, and the dtypes of its weights;
+    - for each tensor: dtype, device, contiguity and last size;
+    - for every other argument: its value.
+
+    The other sizes of a tensor may differ between the two calls, but a size that is 1 in one call must be 1 in the
+    other.
 
     Args:
         values: The arguments, at least one of them a tensor.
@@ -284,7 +294,7 @@ def fused_rotary(forward: types.FunctionType) -> Function:
 
 
 def with_name(function: Any, name: str, value: Any) -> Any:
-    """A copy of a function that finds `value` under a global name. Decorators of the function are copied with it."""
+    """Copy a function and its decorators. In the copy, the global name `name` refers to `value`."""
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
         return copy_of(function, globals=function.__globals__ | {name: value})
@@ -297,8 +307,8 @@ def with_name(function: Any, name: str, value: Any) -> Any:
 def fused_states(function: types.FunctionType, name: str) -> Fused:
     """Fuse a function of hidden states; all layers and rollouts share the fused function.
 
-    The size of each dimension of the states, except the last dimension, may change without another compilation, unless
-    this size changes from or to 1.
+    The function is compiled again if the last size of the states changes, or if another size changes from or to 1. For
+    other causes of a compilation, see `graph_of`.
 
     Args:
         function: The function.

@@ -1,10 +1,15 @@
 """The local engine: samples with the policy itself, through the unmodified model code of transformers.
 
 Every prompt is prefilled once for its G completions, and finished completions leave the batch. The completions in the
-batch are called open rows. If the number of rows is limited, waiting prompts are prefilled as soon as enough rows have
-left, and their rows join the open rows (continuous batching; Yu et al. 2022, "Orca"). The KV caches are in
-`policy/kv_cache.py`, the open rows in `open_rows.py`, the gathering of sharded weights in `gathered_weights.py`, the
-CUDA graphs in `cuda_graphs.py`, and the fused kernels in `kernel_fusion.py`.
+batch are called open rows. If the number of rows is limited, some prompts may have to wait. A waiting prompt is
+prefilled as soon as enough rows have left, and the rows of this prompt then join the open rows (continuous batching; Yu
+et al. 2022, "Orca"). Parts of the engine are in other files:
+
+- `policy/kv_cache.py`: KV caches;
+- `open_rows.py`: open rows;
+- `gathered_weights.py`: gathering of sharded weights;
+- `cuda_graphs.py`: CUDA graphs;
+- `kernel_fusion.py`: fused kernels.
 """
 
 from __future__ import annotations
@@ -85,8 +90,8 @@ CAPTURES: dict[str, Callable[[torch.device], Capture]] = {"cuda": CudaCapture}
 
 LEAST_ENDED = {"cpu": 0.0}
 """Fraction of the open rows that must have ended before the ended rows leave the batch, by device type; 0.25 for types
-not listed. On these types, a few more rows hardly slow down a step, and every new number of rows needs different
-kernels."""
+not listed. On unlisted types (GPUs), a few more rows hardly slow down a step, and every new number of rows needs
+different kernels."""
 
 
 SamplingPath = Literal["shared", "repeated", "generate"]
@@ -111,11 +116,11 @@ class LocalEngine(RolloutEngine):
             until all completions that are being decoded have ended. `max_rows` does not change the completions.
         gather_for_generation: How sharded weights (FSDP2, ZeRO-3) are gathered for sampling. True gathers them once per
             rollout, which is fast, but every device must hold the full weights. False gathers each layer when it runs,
-            at every token; all ranks then wait for the longest completion. "auto" gathers once unless the full
-            weights would take more than half of the free GPU memory. All three give the same completions.
-        enforce_eager: Whether to run decoding steps without CUDA graphs and without fused layers. With graphs and
-            fused layers, the decoding steps of small models take a fraction of the time. By default, both are used on
-            GPUs if the weights are not sharded and the model allows it.
+            at every token; all ranks then wait for the longest completion. "auto" is False if the full weights would
+            take more than half of the free memory of a GPU, and True if not. All three give the same completions.
+        enforce_eager: Whether to run decoding steps without CUDA graphs and without fused layers. Graphs and fused
+            layers reduce the time of the decoding steps of small models to a fraction. By default, graphs and fused
+            layers are used on GPUs if the weights are not sharded and the model allows them.
     """
 
     def __init__(
@@ -304,9 +309,9 @@ class LocalEngine(RolloutEngine):
     def quick_steps(self, longest: int) -> Iterator[None]:
         """Context that makes decoding steps faster on a device that supports CUDA graphs.
 
-        It changes nothing on other devices, with sharded weights, or if the engine samples with transformers'
-        `generate`. Otherwise, weights are cast to the dtype of autocast only once instead of at every token. Unless
-        `enforce_eager` is true, steps also run from CUDA graphs and with fused layers.
+        The context changes nothing on other devices, with sharded weights, or if the engine samples with transformers'
+        `generate`. In all other cases, weights are cast to the dtype of autocast once, not at every token. If
+        `enforce_eager` is false, steps also run from CUDA graphs and with fused layers.
 
         Args:
             longest: `max_completion_length`. If it is below `LEAST_LENGTH`, no graph is captured, because the capture
@@ -433,10 +438,10 @@ class LocalEngine(RolloutEngine):
     ) -> tuple[OpenRows | None, Wave]:
         """Remove the finished rows if there are enough of them, and take waiting prompts for their places.
 
-        A row is finished if it has ended or has its maximum length. The finished rows are removed if they are at least
-        the fraction `LEAST_ENDED` of the open rows, if one of them has its maximum length, or if all rows are finished.
-        If completions cannot share the keys and values of their prompt, waiting prompts are taken only if all rows are
-        finished.
+        A row is finished if it has ended or has its maximum length. The finished rows are removed in three cases: if
+        they are at least the fraction `LEAST_ENDED` of the open rows, if one finished row has its maximum length, or if
+        all rows are finished. If completions cannot share the keys and values of their prompt, waiting prompts are
+        taken only if all rows are finished.
 
         Args:
             rows: The open rows.
@@ -664,7 +669,7 @@ def copies_for_autocast(policy: nn.Module, device: torch.device) -> dict[str, Te
 
 
 def choose_sampler(device: torch.device) -> ChooseSampler:
-    """Choose how the next token is sampled: in fused kernels on CUDA, one operation after the other elsewhere."""
+    """Choose how tokens are sampled: on CUDA in fused kernels, on other devices one operation after the other."""
     if device.type != "cuda":
         return choose_unfused
     from grpo_lightning.rollout.kernel_fusion import next_token
@@ -683,7 +688,7 @@ def fused_layers(policy: nn.Module, device: torch.device) -> FusedLayers | None:
 
 @contextlib.contextmanager
 def without_suggestions(policy: Any) -> Iterator[None]:
-    """Ignore the checkpoint's generation config: transformers' `generate` would take unset settings from there."""
+    """Ignore the checkpoint's generation config, from which transformers' `generate` would take unset settings."""
     suggested, policy.generation_config = policy.generation_config, GenerationConfig()
     try:
         yield

@@ -114,7 +114,7 @@ class OpenRows:
     """[rows] bool: rows that have ended but have not left the batch yet."""
 
     num_ended: int = 0
-    """Number of rows that had ended, or reached their maximum length, when the host last looked."""
+    """Number of rows that had ended, or reached their maximum length, at the last check by the host."""
 
     def before(self, step: int) -> Tensor:
         """Ids before the token of a decoding step, [rows, tokens]; a view."""
@@ -273,7 +273,7 @@ class SampledGroups:
         """By the index of the prompt."""
 
     def report_ended(self, rows: list[SampledRow]) -> None:
-        """Build and report groups whose rows have all ended, except those reported before.
+        """Build and report the groups whose rows have all ended, except groups that were reported before.
 
         Args:
             rows: [N * size].
@@ -314,8 +314,8 @@ class KeptStates:
     last token. The prompt of the next turn contains all earlier turns, but it may omit the last tokens of this
     completion. The kept states are therefore used only up to the first token of the prompt that differs from the kept
     tokens; the tokens from there on are new. Prompts that are prefilled together are left-padded, so the model computes
-    the same number of last columns for all of them: as many as the prompt with the most new tokens needs. For prompts
-    with fewer new tokens, the model computes some kept tokens again.
+    equally many columns at the end of each prompt. The prompt with the most new tokens determines this number. For
+    prompts with fewer new tokens, the model computes some kept tokens again.
 
     Args:
         turns: Assigns each completion to its conversation, and holds the kept states.

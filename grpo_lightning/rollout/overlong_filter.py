@@ -1,4 +1,4 @@
-"""DAPO's overlong filter: truncated completions are masked. They can also be left out of their group's mean and std."""
+"""DAPO's overlong filter: masks truncated completions, and can leave their rewards out of the group's mean and std."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from grpo_lightning.core.types import Group
 OverlongFilter = Literal["none", "loss", "group"]
 """How truncated completions are treated (DAPO's overlong filtering, arXiv:2503.14476, sec. 3.4).
 
-The rewards of truncated completions are noisy: correct reasoning that was truncated scores like wrong reasoning. `none`
-trains on truncated completions normally. `loss` masks their tokens (`mask_truncated`), but their rewards still count in
-the mean and std of their groups. `group` masks their tokens and excludes their rewards from the mean and std
+The rewards of truncated completions are noisy: truncated correct reasoning gets the same reward as wrong reasoning.
+`none` trains on truncated completions normally. `loss` masks their tokens (`mask_truncated`), but their rewards still
+count in the mean and std of their groups. `group` masks their tokens and excludes their rewards from the mean and std
 (`are_truncated`)."""
 
 

@@ -1,11 +1,12 @@
 """Sampling the next token: filtered distribution, random numbers, and inverse-CDF sampling.
 
 Every prompt has its own stream of uniform random numbers, one number per token of each completion. The sampled token is
-the first token of the vocabulary whose cumulative probability exceeds the number. A completion therefore depends only
-on its prompt, its seed and its index in the group, not on the rank or on which prompts are decoded together.
+the first token of the vocabulary whose cumulative probability exceeds the number. For given weights and sampling
+settings, a completion therefore depends only on its prompt, the seed of the prompt, and its index in the group. It
+depends neither on the rank nor on the prompts that are decoded at the same time.
 
 `NextToken` computes the sampled token from logits and uniform numbers. It keeps no state, draws no random numbers and
-never waits for the device, so that `torch.compile` can fuse the whole computation into a few kernels
+never waits for the device. Therefore, `torch.compile` can fuse the whole computation into a few kernels
 (`rollout/kernel_fusion.py`).
 """
 
@@ -138,9 +139,9 @@ def log_distribution(processors: list[Processor], history: Tensor, logits: Tenso
 def row_products(one: Tensor, other: Tensor) -> Tensor:
     """Dot products of the rows of `one` [rows, V] with the same rows of `other` [rows, V]: [rows].
 
-    `vecdot` does not allocate a tensor [rows, V] of products. But it calls a BLAS function, which `torch.compile` does
-    not fuse with other operations. So compiled code multiplies and adds instead. Autocast is disabled, because it would
-    run `vecdot` in 16 bits.
+    `vecdot` does not allocate a tensor [rows, V] of products. But `vecdot` calls a BLAS function, which `torch.compile`
+    does not fuse with other operations. So compiled code multiplies and adds, without `vecdot`. Autocast is disabled,
+    because it would run `vecdot` in 16 bits.
     """
     if torch.compiler.is_compiling():
         return (one * other).sum(-1)
@@ -175,8 +176,8 @@ def first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor
 
     Args:
         weights: [rows, n], none negative, not all 0.
-        target: [rows, 1], at least 0. Rounding can make a target equal to the sum of the weights, or larger. The target
-            is then lowered to the largest number below this sum, and the index found is that of the last positive
+        target: [rows, 1], at least 0. Rounding can make a target equal to the sum of the weights, or larger. Such a
+            target is lowered to the largest number below this sum, and the returned index is that of the last positive
             weight.
 
     Returns:
@@ -355,7 +356,7 @@ class TokenSampler:
         return new_tokens
 
     def look(self, has_ended: Tensor) -> list[bool]:
-        """Copy `has_ended`, [rows] bool, to the host, and check that no logits since the last call were NaN or +inf.
+        """Copy `has_ended`, [rows] bool, to the host. Check that no logit since the previous call was NaN or +inf.
 
         The host waits for the device only once.
 

@@ -40,7 +40,7 @@ from grpo_lightning.training.micro_batches import (
 class Actor:
     """Computes log-probs with the policy and its reference.
 
-    All ranks gather sharded weights together, so every rank has to make the same calls, even a rank without groups.
+    All ranks gather sharded weights together. So all ranks have to make the same calls, even ranks without groups.
     """
 
     policy: nn.Module
@@ -72,18 +72,18 @@ class Actor:
         """Cut a rollout into micro-batches on the policy's device, with their images.
 
         Args:
-            groups: N groups of this rank, each with K completions. K is the group size G, or less if several ranks
-                share a group.
+            groups: N groups of this rank, each with K completions. K is the group size G. If several ranks share a
+                group, K is the number of the group's completions on this rank.
             advantages: [N, K] advantages of the completions; None if they are not known yet.
             shape: Gives the number of updates into which the groups are split, and the number of micro-batches per
                 update.
-            skip_zero_advantages: Leave out completions with advantage 0.
-            has_policys_tower: As in `vision_of`.
+            skip_zero_advantages: If true, leave out completions whose tokens all have advantage 0.
+            has_policys_tower: False for a reference that has another vision tower (see `vision_of`).
 
         Returns:
-            This rank's micro-batches of all updates, and the counts of each update, summed over all ranks (see
-            `StepCounts`). All ranks have the same number of micro-batches. Before the first forward pass, call
-            `agree_on_chunks`, so that all ranks run the same number of forward passes for each micro-batch.
+            This rank's micro-batches of all updates; and, for each update, its counts over all ranks (`StepCounts`).
+            All ranks have the same number of micro-batches. Before the first forward pass, call `agree_on_chunks`, so
+            that all ranks run the same number of forward passes for each micro-batch.
         """
         size = len(groups[0].completions) if groups else 0
         micro_batches, counts = plan_over_ranks(
@@ -110,8 +110,8 @@ class Actor:
     def cost(self, rows: Sequence[CompletionRow]) -> float:
         """Cost of a micro-batch of these completions, in tokens.
 
-        Completions that contain images are scored on the dense path (a forward pass over prompt and completion). Their
-        prompt therefore counts once per completion.
+        Completions that contain images are scored on the dense path (a forward pass over prompt and completion). A
+        prompt therefore counts once for each of its completions with images.
         """
         total = 0.0
         for scorer, shows in ((self.scorer, False), (replace(self.scorer, path="dense"), True)):
@@ -126,7 +126,7 @@ class Actor:
         )
 
     def add_old_logprobs(self, micro_batches: Sequence[MicroBatch], shape: CycleShape) -> None:
-        """Add old-policy log-probs to a rollout's micro-batches, except those of the first update.
+        """Add old-policy log-probs to a rollout's micro-batches, except the micro-batches of the first update.
 
         The old policy is the policy at the start of training on the rollout. The first update needs no stored
         log-probs, because its own forward passes run before the weights change.
@@ -146,7 +146,8 @@ class Actor:
             groups: N groups, of this rank.
             shape: Gives the number of updates into which the groups are split, and the number of micro-batches per
                 update.
-            of_masked: If true, fully masked completions get log-probs too, which a KL term in the rewards needs.
+            of_masked: If true, fully masked completions get log-probs too. A KL term in the rewards needs these
+                log-probs.
         """
         assert self.reference is not None
         rows: Sequence[Group] = groups
@@ -182,7 +183,7 @@ OldLogprobs = Literal["recompute", "rollout"]
 
 @contextlib.contextmanager
 def seeded_dropout(policy: nn.Module, *seed: int | str) -> Iterator[None]:
-    """Seed adapter dropout, so that a resumed run drops the same activations. Does nothing without dropout.
+    """Seed adapter dropout: a resumed run repeats the dropout of the original run. Does nothing without dropout.
 
     Only the forward pass has to run inside the `with` block: activation checkpointing itself restores the random state
     when it recomputes activations.

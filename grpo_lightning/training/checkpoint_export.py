@@ -43,7 +43,7 @@ KEPT = (
     "quantization",
     "trust_remote_code",
 )
-"""Settings of the run's policy that also apply to a policy given to `export` by name or folder."""
+"""Policy settings that come from the run even if the argument `policy` of `export` names the initial policy."""
 
 
 @dataclass
@@ -56,10 +56,11 @@ class Export:
 
     num_weights: int
     num_from_policy: int
-    """Number of parameters that the checkpoint lacks, and that were therefore taken from the initial policy."""
+    """Number of parameters (elements, not tensors) that the checkpoint lacks and the initial policy supplied."""
 
     num_steps: int | None
-    """Number of optimizer steps before the checkpoint was saved; None if the checkpoint does not contain it."""
+    """Number of optimizer steps before the checkpoint was saved; None if the checkpoint does not contain this
+    number."""
 
     dtype: torch.dtype
     files: list[Path]
@@ -93,15 +94,16 @@ def export(
     Args:
         checkpoint: Checkpoint file, or folder of a sharded checkpoint.
         folder: Output folder; created if missing.
-        policy: Name or folder of the initial policy; None uses the policy named in the checkpoint or in the
-            `config.yaml` of its run.
+        policy: Name or folder of the initial policy. None uses the policy that the checkpoint names, or else the policy
+            in the `config.yaml` of the checkpoint's run.
         dtype: Dtype of the exported weights. None keeps the dtype of the checkpoint's weights; if adapters are merged,
-            None uses the dtype in which the run loaded the policy. Weights that transformers keeps in float32 when it
-            loads the policy in this dtype, for example those of some routers, stay in float32.
-        adapter: Export only the adapters, as a folder for peft, instead of merging them into the policy.
+            None uses the dtype in which the run loaded the policy. Some weights stay in float32: those that
+            transformers itself keeps in float32 when it loads the policy in this dtype (for example, the weights of
+            some routers).
+        adapter: If true, export only the adapters, as a folder for peft. If false, merge any adapters into the policy.
         fill_missing: If true, the initial policy supplies every weight that the checkpoint lacks. If false, the initial
             policy supplies only weights that are known to be frozen, and any other missing weight raises ValueError.
-        force: Write into a folder that is not empty.
+        force: If true, write into the folder even if it is not empty.
 
     Raises:
         FileNotFoundError: If the checkpoint or the policy does not exist.
@@ -176,10 +178,10 @@ def check_target(folder: Path, *, force: bool) -> None:
 def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | None) -> PolicyLoader:
     """Make the loader of the initial policy.
 
-    If the argument `policy` is None, the loader loads the policy that the checkpoint names or, if the checkpoint names
-    none, the policy in the `config.yaml` of the checkpoint's run. The settings in `KEPT` (tokenizer, adapters, frozen
-    layers, dtype, trusted code, ...) come from the run in any case. The revision also comes from the run if `policy` is
-    the name that the run used.
+    If the argument `policy` is None, the loader loads the policy that the checkpoint names. If the checkpoint names
+    none either, the loader loads the policy in the `config.yaml` of the checkpoint's run. The settings in `KEPT`
+    (tokenizer, adapters, frozen layers, dtype, trusted code, ...) come from the run in any case. If `policy` is the
+    name that the run used, the revision comes from the run, too.
     """
     settings = dict(content.get("hyper_parameters") or {})
     if settings.get("policy") is None:
@@ -205,7 +207,7 @@ def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | No
 def check_random_weights(loader: PolicyLoader, num_missing: int, checkpoint: str | Path) -> None:
     """Raise ValueError if the policy began with random weights, and the checkpoint lacks some of them.
 
-    No file contains these weights. A policy that is built for the export has other random weights.
+    No file contains the missing weights, and a policy that is built for the export has other random weights.
 
     Args:
         loader: The loader of the policy.
@@ -223,7 +225,7 @@ def check_random_weights(loader: PolicyLoader, num_missing: int, checkpoint: str
 def check_adapters(
     weights: Mapping[str, Tensor], checkpoint: str | Path, *, is_known: bool, asks_for_adapter: bool
 ) -> None:
-    """Raise ValueError if the checkpoint has adapters without known settings, or lacks the expected adapters."""
+    """Raise ValueError if the checkpoint lacks expected adapters, or has adapters with unknown settings."""
     first = next((name for name in weights if ".lora_" in name), None)
     if first is not None and not is_known:
         raise ValueError(
@@ -278,10 +280,11 @@ def load_trained_weights(
         weights: Weights by their names in the model.
         trained: Number of parameter tensors that the optimizer trained; None if unknown. If the checkpoint contains
             that many tensors, the other parameters may be missing.
-        fill_missing: Allow missing weights even if they are not known to be frozen.
+        fill_missing: If true, any weight may be missing. If false, only weights that are known to be frozen may be
+            missing.
 
     Returns:
-        Number of parameters (elements, not tensors) that the checkpoint lacks, and that the model therefore keeps.
+        Number of parameters (elements, not tensors) that the checkpoint lacks. The model keeps their initial values.
 
     Raises:
         ValueError: If names or shapes of weights do not match the model, if tied weights differ, or if trained weights

@@ -35,8 +35,9 @@ CONFIG_PARENTS = 3
 def open_checkpoint(path: Path) -> Iterator[dict[str, Any]]:
     """Open a checkpoint, with tensors that are memory-mapped from its file.
 
-    Shards are first merged into a temporary file. That file is written next to the folder of the shards, where the disk
-    is likely to have enough space. If no file can be created next to it, the system's temporary folder is used.
+    Shards are first merged into a temporary file. The temporary file is written next to the folder of the shards, where
+    the disk is likely to have enough space. If no file can be created there, the temporary file is written to the
+    system's temporary folder.
     """
     if not path.exists():
         raise FileNotFoundError(f"No checkpoint {path.resolve()}. The current folder is {Path.cwd()}.")
@@ -252,7 +253,7 @@ def was_interrupted(checkpoint: Path) -> bool:
 
 
 def saved_by(checkpoint: Path) -> Path | None:
-    """Folder of the run that saved a complete checkpoint; None if the checkpoint does not name it."""
+    """Folder of the run that saved a complete checkpoint; None if the checkpoint does not name the folder."""
     if checkpoint.is_dir():
         folder = json.loads((checkpoint / MARK).read_text(encoding="utf-8")).get("run_folder")
     else:
@@ -267,7 +268,7 @@ def saved_by(checkpoint: Path) -> Path | None:
 
 REFERENCE = "reference"
 """A run with several ranks saves the weights of an updated reference in a file of its own, next to the rank files
-(`RankFiles`). The name of this file has this word instead of a rank's number."""
+(`RankFiles`). In the name of this file, the word `reference` replaces the number of a rank."""
 
 
 class RankFiles:
@@ -295,7 +296,7 @@ class RankFiles:
         unfinished.replace(self.folder / f"{moment}-{rank}.pt")
 
     def read(self, moment: str, rank: int | str) -> Any:
-        """Read the state of a rank with memory-mapped tensors. Raises: FileNotFoundError if the file is missing."""
+        """Read a rank's state; its tensors are memory-mapped. Raises: FileNotFoundError if the file is missing."""
         path = self.folder / f"{moment}-{rank}.pt"
         if not path.is_file():
             raise FileNotFoundError(
@@ -329,7 +330,7 @@ class RankFiles:
         return state
 
     def why_missing(self, state: Mapping[str, Any] | None) -> str | None:
-        """Return a message that names a missing rank file, without which no run can resume; None if all files exist.
+        """Return a message that names a missing rank file; None if all exist. No run can resume if a file is missing.
 
         Args:
             state: The run state in the checkpoint (`checkpoint["grpo"]`).

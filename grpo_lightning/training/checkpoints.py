@@ -1,8 +1,8 @@
 """Save checkpoints that are complete and contain the state at the end of an optimizer step, and resume from them.
 
-This module replaces methods of the trainer and the strategy, because every checkpoint is saved and loaded through them.
-That includes checkpoints that a user's callback saves, that a script saves with `trainer.save_checkpoint`, and that a
-strategy without a `CheckpointIO` saves (DeepSpeed, FSDP2).
+Methods of the trainer and the strategy save and load every checkpoint, so this module replaces these methods. They also
+save the checkpoints of a user's callback, of a script that calls `trainer.save_checkpoint`, and of a strategy without a
+`CheckpointIO` (DeepSpeed, FSDP2).
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class StepEnds(L.Callback):
         trainer.strategy.remove_checkpoint = remove_all  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Make checkpoint callbacks treat the step from which a run resumes as saved, so they do not save it again."""
+        """Mark the step from which a run resumes as saved, so that no checkpoint callback saves this step again."""
         for callback in trainer.checkpoint_callbacks if trainer.global_step else ():
             if isinstance(callback, ModelCheckpoint):
                 remember_saved_step(callback, trainer.global_step)
@@ -120,7 +120,7 @@ class StepEnds(L.Callback):
         trainer.fit_loop.epoch_loop.min_steps = max(self.min_steps or 0, trainer.global_step + 1)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Record that the optimizer changes the weights from now on until the end of this step, and which weights."""
+        """Record that the optimizer changes weights until the end of this step, and record which weights."""
         pl_module.run.is_updating = True
         pl_module.frozen.record_trained(pl_module)
 
@@ -142,7 +142,7 @@ class StepEnds(L.Callback):
         trainer.fit_loop.epoch_loop.min_steps = self.min_steps
 
     def on_fit_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """Log that a resumed run had nothing left to train: Lightning then skips training and `on_train_end`."""
+        """If a resumed run had nothing left to train, log this fact; Lightning then never calls `on_train_end`."""
         if not self.has_ended and trainer.ckpt_path and trainer.limit_train_batches and trainer.is_global_zero:
             log.info(
                 "The run was already complete at step %d (trainer.max_steps %d, trainer.max_epochs %s): nothing was "
@@ -240,11 +240,12 @@ SETTINGS = {
     SyncReference,
     Validation,
 }
-"""The classes of settings whose objects are saved in checkpoints as their fields. Objects of a subclass are not."""
+"""Classes of settings. A checkpoint contains the fields of an object of these classes, but not of an object of a
+subclass."""
 
 
 def plain_settings(arguments: Mapping[str, Any], loader: PolicyLoader) -> dict[str, Any]:
-    """Return the module's arguments to save in checkpoints; `load_from_checkpoint` can then be called without them.
+    """Return the module's arguments to save in checkpoints; a call of `load_from_checkpoint` can omit these arguments.
 
     All are plain values, so that the checkpoint can be loaded with `weights_only=True`. Rewards are not included. A
     policy that was passed as a model object is not included either. An argument that cannot be restored (see
@@ -284,7 +285,7 @@ def missing_arguments(error: TypeError) -> str | None:
 
 
 def check_keys(names: Collection[str], known: Collection[str], trained: Sequence[str]) -> None:
-    """Check that a checkpoint lacks only frozen weights, and has no weights unknown to the module.
+    """Check that a checkpoint has all trained weights, and that the module has all weights of the checkpoint.
 
     Args:
         names: Names of the checkpoint's weights.
@@ -323,12 +324,12 @@ def recording_settings(configure: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def restore_optimizer_settings(trainer: L.Trainer, settings: Sequence[dict[str, Any]], schedule: Any) -> None:
     """Replace the optimizer settings of the loaded checkpoint with those of this run.
 
-    The learning rate is replaced too, unless the run has a schedule that is not a `Schedule` of this library: such a
-    schedule continues from the learning rates in the checkpoint (`lr`, `initial_lr`, `max_lr`). If it also changes the
-    momentum (`OneCycleLR`, `CyclicLR`), the same holds for the momentum.
+    The learning rate is replaced too, with one exception: a schedule that is not a `Schedule` of this library continues
+    from the learning rates in the checkpoint (`lr`, `initial_lr`, `max_lr`). If such a schedule also changes the
+    momentum (`OneCycleLR`, `CyclicLR`), the momentum continues from the checkpoint, too.
 
     Args:
-        trainer: Trainer of a run that may be resumed.
+        trainer: Trainer of the run. If the run resumes from no checkpoint, nothing is replaced.
         settings: This run's settings of every parameter group (`recording_settings`).
         schedule: This run's schedule, or None.
     """

@@ -1,4 +1,4 @@
-"""Checks of a run's settings, and of whether its data loader and its trainer fit these settings."""
+"""Check the settings of a run, and check that its data loader and its trainer fit these settings."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def required_hook(hook: Hook) -> Hook:
-    """Mark a Lightning hook of the module that also has to run if a subclass overrides it without `super()`."""
+    """Mark a Lightning hook of the module. The marked hook runs even if an override does not call `super()`."""
 
     @functools.wraps(hook)
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,8 +107,9 @@ def required_hook(hook: Hook) -> Hook:
 def completed_hook(override: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an override of a required hook; the wrapper runs the module's own hook if the override did not call it.
 
-    The own hook runs after the override, because `setup` often makes the data that the own hook checks. Callbacks that
-    the own hook returns (`configure_callbacks`) are added to those of the override.
+    The module's own hook runs after the override, because an override of `setup` often makes the data that the module's
+    own hook checks. The callbacks that the module's own `configure_callbacks` returns are added to the callbacks that
+    the override returns.
     """
 
     @functools.wraps(override)
@@ -214,7 +215,7 @@ def warn_of_off_policy(surrogate: Any, old_logprobs: str, num_updates: int) -> N
 
 
 def check_choices(old_logprobs: str, overlong_filter: str, rollout_correction: str) -> None:
-    """Check three settings. Raises: ValueError if a value is unknown, or if `rollout_correction` has no effect."""
+    """Check the given settings. Raises: ValueError if a value is unknown, or if `rollout_correction` has no effect."""
     for name, value, kind in (
         ("old_logprobs", old_logprobs, OldLogprobs),
         ("overlong_filter", overlong_filter, OverlongFilter),
@@ -229,7 +230,7 @@ def check_choices(old_logprobs: str, overlong_filter: str, rollout_correction: s
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Check the sampling distribution of training, and warn if it differs from the distribution that is trained.
+    """Check training's sampling settings; warn if completions are not sampled from the trained distribution.
 
     Raises:
         ValueError: If sampling is greedy.
@@ -350,9 +351,9 @@ def check_trainer(trainer: L.Trainer) -> None:
 def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
     """Round `max_steps` and the number of batches per epoch up to complete cycles, with a warning.
 
-    A cycle is one rollout and all training on it. If a limit ended inside a cycle, part of a rollout would be
-    discarded. An accumulation window could also end early, and the gradient would be divided by the wrong number. For
-    the same reasons, `fast_dev_run` runs one complete cycle.
+    A cycle is one rollout and all training on it. A limit that ends the run or the epoch inside a cycle would discard a
+    part of the rollout. Such a limit could also end an accumulation window early, and then the gradient would be
+    divided by the wrong number. For these two reasons, `fast_dev_run` runs one complete cycle.
 
     Args:
         trainer: Trainer whose limits are changed in place.
@@ -375,8 +376,9 @@ def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
 def round_up_max_steps(trainer: L.Trainer, cycle: int, requested: int) -> None:
     """Round `max_steps` up to complete cycles, with a warning. Call it again when a run has resumed.
 
-    A resumed run counts its cycles from the checkpoint's step. If the checkpoint was saved inside a cycle, the run
-    counts from the beginning of this cycle. The steps before may have belonged to cycles of another length.
+    If the checkpoint was saved between two cycles, the resumed run counts cycles from the checkpoint's step. If the
+    checkpoint was saved inside a cycle, the run counts from the beginning of that cycle. Earlier steps may belong to
+    cycles of another length.
 
     Args:
         trainer: Trainer whose `max_steps` is changed in place.
@@ -546,7 +548,7 @@ def check_staleness(max_staleness: int, old_logprobs: str, rollout_correction: s
 
 
 def check_conversation(environment: Any, settings: Any, rewards: Sequence[WeightedReward]) -> None:
-    """Check that there is an environment if settings or rewards need one.
+    """If settings or rewards need an environment, check that there is an environment.
 
     Args:
         environment: `model.environment`.
@@ -646,8 +648,8 @@ def check_loader(
         shape: Shape of a cycle.
         num_generations: Completions per prompt.
         ranks_per_group: Number of ranks that share the completions of a prompt.
-        needs_more: True if dynamic sampling is on. It requests further prompts from the loader.
-        max_staleness: Number of next cycles whose prompts the loader has to know.
+        needs_more: True with dynamic sampling, which requests further prompts from the loader.
+        max_staleness: Number of cycles after the current one. The loader has to know the prompts of these cycles.
 
     Raises:
         ValueError: If the loader does not match these arguments, or some micro-batches would be empty.
@@ -695,7 +697,7 @@ def warn_of_few_prompts(loader: Any) -> None:
 
 
 def warn_of_unknown_length(rewards: Sequence[WeightedReward], num_steps: int) -> None:
-    """Warn if the number of steps of the run is unknown (-1), and a reward may compute with it."""
+    """Warn if a reward may use the number of steps of the run, but this number is unknown (-1)."""
     readers = [reward.name for reward in rewards if reward.names("trainer_state")]
     if num_steps < 0 and readers:
         log.warning(

@@ -48,8 +48,8 @@ HUGGING_FACE_DATA = ("datasets.arrow_dataset", "datasets.iterable_dataset", "dat
 def check_loaders(trainer: L.Trainer) -> None:
     """Check the loaders of all stages. The loaders of a user's data module are checked once they are made.
 
-    Lightning accepts a list or dict of loaders. It would read a list of rows as such a list, and train on the names of
-    the columns.
+    Lightning accepts a list or dict of loaders. So Lightning would mistake a list of rows for a list of loaders, and
+    would train on the names of the columns.
 
     Raises:
         ValueError: If the data of a stage are rows, texts or a Hugging Face dataset, or if an evaluation loader does
@@ -116,8 +116,8 @@ def check_rows(rewards: RewardSet, trainer: L.Trainer, conversations: Conversati
         conversations: The conversations of the run; None if the run has no environment.
 
     Raises:
-        ValueError: If a reward whose `on_error` is "raise" cannot score some rows; the message names the rows. A reward
-            with another `on_error` only causes a warning.
+        ValueError: If a reward whose `on_error` is "raise" cannot score some rows; the message names the rows. If a
+            reward with another `on_error` cannot score some rows, only a warning is logged.
     """
     observation_role = None if conversations is None else conversations.runner.observation_role
     rewards.check_rows(itertools.chain.from_iterable(known_data(trainer)), observation_role)
@@ -206,10 +206,11 @@ def sources_in(loaders: Any) -> list[PromptSource]:
 
 
 def check_truncation(conversations: Conversations | None, trainer: L.Trainer) -> None:
-    """Check that prompts that are or may be truncated need no descriptions of tools.
+    """If the environment has tools, check that no prompt is truncated, and that the data module truncates none.
 
-    A truncated prompt consists of token ids, to which no descriptions can be added. A first observation cannot be added
-    either; this is checked when an environment returns one (`Conversations.with_observation`).
+    A truncated prompt consists of token ids, to which no descriptions of tools can be added. The first observation of
+    an environment cannot be added either: `Conversations.with_observation` checks this when an environment returns an
+    observation.
 
     Raises:
         ValueError: If the environment has tools, and a known prompt is truncated or the data module truncates long
@@ -259,8 +260,8 @@ def check_prompts(
         trainer: Trainer with the data.
         trained: Sampling settings of training completions.
         validated: Sampling settings of evaluation completions.
-        conversations: The conversations of the run. The chat template must support them. The template's descriptions of
-            tools count as tokens of the prompts.
+        conversations: The conversations of the run. The chat template must support conversations. The descriptions of
+            tools that the template adds count as tokens of the prompts.
         max_sequence_length: The engine's maximum number of tokens of a prompt and its completion; None if the engine
             has no limit of its own.
 
@@ -297,9 +298,9 @@ def check_prompts(
 def longest_row(loader: PolicyLoader, trainer: L.Trainer, longest_completion: int) -> int | None:
     """Number of tokens of a run's longest possible sequence: the longest prompt plus the longest completion.
 
-    The length of the longest prompt is `data.max_prompt_length`; without this setting, it is measured on the data.
-    Returns None if that length is unknown (streams, custom loaders), or if it is not needed because the policy's RoPE
-    does not depend on the sequence length.
+    The length of the longest prompt is `data.max_prompt_length`; without this setting, the length is measured on the
+    data. Returns None if the length of the longest prompt is unknown (streams, custom loaders). Also returns None if
+    the policy's RoPE does not depend on the sequence length: the number is then not needed.
     """
     config = loader.load_config()
     if original_length(config.get_text_config(decoder=True)) is None:
@@ -336,8 +337,8 @@ def _check_all(prompts: Sequence[Prompt], encoder: Encoder) -> None:
 
 
 TEMPLATE_TOKENS = 256
-"""Assumed maximum number of tokens that a chat template adds to a prompt. If a template adds more tokens, the error for
-a prompt that is too long may come only when completions are sampled."""
+"""Assumed maximum number of tokens that a chat template adds to a prompt. If a template adds more tokens, a prompt that
+is too long may raise an error only when completions are sampled."""
 
 
 def num_bytes(prompt: Prompt) -> int:

@@ -121,7 +121,7 @@ class Evaluation:
 
 
 class FurtherMetrics(nn.ModuleList):
-    """Copies of the metrics of a `Validation`, initially empty and updated together."""
+    """Copies of a `Validation`'s metrics. The copies begin empty and are updated together."""
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         super().__init__(metric.clone() for metric in metrics)
@@ -172,10 +172,10 @@ class EvaluationTable(Metric):
     `compute` returns means over the completions of all ranks: `reward` (the weighted total), each reward by name,
     `length` (tokens) and `truncated`. For conversations, it also returns `turns` (of the policy) and
     `environment_failures` (the fraction of conversations in which a call of the environment failed). Mean rewards do
-    not include completions that are not scorable. `compute` also returns means over prompts, `avg@G` and `pass@k`, each
-    with the bounds of its confidence interval (`.../low` and `.../high`), and the values of `validation.metrics`. If
-    there are several data sources, `compute` also returns all these values for each source (`source/<name>/...`).
-    A result that is nan is not returned.
+    not include completions that are not scorable. `compute` also returns `avg@G` and, for each k, `pass@k`. Both are
+    means over prompts, each with the bounds of its confidence interval (`.../low` and `.../high`). `compute` also
+    returns the values of `validation.metrics`. If there are several data sources, `compute` returns all these values
+    for each source, too (`source/<name>/...`). A result that is nan is not returned.
 
     Args:
         rewards: Names of the rewards.

@@ -50,7 +50,7 @@ def make_loader(loop: Any) -> Any:
 
 
 def known_length(loader: Any) -> int | None:
-    """Number of batches of a loader; None for a stream, and for a `CombinedLoader` that Lightning has not begun."""
+    """Number of batches of a loader; None for a stream, and for a `CombinedLoader` before its first use."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError, RuntimeError):
@@ -61,8 +61,8 @@ def keep_order(loaders: Any, *, is_on: bool = True) -> None:
     """Make prompt sources keep the order of the data from their next epoch on, or shuffle again.
 
     Args:
-        loaders: A loader, or several loaders in lists and dicts. Other loaders than prompt sources are not changed.
-        is_on: False lets the sources shuffle, unless their `shuffle` is False.
+        loaders: A loader, or several loaders in lists and dicts. Only prompt sources are changed.
+        is_on: If false, sources that have `shuffle=True` shuffle again.
     """
     for loader in CombinedLoader(loaders).flattened:
         if isinstance(loader, PromptSource):
@@ -100,9 +100,10 @@ def configured_optimizers(configured: Any) -> list[Optimizer]:
 
 
 def loss_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
-    """The factor of the gradients before the optimizer's step: above 1 if a fused optimizer unscales them in its step.
+    """The factor that gradients contain before the optimizer's step; 1, except for a fused optimizer with 16-mixed.
 
-    With 16-mixed, Lightning itself unscales the gradients of all other optimizers before `on_before_optimizer_step`.
+    A fused optimizer unscales its gradients in its step. For any other optimizer, Lightning itself unscales the
+    gradients before `on_before_optimizer_step`.
     """
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return float(scaler.get_scale()) if scaler is not None and _optimizer_handles_unscaling(optimizer) else 1.0
@@ -158,7 +159,7 @@ def last_value(item: Any) -> Any:
 
 
 def forget(item: Any) -> None:
-    """Remove one of the `logged_items` from the loggers until it is logged again. A user's own metric is not reset."""
+    """Hide one of the `logged_items` from the loggers until it is logged again. A user's `Metric` is not reset."""
     if item.is_tensor:
         item.reset()
     item.has_reset = True
@@ -184,13 +185,14 @@ def micro_steps_done(trainer: L.Trainer) -> int:
 
 
 def num_training_steps(trainer: L.Trainer) -> float:
-    """Total number of optimizer steps of a run, including the steps before it was resumed; infinite if it has no end.
+    """Total number of optimizer steps of a run, including the steps before a resume; infinite if the run has no end.
 
     The number is -1 if only `max_epochs` ends the run, and the length of an epoch is unknown. Call this function only
     after the loaders are set up.
 
-    `Trainer.estimated_stepping_batches` assumes that every epoch has as many steps as this run's epochs. In a resumed
-    run, earlier epochs may have had more or fewer, because batch size, number of ranks or cycle length has changed.
+    In a resumed run with `max_epochs`, `Trainer.estimated_stepping_batches` may be wrong: it assumes that all epochs
+    have as many steps as the epochs after the resume. Earlier epochs may have had another number of steps, because
+    batch size, number of ranks or cycle length has changed.
     """
     steps: float = trainer.estimated_stepping_batches
     if not trainer.global_step or trainer.max_epochs in (None, -1) or math.isinf(trainer.num_training_batches):

@@ -90,7 +90,7 @@ class StepMetrics:
         self._add("rate", name, total, per)
 
     def add_extreme(self, name: str, values: Iterable[float], extreme: Callable[[Iterable[float]], float]) -> None:
-        """Update a minimum or maximum (`extreme` is `min` or `max`); nothing changes without values."""
+        """Update a minimum or maximum (`extreme` is `min` or `max`). If there are no values, nothing changes."""
         known = [float(self.tallies[name].total)] if name in self.tallies else []
         if candidates := [*known, *values]:
             self.tallies[name] = Tally("min" if extreme is min else "max", extreme(candidates))
@@ -121,7 +121,7 @@ class StepMetrics:
 
     @contextlib.contextmanager
     def timed(self, name: str, device: torch.device | None = None) -> Iterator[None]:
-        """Add the seconds that the `with` block takes to `time/<name>`, including the work of `device`."""
+        """Add to `time/<name>` the seconds that the `with` block takes, including the work of `device`."""
         start = time.perf_counter()
         try:
             yield
@@ -186,9 +186,9 @@ def add_rollout(
     includes truncated completions, which would have become longer without the limits on tokens and turns.
 
     With asynchronous rollouts, `rollout/staleness` is also added: the number of rollouts that were trained on between
-    the sampling of a group and the training on it, averaged over groups. In this case, `time/rollout` is only the time
-    that training waits for samples. The number of sampled tokens is then divided by `time/sampling` instead, most of
-    which passes in the background.
+    the sampling of a group and the training on this group, averaged over groups. `time/rollout` is then only the time
+    for which training waits for completions. For `rollout/tokens_per_second`, the number of sampled tokens is therefore
+    divided by `time/sampling`, most of which passes in the background.
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
@@ -210,10 +210,11 @@ def add_conversations(metrics: StepMetrics, groups: Sequence[Group]) -> None:
 
     `rollout/turns` is the mean number of the policy's turns per conversation. `rollout/observation_tokens` is the mean
     number of observation tokens per conversation. `rollout/sampled_fraction` is the share of sampled tokens among all
-    tokens; only sampled tokens are trained on. `environment/reward` is the sum of an environment's rewards, averaged
-    over the conversations in which the environment gave a reward. `environment/<name>` is a number that the environment
-    reports with its steps, summed over the steps and averaged over the conversations. `environment/failures/<kind>` is
-    the number of conversations in which a call of the environment failed.
+    tokens of the completions; only sampled tokens are trained on. `environment/reward` is the sum of an environment's
+    rewards in a conversation, averaged over the conversations in which the environment gave a reward.
+    `environment/<name>` is a number that the environment reports with its steps: a sum over the steps of a
+    conversation, averaged over all conversations. `environment/failures/<kind>` is the number of conversations in which
+    a call of the environment failed.
     """
     completions = [completion for group in groups for completion in group.completions]
     for completion in completions:
@@ -267,9 +268,9 @@ def add_resampling(metrics: StepMetrics, done: Resampling, reason: str, warn_onc
 
 
 def add_scores(metrics: StepMetrics, scores: Scores) -> None:
-    """Add rewards' metrics: means, stds within groups, share of zero-variance groups, failures, and own metrics.
+    """Add rewards' metrics: means, stds within groups, share of zero-variance groups, failures, and reported numbers.
 
-    Own metrics are the numbers that a reward itself reports (`Scores.metrics`).
+    The reported numbers are those that the rewards themselves log with `log_metric` (`Scores.metrics`).
     """
     total = scores.total
     scorable = ~total.isnan()
@@ -288,7 +289,7 @@ def add_scores(metrics: StepMetrics, scores: Scores) -> None:
 
 
 def group_stds(values: Tensor) -> tuple[float, int]:
-    """Sum and number of the unbiased standard deviations of the rows of [N, G] that have at least two values."""
+    """Sum and number of unbiased standard deviations: one for each row of [N, G] with at least two values."""
     rows = [row[~row.isnan()] for row in values]
     stds = [row.std().item() for row in rows if row.numel() > 1]
     return sum(stds), len(stds)
@@ -314,8 +315,8 @@ def add_update(
     """Add KL, ratio and clip fractions of a micro-batch, over its trained tokens.
 
     The KL to the reference and the fraction of selected tokens are means over the trained tokens of all completions.
-    Completions with advantage 0 do not contribute to the policy loss. All other means describe the policy loss, and are
-    therefore means over the tokens whose advantage is not 0. Completions with advantage 0 are left out of the
+    The other means describe the policy loss, to which completions with advantage 0 do not contribute. So the other
+    means are means over the trained tokens whose advantage is not 0. Completions with advantage 0 are left out of the
     micro-batches only if no mean over all completions is logged (`GRPOLightningModule.split_rollout`).
 
     `policy/rollout_kl` is KL(engine || policy before the rollout's first update) in nats per token. It measures how
@@ -436,11 +437,10 @@ def untrained_cause(completion: Completion, overlong_filter: OverlongFilter) -> 
 class StepLog(L.Callback):
     """Passes the metrics of every rollout to the loggers exactly once.
 
-    Lightning keeps the last value of each metric that a training step logged, and passes this value to the loggers
-    again at every later step. Without this callback, the rewards of a rollout with several optimizer steps would be
-    logged at each of these steps. For a rollout without scorable completions, the rewards of the previous rollout would
-    be logged again. `trainer.callback_metrics` still contains the last values, so metrics that callbacks monitor never
-    disappear.
+    For each metric of a training step, Lightning keeps the last value, and passes this value to the loggers again at
+    every later step. Without this callback, the rewards of a rollout with several optimizer steps would be logged at
+    each of these steps. For a rollout without scorable completions, the rewards of the previous rollout would be logged
+    again. `trainer.callback_metrics` still contains the last values, so metrics that callbacks monitor never disappear.
 
     The metrics of a rollout belong to the first optimizer step of its cycle, but Lightning passes metrics to the
     loggers only at every `log_every_n_steps`-th step. With two optimizer steps per rollout and an even
@@ -458,7 +458,7 @@ class StepLog(L.Callback):
         self.log_every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Before an optimizer step's first micro-batch, reset metrics logged per step, but not means over an epoch."""
+        """Before an optimizer step's first micro-batch, reset metrics of the last step, but not means over an epoch."""
         accumulate = trainer.accumulate_grad_batches
         if batch_idx % accumulate:
             return

@@ -207,7 +207,7 @@ class Cycle:
 
     Args:
         micro_batches: The micro-batches of all updates of one epoch, in training order.
-        counts: Counts of trained tokens and completions of each update.
+        counts: Counts of trained tokens and completions of each update, over all ranks.
         num_iterations: Epochs over the rollout.
         position: Micro-steps done.
     """
@@ -296,7 +296,8 @@ class Share:
     """This rank has every `ranks_per_group`-th completion of a group, beginning with the index `member`."""
 
     num_generations: int | None = None
-    """Group size G. None is allowed if this rank has all completions of its groups: each group then has G."""
+    """Group size G. May be None if this rank has all completions of its groups: G is then the number of completions in
+    each group."""
 
     @property
     def num_groups(self) -> int:
@@ -330,7 +331,7 @@ def plan_micro_batches(
         skip_zero_advantages: If true, completions whose tokens all have advantage 0 are left out of the micro-batches.
             The returned counts still include these completions.
         share: This rank's part of the rollout of all ranks; None if `groups` is the complete rollout.
-        cost: Computes the cost of a micro-batch, by which the ways to split an update are compared; None uses
+        cost: Computes the cost of a micro-batch. This cost decides how an update is split (`split_update`). None uses
             `padded_cost`.
 
     Returns:
@@ -369,8 +370,8 @@ def plan_over_ranks(
     """Split the rollout of all ranks into micro-batches. Collective: all ranks call it.
 
     Args:
-        groups: N groups of this rank, each with K completions. N may be 0. K is the group size G, or less if several
-            ranks share a group.
+        groups: N groups of this rank, each with K completions. N may be 0. K is the group size G. If several ranks
+            share a group, K is the number of the group's completions on this rank.
         advantages: [N, K] advantages of the completions.
         teams: The ranks that share groups; None if no group is shared.
         **settings: Arguments of `plan_micro_batches`.
@@ -392,8 +393,8 @@ def agree_on_chunks(micro_batches: Sequence[MicroBatch], scorer: Scorer) -> None
     """Make all ranks use equally many chunks (forward passes) for each micro-batch. Collective: all ranks call it.
 
     The rank that needs the most chunks for a micro-batch determines their number. Sharded weights are gathered by all
-    ranks together, so all ranks must run the same number of forward passes. Call this function before the first pass
-    over the micro-batches, even if they come from an overridden `split_rollout` or from a checkpoint.
+    ranks together, so all ranks must run the same number of forward passes. Call this function before the first forward
+    pass, even for micro-batches that come from an overridden `split_rollout` or from a checkpoint.
 
     Args:
         micro_batches: This rank's micro-batches.
@@ -535,9 +536,9 @@ def known_observations(cycle: Cycle) -> dict[int | str, Any]:
 def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share) -> list[list[CompletionRow]]:
     """Split this rank's groups among the updates, in order.
 
-    If all ranks together have fewer groups than updates, single completions are divided among the updates instead. The
-    index of a group or completion in the rollout of all ranks determines to which update it belongs. So the number of
-    ranks makes no difference.
+    If all ranks together have fewer groups than updates, single completions rather than groups are divided among the
+    updates. The index of a group or completion in the rollout of all ranks determines its update. So every number of
+    ranks gives the same updates.
     """
     units, num_units = [(share.index(i), group) for i, group in enumerate(groups)], share.num_groups
     if share.num_groups < updates:
@@ -570,21 +571,22 @@ def split_update(rows: list[CompletionRow], parts: int, cost: RowsCost | None = 
     - completions in the order of their groups: at most one prompt per cut is processed twice.
     - completions in the order of their lengths: less padding, but many prompts are processed several times.
 
-    The two ways measure the size of a part differently. In the first, the size is the number of tokens without padding,
-    because the scorer's chunks (`AutoChunks`) contain little padding. In the second, the size is the number of tokens
-    after each completion of the part is padded to the longest completion of the part. The best split has the smallest
+    The two ways measure the size of a part differently. In the first way, the size is the number of tokens without
+    padding, because the scorer's chunks (`AutoChunks`) contain little padding. In the second way, the size is the
+    number of tokens after all prompts are padded to the longest prompt of the part, and all completions to the longest
+    completion. The best split has the smallest
 
         (sum of the costs of all micro-batches) + parts * (largest cost of a micro-batch)
 
     The first term is the time that this rank needs alone. The second term is the time if the ranks wait for each other
-    in every micro-batch; it also grows with the peak memory.
+    in every micro-batch. The second term also grows with the peak memory.
 
     Args:
         rows: The completions of an update.
         parts: Number of micro-batches. This number affects only memory and time, not the gradient.
-        cost: Computes the cost of a micro-batch, by which splits are compared (`Scorer.cost`); None uses `padded_cost`.
-            The ranks need not choose the same split: every rank has `parts` micro-batches, and micro-batches of the
-            same index have similar costs.
+        cost: Computes the cost of a micro-batch (`Scorer.cost`). Splits are compared by this cost. None uses
+            `padded_cost`. Different ranks may choose different splits: every rank has `parts` micro-batches, and
+            micro-batches of the same index have similar costs.
     """
     if parts == 1:
         return [rows]

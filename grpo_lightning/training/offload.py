@@ -22,12 +22,12 @@ def offloaded(
 ) -> Iterator[None]:
     """Keep the reference or the optimizer states on the CPU inside the `with` block, while completions are sampled.
 
-    A run does this only if `model.offload` requests it, because every rollout then copies the tensors to the CPU and
-    back. Tensors that the strategy always keeps on the CPU stay there.
+    A run offloads tensors only if `model.offload` names them, because every rollout then copies these tensors to the
+    CPU and back. Tensors that the strategy always keeps on the CPU stay there.
 
     Args:
         names: Tensors to offload: "reference", "optimizer".
-        policy: The policy. Its weights stay on their device, including those that the reference shares with it.
+        policy: The policy. Its weights stay on their device, including weights that the policy and the reference share.
         reference: The reference; must be a `FrozenCopy` if `names` contains "reference".
         optimizers: Optimizers of the trainer. The states of the first optimizer are offloaded; the list may be empty.
     """

@@ -44,7 +44,7 @@ class SavedRow(CompletionRow):
     """A completion of a saved micro-batch; `group` and `number` are indices over all ranks, starting at 0."""
 
     prompt_key: int | str = ""
-    """`Prompt.key` of its prompt; empty for a text-only policy."""
+    """`Prompt.key` of the completion's prompt; empty for a text-only policy."""
 
     prompt_observation: str = ""
     """See `MicroBatch.prompt_observations`."""

@@ -132,11 +132,12 @@ def make_router_loss(policy: nn.Module, scorer: Scorer, requested: float | None)
         requested: `objective.router_aux_loss_coef`.
 
     Returns:
-        The loss. None if the coefficient is 0, or (with a warning) if the routers cannot be read and no coefficient was
-        requested.
+        The loss. None if the coefficient is 0. If the coefficient comes from the policy's config, and the routers
+        cannot be read, a warning is logged, and None is returned.
 
     Raises:
-        ValueError: If a coefficient above 0 is requested, and the model is dense or its routers cannot be read.
+        ValueError: If a coefficient above 0 is requested for a dense model, or for a model with routers that cannot be
+            read.
     """
     coefficient = router_coefficient(requested, base_model(policy).config)
     if coefficient == 0:

@@ -61,8 +61,8 @@ class StepEnd:
     """The cycle that is only partly trained on; None between two cycles."""
 
     position: int
-    """Number of micro-steps of `cycle` that were completed by the end of the step. `cycle.position` continues to count
-    afterwards."""
+    """Number of micro-steps of `cycle` that were done at the end of the step. After the step, `cycle.position` counts
+    further."""
 
     rollout_index: int
 
@@ -199,8 +199,8 @@ class RunState:
 
         Raises:
             ValueError: If this run's reference differs from the reference of the checkpoint's run.
-            ValueError: If the checkpoint was saved inside a cycle, and its run had another number of updates or another
-                number of epochs over the rollout.
+            ValueError: If the checkpoint was saved inside a cycle, and the checkpoint's run had another number of
+                updates per rollout or of epochs over a rollout.
         """
         self.was_interrupted_in_step = state.get("is_interrupted", False)
         self.rollout_index = state["rollout_index"]
@@ -247,7 +247,7 @@ class RunState:
         )
 
     def _restore_reference(self, state: Mapping[str, Any], checkpoint: Path) -> None:
-        """Restore the reference if it was updated; else check that this run has made the same reference."""
+        """Restore the reference if it was updated; else check that this run has the reference of the saved run."""
         if not state.get("has_moved"):
             if self.reference is not None:
                 self.reference.check_initial(state.get("reference_fingerprint", {}))  # {} without a reference

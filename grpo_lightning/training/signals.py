@@ -1,9 +1,9 @@
 """Signals that end a training run after the current optimizer step: SLURM auto-requeue, Ctrl-C and SIGTERM.
 
 A signal handler only records the signal. At the end of the step, the ranks check together whether any of them got a
-signal. If so, they save a checkpoint together. A handler cannot save at once, for two reasons. First, a checkpoint
-contains no gradients of an unfinished step. Second, saving is collective, so ranks that were interrupted in different
-places would wait for each other forever.
+signal. If one did, all ranks save a checkpoint together. A handler cannot save at once, for two reasons. First, a
+checkpoint contains no gradients of an unfinished step. Second, saving is collective, so ranks that were interrupted in
+different places would wait for each other forever.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 PATTERN = "stopped-*.ckpt"
 PHASES_BEFORE_UPDATE = ("rollout", "reward")
-"""Phases of a training step in which weights and optimizer are those of the end of the previous step."""
+"""Phases of a training step in which weights and optimizer have not changed since the end of the previous step."""
 
 
 class RequeueAtStepEnd(L.Callback):
@@ -79,9 +79,10 @@ class GracefulStop(L.Callback):
     run neither validates nor ends the epoch: if it ended the epoch, a resumed run would skip the rest of the epoch's
     data. The first signal restores the previous signal handlers, which then handle a second signal.
 
-    An error of a reward, an environment or the engine while a training rollout is sampled or scored saves the same
-    checkpoint in a run with one rank. With several ranks it saves none: saving is collective, and the other ranks may
-    not have the error. An error in validation saves none either.
+    If a reward, an environment or the engine raises an error while a training rollout is sampled or scored, a run with
+    one rank saves `stopped-step=<N>.ckpt` with the state after the previous step. A run with several ranks saves no
+    checkpoint after an error: saving is collective, and the other ranks may not have the error. No run saves a
+    checkpoint after an error in validation.
 
     Args:
         folder: Folder of the checkpoint `stopped-step=<N>.ckpt`. The checkpoint of an earlier stop is removed.
@@ -159,7 +160,7 @@ class GracefulStop(L.Callback):
         self.restore()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Put the old handlers back. If an error ended sampling or scoring, save the end of the previous step."""
+        """Put the old handlers back. If an error ended sampling or scoring, save the state after the previous step."""
         self.restore()
         if isinstance(exception, Exception) and self.is_saving and self.can_save_after_error(trainer):
             self.save_after_error(trainer)
@@ -170,7 +171,7 @@ class GracefulStop(L.Callback):
         return trainer.world_size == 1 and is_before_update and trainer.global_step > self.first_step
 
     def save_after_error(self, trainer: L.Trainer) -> None:
-        """Save a checkpoint, and log how to resume. If saving fails, log that, so that the first error is raised."""
+        """Save a checkpoint, and log how to resume. A failure to save is only logged: the first error is raised."""
         try:
             checkpoint = self.save(trainer)
         except Exception as error:  # noqa: BLE001 - for example a full disk, or a GPU that the first error has broken
@@ -203,7 +204,7 @@ class GracefulStop(L.Callback):
 def end_launched(trainer: L.Trainer, seconds: float) -> None:
     """Shut down the ranks that Lightning's subprocess launcher started: wait for them, then kill those that still run.
 
-    If one rank fails, the other ranks wait for it in a collective operation, where no signal but SIGKILL ends them.
+    If one rank fails, the other ranks wait for this rank in a collective operation. Only SIGKILL ends a waiting rank.
 
     Args:
         trainer: Trainer of the run. If torchrun or SLURM launched the ranks, the function does nothing.

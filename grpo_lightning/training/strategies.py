@@ -47,17 +47,17 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
     Args:
         stage: 1 shards optimizer states, 2 also gradients, 3 also weights.
         config: DeepSpeed's own configuration, as a mapping or a JSON file. It replaces the configuration that is made
-            from the other arguments; at stage 3, the `stage3_*` arguments still fill keys that it lacks. In a
-            configuration for transformers' Trainer, each "auto" is replaced by a setting of this run: the setting of
-            the Lightning trainer, or the strategy argument of the same name.
+            from the other arguments; at stage 3, the `stage3_*` arguments still fill keys that this configuration
+            lacks. In a configuration for transformers' Trainer, each "auto" is replaced by a setting of this run: the
+            setting of the Lightning trainer, or the strategy argument of the same name.
         stage3_prefetch_bucket_size: Stage 3: number of elements gathered ahead of their use. The default is 0:
             sampling, scoring and training call the modules in different orders, which makes prefetching useless.
-        stage3_param_persistence_threshold: Stage 3: weights with fewer elements than this stay unsharded.
+        stage3_param_persistence_threshold: Stage 3: weights with fewer elements than this number stay unsharded.
         sub_group_size: Stage 3: number of elements that the optimizer updates at a time. A larger number needs more
             memory.
         exclude_frozen_parameters: Leave frozen weights out of checkpoints. A resumed run gets the frozen weights when
             it loads the policy.
-        logging_batch_size_per_gpu: Only used by DeepSpeed's throughput logging.
+        logging_batch_size_per_gpu: Batch size for DeepSpeed's throughput logging; not used for anything else.
         **kwargs: Arguments of Lightning's `DeepSpeedStrategy` (`offload_optimizer`, `offload_parameters`, ...).
     """
 
@@ -269,9 +269,9 @@ def set_no_leaf_modules(config: dict[str, Any]) -> None:
 
     By default, DeepSpeed treats the blocks of experts of Mixtral and Qwen MoE as leaf modules, and reduces all
     gradients of such a block at the end of the block's backward pass. In this package, a block runs several times per
-    micro-batch, for the prompts and for every chunk. Its gradients would be reduced several times, which DeepSpeed
-    refuses. Nothing is lost without leaf modules: they are meant for experts that are separate modules, and in
-    transformers the experts of a block are one tensor.
+    micro-batch, for the prompts and for every chunk. The gradients of a leaf module would then be reduced several
+    times, which DeepSpeed refuses. Nothing is lost without leaf modules: leaf modules are meant for experts that are
+    separate modules, but in transformers the experts of a block are one tensor.
 
     Args:
         config: DeepSpeed's configuration, changed in place.

@@ -1,8 +1,8 @@
 """Choose some tokens of an optimizer step, by entropy or by covariance of log-prob and advantage.
 
-The loss of the first micro-batch already depends on which of the step's tokens are chosen, and the choice depends on
-all tokens of the step, on all ranks. So before each step, all micro-batches of the step run through the policy in an
-additional pass without gradients.
+The loss of the first micro-batch already depends on the choice, and the choice depends on all tokens of the step, on
+all ranks. So before each step, all micro-batches of the step run through the policy in an additional pass without
+gradients.
 """
 
 from __future__ import annotations

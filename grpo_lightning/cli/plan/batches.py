@@ -32,7 +32,8 @@ class BatchPlan:
         num_iterations: Epochs over each rollout.
         world_size: Number of ranks.
         ranks_per_group: Number of ranks that share the completions of a prompt.
-        num_prompts: Number of prompts in the training data, which a rollout cannot exceed; None if unknown.
+        num_prompts: Number of prompts in the training data; None if unknown. A rollout has at most this number of
+            prompts.
     """
 
     batch_size: int
@@ -57,7 +58,7 @@ class BatchPlan:
 
     @property
     def prompts_per_team(self) -> list[int]:
-        """Prompts per rollout of each team. They differ only if the data have fewer prompts than a full rollout."""
+        """Prompts per rollout, for each team. Teams differ only if the data have fewer prompts than a full rollout."""
         return [len(range(team, self.prompts_per_rollout, self.num_teams)) for team in range(self.num_teams)]
 
     @property
@@ -123,10 +124,10 @@ class RunPlan:
     """None if the number of prompts is unknown."""
 
     total_steps: int | None
-    """None if the unknown number of prompts or a time limit determines the number of steps."""
+    """None if the number of steps depends on a time limit, or on a number of prompts that is unknown."""
 
     requested_steps: int | None
-    """The configured `max_steps`, if it ends inside a cycle and is rounded up."""
+    """`max_steps` as configured, if it was rounded up to the end of a cycle; else None."""
 
     num_prompts: int | None
     """Number of prompts in all rollouts of the run. A prompt counts once for each epoch."""
@@ -196,8 +197,8 @@ def limited_rollouts(rollouts: int, cycle: int, limit: float | None) -> int:
 # ------------------------------------------------------------------------------------------- scripts of other trainers
 
 FIRST_WITH_ACCUMULATION = {"trl": (0, 17), "ms-swift": (3, 4)}
-"""For each trainer, the first version in which an update may have the completions of a group in different micro-steps.
-In VLM-R1, the completions of a group are always in the same micro-step."""
+"""For each trainer, the first version that may train on the completions of one group in different micro-steps of an
+update. VLM-R1 always trains on the completions of a group in the same micro-step."""
 
 
 def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
@@ -211,15 +212,15 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
     - G: completions per prompt
     - A: micro-steps per update (1 in ms-swift before 3.4 if vLLM sleeps)
     - S: micro-steps per generation: the script samples the completions of S micro-steps together, then trains on them.
-      If S is below A, the script samples several times with the same weights; in this package these samples form one
-      rollout, so A replaces S.
+      If S is below A, the script samples several times per update, with the same weights. In this package, the
+      completions of an update then form one rollout: A replaces S.
     - P: prompts of a rollout
     - T: number of teams; a team is a set of ranks that share a group
 
     If W does not divide the number of prompts of an update, ranks share groups, so that every rank trains in every
     update. Each rank then needs at least one completion of a group, so W / T must not be above G. If W / T is above G,
-    or if the prompts do not divide evenly among the updates, T = gcd(P, W) instead. If W / T is above G even then, no
-    rank shares groups, and `batch_size` is P / W, rounded to the nearest integer, but at least 1.
+    or if updates_per_rollout does not divide P, another T is used: T = gcd(P, W). If W / T is above G with this T as
+    well, no rank shares groups, and `batch_size` is P / W, rounded to the nearest integer, but at least 1.
 
     Args:
         script: The result of `command.parse_script`: the script's batch flags, and its `trainer` and `version`.

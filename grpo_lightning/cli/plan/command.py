@@ -33,7 +33,7 @@ HF_DEFAULTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 
 """Defaults of Hugging Face's TrainingArguments, which TRL and VLM-R1 keep."""
 
 ASSUMED_DEVICE_GIB = 80.0
-"""Memory capacity of a device for `gather_for_generation: auto` if --device_gib is not given and there is no GPU."""
+"""Device memory that `gather_for_generation: auto` assumes if --device_gib is not given and there is no GPU."""
 
 
 def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) -> None:
@@ -65,7 +65,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
 
 
 def print_plan(own: argparse.Namespace, fit_args: list[str], module_class: type[GRPOLightningModule] | None) -> None:
-    """Print the plan of a `fit` command line. The arguments are those of `set_up_run`, the errors those of `run`."""
+    """Print the plan of a `fit` command line. For the arguments, see `set_up_run`; for the errors, see `run`."""
     from rich.console import Console
 
     from grpo_lightning.cli.plan.report import print_lines
@@ -90,7 +90,7 @@ def print_plan(own: argparse.Namespace, fit_args: list[str], module_class: type[
 
 
 class PlannedRun(NamedTuple):
-    """The module, data, ranks and batches of a run, which are known before its policy is built."""
+    """The parts of a run that are known before its policy is built: module, data, ranks and batches."""
 
     config: Namespace
     module: GRPOLightningModule
@@ -102,10 +102,10 @@ class PlannedRun(NamedTuple):
     """Number of tokens of the longest prompt."""
 
     why_tokens: str
-    """How this number was found."""
+    """How the number of tokens was found."""
 
     tokenizer_problem: str
-    """Why the prompts were not tokenized; empty if they were, or need not be."""
+    """Why the prompts could not be tokenized; empty if they were tokenized, or did not have to be."""
 
     @property
     def loader(self) -> PolicyLoader:
@@ -278,7 +278,7 @@ def parse_own(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 SIMILAR_FLAGS = ("--per_device_eval_batch_size", "--num_generations_eval", "--eval_accumulation_steps")
-"""Flags of other trainers that are not translated, and are not misspellings of flags that are."""
+"""Flags of other trainers that are similar to translated flags, but are neither translated nor misspellings."""
 
 
 def parse_script(args: list[str]) -> argparse.Namespace:
@@ -365,7 +365,7 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(trainer: Namespace, devices: int | None, nodes: int | None, *, has_server: bool = False) -> Ranks:
-    """Compute the number of ranks: `devices` (per node) x `nodes`. None stands for the value in the trainer's config.
+    """Compute the number of ranks: `devices` (per node) x `nodes`. For None, the trainer's config is used.
 
     `has_server` is true if a vLLM server runs on this machine. The server needs devices that have no rank.
 
@@ -412,7 +412,7 @@ def count_devices(given: Any) -> int | None:
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Check SLURM's tasks and torchrun's processes per node. Raises: ValueError if they differ between nodes."""
+    """Check that all nodes have the same number of SLURM tasks or torchrun processes. Raises: ValueError if not."""
     unequal = "Every node must have the same number of devices, because Lightning has devices x num_nodes ranks:"
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):  # "8(x2),4" is 8, 8 and 4
         counts = {re.sub(r"\(x\d+\)", "", part).strip() for part in environment.get(name, "").split(",")}
@@ -491,10 +491,10 @@ class PromptLength(NamedTuple):
 
     tokens: int
     why: str
-    """How this number was found."""
+    """How the number of tokens was found."""
 
     tokenizer_problem: str = ""
-    """Why the prompts were not tokenized; empty if they were, or need not be."""
+    """Why the prompts could not be tokenized; empty if they were tokenized, or did not have to be."""
 
 
 def longest_prompt(
@@ -502,8 +502,8 @@ def longest_prompt(
 ) -> PromptLength:
     """Find the number of tokens of the longest training prompt.
 
-    The number is `given`, if `given` is not None. Otherwise, it is measured on the prompts if possible. Else it is
-    `max_prompt_length`, or an assumed number if `max_prompt_length` is None.
+    The number is the first of these that is known: `given`; the number that is measured on the prompts;
+    `max_prompt_length`; an assumed number.
     """
     if given is not None:
         return PromptLength(given, "set by --prompt_tokens")

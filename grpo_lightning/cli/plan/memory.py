@@ -61,7 +61,7 @@ class Part(NamedTuple):
     """Explanation of the size."""
 
     is_estimate: bool = False
-    """False if tensors of the run have exactly this size."""
+    """False if the size is exact: tensors of the run have this number of bytes."""
 
     is_on_cpu: bool = False
     """True if the part is in CPU memory. The CPU memory of a node then contains the part once for each device of the
@@ -96,8 +96,8 @@ class Precision:
     def residual(self) -> int:
         """Bytes per number in the residual stream, and in the keys that are cached for scoring.
 
-        Under autocast, both have 4 bytes: the residual stream, because autocast only changes matrix products; and the
-        keys, because rotary embeddings are applied to them in float32.
+        Under autocast, both have 4 bytes per number. The residual stream is in float32, because autocast changes only
+        matrix products. The keys are in float32, because rotary embeddings are applied to the keys in float32.
         """
         return 4 if self.is_mixed else self.compute
 
@@ -133,7 +133,7 @@ class Division:
     optimizer: int = 1
     stage: int = 0
     """DeepSpeed's ZeRO stage; 0 without DeepSpeed. DeepSpeed converts the weights to the dtype of matrix products, and
-    keeps 32-bit master weights. From stage 2 on, it sums gradients in 32 bits."""
+    keeps 32-bit master weights. From stage 2 on, DeepSpeed sums gradients in 32 bits."""
 
     has_buckets: bool = False
     """True if DDP keeps a second copy of the gradients in its all-reduce buckets."""
@@ -231,8 +231,8 @@ def optimizer_bytes(
     """Measure the optimizer state per trained weight by a step on a small tensor. Returns: (bytes, remarks).
 
     AdamW keeps two numbers of the weight's width: 8 bytes for a 32-bit weight. For optimizers that factorize matrices,
-    the result is too high: they need fewer bytes per weight for larger matrices, and a model's matrices are larger than
-    the small tensor.
+    the result is too high: such optimizers need fewer bytes per weight for larger matrices, and a model's matrices are
+    larger than the small tensor.
 
     Args:
         factory: Function that makes the optimizer.
@@ -385,7 +385,7 @@ def state_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 def weight_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     """The policy, its adapters and its reference.
 
-    With new adapters, the reference is the policy without adapters, and needs no memory.
+    With new adapters, the reference is the policy without its adapters, so the reference needs no memory of its own.
     """
     ranks, width, on_cpu = settings.division.weights, settings.widths.weights, settings.division.offloads_weights
     plain = (model.num_weights - model.num_quantized) * width + model.num_quantized * model.quantized_bytes
@@ -480,11 +480,11 @@ def gathered_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def head_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """Float32 copies of 16-bit head weights, made by a float32 head in each pass, and the gradient of these copies.
+    """The float32 copies that a float32 head makes of 16-bit head weights in each pass, and the gradient of the copies.
 
-    A pass keeps its copy for the backward pass, unless its logits are computed for one slice of tokens at a time
-    (`policy.head_chunk_size`). A trained head gets a gradient in float32, which is then converted to the dtype of the
-    weights.
+    If logits are computed for one slice of tokens at a time (`policy.head_chunk_size`), only one copy exists at a time.
+    If not, each pass that is not recomputed keeps its copy for the backward pass. A trained head gets a gradient in
+    float32, which is then converted to the dtype of the weights.
     """
     width = settings.widths.compute if settings.division.gathers_layers else settings.widths.weights
     size = 4 * model.vocab_size * model.hidden_size * (settings.has_float32_head and width < 4)
@@ -571,7 +571,7 @@ def autocast_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def sampling_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """Memory of sampling: KV cache, a copy of one of its layers, and the larger of next-token logits and prefill."""
+    """Sampling memory: KV cache, a copy of one layer of the cache, and the larger of next-token logits and prefill."""
     batch, widths, (rows, prompts, prefilled) = settings.batch, settings.widths, settings.sampling
     longest, layers = batch.completion_length - 1, len(model.windows)  # the last token is never fed back
     cache, how = cache_bytes(model, rows, batch.prompt_length + longest, widths), "repeated for its completions"

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from jsonargparse import Namespace
 
 TIGHT = 0.9
-"""Fraction of a device's memory. If a run needs a fraction from `TIGHT` to 1, fragmentation and the CUDA context decide
-whether the run fits."""
+"""Fraction of a device's memory. If a run needs a fraction from `TIGHT` to 1, the run may or may not fit: this depends
+on fragmentation and on the CUDA context."""
 
 
 def print_lines(console: Console, title: str, lines: Sequence[str]) -> None:
@@ -184,8 +184,8 @@ def print_memory(
     `engine` is the memory of vLLM; None if the run does not use vLLM.
 
     Returns:
-        An error message that lists settings which reduce memory, if the run does not fit the device or vLLM does not
-        fit its share. None if the run may fit, or if there is no device to compare with.
+        If the run does not fit the device, or vLLM does not fit its share: an error message with settings that reduce
+        memory. Else None; also None if no device's memory is known.
     """
     peaks = {moment: peak(parts, moment) for moment in MOMENTS}
     highest = max(MOMENTS, key=peaks.__getitem__)

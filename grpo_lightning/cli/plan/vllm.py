@@ -47,7 +47,7 @@ class VLLMSize:
 
     engine: VLLMEngine
     width: int
-    """Bytes per weight of vLLM's copy, and per number of its KV cache."""
+    """Bytes per weight of vLLM's copy of the policy, and bytes per number of vLLM's KV cache."""
 
     weights: int
     per_token: float
@@ -141,9 +141,10 @@ def with_vllm(parts: list[Part], model: ModelSizes, settings: MemorySettings, si
     """Adapt `parts`, the memory estimate of a training device, to sampling with vLLM.
 
     If the run does not use vLLM (`size` is None), the estimate is returned unchanged. Otherwise, the parts named in
-    `OF_THE_POLICY` no longer count in the phase "sampling". If weights are sharded, the memory of one gathered layer is
-    added, because weights are gathered layer by layer when they are sent to vLLM. In colocate mode, vLLM's own memory
-    is also added ("the share" is `engine.gpu_memory_utilization` of the device's memory):
+    `OF_THE_POLICY` no longer count in the phase "sampling". If weights are sharded, they are gathered part by part when
+    they are sent to vLLM, so the memory of the largest part is added: one layer, or embeddings, last norm and head. In
+    colocate mode, vLLM's own memory is also added ("the share" is `engine.gpu_memory_utilization` of the device's
+    memory):
 
     | engine.sleep_level | while sampling | while training | on the CPU, while training |
     |---|---|---|---|
@@ -286,7 +287,7 @@ def devices_line(rest: int, here: int) -> str:
 
 
 def check_run(engine: Any, loader: PolicyLoader, sampling: Sequence[SamplingParams], world_size: int) -> None:
-    """Make those checks of `VLLMEngine.check_run` that need no vLLM and no server. Raises: ValueError if one fails."""
+    """Make the checks of `VLLMEngine.check_run` that need no vLLM and no server. Raises: ValueError if one fails."""
     if isinstance(engine, VLLMEngine):
         config = loader.load_config()
         engine.check_supported(loader, config)
@@ -297,7 +298,7 @@ def check_run(engine: Any, loader: PolicyLoader, sampling: Sequence[SamplingPara
 def check_length(engine: Any, prompt_tokens: int, max_completion_length: int, why: str) -> None:
     """Check that the longest prompt and a completion fit vLLM's `max_model_len`.
 
-    Otherwise, the first rollout with this prompt would fail.
+    If the two did not fit, the first rollout with this prompt would fail.
 
     Args:
         engine: The engine of the run.

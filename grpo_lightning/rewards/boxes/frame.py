@@ -153,7 +153,8 @@ class BoxReward(Reward):
     def boxes_of(self, right: Any) -> Sequence[Box]:
         """The boxes of a parsed ground truth, for `check_row` and the log of completions; by default none.
 
-        Without an override, `check_row` checks no boxes, so they are checked only when the reward is called.
+        If a subclass does not override this method, `check_row` checks no boxes. The boxes are then checked only when
+        the reward is called.
         """
         return ()
 

@@ -1,8 +1,8 @@
 """Sandbox of one process on Linux: Landlock (files), seccomp (system calls) and resource limits.
 
-After `Isolation.enter`, a process can compute, start threads, use the pipes that are already open, read Python's
-standard library, the system's shared libraries and three system files (`readable_paths`), and read and write
-`/dev/null`. The kernel refuses everything else:
+After `Isolation.enter`, a process can compute, start threads, and use the pipes that are already open. It can read
+Python's standard library, the system's shared libraries and three system files (`readable_paths`), and can read and
+write `/dev/null`. The kernel refuses everything else:
 
 | it cannot | because |
 |---|---|
@@ -15,8 +15,8 @@ standard library, the system's shared libraries and three system files (`readabl
 
 Landlock and seccomp work without privileges and in containers. Landlock needs Linux 5.13. A kernel without Landlock is
 accepted only with `allow_file_reads`. A program can then read every file that its user can read, `/proc` included. The
-other rows of the table still hold. With and without Landlock, a program can see the names, sizes and dates of files
-(`stat`), the time, and the load of the machine.
+rows of the table that do not concern reading still hold. With and without Landlock, a program can see the names, sizes
+and dates of files (`stat`), the time, and the load of the machine.
 
 This module imports only the standard library, because the launcher (`sandbox/launcher.py`) runs without installed
 packages.

@@ -1,6 +1,6 @@
 """Copy values of builtin types between processes as JSON, and call functions in another process.
 
-If a program returns a value of a builtin type in the table below, or of a subclass of such a type, the tests get a
+The table below lists the builtin types. If a program returns a value of such a type, or of a subclass, the tests get a
 copy of the value. The copy has the builtin type, so it has no methods that the program defines. An object of any other
 type is kept in the program's process, and the tests get a `Remote` for it. The tests can call the `Remote`, iterate
 over it, read and set its attributes, and pass it back to the program. Comparing the `Remote` raises an error.

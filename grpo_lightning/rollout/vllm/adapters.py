@@ -1,7 +1,7 @@
 """The policy's adapter as vLLM loads it: a folder in peft's format, with a new name for every update.
 
-vLLM ignores an adapter if it already knows the adapter's name, and its prefix cache distinguishes adapters by name. A
-name is therefore never used twice, not even by another run on the same server.
+vLLM ignores a new adapter that has the name of a known adapter. Moreover, vLLM's prefix cache distinguishes adapters by
+name. A name is therefore never used twice, not even by another run on the same server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def largest_rank(rank: int) -> int:
-    """The smallest of vLLM's allowed values that is at least `rank`. Raises: ValueError if there is none."""
+    """The smallest of vLLM's allowed values that is at least `rank`. Raises: ValueError if `rank` is too large."""
     for each in RANKS:
         if rank <= each:
             return each

@@ -32,7 +32,7 @@ NEEDS = {
     "server": ("weight_transfer_backend nccl", "set weight_transfer_backend to gloo"),
 }
 """For each mode of the engine, text for error messages: the setting that needs vLLM in this process, and how to change
-it so that vLLM is not needed."""
+this setting so that vLLM is not needed."""
 
 
 def check_device() -> None:
@@ -153,7 +153,7 @@ class Colocated:
         self.sleep(min(2 * sleep_level, 2))
 
     def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> None:
-        """Load the policy's weights, one group at a time. If vLLM sleeps, this wakes it up.
+        """Load the policy's weights, one group at a time. If vLLM sleeps, this method wakes it up.
 
         Raises:
             RuntimeError: If a weight is missing, or blocks of the prefix cache are still in use.
@@ -215,7 +215,7 @@ class Colocated:
         """Do nothing, because each process has a separate vLLM."""
 
     def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
-        """Sample one completion per request, and yield after every decoding step. If vLLM sleeps, this wakes it up.
+        """Sample one completion per request, and yield after every decoding step. If vLLM sleeps, wake it up first.
 
         Args:
             requests: Requests by index.
@@ -296,7 +296,7 @@ def answer_of(output: Any) -> Answer:
 
 @contextlib.contextmanager
 def explained(options: dict[str, Any]) -> Iterator[None]:
-    """Context in which vLLM's error about too little memory for its KV cache names this engine's settings."""
+    """Context that adds this engine's settings to vLLM's error about too little memory for the KV cache."""
     try:
         yield
     except ValueError as error:

@@ -83,7 +83,7 @@ class Backend(Protocol):
         """Take over the result of rank 0's `update` or `load_adapter`."""
 
     def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
-        """Sample one completion per request, and yield each when it ends. Some are missing if vLLM loses weights."""
+        """Sample one completion per request, and yield each when it ends. If vLLM loses weights, some are missing."""
 
     def decode(self, token_ids: list[int]) -> str:
         """Decode tokens as vLLM does when it looks for stop strings."""
@@ -99,8 +99,8 @@ class Batch:
         progress: Called with the decoding progress.
         on_group: Called with each complete group.
         vision: The images of the prompts.
-        limits: For each prompt, the maximum number of tokens per completion. If `limits` is None, this is
-            `sampling.max_completion_length` for all prompts.
+        limits: For each prompt, the maximum number of tokens per completion. None uses `sampling.max_completion_length`
+            for all prompts.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Batch:
         self.num_tokens = 0
 
     def add(self, index: int, completion: Completion) -> None:
-        """Add a completion; report its group if this completes the group."""
+        """Add a completion; if its group is then complete, report the group."""
         del self.missing[index]
         self.completions[index] = completion
         self.num_tokens += len(completion.token_ids)
@@ -177,47 +177,48 @@ class VLLMEngine(RolloutEngine):
     """Samples with vLLM.
 
     Before each rollout, the policy's full weights are sent to vLLM, one decoder layer at a time. Sharded weights are
-    gathered, and adapters are merged out of place (W + s B A). A mixture of experts is not supported if one parameter
-    holds all experts of a layer. vLLM itself processes images. The resulting token ids are compared with those of the
-    policy's processor.
+    gathered, and adapters are merged out of place (W + s B A). With `enable_lora`, only the adapter is sent before each
+    rollout, and nothing is merged. A mixture of experts is not supported if one parameter holds all experts of a layer.
+    vLLM itself processes images. The resulting token ids are compared with those of the policy's processor.
 
     Args:
-        mode: "colocate" runs vLLM in the training process, on the same device. Every rank has a separate vLLM, unless
-            `tensor_parallel_size` is above 1. "server" uses an external `vllm serve`.
+        mode: "colocate" runs vLLM in the training process, on the same device. If `tensor_parallel_size` is 1, every
+            rank has a separate vLLM. "server" uses an external `vllm serve`.
         gpu_memory_utilization: Fraction of the GPU's memory for vLLM: its copy of the weights and its KV cache.
         max_model_len: Maximum tokens of a prompt and its completion; null uses the policy's number of positions. A
             smaller number lets vLLM start with less memory.
         max_num_seqs: Maximum completions decoded at the same time.
-        enable_prefix_caching: True computes a prompt only once for all its completions, and also a common beginning of
-            several prompts only once.
+        enable_prefix_caching: True computes a prompt once for all its completions, and a common beginning of several
+            prompts once for all these prompts.
         enforce_eager: True captures no CUDA graphs: vLLM starts faster, needs less memory, and decodes more slowly.
         dtype: Dtype of vLLM's copy of the weights; "auto" is the dtype of the policy's weights.
         limit_mm_per_prompt: Maximum number of images in a prompt, for example {image: 2}; null uses vLLM's own limit. A
             lower limit lets vLLM start with less memory.
-        tensor_parallel_size: Number of consecutive ranks that share one vLLM: its weights and KV cache are divided
-            between them, and they sample their prompts together. Must divide the number of ranks.
-        sleep_level: How vLLM's GPU memory is used while the policy trains. 0 keeps it; 1 moves vLLM's weights to the
-            CPU and discards the KV cache; 2 discards both, so that the weights are sent before every rollout,
-            even if they have not changed.
+        tensor_parallel_size: Number of consecutive ranks that share one vLLM. The weights and the KV cache of this vLLM
+            are divided between these ranks, and the ranks sample their prompts together. This number must divide the
+            number of ranks.
+        sleep_level: How vLLM's GPU memory is used while the policy trains. 0 keeps the weights and the KV cache. 1
+            moves vLLM's weights to the CPU and discards the KV cache. 2 discards both, so that the weights are sent
+            before every rollout, even if they have not changed.
         quantization: Quantization of vLLM's copy of the weights, by vLLM's name, for example "fp8"; null for none. The
             quantized weights are computed again at every update. With quantization, completions come from a different
             distribution than the policy's: set `objective.rollout_correction`.
-        enable_lora: True sends the base weights once, and then before each rollout only A and B of the policy's
-            adapter, which vLLM does not merge. False sends merged weights.
-        base_url: Address of the server, instead of `host` and `port`; or a list of addresses of several servers.
-        host: Name or address of the server's machine; or a list of several.
-        port: Port of the server; or a list of several.
+        enable_lora: True sends the base weights once, and A and B of the policy's adapter before each rollout; vLLM
+            keeps the adapter separate from the base weights. False sends merged weights.
+        base_url: Address of the server, or a list of addresses of several servers. Do not set `host` or `port` as well.
+        host: Name or address of the server's machine, or a list for several servers.
+        port: Port of the server, or a list of ports.
         timeout: Seconds that a call of the server may take, including the time that a completion waits in the server's
             queue.
-        max_retries: Number of times that a request or a weight update is repeated if the connection breaks, or if the
-            server fails (5xx) or does not answer in time.
+        max_retries: Number of times that a request or a weight update is repeated after a temporary failure: the
+            connection breaks, the server fails (5xx), or the server does not answer in time.
         reconnect_timeout: Seconds that a run waits for a server to come back if all servers have died.
         weight_transfer_backend: How weights are sent to the server: "nccl" between GPUs, "gloo" over TCP. With "gloo",
             this package must be installed in the server's environment.
         group_port: Free port of the training machine, through which the workers of the first server join the weight
             transfer. The workers of the next servers join through the following ports.
-        lora_folder: Folder for adapters (`enable_lora`). The trainer and the server must see it under the same path.
-            null uses a temporary folder of this machine.
+        lora_folder: Folder for adapters (`enable_lora`). The trainer and the server must see this folder under the same
+            path. With null, it is a temporary folder of this machine.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
@@ -298,8 +299,8 @@ class VLLMEngine(RolloutEngine):
         self._check_mode()
         check_addresses(self.urls, group_port)
         self.group = ranks.Teams(tensor_parallel_size)
-        """The ranks of a tensor-parallel group. Unlike the ranks of a `ranks_per_group` team, they have different
-        prompts."""
+        """The ranks of a tensor-parallel group. Unlike the ranks of a `ranks_per_group` team, the ranks of this group
+        have different prompts."""
         self.backend: Backend | None = None
         self.syncing_thread: int | None = None
         """Thread of the last call of `sync_weights`."""
@@ -479,7 +480,7 @@ class VLLMEngine(RolloutEngine):
             )
 
     def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:
-        """Start vLLM (colocate), or connect to the servers unless `check_run` has done so.
+        """In mode "colocate", start vLLM. In mode "server", connect to the servers, if `check_run` has not done this.
 
         Raises:
             ValueError: If the policy is not supported.
@@ -564,9 +565,9 @@ class VLLMEngine(RolloutEngine):
         """Send the policy's weights to vLLM, if they have changed since the last call.
 
         Collective: every rank must call it. Sharded weights are gathered one decoder layer at a time. In mode
-        "colocate", every rank passes them to its own vLLM. In mode "server", rank 0 sends them to all servers. The
-        other ranks wait, so that no rank samples meanwhile. If another thread of this process is sampling, the call
-        waits until this sampling has ended.
+        "colocate", every rank passes the weights to its own vLLM. In mode "server", rank 0 sends the weights to all
+        servers. The other ranks wait, so that no rank samples meanwhile. If another thread of this process is sampling,
+        the call waits until this sampling has ended.
 
         Raises:
             RuntimeError: If another rank fails to send the weights to vLLM. If this rank fails, the original error is
@@ -713,14 +714,14 @@ class VLLMEngine(RolloutEngine):
         """For every prompt, sample G completions, or only those in `part`; see `RolloutEngine.generate`.
 
         `on_group` and `progress` are called in the thread of the caller. The random numbers of a completion do not
-        depend on the other prompts of the batch, nor on the server. The completion's logits may still depend on the
-        size of the batch in their last bits, because vLLM's kernels round differently in batches of another size.
-        `turns` is not needed: vLLM's prefix cache keeps the states of conversations.
+        depend on the other prompts of the batch, nor on the server. The last bits of the completion's logits may still
+        depend on the size of the batch, because vLLM's kernels round differently in batches of another size. `turns` is
+        not needed: vLLM's prefix cache keeps the states of conversations.
 
-        In the thread that has called `sync_weights`, the call is collective. If one rank has an error, all ranks raise
-        an error. If completions are missing because no server has the weights any more, all ranks take part in sending
-        the weights again, and the missing completions are then sampled. A call in another thread raises errors on its
-        own rank only, and sends no weights, because training may be changing them.
+        In the thread that has called `sync_weights`, the call of `generate` is collective. If one rank has an error,
+        all ranks raise an error. Completions are missing if no server has the weights any more. In this case, all ranks
+        take part in sending the weights again, and the missing completions are then sampled. A call in another thread
+        raises errors on its own rank only, and sends no weights, because training may be changing them.
 
         In mode "colocate", vLLM may have discarded its weights (`sleep_level: 2`). In this case, `generate` sends the
         policy's weights before it samples.

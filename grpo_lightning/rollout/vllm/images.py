@@ -1,7 +1,7 @@
 """Prompts with images for vLLM, which processes the images itself.
 
-vLLM gets the token ids of the prompt with one placeholder per image, and the images. From these, it must compute the
-same token ids as the policy's processor (`check_prompt_ids`).
+vLLM gets the images, and the token ids of the prompt with one placeholder per image. From these inputs, vLLM must
+compute the same token ids as the policy's processor (`check_prompt_ids`).
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ class PromptImages:
 
 
 def images_of(vision: PromptVision, tokenizer: PreTrainedTokenizerBase, known: KnownImages) -> PromptImages | None:
-    """Read the images of a prompt; None if it has none.
+    """Read the images of a prompt; None if the prompt has no images.
 
     Args:
         vision: Vision inputs of the prompt.
         tokenizer: The policy's tokenizer.
-        known: The images that have been read already. The images of the prompt are added.
+        known: The images that have been read already. The images of the prompt are added to `known`.
 
     Raises:
         ImageError: If `ImageRef.read` raises one.
@@ -149,8 +149,8 @@ def check_prompt_ids(images: PromptImages, prompt_ids: Sequence[int], got: Seque
         remedy: Advice at the end of the error message if the numbers of tokens differ.
 
     Raises:
-        RuntimeError: If the tokens differ, or vLLM has not reported them. If they differ, the message states the number
-            of tokens for the policy and for vLLM.
+        RuntimeError: If the tokens differ, or vLLM has not reported them. If the tokens differ, the message states the
+            number of tokens for the policy and for vLLM.
     """
     if got is None:
         raise RuntimeError("vLLM did not report the token ids of a prompt with images (prompt_token_ids).")

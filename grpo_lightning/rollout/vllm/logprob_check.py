@@ -1,7 +1,8 @@
 """Check that vLLM's log-probs equal the policy's: a probe samples a small rollout, and training scores it again.
 
-This finds servers that report log-probs without the temperature, weights that vLLM loads differently, and kernels that
-compute different results. `policy/rollout_kl` measures the difference in every rollout.
+The check finds servers that report log-probs without the temperature. It also finds weights that differ between vLLM
+and training, and kernels whose results differ from those of training. In every rollout, `policy/rollout_kl` measures
+how far the log-probs of vLLM and of training differ.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PROBE_TEMPERATURE = 0.5
 
 LARGEST_DIFFERENCE = {torch.float32: 0.01, torch.bfloat16: 0.1, torch.float16: 0.1}
 """Largest accepted mean |difference| between vLLM's and the policy's log-probs in the probe, in nats, by the dtype of
-the weights. If vLLM's dtype and the policy's differ, the coarser one counts."""
+the weights. If vLLM's dtype and the policy's dtype differ, the coarser dtype counts."""
 
 QUANTIZED_DIFFERENCE = 0.5
 """Largest accepted mean |difference| if `quantization` is set, in nats."""
@@ -82,7 +83,7 @@ class LogprobProbe(NamedTuple):
     """Computes the policy's log-probs in training."""
 
     def mean_difference(self) -> float:
-        """Mean of `differences`, the largest over all ranks. Collective: every rank must call it."""
+        """The mean of `differences` on the rank where this mean is largest. Collective: every rank must call it."""
         with probe_mode(self.policy):
             return float(ranks.max_over_ranks(self.differences().mean()))
 

@@ -40,7 +40,7 @@ class Request:
     """Index of the prompt among the prompts of the call. One server samples all completions of a prompt."""
 
     images: PromptImages | None = None
-    """The images of the prompt; None if it has none."""
+    """The images of the prompt; None if the prompt has no images."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Answer:
     """Number of the update whose weights sampled the completion; None if vLLM has not reported this number."""
 
     prompt_ids: list[int] | None = None
-    """[L] tokens of the prompt, as vLLM has computed them; None if it does not report them."""
+    """[L] tokens of the prompt, as vLLM has computed them; None if vLLM does not report these tokens."""
 
 
 class Arrivals(NamedTuple):
@@ -76,9 +76,9 @@ def check_sampling(sampling: SamplingParams) -> None:
     """Check that vLLM samples from exactly the distribution that `LocalEngine` samples from.
 
     Raises:
-        ValueError: If the distributions would differ, because (a) more tokens are suppressed than vLLM accepts, (b)
-            vLLM would increase the temperature, or (c) `min_p` and `top_p` are both set. (vLLM applies `min_p` first,
-            and then `top_p` to the remaining probability mass.)
+        ValueError: In three cases, in which the distributions would differ: (a) more tokens are suppressed than vLLM
+            accepts; (b) vLLM would increase the temperature; (c) `min_p` and `top_p` are both set. (vLLM applies
+            `min_p` first, and then `top_p` to the remaining probability mass.)
     """
     if len(set(sampling.suppress_tokens)) > MOST_SUPPRESSED:
         raise ValueError(

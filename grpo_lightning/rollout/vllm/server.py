@@ -61,7 +61,7 @@ class UnavailableError(ServerError):
 
 
 class LostWeightsError(UnavailableError):
-    """The server sampled from other weights than this run's: it has restarted, or another client has changed them."""
+    """The server has other weights than this run's: it has restarted, or another client has changed the weights."""
 
 
 class Client:
@@ -240,7 +240,7 @@ class Served:
         return f"--weight-transfer-config '{transfer}' --logprobs-mode processed_logprobs"
 
     def has_route(self, route: str) -> bool:
-        """True if the server has this route: then an empty POST request succeeds or is refused with 400 or 422."""
+        """True if the server offers this route: an empty POST request succeeds, or is refused with 400 or 422."""
         try:
             self.client.post(route, {})
         except ServerError as error:
@@ -315,8 +315,8 @@ class Served:
         """Begin to send weights. Until `finish_update`, the server samples nothing and reports version `INCOMPLETE`.
 
         At the first update, the server's workers join a process group. At a later update, the workers join a new
-        process group if the server does not report this run's last weights, for example because it has restarted or
-        another run uses it.
+        process group if the server does not report this run's last weights, for example because the server has
+        restarted or is used by another run.
 
         Raises:
             ServerError: If the server cannot be updated.
@@ -341,9 +341,13 @@ class Served:
     def end_update(self) -> None:
         """End an update that did not finish, so that a new one can start.
 
-        There are two cases. If the old update is still active, vLLM refuses to start a new update. If the old update
-        failed while weights were received, it is no longer active, but layers that received only some of their weights
-        still wait for the rest. If a new update started in this state, these layers would get weights of both updates.
+        There are two cases:
+
+        - The old update is still active. vLLM then refuses to start a new update.
+        - The old update failed while weights were received, and is no longer active. Layers that received only some of
+          their weights still wait for the rest. If a new update started in this state, these layers would get weights
+          of both updates.
+
         This method requests the start of an empty update, and then the end of the active update. In the first case,
         vLLM refuses the start, and ends the old update. In the second case, vLLM starts and ends the empty update, and
         the layers stop waiting. Until new weights are sent, the incomplete layers have arbitrary values.
@@ -366,7 +370,7 @@ class Served:
             )
 
     def load_adapter(self, folder: Path) -> None:
-        """Unload the earlier versions of the adapter, and load a new one from a folder that the server can read.
+        """Unload the earlier versions of the adapter, and load a new version from a folder that the server can read.
 
         Raises:
             LostWeightsError: If the server has restarted.

@@ -75,8 +75,8 @@ class Pending:
     def take(self, servers: Sequence[Served], now: float) -> Iterator[tuple[Job, Served]]:
         """Iterate over the requests that can be sent now, with their servers, and count them as sent.
 
-        All requests of a prompt go to one server, so that its prefix cache computes the prompt once. A new prompt goes
-        to the server that works on the fewest requests; among equals, to the first in the list.
+        All requests of a prompt go to one server, so that the prefix cache of this server computes the prompt once. A
+        new prompt goes to the server that works on the fewest requests; among equals, to the first in the list.
         """
         kept = []
         for position, job in enumerate(self.waiting):
@@ -101,8 +101,8 @@ class Announcement(NamedTuple):
     """The weights that the servers have, as broadcast by rank 0 to the other ranks."""
 
     versions: dict[str, tuple[str | None, str | None]]
-    """By server address: the version of this run's weights and the name of this run's adapter on the server. Each is
-    None if the server does not have it."""
+    """By server address: the version of this run's weights and the name of this run's adapter on the server. None
+    replaces a version or a name that the server does not have."""
 
     adapter: str | None
     """Name of the adapter that completions are sampled with; None without adapters."""
@@ -119,8 +119,8 @@ class Servers:
             groups with the next servers use the following ports.
         max_retries: Number of times that a request is repeated after a temporary failure.
         reconnect_timeout: Seconds to wait for a server if all of them have died.
-        first: Index of the server that gets this rank's first prompt. The index differs between ranks, so that not all
-            ranks begin with the same server.
+        first: Index of the server that gets this rank's first prompt. The index differs between ranks, so that the
+            ranks do not all begin with the same server.
         lora_folder: Folder for adapters, which the servers must be able to read; None uses a temporary folder of this
             machine.
     """
@@ -169,7 +169,7 @@ class Servers:
     # -------------------------------------------------------------------------------------------------------- weights
 
     def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> Announcement:
-        """Send the policy's weights, one group of weights at a time, to all servers that lack them.
+        """Send the policy's weights, one group of weights at a time, to all servers that do not have these weights.
 
         A server that does not answer is left out, and gets the weights of the next update.
 
@@ -214,7 +214,7 @@ class Servers:
         return self.announcement()
 
     def lack(self, update: int) -> bool:
-        """True if a server that answers lacks the weights of an update. Raises: the error of `wait_for_one`."""
+        """True if at least one answering server lacks the weights of an update. Raises: the error of `wait_for_one`."""
         return not all(is_at(server, update) and server.has_weights() for server in self.wait_for_one())
 
     def load_adapter(self, adapter: dict[str, Tensor], version: int) -> Announcement:
@@ -352,7 +352,7 @@ class Servers:
         job.due = time.monotonic() + seconds
 
     def decode(self, token_ids: list[int]) -> str:
-        """Decode tokens as the servers do when they look for stop strings; empty if their texts differ."""
+        """Decode tokens as the servers do when they look for stop strings; empty if the servers' texts differ."""
         texts = {server.decode(token_ids) for server in self.able or self.servers}
         return texts.pop() if len(texts) == 1 else ""
 

@@ -2,8 +2,8 @@
 
 vLLM receives weights through pluggable backends. Its own backend `nccl` needs GPUs. `register` adds two backends that
 do not need GPUs: `tensors` passes tensors within one process, and `gloo` broadcasts them over TCP. `gloo` and `nccl`
-use the same messages. With both, the server's workers wait for each tensor while the trainer broadcasts it. The
-trainer's code is the same for both, except for the process group.
+use the same messages. With both backends, the server's workers wait for each tensor while the trainer broadcasts it.
+For these two backends, the trainer's code differs only in the process group.
 
 vLLM calls `register` in each of its processes, through the entry point `vllm.general_plugins` of this package.
 """
@@ -36,7 +36,7 @@ class BroadcastGroup(Protocol):
 
 
 def call_within(seconds: float, what: str, call: Callable[[], T]) -> T:
-    """Call a function in another thread. Raises: RuntimeError if it takes too long; the thread then continues."""
+    """Call a function in another thread. Raises: RuntimeError if the call takes too long; the thread continues."""
     future = in_background(call)
     wait((future,), seconds)
     if not future.done():
@@ -122,7 +122,7 @@ GROUPS: dict[str, type[GlooGroup | NCCLGroup]] = {"gloo": GlooGroup, "nccl": NCC
 
 
 def describe(group: list[tuple[str, Tensor]]) -> dict[str, Any]:
-    """The message that announces a group of weights to the server's workers, before they are broadcast."""
+    """The message that announces a group of weights to the server's workers before the weights are broadcast."""
     return {
         "names": [name for name, _ in group],
         "dtype_names": [str(weight.dtype).removeprefix("torch.") for _, weight in group],

@@ -1,6 +1,6 @@
 """The policy's full weights in the form that vLLM loads: by checkpoint name, with LoRA adapters merged.
 
-Sharded weights are gathered, and adapters merged out of place, one decoder layer at a time: the policy itself never
+One decoder layer at a time, sharded weights are gathered, and adapters are merged out of place. The policy itself never
 changes, and no second copy of all weights exists.
 """
 
@@ -50,7 +50,7 @@ def gathered_groups(policy: nn.Module, sharding: Sharding, kind: Kind = "merged"
 
     Args:
         policy: The policy.
-        sharding: How its weights are sharded over the ranks.
+        sharding: How the policy's weights are sharded over the ranks.
         kind: The kind of weights to gather.
     """
     sharding.reshard(policy)
@@ -187,9 +187,9 @@ def merged_weight(weight: Tensor, layer: Any, adapter: str | None, values: dict[
 def state_of(policy: nn.Module, sharding: Sharding, kind: Kind = "merged") -> dict[str, int]:
     """Hash this rank's shards of the parameters that one kind of weights depends on: one hash per dtype.
 
-    The kind "adapter" depends on A and B of the trained adapter, "base" on all other parameters, and "merged" on all
-    parameters. If none of the hashed parameters has changed, each rank gets the same hashes as in its previous call for
-    this kind. The call is not collective.
+    The kind "adapter" depends on A and B of the trained adapter, the kind "base" depends on all other parameters, and
+    the kind "merged" depends on all parameters. If none of the hashed parameters has changed, each rank gets the same
+    hashes as in its previous call for this kind. The call is not collective.
     """
     sharding.reshard(policy)
     own: set[int] = set()
