@@ -325,7 +325,8 @@ def restore_optimizer_settings(trainer: L.Trainer, settings: Sequence[dict[str, 
 
     The learning rate is replaced too, unless the run has a schedule that is not a `Schedule` of this library: such a
     schedule continues from the learning rates in the checkpoint (`lr`, `initial_lr`, `max_lr`). If it also changes the
-    momentum (`OneCycleLR`, `CyclicLR`), the same holds for the momentum.
+    momentum (`OneCycleLR`, `CyclicLR`), the same holds for the momentum. Settings that the checkpoint lacks, because
+    its run had no such schedule, are those of this run.
 
     Args:
         trainer: Trainer of a run that may be resumed.
@@ -340,7 +341,7 @@ def restore_optimizer_settings(trainer: L.Trainer, settings: Sequence[dict[str, 
         cycles_momentum = any(getattr(part, "cycle_momentum", False) for part in parts)
         kept = ("lr", "momentum", "betas") if cycles_momentum else ("lr",)
     for group, own in zip(trainer.optimizers[0].param_groups, settings, strict=False):
-        group.update({name: value for name, value in own.items() if not name.endswith(kept)})
+        group.update({name: value for name, value in own.items() if name not in group or not name.endswith(kept)})
 
 
 def restore_data_position(run: RunState, trainer: L.Trainer) -> None:
