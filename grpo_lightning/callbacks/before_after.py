@@ -20,7 +20,7 @@ from grpo_lightning.core.ranks import gather_objects, interleave
 from grpo_lightning.core.seeding import run_seed
 from grpo_lightning.core.status_line import StatusLine
 from grpo_lightning.data.batch import as_prompt_batch
-from grpo_lightning.data.orders import known_prompts
+from grpo_lightning.data.shuffling import known_prompts
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards.base import prompt_text
 from grpo_lightning.training.evaluation import Evaluation, evaluation_tables

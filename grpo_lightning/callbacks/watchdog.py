@@ -16,7 +16,7 @@ from typing import Any
 import lightning as L
 
 from grpo_lightning.core import ranks
-from grpo_lightning.training.signals import end_launched
+from grpo_lightning.training.failed_ranks import end_launched
 
 log = logging.getLogger(__name__)
 

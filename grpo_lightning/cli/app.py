@@ -28,7 +28,8 @@ from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.report.changed_settings import CLI_DEFAULTS
 from grpo_lightning.training.checkpoints import check_ranks
-from grpo_lightning.training.signals import GracefulStop, end_launched
+from grpo_lightning.training.failed_ranks import end_launched
+from grpo_lightning.training.signals import GracefulStop
 
 if TYPE_CHECKING:
     from typing_extensions import Self

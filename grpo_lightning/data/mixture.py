@@ -39,9 +39,9 @@ from grpo_lightning.data.formats import log_prompt_columns
 from grpo_lightning.data.images.box_checks import Boxes
 from grpo_lightning.data.images.preflight import ImageCounts, Preflight
 from grpo_lightning.data.lengths import LengthLimit, Measured
-from grpo_lightning.data.orders import PromptStream
 from grpo_lightning.data.parallel import in_processes
 from grpo_lightning.data.readers import DatasetRows, Row, RowReader, find_file, open_dataset, read_file, stream_dataset
+from grpo_lightning.data.shuffling import PromptStream
 from grpo_lightning.data.templates import PromptTemplate
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from grpo_lightning.core.seeding import derived_seed
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.batch import LaterBatch, PromptBatch, as_prompt
 from grpo_lightning.data.images.prefetch import ImageReader
-from grpo_lightning.data.orders import ListedOrder, PromptStream, StreamOrder, as_prompts
+from grpo_lightning.data.shuffling import ListedOrder, PromptStream, StreamOrder, as_prompts
 from grpo_lightning.data.templates import PromptTemplate
 
 log = logging.getLogger(__name__)

@@ -326,7 +326,8 @@ def restore_optimizer_settings(trainer: L.Trainer, settings: Sequence[dict[str, 
 
     The learning rate is replaced too, with one exception: a schedule that is not a `Schedule` of this library continues
     from the learning rates in the checkpoint (`lr`, `initial_lr`, `max_lr`). If such a schedule also changes the
-    momentum (`OneCycleLR`, `CyclicLR`), the momentum continues from the checkpoint, too.
+    momentum (`OneCycleLR`, `CyclicLR`), the momentum continues from the checkpoint, too. If
+    the checkpoint lacks such a setting, because its run had no such schedule, the setting of this run applies.
 
     Args:
         trainer: Trainer of the run. If the run resumes from no checkpoint, nothing is replaced.
@@ -341,7 +342,7 @@ def restore_optimizer_settings(trainer: L.Trainer, settings: Sequence[dict[str, 
         cycles_momentum = any(getattr(part, "cycle_momentum", False) for part in parts)
         kept = ("lr", "momentum", "betas") if cycles_momentum else ("lr",)
     for group, own in zip(trainer.optimizers[0].param_groups, settings, strict=False):
-        group.update({name: value for name, value in own.items() if not name.endswith(kept)})
+        group.update({name: value for name, value in own.items() if name not in group or not name.endswith(kept)})
 
 
 def restore_data_position(run: RunState, trainer: L.Trainer) -> None:

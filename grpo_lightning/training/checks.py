@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
@@ -566,11 +566,12 @@ def check_conversation(environment: Any, settings: Any, rewards: Sequence[Weight
             "saved in checkpoints: pass environment=... to load_from_checkpoint), or remove model.conversation."
         )
     for reward in rewards:
-        if isinstance(innermost(reward.reward), EnvironmentReward | ToolUse):
-            raise ValueError(
-                f"The reward {reward.name!r} needs an environment, but there is none: set model.environment, or remove "
-                "the reward."
-            )
+        for each in (reward, *reward.inner_rewards):
+            if isinstance(innermost(each.reward), EnvironmentReward | ToolUse):
+                raise ValueError(
+                    f"The reward {each.name!r} needs an environment, but there is none: set model.environment, or "
+                    "remove the reward."
+                )
 
 
 def check_turn_credit(turn_credit: float, objective: Objective) -> None:
@@ -629,6 +630,18 @@ def check_loader_teams(loader: Any, ranks_per_group: int) -> None:
         )
 
 
+def check_single(loader: Any) -> None:
+    """Raise ValueError if the training data are several loaders, in a list, a dict or a `CombinedLoader`."""
+    is_group = isinstance(loader, Mapping) or (
+        isinstance(loader, list | tuple) and any(isinstance(each, PromptSource | DataLoader) for each in loader)
+    )
+    if is_group:
+        raise ValueError(
+            f"Training needs one loader, but got a {type(loader).__name__} of {len(loader)} loader(s). Join their rows "
+            "in one loader: grpo_lightning.PromptSource([*rows_a, *rows_b], batch_size=...)."
+        )
+
+
 def check_loader(
     trainer: L.Trainer,
     shape: CycleShape,
@@ -655,6 +668,7 @@ def check_loader(
         ValueError: If the loader does not match these arguments, or some micro-batches would be empty.
     """
     loader, cycle = known_loader(trainer.fit_loop), shape.num_micro_steps
+    check_single(loader)
     if isinstance(loader, PromptSource) and loader.cycle != cycle:
         raise ValueError(shape.wrong_loader(loader.cycle, is_from_source=True))
     if loader is not None and needs_more != getattr(loader, "takes_more", False):

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.utilities import CombinedLoader
 from torch.optim import Optimizer
@@ -133,6 +134,12 @@ def clipping_unscaled(trainer: L.Trainer) -> Iterator[None]:
 def cluster_environment(trainer: L.Trainer) -> Any:
     """The cluster environment that launched the ranks: SLURM, torchrun, or Lightning itself."""
     return trainer._accelerator_connector.cluster_environment
+
+
+def subprocess_launcher(trainer: L.Trainer) -> _SubprocessScriptLauncher | None:
+    """The launcher with which this process started the other ranks; None if it started none (torchrun, SLURM)."""
+    launcher = trainer.strategy.launcher
+    return launcher if isinstance(launcher, _SubprocessScriptLauncher) else None
 
 
 def is_lightning_handler(handler: Any) -> bool:

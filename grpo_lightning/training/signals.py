@@ -11,19 +11,21 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
 import threading
-import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import lightning as L
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from grpo_lightning.core.ranks import any_over_ranks
-from grpo_lightning.training.lightning_internals import cluster_environment, is_lightning_handler, stop_as_on_sigterm
+from grpo_lightning.training.lightning_internals import (
+    cluster_environment,
+    is_lightning_handler,
+    stop_as_on_sigterm,
+    subprocess_launcher,
+)
 from grpo_lightning.training.run_state import is_between_steps
 
 log = logging.getLogger(__name__)
@@ -113,9 +115,9 @@ class GracefulStop(L.Callback):
         """Remember the signal, and restore the old handlers, which then handle a second signal."""
         self.restore()
         self.received = signum
-        launcher = self.trainer.strategy.launcher if self.trainer is not None else None
+        launcher = subprocess_launcher(self.trainer) if self.trainer is not None else None
         # Ctrl-C reaches every process of a terminal, but SIGTERM often reaches only the first process.
-        if signum == signal.SIGTERM and isinstance(launcher, _SubprocessScriptLauncher):
+        if signum == signal.SIGTERM and launcher is not None:
             launcher.kill(signal.SIGTERM)
         # Not through logging: a handler may interrupt a write to stderr, and a second write inside it raises an error.
         if self.trainer is None or self.trainer.is_global_zero:
@@ -199,32 +201,3 @@ class GracefulStop(L.Callback):
         """Message with the step at which the run stopped, and how to resume."""
         resuming = "; resume with the same command and --ckpt_path auto" if self.checkpoint else ""
         return f"Stopped at step {self.stopped_at}{resuming}."
-
-
-def end_launched(trainer: L.Trainer, seconds: float) -> None:
-    """Shut down the ranks that Lightning's subprocess launcher started: wait for them, then kill those that still run.
-
-    If one rank fails, the other ranks wait for this rank in a collective operation. Only SIGKILL ends a waiting rank.
-
-    Args:
-        trainer: Trainer of the run. If torchrun or SLURM launched the ranks, the function does nothing.
-        seconds: Time limit for all ranks together.
-    """
-    launcher = trainer.strategy.launcher
-    if not isinstance(launcher, _SubprocessScriptLauncher):
-        return
-    # Cleared because Lightning watches this list: if a process in it fails, Lightning kills this process as well.
-    processes = list(launcher.procs)
-    launcher.procs.clear()
-    deadline = time.monotonic() + seconds
-    for local_rank, process in enumerate(processes, start=1):
-        try:
-            code = process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            continue
-        if code < 0:  # killed by a signal, which the rank could not log itself
-            name = signal.Signals(-code).name
-            hint = " (often the system, out of memory)" if name == "SIGKILL" else ""
-            log.error("Rank %d was ended by %s%s.", local_rank, name, hint)

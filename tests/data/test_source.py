@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, DataLoader
 from grpo_lightning.core.ranks import interleave
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.lengths import Measured
-from grpo_lightning.data.orders import LazyPrompts, PromptStream, known_prompts, source_names, stream_rows
+from grpo_lightning.data.shuffling import LazyPrompts, PromptStream, known_prompts, source_names, stream_rows
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.data.templates import PromptTemplate
 from tests.marks import SLOW

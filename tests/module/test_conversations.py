@@ -21,7 +21,7 @@ from grpo_lightning.functional import turn_credits
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.rewards import EnvironmentReward, RewardWorkers, ToolUse, WeightedReward
+from grpo_lightning.rewards import ByMethod, EnvironmentReward, RewardWorkers, ToolUse, WeightedReward
 from grpo_lightning.rollout.conversations import ConversationSettings
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.groups import kl_to_reference
@@ -298,6 +298,8 @@ def test_what_needs_an_environment_has_one():
         for own in (reward, WeightedReward(reward)):
             with pytest.raises(ValueError, match=f"The reward '{name}' needs an environment, but there is none"):
                 make_module(rewards=[own])
+    with pytest.raises(ValueError, match="The reward 'tool' needs an environment, but there is none"):
+        make_module(rewards=[ByMethod({"tool": ToolUse()}, default="tool")])
     with pytest.raises(
         ValueError, match=r"turn_credit is 1\.0, but model\.objective\.surrogate 'gmpo' has one advantage"
     ):

@@ -687,6 +687,19 @@ def test_a_momentum_that_the_schedule_changes_goes_on_where_it_was(tmp_path):
 
 
 @SLOW
+def test_a_schedule_that_the_checkpoint_does_not_have_starts_with_its_own_settings(tmp_path):
+    def one_cycle(optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, 6)
+
+    lr, _ = resumed_rates(tmp_path, {"optimizer": adamw(1e-3)}, {"optimizer": adamw(1e-3), "scheduler": one_cycle})
+    optimizer = AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    schedule = one_cycle(optimizer)
+    optimizer.step()
+    schedule.step()
+    assert [lr] == schedule.get_last_lr()
+
+
+@SLOW
 @pytest.mark.parametrize(("step", "batch_size", "then"), [(4, 4, [1 / 3, 1 / 6]), (2, 1, [12 / 14, 11 / 14])])
 def test_the_schedule_of_a_run_with_another_batch_size_ends_with_the_run(tmp_path, step, batch_size, then):
     """Two epochs of four steps each; the resumed run has another number of steps per epoch."""

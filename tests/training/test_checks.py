@@ -224,6 +224,15 @@ def test_a_fraction_of_an_epoch_of_combined_loaders_is_allowed():
     assert counting.validations == [2, 4]
 
 
+@pytest.mark.parametrize("wrap", [list, tuple, lambda sources: dict(enumerate(sources)), CombinedLoader])
+def test_training_on_several_loaders_is_refused_before_the_weights_load(wrap):
+    sources = wrap([PromptSource(PROMPTS[:2], 2), PromptSource(PROMPTS[2:4], 2)])
+    with pytest.raises(
+        ValueError, match=r"Training needs one loader, but got a \w+ of 2 loader\(s\)\. Join their rows"
+    ):
+        make_trainer(max_steps=2).fit(GRPOLightningModule("not/there", [Format()]), sources)
+
+
 def test_a_number_of_micro_steps_needs_no_length_of_an_epoch():
     class Stream:
         def __iter__(self):
@@ -234,9 +243,7 @@ def test_a_number_of_micro_steps_needs_no_length_of_an_epoch():
     trainer.fit(make_module(length=2), Stream(), PromptSource(PROMPTS[:2], 2, shuffle=False))
     assert counting.validations == [2, 4]
     with pytest.raises(ValueError, match=r"limit_train_batches 0\.5 is a fraction of a loader without length"):
-        make_trainer(max_epochs=1, limit_train_batches=0.5).fit(
-            make_module(), CombinedLoader([PromptSource(PROMPTS, 2)])
-        )
+        make_trainer(max_epochs=1, limit_train_batches=0.5).fit(make_module(), CombinedLoader(PromptSource(PROMPTS, 2)))
 
 
 def test_an_interval_without_validation_data_is_said(tmp_path, caplog):

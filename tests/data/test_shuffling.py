@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.lengths import LengthCount, LengthLimit, Measured
-from grpo_lightning.data.orders import LazyPrompts, ListedOrder, PromptStream, mix_parts, shuffle_rows, stream_rows
+from grpo_lightning.data.shuffling import LazyPrompts, ListedOrder, PromptStream, mix_parts, shuffle_rows, stream_rows
 from grpo_lightning.policy.encoder import Encoder
 from tests.helpers.tiny_models import tiny_tokenizer
 from tests.marks import SLOW

@@ -1,4 +1,4 @@
-"""Order of the prompts in an epoch, for datasets in memory, datasets read lazily, and streams.
+"""Order of the prompts in an epoch, shuffled or not, for datasets in memory, datasets read lazily, and streams.
 
 A stream has an unknown length, may be larger than memory, and is shuffled within a buffer.
 """

@@ -1,0 +1,43 @@
+"""Failed ranks: when a rank fails, the first rank ends the other ranks, and logs which of them were killed."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import time
+
+import lightning as L
+
+from grpo_lightning.training.lightning_internals import subprocess_launcher
+
+log = logging.getLogger(__name__)
+
+
+def end_launched(trainer: L.Trainer, seconds: float) -> None:
+    """Shut down the ranks that Lightning's subprocess launcher started: wait for them, then kill those that still run.
+
+    If one rank fails, the other ranks wait for this rank in a collective operation. Only SIGKILL ends a waiting rank.
+
+    Args:
+        trainer: Trainer of the run. If torchrun or SLURM launched the ranks, the function does nothing.
+        seconds: Time limit for all ranks together.
+    """
+    launcher = subprocess_launcher(trainer)
+    if launcher is None:
+        return
+    # Cleared because Lightning watches this list: if a process in it fails, Lightning kills this process as well.
+    processes = list(launcher.procs)
+    launcher.procs.clear()
+    deadline = time.monotonic() + seconds
+    for local_rank, process in enumerate(processes, start=1):
+        try:
+            code = process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            continue
+        if code < 0:  # killed by a signal, which the rank could not log itself
+            name = signal.Signals(-code).name
+            hint = " (often the system, out of memory)" if name == "SIGKILL" else ""
+            log.error("Rank %d was ended by %s%s.", local_rank, name, hint)
