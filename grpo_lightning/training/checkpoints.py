@@ -326,8 +326,8 @@ def restore_optimizer_settings(trainer: L.Trainer, settings: Sequence[dict[str, 
 
     The learning rate is replaced too, with one exception: a schedule that is not a `Schedule` of this library continues
     from the learning rates in the checkpoint (`lr`, `initial_lr`, `max_lr`). If such a schedule also changes the
-    momentum (`OneCycleLR`, `CyclicLR`), the momentum continues from the checkpoint, too. If
-    the checkpoint lacks such a setting, because its run had no such schedule, the setting of this run applies.
+    momentum (`OneCycleLR`, `CyclicLR`), the momentum continues from the checkpoint, too. A
+    setting that the checkpoint lacks, because its run had no such schedule, is that of this run.
 
     Args:
         trainer: Trainer of the run. If the run resumes from no checkpoint, nothing is replaced.
